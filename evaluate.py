@@ -1,0 +1,11 @@
+"""Loss, perplexity and text from a checkpoint: python evaluate.py --checkpoint output/quickstart"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "platform"))
+
+from crosstrain.cli import main  # noqa: E402 - the path comes first
+
+if __name__ == "__main__":
+    sys.exit(main(["evaluate", *sys.argv[1:]]))

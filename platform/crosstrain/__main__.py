@@ -1,0 +1,8 @@
+"""`python -m crosstrain`."""
+
+import sys
+
+from crosstrain.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""From a configuration to a runner that holds a model: what training and evaluation share."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from crosstrain import recompute
+from crosstrain.checkpoint.checkpointer import load_shards
+from crosstrain.checkpoint.store import Reader
+from crosstrain.compilation import compile_model
+from crosstrain.config import Component, Config
+from crosstrain.construct import fill_initial
+from crosstrain.data.dataset import SPLITS, Dataset, Split
+from crosstrain.distributed import world
+from crosstrain.errors import ConfigError
+from crosstrain.model import Model
+from crosstrain.optim import optimizer_factory
+from crosstrain.registry import registry
+from crosstrain.runner import Runner
+
+
+def make_runner(config: Config) -> Runner:
+    """The configured runner, not yet set up."""
+    return registry.get_runner_class(config.runner.name)(config.runner.options, config.run)
+
+
+def make_model(config: Config) -> Model:
+    return registry.get_model_class(config.model.name)(config.model.options)
+
+
+def training_dataset(config: Config) -> Component:
+    """The dataset that is trained on; ConfigError unless there is exactly one."""
+    if len(config.datasets) != 1:
+        raise ConfigError(
+            f"datasets: exactly one dataset is trained on, but {len(config.datasets)} are named "
+            f"({', '.join(config.datasets)})"
+        )
+    return next(iter(config.datasets.values()))
+
+
+def open_split(config: Config, split: Split) -> Dataset:
+    """A split of the configured dataset, prepared before; DataError where it would be empty."""
+    component = training_dataset(config)
+    return registry.get_dataset_class(component.name)(component.options, split)
+
+
+def prepare_data(config: Config) -> None:
+    """Make the dataset's files if they do not exist yet. Of several processes on a machine the first does, the rest wait."""
+    component = training_dataset(config)
+    dataset = registry.get_dataset_class(component.name)
+    if world()[1] == 0:
+        dataset.prepare(component.options)
+    while not dataset.is_prepared(component.options):
+        time.sleep(0.5)
+
+
+def check_vocabulary(model: Model, dataset: Dataset) -> None:
+    """ConfigError if samples may hold ids that the model has no row for."""
+    if dataset.vocab_size and model.vocab_size and dataset.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size: {model.vocab_size} is too small for the dataset, whose tokenizer has "
+            f"{dataset.vocab_size} ids; set model.vocab_size={dataset.vocab_size}"
+        )
+
+
+def build(config: Config, runner: Runner, checkpoint: Path | None, *, for_training: bool) -> None:
+    """Set up the runner with the model, and the optimizer if it is to train, and fill in what it holds.
+
+    Weights, and when training moments, come from `checkpoint` if given, else the model's pretrained folder, else
+    initial values.
+    """
+    model = runner.construct(lambda: make_model(config))
+    if for_training:
+        recompute.apply(model.blocks(), config.run.gradient_checkpointing, runner.precision.autocast)
+    compile_model(model, config.run.compile)
+    runner.prepare(model, optimizer_factory(config) if for_training else None)
+
+    shards = runner.shards()
+    pretrained = model.pretrained_weights()
+    if checkpoint is not None:
+        keep = for_training and config.run.resume_optimizer
+        load_shards(checkpoint, [s for s in shards if keep or s.kind == "param"])
+    elif pretrained is not None:
+        reader = Reader.open_hugging_face(pretrained)
+        names = reader.names("param")
+        reader.fill([s for s in shards if s.kind == "param"], lambda name: model.pretrained_name(name, names))
+    else:
+        fill_initial(model, shards, config.run.seed)
+    runner.loaded()
+
+
+__all__ = ["SPLITS", "build", "check_vocabulary", "make_model", "make_runner", "open_split", "prepare_data"]

@@ -1,0 +1,137 @@
+"""Boxes: the language in which ranks say what they hold.
+
+A *logical tensor* is a parameter or an optimizer moment under its canonical name and unpadded shape. A *box* is an
+axis-aligned block of it. Every layout in use is a set of boxes: a replica is one, a tensor-parallel slice of a fused
+projection is three, a contiguous range of a flattened tensor (ZeRO) is at most 2*ndim-1. A writer writes the boxes it
+holds, a reader asks for the boxes it needs, and neither knows the other's layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Box:
+    """An axis-aligned block of a logical tensor: `offset[d] <= index[d] < offset[d] + shape[d]`."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.offset) == len(self.shape), (self.offset, self.shape)
+
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> Box:
+        return Box((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def within(self, shape: tuple[int, ...]) -> bool:
+        """Whether the box lies inside a tensor of this shape."""
+        return len(shape) == len(self.shape) and all(
+            o >= 0 and n >= 0 and o + n <= s for o, n, s in zip(self.offset, self.shape, shape, strict=True)
+        )
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common block, or None where it is empty."""
+        low = tuple(map(max, self.offset, other.offset))
+        high = tuple(
+            min(a + m, b + n)
+            for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
+        if any(h <= lo for lo, h in zip(low, high, strict=True)):
+            return None
+        return Box(low, tuple(h - lo for lo, h in zip(low, high, strict=True)))
+
+    def slices_in(self, outer: Box) -> tuple[slice, ...]:
+        """Index of this box inside the tensor that holds `outer`."""
+        return tuple(
+            slice(o - base, o - base + n) for o, n, base in zip(self.offset, self.shape, outer.offset, strict=True)
+        )
+
+
+@dataclass
+class Piece:
+    """A box and the memory that holds it: `data.shape == box.shape`; writing to `data` changes the model."""
+
+    box: Box
+    data: Tensor
+
+
+@dataclass
+class Shard:
+    """What this rank holds of one logical tensor.
+
+    `kind` is "param" for a parameter and otherwise the optimizer's name for the state ("exp_avg", "step", ...).
+    """
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    pieces: list[Piece]
+
+
+def whole_pieces(tensor: Tensor, shape: tuple[int, ...]) -> list[Piece]:
+    """The one piece of a rank that holds all of a tensor; padding beyond the logical `shape` is cut off."""
+    box = Box.whole(shape)
+    return [Piece(box, tensor.detach()[box.slices_in(box)])]
+
+
+def flat_range_pieces(flat: Tensor, shape: tuple[int, ...], start: int) -> list[Piece]:
+    """Pieces of a rank that holds elements [start, start + flat.numel()) of the flattened logical tensor."""
+    return [
+        Piece(box, flat.detach()[first - start : first - start + box.numel].view(box.shape))
+        for box, first in _range_boxes(tuple(shape), start, start + flat.numel())
+    ]
+
+
+def _range_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Box, int]]:
+    """Boxes that tile the row-major range [start, stop) of a tensor, each with its first flat index."""
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ()), 0
+        return
+    row = math.prod(shape[1:])  # elements per index of the first dimension
+
+    def inside(index: int, low: int, high: int) -> Iterator[tuple[Box, int]]:
+        for box, first in _range_boxes(shape[1:], low, high):
+            yield Box((index, *box.offset), (1, *box.shape)), index * row + first
+
+    first_whole, stop_whole = -(-start // row), stop // row
+    if first_whole > stop_whole:  # starts and ends inside one row
+        yield from inside(stop_whole, start - stop_whole * row, stop - stop_whole * row)
+        return
+    if start < first_whole * row:
+        yield from inside(first_whole - 1, start - (first_whole - 1) * row, row)
+    if first_whole < stop_whole:
+        rest = (0,) * (len(shape) - 1)
+        yield Box((first_whole, *rest), (stop_whole - first_whole, *shape[1:])), first_whole * row
+    if stop_whole * row < stop:
+        yield from inside(stop_whole, 0, stop - stop_whole * row)
+
+
+def check_cover(boxes: list[Box], shape: tuple[int, ...]) -> str | None:
+    """None if the boxes tile a tensor of this shape exactly once; otherwise what is wrong, as a clause."""
+    for box in boxes:
+        if not box.within(shape):
+            return f"a box at {list(box.offset)} of shape {list(box.shape)} lies outside {list(shape)}"
+    # Sweep along the first dimension: a box can only meet those that are still open where it begins.
+    active: list[Box] = []
+    for box in sorted(boxes, key=lambda b: b.offset):
+        if shape:
+            active = [a for a in active if a.offset[0] + a.shape[0] > box.offset[0]]
+        if any(box.intersect(a) for a in active) or (not shape and active):
+            return f"two boxes overlap at {list(box.offset)}"
+        active.append(box)
+    covered, wanted = sum(box.numel for box in boxes), math.prod(shape)
+    if covered != wanted:
+        return f"{wanted - covered} of its {wanted} elements are in no file"
+    return None

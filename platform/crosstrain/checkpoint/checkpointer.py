@@ -1,0 +1,203 @@
+"""Saving in the background and loading anywhere.
+
+Saving has two halves. In the foreground every rank says what it holds, all agree who writes which box, and each copies
+its own share: training may go on. In the background each writes its file; when all have succeeded, rank 0 writes the
+manifest and renames the folder, which is the moment the checkpoint exists. A rank that fails tells the others, so all
+raise the same error and the previous checkpoint stays the newest.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from crosstrain.checkpoint import folders
+from crosstrain.checkpoint.boxes import Shard
+from crosstrain.checkpoint.plan import Assignment, assign, holdings
+from crosstrain.checkpoint.store import (
+    FORMAT,
+    MANIFEST,
+    STATE,
+    VERSION,
+    Reader,
+    file_sum,
+    fsync_folder,
+    read_json,
+    write_json,
+    write_safetensors,
+)
+from crosstrain.distributed import Group
+from crosstrain.errors import CheckpointError
+
+
+@dataclass
+class Retention:
+    """Which checkpoints stay: the newest `keep_last` (None: all), and every multiple of `keep_every` steps."""
+
+    keep_last: int | None = 3
+    keep_every: int | None = None
+
+
+class Checkpointer:
+    """Writes and finds the checkpoints of one run under `root`.
+
+    `group` is a process group of its own, so that a background save never meets training's collectives.
+    `write_model_config(folder)` writes what makes the folder a Hugging Face one (rank 0 only).
+    """
+
+    def __init__(
+        self, root: Path, group: Group, retention: Retention, write_model_config: Callable[[Path], None]
+    ) -> None:
+        self.root, self.group, self.retention = root, group, retention
+        self.write_model_config = write_model_config
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        if group.rank == 0:
+            root.mkdir(parents=True, exist_ok=True)
+            folders.remove_unfinished(root)
+
+    # ---- saving
+
+    def save(self, step: int, shards: list[Shard], state: dict[str, Any], *, best: bool = False) -> None:
+        """Start saving; returns when this rank's share is copied. Collective: every rank calls it.
+
+        Raises the error of the previous save, if that one failed.
+        """
+        self.wait()
+        plan = assign(self.group.all_gather(holdings(shards)))
+        # Copies, because the optimizer changes these tensors in place while the files are being written.
+        mine = {(a.kind, a.name, a.box): a for a in plan if a.rank == self.group.rank}
+        held = {
+            mine[key]: piece.data.to("cpu", copy=True).contiguous()
+            for shard in shards
+            for piece in shard.pieces
+            if (key := (shard.kind, shard.name, piece.box)) in mine
+        }
+        self._thread = threading.Thread(target=self._write, args=(step, plan, held, state, best), name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the save that is under way; raises CheckpointError if it failed on any rank."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _write(self, step: int, plan: list[Assignment], held: dict[Assignment, Tensor], state: dict, best: bool) -> None:
+        final = folders.step_folder(self.root, step)
+        temporary = self.root / f".{final.name}.tmp"
+        files: dict[str, Any] = {}
+        problem = self._attempt(lambda: self._begin(temporary))
+        if not problem:
+            problem = self._attempt(lambda: files.update(self._write_share(temporary, plan, held)))
+        if not problem:
+            shares = self.group.all_gather(files)
+            problem = self._attempt(lambda: self._publish(temporary, final, plan, shares, state, best))
+        if problem:
+            if self.group.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            self._error = CheckpointError(f"checkpoint {final} could not be written: {problem}; earlier ones are intact")
+
+    def _attempt(self, action: Callable[[], None]) -> str | None:
+        """Run `action` here; what went wrong on any rank, told to every rank."""
+        problem = None
+        try:
+            action()
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            problem = f"{error} (rank {self.group.rank})"
+        return next((p for p in self.group.all_gather(problem) if p), None)
+
+    def _begin(self, temporary: Path) -> None:
+        if self.group.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+
+    def _write_share(self, temporary: Path, plan: list[Assignment], held: dict[Assignment, Tensor]) -> dict[str, Any]:
+        names = _file_names(plan)
+        by_file: dict[str, dict[str, Tensor]] = {}
+        for assignment in sorted(held, key=lambda a: (a.kind, a.name, a.box.offset)):
+            by_file.setdefault(names[assignment], {})[assignment.key] = held.pop(assignment)
+        return {name: write_safetensors(temporary / name, tensors) for name, tensors in by_file.items()}
+
+    def _publish(
+        self, temporary: Path, final: Path, plan: list[Assignment], shares: list[dict], state: dict, best: bool
+    ) -> None:
+        if self.group.rank != 0:
+            return
+        files = {name: entry for share in shares for name, entry in share.items()}
+        names = _file_names(plan)
+        index = {a.key: names[a] for a in plan if a.kind == "param"}
+        if len(set(index.values())) > 1 and all(a.box.shape == a.shape for a in plan if a.kind == "param"):
+            size = sum(files[name]["bytes"] for name in set(index.values()))
+            write_json(temporary / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": index})
+        self.write_model_config(temporary)
+        write_json(temporary / STATE, state)
+        for path in temporary.iterdir():
+            if path.name not in files:
+                files[path.name] = file_sum(path)
+        tensors: dict[str, dict[str, Any]] = {}
+        for a in sorted(plan, key=lambda a: (a.kind, a.name, a.box.offset)):
+            entry = tensors.setdefault(a.kind, {}).setdefault(
+                a.name, {"shape": a.shape, "dtype": a.dtype, "boxes": []}
+            )
+            entry["boxes"].append([names[a], a.key, a.box.offset, a.box.shape])
+        write_json(temporary / MANIFEST, {"format": FORMAT, "version": VERSION, "files": files, "tensors": tensors})
+        Reader.open(temporary)  # refuses a plan that leaves a hole, before anything depends on it
+        fsync_folder(temporary)
+        if final.exists():  # a run started over with the same folder
+            shutil.rmtree(final)
+        os.rename(temporary, final)
+        fsync_folder(self.root)
+        folders.point(self.root, "latest", state["step"])
+        if best:
+            folders.point(self.root, "best", state["step"])
+        folders.prune(self.root, self.retention.keep_last, self.retention.keep_every)
+
+
+def load_state(folder: Path) -> dict[str, Any]:
+    """The JSON state of a checkpoint; raises CheckpointError where it is not an object with a step."""
+    state = read_json(folder / STATE)
+    if not isinstance(state, dict) or not isinstance(state.get("step"), int):
+        raise CheckpointError(f"{folder / STATE}: not the state of a checkpoint")
+    return state
+
+
+def load_shards(folder: Path, shards: list[Shard]) -> None:
+    """Fill every piece from the checkpoint; nothing is gathered.
+
+    Raises CheckpointError where model and checkpoint do not hold the same tensors: a run never goes on with half of
+    its state.
+    """
+    reader = Reader.open(folder)
+    for kind in sorted({shard.kind for shard in shards}):
+        extra = reader.names(kind) - {shard.name for shard in shards if shard.kind == kind}
+        if extra and kind == "param":
+            raise CheckpointError(
+                f"{folder}: holds {len(extra)} parameters that the model lacks, such as {min(extra)}: is `model` the "
+                f"one that was trained?"
+            )
+    reader.fill(shards)
+
+
+def _file_names(plan: list[Assignment]) -> dict[Assignment, str]:
+    """File of every assignment: Hugging Face's names for whole parameters, one more file per rank for the rest."""
+    writers = sorted({a.rank for a in plan if _is_model_weight(a)})
+    count = len(writers)
+    model = {
+        rank: "model.safetensors" if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors"
+        for i, rank in enumerate(writers, 1)
+    }
+    return {a: model[a.rank] if _is_model_weight(a) else f"training-{a.rank:05d}.safetensors" for a in plan}
+
+
+def _is_model_weight(assignment: Assignment) -> bool:
+    return assignment.kind == "param" and assignment.box.shape == assignment.shape

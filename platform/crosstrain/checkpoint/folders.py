@@ -1,0 +1,92 @@
+"""The folder of a run's checkpoints: which there are, which is newest and whole, which may go."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from crosstrain.checkpoint.store import MANIFEST, Reader, fsync_folder
+from crosstrain.errors import CheckpointError
+
+_STEP = re.compile(r"step_(\d{6,})")
+
+
+def step_folder(root: Path, step: int) -> Path:
+    return root / f"step_{step:06d}"
+
+
+def steps(root: Path) -> list[int]:
+    """Steps of the complete checkpoints under `root`, in order; unfinished ones have another name."""
+    if not root.is_dir():
+        return []
+    found = (_STEP.fullmatch(path.name) for path in root.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def point(root: Path, name: str, step: int) -> None:
+    """Atomically let the file `name` ("latest", "best") say which folder is meant."""
+    temporary = root / f".{name}.tmp"
+    temporary.write_text(step_folder(root, step).name + "\n")
+    os.replace(temporary, root / name)
+    fsync_folder(root)
+
+
+def pointed(root: Path, name: str) -> int | None:
+    """The step that the pointer file `name` means, if it and the folder exist."""
+    try:
+        match = _STEP.fullmatch((root / name).read_text().strip())
+    except (OSError, UnicodeDecodeError):
+        return None
+    return int(match[1]) if match and step_folder(root, int(match[1])).is_dir() else None
+
+
+def remove_unfinished(root: Path) -> None:
+    """Delete what interrupted saves left; only the one process that is about to write may call this."""
+    for path in root.glob(".step_*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def prune(root: Path, keep_last: int | None, keep_every: int | None) -> None:
+    """Delete checkpoints beyond the newest `keep_last`, sparing multiples of `keep_every` and the best one."""
+    if keep_last is None:
+        return
+    best = pointed(root, "best")
+    for step in steps(root)[:-keep_last]:
+        if step != best and not (keep_every and step % keep_every == 0):
+            folder = step_folder(root, step)
+            # Renamed first, so that a kill half-way leaves no folder that looks like a checkpoint.
+            doomed = root / f".{folder.name}.tmp"
+            os.rename(folder, doomed)
+            shutil.rmtree(doomed)
+
+
+def newest_valid(root: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint whose every byte is as written, and a sentence for each damaged newer one."""
+    damaged = []
+    for step in reversed(steps(root)):
+        folder = step_folder(root, step)
+        try:
+            Reader.open(folder).verify()
+            return folder, damaged
+        except CheckpointError as error:
+            damaged.append(str(error))
+    return None, damaged
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint meant by `path`: itself, or the newest valid one of a run's folder or its `checkpoints/`.
+
+    Raises CheckpointError where there is none.
+    """
+    if (path / MANIFEST).is_file():
+        Reader.open(path).verify()
+        return path
+    for root in (path, path / "checkpoints"):
+        folder, damaged = newest_valid(root)
+        if folder is not None:
+            return folder
+        if damaged:
+            raise CheckpointError(f"{root}: no undamaged checkpoint ({damaged[0]})")
+    raise CheckpointError(f"{path}: not a checkpoint, and holds none (a run's folder or checkpoints/step_… is expected)")

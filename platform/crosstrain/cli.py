@@ -1,0 +1,106 @@
+"""Verbs and flags. Parsing imports nothing heavy; each verb imports what it needs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from crosstrain import __version__
+from crosstrain.errors import UserError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit code: 0, 1 for an error, 128+n when stopped by signal n."""
+    try:
+        arguments = _parser().parse_args(sys.argv[1:] if argv is None else argv)
+        return arguments.run(arguments)
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if type(error).__name__ != "WorkerFailure":
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="crosstrain", description="Train any model with any runner, chosen in one YAML file.")
+    parser.add_argument("--version", action="version", version=f"crosstrain {__version__}")
+    verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB", parser_class=_Parser)
+
+    train = verbs.add_parser("train", help="train what a project file says, resuming where its folder left off")
+    _add_config(train, required=True)
+    train.add_argument("--fresh", action="store_true", help="start over; the earlier run's folder is kept under NAME.1")
+    train.set_defaults(run=_train)
+
+    evaluate = verbs.add_parser("evaluate", help="loss, perplexity and text from a checkpoint")
+    evaluate.add_argument("--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's folder (its newest)")
+    _add_config(evaluate, required=False)
+    evaluate.add_argument("--splits", nargs="*", default=None, choices=("train", "val", "test"), metavar="SPLIT",
+                          help="splits to evaluate (default: val and test unless text is asked for)")  # fmt: skip
+    evaluate.add_argument("--max-samples", type=int, metavar="N", help="at most N samples of each split")
+    evaluate.add_argument("--generate", nargs="+", default=[], metavar="PROMPT", help="complete these prompts")
+    evaluate.add_argument("--interactive", action="store_true", help="complete prompts as you type them; `stop` ends")
+    evaluate.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+    evaluate.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 takes the likeliest token")
+    evaluate.add_argument("--top-k", type=int, default=0, metavar="K", help="0 keeps every token")
+    evaluate.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    evaluate.add_argument("--num-completions", type=int, default=1, metavar="N")
+    evaluate.add_argument("--seed", type=int, default=0)
+    evaluate.add_argument("--output", metavar="FILE", help="write the results as JSON")
+    evaluate.set_defaults(run=_evaluate)
+
+    prepare = verbs.add_parser("prepare", help="turn text into memory-mapped tokens")
+    prepare.add_argument("--input", nargs="+", required=True, metavar="PATH",
+                         help=".txt files, folders of them, JSONL, parquet, or `stdlib`")  # fmt: skip
+    prepare.add_argument("--output", required=True, metavar="DIR")
+    prepare.add_argument("--tokenizer", metavar="NAME_OR_PATH", help="a Hugging Face tokenizer, or vocab.json's folder")
+    prepare.add_argument("--train-tokenizer", type=int, metavar="N", help="train a byte-level BPE of N ids instead")
+    prepare.add_argument("--text-key", default="text", metavar="KEY", help="where JSONL and parquet keep the text")
+    prepare.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
+    prepare.set_defaults(run=_prepare)
+
+    listing = verbs.add_parser("list", help="everything that a project file can name")
+    listing.add_argument("kind", nargs="?", help="runner, model, dataset, ...")
+    listing.set_defaults(run=_list)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    parser.add_argument("--cfg-path", required=required, metavar="FILE", help="a project file")
+    parser.add_argument("--options", nargs="+", default=[], metavar="KEY=VALUE", help="override it, such as run.seed=1")
+    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="workers (default: one per GPU, else one)")
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from crosstrain.commands.train import train
+
+    return train(arguments.cfg_path, arguments.options, arguments.nproc_per_node, arguments.fresh)
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from crosstrain.commands.evaluate import evaluate
+
+    return evaluate(arguments)
+
+
+def _prepare(arguments: argparse.Namespace) -> int:
+    from crosstrain.commands.prepare import prepare
+
+    return prepare(arguments)
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from crosstrain.commands.listing import listing
+
+    return listing(arguments.kind)

@@ -1,0 +1,1 @@
+"""The program's verbs, one module each."""

@@ -1,0 +1,145 @@
+"""`crosstrain evaluate`: what a checkpoint is worth, and what it says."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from crosstrain import assembly
+from crosstrain.checkpoint import folders
+from crosstrain.checkpoint.checkpointer import load_state
+from crosstrain.config import Config, load_config
+from crosstrain.errors import CheckpointError, ConfigError, UserError
+from crosstrain.evaluation import evaluate_loss
+from crosstrain.generation import Sampling, generate
+from crosstrain.launch import Launch, launch
+from crosstrain.monitor.console import log, set_up_logging
+from crosstrain.registry import registry
+
+_MICRO_BATCH = 8  # samples per forward where the run does not say; the result does not depend on it
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    """Evaluate `arguments.checkpoint`; returns the exit code."""
+    checkpoint = folders.find_checkpoint(Path(arguments.checkpoint))
+    config = _config(checkpoint, arguments)
+    how = Launch.detect(arguments.nproc_per_node, config.run.device)
+    if arguments.interactive and how.world_size > 1:
+        raise UserError("--interactive: prompts are typed into one process; use --nproc-per-node 1")
+    splits = arguments.splits
+    if splits is None:
+        splits = [] if arguments.generate or arguments.interactive else ["val", "test"]
+    job = {
+        "checkpoint": str(checkpoint),
+        "splits": splits,
+        "max_samples": arguments.max_samples,
+        "prompts": arguments.generate,
+        "interactive": arguments.interactive,
+        "output": arguments.output,
+    }
+    sampling = Sampling(
+        arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.top_p,
+        arguments.num_completions, arguments.seed,
+    )  # fmt: skip
+    runner = registry.get_runner_class(config.runner.name)
+    runner.data_parallel_size(config.runner.options, how.world_size)  # raises where the layout does not fit
+    if splits:
+        assembly.prepare_data(config)
+        for split in splits:
+            assembly.open_split(config, split)
+    return launch(evaluate_worker, (config.plain, job, sampling), how)
+
+
+def _config(checkpoint: Path, arguments: argparse.Namespace) -> Config:
+    """The run's own configuration; a project file replaces it, --options override either."""
+    if arguments.cfg_path:
+        return load_config(arguments.cfg_path, arguments.options)
+    saved = load_state(checkpoint).get("config")
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{checkpoint}: its state has no configuration; name one with --cfg-path")
+    return Config.from_plain(saved, arguments.options)
+
+
+def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], sampling: Sampling) -> int:
+    """What every worker runs."""
+    config = Config.from_plain(plain)
+    runner = assembly.make_runner(config)
+    runner.setup()
+    is_main = runner.world.rank == 0
+    set_up_logging(None, quiet=not is_main)
+    checkpoint = Path(job["checkpoint"])
+    assembly.build(config, runner, checkpoint, for_training=False)
+    results: dict[str, Any] = {"checkpoint": str(checkpoint), "splits": {}, "completions": []}
+    micro_batch = config.run.micro_batch_size or _MICRO_BATCH
+
+    for split in job["splits"]:
+        dataset = assembly.open_split(config, split)
+        assembly.check_vocabulary(runner.model, dataset)
+        metrics = evaluate_loss(runner, dataset, micro_batch, job["max_samples"], config.run.num_workers)
+        results["splits"][split] = {
+            "loss": metrics.loss, "perplexity": metrics.perplexity, "tokens": metrics.targets,
+        }  # fmt: skip
+        log.info("%s | loss %.6f | perplexity %.4f (%d tokens)", split, metrics.loss, metrics.perplexity, metrics.targets)
+
+    if job["prompts"] or job["interactive"]:
+        tokenizer = _tokenizer(checkpoint)
+        for prompt in job["prompts"]:
+            texts = _complete(runner, tokenizer, prompt, sampling, show=is_main)
+            results["completions"].append({"prompt": prompt, "completions": texts})
+        if job["interactive"]:
+            _converse(runner, tokenizer, sampling, results["completions"])
+    if job["output"] and is_main:
+        Path(job["output"]).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        log.info("results are in %s", job["output"])
+    runner.close()
+    return 0
+
+
+def _tokenizer(checkpoint: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    if not (checkpoint / "tokenizer_config.json").is_file():
+        raise ConfigError(
+            f"{checkpoint}: no tokenizer is stored with it, so text is not possible; train with one "
+            f"(datasets.<name>.tokenizer)"
+        )
+    return AutoTokenizer.from_pretrained(checkpoint)
+
+
+def _complete(runner: Any, tokenizer: Any, prompt: str, sampling: Sampling, *, show: bool) -> list[str]:
+    """Completions of a prompt; a single one is shown as it grows."""
+    streaming = show and sampling.num_completions == 1
+
+    def on_text(_completion: int, piece: str) -> None:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    if streaming:
+        sys.stdout.write(prompt)
+    texts = generate(runner, tokenizer, prompt, sampling, on_text if streaming else None)
+    if streaming:
+        sys.stdout.write("\n")
+    elif show:
+        for number, text in enumerate(texts, 1):
+            print(f"--- completion {number}\n{prompt}{text}")
+    return texts
+
+
+def _converse(runner: Any, tokenizer: Any, sampling: Sampling, completions: list[dict[str, Any]]) -> None:
+    print("type a prompt, or `stop` to end")
+    while True:
+        try:
+            prompt = input("> ")
+        except EOFError:
+            return
+        if prompt.strip() == "stop":
+            return
+        try:
+            texts = _complete(runner, tokenizer, prompt, sampling, show=True)
+        except UserError as error:  # too long a prompt should not end the conversation
+            print(f"error: {error}")
+            continue
+        completions.append({"prompt": prompt, "completions": texts})

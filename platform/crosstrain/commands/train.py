@@ -1,0 +1,86 @@
+"""`crosstrain train`: check everything, then start the workers."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+
+from crosstrain import assembly
+from crosstrain.config import Config, load_config, plan_batch
+from crosstrain.evaluation import evaluate_loss
+from crosstrain.generation import Sampling, generate
+from crosstrain.launch import Launch, launch
+from crosstrain.monitor.console import log
+from crosstrain.optim import make_schedule
+from crosstrain.registry import registry
+from crosstrain.run_folder import RunFolder
+from crosstrain.signals import StopRequest
+from crosstrain.trainer import Trainer
+
+
+def train(cfg_path: str, options: list[str], nproc_per_node: int | None, fresh: bool) -> int:
+    """Train what `cfg_path` says; returns the exit code. Raises UserError for every mistake it can foresee."""
+    config = load_config(cfg_path, options)
+    how = Launch.detect(nproc_per_node, config.run.device)
+    check(config, how.world_size)
+    if fresh and how.is_first:
+        aside = RunFolder(config.run.output_dir).set_aside()
+        if aside:
+            print(f"starting over; the earlier run is kept in {aside}")
+    return launch(train_worker, (config.plain, how.starts_workers), how)
+
+
+def check(config: Config, world_size: int) -> None:
+    """Everything that can go wrong before a worker exists: batch arithmetic, data, splits, schedule."""
+    runner = registry.get_runner_class(config.runner.name)
+    plan = plan_batch(config.run, runner.data_parallel_size(config.runner.options, world_size))
+    registry.get_model_class(config.model.name)
+    registry.get_optimizer_class(config.optimizer.name)
+    assembly.prepare_data(config)
+    length = len(assembly.open_split(config, "train"))
+    if config.run.eval_interval:
+        assembly.open_split(config, "val")
+    run = config.run
+    make_schedule(config, run.max_iters or math.ceil(run.max_epoch * length / plan.global_batch))
+
+
+def train_worker(plain: dict, under_launcher: bool) -> int:
+    """What every worker runs; returns the signal that stopped it, or 0."""
+    stop = StopRequest(under_launcher)
+    config = Config.from_plain(plain)
+    runner = assembly.make_runner(config)
+    runner.setup()
+    trainer = Trainer(config, runner, stop)
+    trainer.fit()
+    if not stop:
+        _farewell(trainer)
+    runner.close()
+    return int(stop.received or 0)
+
+
+def _farewell(trainer: Trainer) -> None:
+    """How good the model is, beside what no training gives; a sample of its text; what to open next."""
+    runner, run = trainer.runner, trainer.run
+    if trainer.val_dataset is not None:
+        samples = run.eval_iters * trainer.plan.global_batch
+        metrics = evaluate_loss(runner, trainer.val_dataset, trainer.plan.micro_batch, samples)
+        log.info("validation perplexity %.2f (loss %.4f, %d tokens)", metrics.perplexity, metrics.loss, metrics.targets)
+        if trainer.is_main:
+            for name, perplexity in trainer.val_dataset.baselines().items():
+                log.info("  against %.2f of the %s model, which learns nothing from context", perplexity, name)
+    if run.sample_prompts and trainer.dataset.tokenizer_path is not None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(trainer.dataset.tokenizer_path)
+        sampling = Sampling(max_new_tokens=run.sample_tokens, temperature=0.8, top_k=50, seed=run.seed)
+        for prompt in run.sample_prompts:
+            text = prompt + generate(runner, tokenizer, prompt, sampling)[0]
+            log.info("sample of generated text:\n%s", textwrap.indent(text, "    | "))
+    folder = trainer.folder
+    log.info(
+        "open next:\n"
+        f"  checkpoint   {folder.checkpoints} (each step is a Hugging Face folder)\n"
+        f"  curves       tensorboard --logdir {folder.tensorboard}\n"
+        f"  numbers      {folder.metrics}\n"
+        f"  try it       python evaluate.py --checkpoint {folder.path} --interactive"
+    )

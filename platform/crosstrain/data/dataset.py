@@ -1,0 +1,69 @@
+"""What a dataset owes the platform."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+Split = Literal["train", "val", "test"]
+SPLITS: tuple[Split, ...] = ("train", "val", "test")
+
+Sample = dict[str, np.ndarray]
+Batch = dict[str, torch.Tensor]
+
+
+class Dataset(ABC):
+    """One split of a named dataset: a fixed number of samples, each reachable by its index.
+
+    Which sample comes next is not a dataset's business (`crosstrain.data.order` decides); it answers `get(index)`
+    for any index, in any order, from any process.
+    """
+
+    @dataclass
+    class Options:
+        """A dataset without options of its own."""
+
+    vocab_size: int | None = None  # ids in samples are below this; checked against the model's
+    tokenizer_path: Path | None = None  # a Hugging Face tokenizer folder, copied into every checkpoint
+
+    # Subclasses accept (options, split) and keep what they need.
+    def __init__(self, options: Any, split: Split) -> None:
+        self.options = options
+        self.split = split
+
+    # Megabytes of preparation belong before the first worker starts, not inside eight of them.
+    @classmethod
+    def prepare(cls, options: Any) -> None:
+        """Make what `options` say exists but does not yet; called once per machine, before any worker starts."""
+
+    @classmethod
+    def is_prepared(cls, options: Any) -> bool:
+        """Whether `prepare` has nothing left to do; other processes of the same machine wait for this."""
+        return True
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of samples in this split."""
+
+    @abstractmethod
+    def get(self, index: int, rng: np.random.Generator) -> Sample:
+        """Sample `index` (0 <= index < len(self)).
+
+        `rng` is the only source of randomness allowed: it depends on the run's seed and the sample's number, so
+        augmentation is the same for any number of workers and after any resume.
+        """
+
+    def collate(self, samples: list[Sample]) -> Batch:
+        """Batch of samples; the default stacks arrays of equal shape."""
+        return default_collate(samples)
+
+    def baselines(self) -> dict[str, float]:
+        """Perplexities that need no training, by name, to hold a trained model against. None by default."""
+        return {}
+

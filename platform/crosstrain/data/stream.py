@@ -1,0 +1,104 @@
+"""Batches of an endless stream of samples, cut for one data-parallel rank.
+
+Sample number n of a run is a pure function of (seed, n); step after step takes the next `global_batch` numbers. Micro
+batch m of a step goes to rank m mod dp_size, so its first sample number, and with it its dropout, is the same for
+every number of ranks. Starting anywhere is seeking: nothing is replayed, nothing is stored but the number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from crosstrain.config import BatchPlan
+from crosstrain.data.dataset import Batch, Dataset, Sample
+from crosstrain.data.order import sample_index
+from crosstrain.rng import sample_rng
+
+
+@dataclass
+class MicroBatch:
+    """What one forward and backward sees."""
+
+    first_sample: int  # number of its first sample; dropout is seeded with it
+    data: Batch
+    num_targets: int = 0  # target tokens in it
+
+
+class _ByNumber(torch.utils.data.Dataset):
+    """A map-style view for torch's DataLoader: sample number -> sample."""
+
+    def __init__(self, dataset: Dataset, seed: int, index_of: Callable[[int], int]) -> None:
+        self.dataset, self.seed, self.index_of = dataset, seed, index_of
+
+    def __getitem__(self, number: int) -> Sample:
+        return self.dataset.get(self.index_of(number), sample_rng(self.seed, number))
+
+
+@dataclass
+class _Shuffled:
+    """Training order: a new permutation of the dataset every epoch."""
+
+    seed: int
+    length: int
+
+    def __call__(self, number: int) -> int:
+        return sample_index(self.seed, number, self.length)
+
+
+def _loader(dataset: Dataset, seed: int, index_of: Callable[[int], int], numbers: Any, num_workers: int) -> DataLoader:
+    return DataLoader(
+        _ByNumber(dataset, seed, index_of),
+        batch_sampler=numbers,
+        collate_fn=dataset.collate,
+        num_workers=num_workers,
+        pin_memory=torch.cuda.is_available(),
+        # DataLoader draws one number from a generator per pass; give it its own, so that the global one is untouched.
+        generator=torch.Generator(),
+        persistent_workers=False,
+    )
+
+
+def training_steps(
+    dataset: Dataset, plan: BatchPlan, *, seed: int, start: int, dp_rank: int, num_workers: int = 0
+) -> Iterator[list[MicroBatch]]:
+    """This rank's micro batches of each step, for ever, from sample number `start` on."""
+
+    def first_samples() -> Iterator[int]:
+        step_start = start
+        while True:
+            for k in range(plan.accumulation):
+                yield step_start + (k * plan.dp_size + dp_rank) * plan.micro_batch
+            step_start += plan.global_batch
+
+    def numbers() -> Iterator[list[int]]:
+        for first in first_samples():
+            yield list(range(first, first + plan.micro_batch))
+
+    order = _Shuffled(seed, len(dataset))
+    batches = iter(_loader(dataset, seed, order, numbers(), num_workers))
+    firsts = first_samples()
+    while True:
+        yield [MicroBatch(next(firsts), next(batches)) for _ in range(plan.accumulation)]
+
+
+def evaluation_batches(
+    dataset: Dataset, micro_batch: int, *, dp_rank: int, dp_size: int, max_samples: int | None = None, num_workers: int = 0
+) -> Iterator[tuple[MicroBatch, bool]]:
+    """The first `max_samples` samples in file order, each once, as (micro batch, counts).
+
+    Every rank gets the same number of micro batches, because a forward may be a collective; where the samples do not
+    go round, a rank repeats its share's first one with `counts` false.
+    """
+    total = len(dataset) if max_samples is None else min(max_samples, len(dataset))
+    starts = list(range(0, total, micro_batch))
+    rounds = -(-len(starts) // dp_size)
+    mine = [starts[r * dp_size + dp_rank] if r * dp_size + dp_rank < len(starts) else None for r in range(rounds)]
+    numbers = [list(range(s or 0, min((s or 0) + micro_batch, total))) for s in mine]
+    loader = _loader(dataset, 0, int, numbers, num_workers)
+    for start, data in zip(mine, loader, strict=True):
+        yield MicroBatch(start or 0, data), start is not None

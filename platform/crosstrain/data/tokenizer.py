@@ -1,0 +1,199 @@
+"""Tokenizers for documents: any Hugging Face one, GPT-2's two files, or one trained here.
+
+Encoding needs only the `tokenizers` library; `transformers`, slow to import, is used for what is neither a
+`tokenizer.json` nor GPT-2's files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from crosstrain.errors import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+_USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]")
+_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja"),
+)
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """Turns documents into token ids. Text is only ever text: `<|endoftext|>` written in a document is no end."""
+
+    backend: Tokenizer
+    end: str  # the token that ends a document
+    save: Callable[[Path], None]  # writes the folder that transformers' AutoTokenizer.from_pretrained opens
+
+    def __post_init__(self) -> None:
+        if self.backend.token_to_id(self.end) is None:
+            raise DataError(f"the tokenizer has no token {self.end!r}, which its configuration says ends a text")
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.backend.encode_special_tokens = True
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+        return 1 + max(self.backend.get_vocab().values())
+
+    @cached_property
+    def end_id(self) -> int:
+        return self.backend.get_vocab()[self.end]
+
+    def encode(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """`encode` of each, on all cores, without the offsets that nobody asked for."""
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: list[int]) -> str:
+        return self.backend.decode(ids, skip_special_tokens=False)
+
+
+def load_tokenizer(spec: str | Path) -> TextTokenizer:
+    """A tokenizer by folder (tokenizer.json, or GPT-2's vocab.json and merges.txt), file, or Hugging Face name.
+
+    Raises DataError when there is none under that name, or when it names no token that ends a text.
+    """
+    path = Path(spec).expanduser()
+    if path.is_file():
+        return _from_file(path, {})
+    if not path.is_dir():
+        if Path(spec).is_absolute() or str(spec).startswith((".", "~")):
+            raise DataError(f"there is no tokenizer at {spec}")
+        return _from_transformers(str(spec))
+    config = _read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").exists() else {}
+    if (path / "tokenizer.json").exists():
+        return _from_file(path / "tokenizer.json", config)
+    gpt2_files = (path / "vocab.json", path / "merges.txt")
+    if all(map(Path.exists, gpt2_files)) and "GPT2" in config.get("tokenizer_class", "GPT2"):
+        return load_gpt2(*gpt2_files)
+    return _from_transformers(str(path))
+
+
+def load_gpt2(vocab_file: str | Path, merge_file: str | Path) -> TextTokenizer:
+    """GPT-2's byte-level BPE from its two files, as Megatron-LM takes them."""
+    for path in (vocab_file, merge_file):
+        if not Path(path).is_file():
+            raise DataError(f"the tokenizer file {path} does not exist")
+    try:
+        model = models.BPE.from_file(str(vocab_file), str(merge_file))
+    except Exception as error:  # the Rust side raises nothing finer
+        raise DataError(f"{vocab_file} and {merge_file} are not a BPE vocabulary and its merges: {error}") from None
+    return _byte_level(Tokenizer(model))
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> TextTokenizer:
+    """Byte-level BPE like GPT-2's (Radford et al. 2019), trained on texts, with `<|endoftext|>` as its last id.
+
+    vocab_size counts everything: 256 bytes, merges, `<|endoftext|>`. Fewer result where texts hold fewer pairs that
+    occur twice. DataError when vocab_size is below 257.
+    """
+    if vocab_size < 257:
+        raise DataError(f"a vocabulary of {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need 257")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        min_frequency=2,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=progress,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return _byte_level(tokenizer)
+
+
+def cached_folder(tokenizer: TextTokenizer) -> Path:
+    """The tokenizer as a folder under $XDG_CACHE_HOME/crosstrain, named by its content."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "crosstrain" / "tokenizers"
+    folder = cache / hashlib.sha256(tokenizer.backend.to_str().encode()).hexdigest()[:16]
+    if not folder.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as partial:
+            tokenizer.save(Path(partial) / "new")
+            try:
+                os.rename(Path(partial) / "new", folder)
+            except OSError:
+                if not folder.exists():  # otherwise another process was quicker with the same content
+                    raise
+    return folder
+
+
+def _byte_level(tokenizer: Tokenizer) -> TextTokenizer:
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer.add_special_tokens([END_OF_TEXT])  # takes the next id, the last, unless the vocabulary has it
+    return TextTokenizer(tokenizer, END_OF_TEXT, lambda folder: _write(tokenizer, END_OF_TEXT, folder))
+
+
+def _from_file(path: Path, config: dict) -> TextTokenizer:
+    try:
+        backend = Tokenizer.from_file(str(path))
+    except Exception as error:  # the Rust side raises nothing finer
+        raise DataError(f"{path} is not a tokenizer: {error}") from None
+    end = config.get("eos_token")
+    end = end["content"] if isinstance(end, dict) else end
+    end = end or next((token for token in _USUAL_ENDS if backend.token_to_id(token) is not None), None)
+    if end is None:
+        raise DataError(f"{path} names no token that ends a text: set eos_token in tokenizer_config.json beside it")
+
+    def save(folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not config:
+            return _write(backend, end, folder)
+        for name in _FILES:
+            if (path.parent / name).exists():
+                shutil.copyfile(path.parent / name, folder / name)
+
+    return TextTokenizer(backend, end, save)
+
+
+def _from_transformers(spec: str) -> TextTokenizer:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(spec)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise DataError(f"no tokenizer {spec!r}, neither as a folder nor on the Hugging Face hub: {reason}") from None
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or tokenizer.eos_token is None:
+        lack = "fast (Rust) form" if backend is None else "token that ends a text (eos_token)"
+        raise DataError(f"the tokenizer {spec!r} has no {lack}")
+
+    def save(folder: Path) -> None:
+        tokenizer.save_pretrained(str(folder))
+
+    return TextTokenizer(backend, tokenizer.eos_token, save)
+
+
+def _write(backend: Tokenizer, end: str, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), end),
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}") from None

@@ -1,0 +1,49 @@
+"""Talking to the other ranks; with one process everything here is the identity."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class Group:
+    """The ranks that do something together. One process needs no process group and gets none."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self.process_group = process_group
+        self.rank = dist.get_rank(process_group) if process_group else 0
+        self.size = dist.get_world_size(process_group) if process_group else 1
+
+    def all_gather(self, value: T) -> list[T]:
+        """Every rank's value, in the order of ranks. For small Python objects, never for tensors."""
+        if self.process_group is None:
+            return [value]
+        out: list[Any] = [None] * self.size
+        dist.all_gather_object(out, value, group=self.process_group)
+        return out
+
+    def all_reduce_sum(self, *values: float) -> list[float]:
+        """Sums over the ranks, in double precision."""
+        if self.process_group is None:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)  # on the CPU: no wait for the GPU
+        dist.all_reduce(tensor, group=self.process_group)
+        return tensor.tolist()
+
+    def barrier(self) -> None:
+        if self.process_group is not None:
+            self.all_gather(None)
+
+
+def world() -> tuple[int, int, int]:
+    """(rank, local rank, world size) as the launcher put them into the environment."""
+    return (
+        int(os.environ.get("RANK", "0")),
+        int(os.environ.get("LOCAL_RANK", "0")),
+        int(os.environ.get("WORLD_SIZE", "1")),
+    )

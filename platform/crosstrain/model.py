@@ -1,0 +1,105 @@
+"""What a model owes the platform."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crosstrain.data.dataset import Batch
+
+
+class Model(nn.Module, ABC):
+    """A module that turns a batch into a loss, and says what a platform must know about it.
+
+    Subclasses hold unmodified library modules. *Canonical* names and *logical* shapes are the ones that Hugging Face
+    uses for the same weights: they, not ours, are what checkpoints and initial values are keyed by.
+    """
+
+    @dataclass
+    class Options:
+        """A model without options of its own."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    # ---- compute
+
+    @abstractmethod
+    def forward(self, **batch: Any) -> Any:
+        """With targets in the batch: the sum of their losses, an fp32 scalar.
+
+        Without: fp32 logits [batch, vocab_size] of the token that comes next, without padding ids. A `cache` made by
+        `new_cache` may be passed along; the batch then holds only the tokens that the cache has not seen.
+        """
+
+    @staticmethod
+    def num_targets(batch: Batch) -> int:
+        """Target tokens in a batch, counted before any forward: the step's loss is divided by their total."""
+        return int((batch["labels"] != -100).sum())
+
+    # ---- structure
+
+    @abstractmethod
+    def blocks(self) -> list[nn.Module]:
+        """The repeated blocks, in order: the unit of gradient checkpointing, compilation, sharding and pipelining."""
+
+    @abstractmethod
+    def canonical_name(self, name: str) -> str:
+        """The Hugging Face name of the parameter that `named_parameters` calls `name`."""
+
+    def logical_shape(self, name: str, parameter: Tensor) -> torch.Size:
+        """Shape of parameter `name` (canonical) without padding."""
+        return parameter.shape
+
+    @abstractmethod
+    def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
+        """Fill `value` (fp32, CPU, logical shape) with the initial value of parameter `name` (canonical).
+
+        Must draw from `rng` alone, so that the value depends on nothing but (seed, name, shape).
+        """
+
+    def pretrained_weights(self) -> Path | None:
+        """Folder of safetensors files under canonical names to start from instead of `initialize`, if any."""
+        return None
+
+    def pretrained_name(self, name: str, available: set[str]) -> str:
+        """Name of parameter `name` (canonical) in a pretrained folder that holds the names `available`."""
+        return name
+
+    # ---- arithmetic
+
+    def flops_per_token(self) -> float | None:
+        """Floating-point operations of forward and backward per token, for the utilisation figure; None: unknown."""
+        return None
+
+    # ---- life after training
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Ids below this are real tokens."""
+        return None
+
+    @property
+    def max_length(self) -> int | None:
+        """Longest sequence in tokens, if there is a limit."""
+        return None
+
+    @abstractmethod
+    def save_config(self, folder: Path) -> None:
+        """Write what, beside the weights, makes `folder` a Hugging Face model folder."""
+
+    def new_cache(self) -> Any:
+        """A fresh key/value cache for generation, or None where the model keeps none."""
+        return None
+
+    # ---- for the platform
+
+    def canonical_parameters(self) -> dict[str, nn.Parameter]:
+        """Every parameter once (a tied one under its first name), by canonical name."""
+        return {self.canonical_name(name): parameter for name, parameter in self.named_parameters()}

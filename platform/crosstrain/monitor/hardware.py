@@ -1,0 +1,41 @@
+"""Memory in use, and how much arithmetic a device can do."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+MIB = 1 << 20
+
+# Dense bf16/fp16 matrix throughput in FLOP/s from the vendors' data sheets, by a part of the device's name.
+_PEAK_HALF = {
+    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "A800": 312e12, "H800": 989e12,
+    "L40S": 362e12, "L4": 121e12, "A10": 125e12, "V100": 125e12, "T4": 65e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+}  # fmt: skip
+
+
+def memory_mb(device: torch.device) -> dict[str, float]:
+    """MiB in use: of the GPU (allocated, peak, reserved), or of this process (resident, peak)."""
+    if device.type == "cuda":
+        return {
+            "memory_allocated_mb": torch.cuda.memory_allocated(device) / MIB,
+            "memory_peak_mb": torch.cuda.max_memory_allocated(device) / MIB,
+            "memory_reserved_mb": torch.cuda.memory_reserved(device) / MIB,
+        }
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    out = {"memory_peak_mb": peak / MIB}
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        out["memory_allocated_mb"] = int(statm.read_text().split()[1]) * resource.getpagesize() / MIB
+    return out
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Peak matrix FLOP/s of the device in this precision, where it is known (half precisions of common GPUs)."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAK_HALF.items() if part in name), None)

@@ -1,0 +1,42 @@
+"""Phase timers of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Timers:
+    """Seconds spent in named phases since the last `reset`.
+
+    On a GPU work is asynchronous: a phase's time is right only with `synchronize` set, which the trainer does for the
+    steps that it logs, and for those alone, because waiting costs overlap.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.seconds: dict[str, float] = {}
+        self.synchronize = False
+        self._clock = clock
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        started = self._now()
+        try:
+            yield
+        finally:
+            self.add(phase, self._now() - started)
+
+    def add(self, phase: str, seconds: float) -> None:
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+    def reset(self, synchronize: bool) -> None:
+        self.seconds.clear()
+        self.synchronize = synchronize and torch.cuda.is_available()
+
+    def _now(self) -> float:
+        if self.synchronize:
+            torch.cuda.synchronize()
+        return self._clock()

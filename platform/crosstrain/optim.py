@@ -1,0 +1,100 @@
+"""What every optimizer and schedule has in common: parameter groups, state from the first step, the rate's driver."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from crosstrain.registry import registry
+from crosstrain.config import Config
+from crosstrain.errors import ConfigError
+
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+MakeOptimizer = Callable[[NamedParameters], torch.optim.Optimizer]
+
+
+def parameter_groups(parameters: NamedParameters, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups of the trainable parameters: matrices decay, biases and norms (fewer than two dimensions) do not."""
+    trainable = [p for _, p in parameters if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def optimizer_factory(config: Config) -> MakeOptimizer:
+    """A function that builds the configured optimizer over whatever parameters the runner has after sharding."""
+    make = registry.get_optimizer_class(config.optimizer.name)
+
+    def build(parameters: NamedParameters) -> torch.optim.Optimizer:
+        groups = parameter_groups(parameters, config.run.weight_decay)
+        if not groups:
+            raise ConfigError("the model has no trainable parameter: every part is frozen")
+        # The rate is set before every step; a zero until then makes a forgotten one visible.
+        return make(groups, lr=0.0, options=config.optimizer.options)
+
+    return build
+
+
+def create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer allocate its state now, as zeros, without moving a parameter.
+
+    Optimizers allocate at their first step; a checkpoint must be loadable before it and complete even if every step so
+    far was skipped. A step with zero gradients and rate zero changes nothing else.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    optimizer.zero_grad(set_to_none=True)
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+
+
+@dataclass
+class Schedule:
+    """The learning rate as a function of applied steps.
+
+    `rate(n)` is the rate of the n-th applied step (n = 1, 2, ...); a skipped step does not advance it. `shape(n)` is
+    a registered schedule's function of n with values in [0, 1] between `min_lr` and `init_lr` after the warmup.
+    """
+
+    init_lr: float
+    min_lr: float
+    warmup_steps: float
+    shape: Callable[[float], float]
+
+    def rate(self, applied: int) -> float:
+        if applied <= self.warmup_steps and self.warmup_steps > 0:
+            return self.init_lr * applied / self.warmup_steps
+        return self.min_lr + (self.init_lr - self.min_lr) * self.shape(applied)
+
+
+def make_schedule(config: Config, max_iters: int) -> Schedule:
+    """The configured schedule; `lr_decay_iters` and the warmup's length default to the run's."""
+    run = config.run
+    decay = run.lr_decay_iters or max_iters
+    warmup = run.warmup_steps if run.warmup_steps is not None else (run.warmup_fraction or 0.0) * decay
+    if warmup >= decay and decay > 1:
+        raise ConfigError(f"run.warmup_steps: the warmup of {warmup:g} steps must be shorter than the decay of {decay}")
+    make = registry.get_lr_scheduler_class(config.lr_sched.name)
+    shape = make(warmup_steps=warmup, decay_steps=decay, options=config.lr_sched.options)
+    return Schedule(run.init_lr, run.min_lr, warmup, shape)
+
+
+def cosine(progress: float) -> float:
+    """Half a cosine from 1 at progress 0 to 0 at progress 1, and 0 beyond."""
+    return 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))

@@ -1,0 +1,159 @@
+"""What the section `run` of a configuration may say, and the batch arithmetic that follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from crosstrain.check import Component, OptionError
+from crosstrain.errors import ConfigError
+
+
+@dataclass
+class AmpOptions:
+    """Mixed precision: `amp: bf16` is short for `amp: {dtype: bf16}`. The rest concerns fp16 alone."""
+
+    dtype: Literal["fp32", "bf16", "fp16"] = (
+        "fp32"  # of the forward under autocast; masters and moments stay fp32
+    )
+    loss_scale: float | None = None  # a fixed scale; None: dynamic
+    initial_scale: float = 2.0**32  # where a dynamic scale starts
+    window: int = 1000  # steps without overflow before the scale doubles
+    hysteresis: int = 2  # overflows before the scale halves
+    min_scale: float = 1.0  # a dynamic scale falls no lower
+    max_skipped: int = 50  # consecutive skipped steps after which training gives up
+
+    def __post_init__(self) -> None:
+        _above(self, 0, "loss_scale", "initial_scale", "min_scale")
+        _at_least(self, 1, "window", "hysteresis", "max_skipped")
+
+
+@dataclass
+class RunOptions:
+    """How to train. Steps are attempted optimizer steps; a sample is one row of a batch.
+
+    Raises OptionError, a ConfigError, for values that cannot go together.
+    """
+
+    output_dir: str  # folder of the run: config.yaml, log.txt, metrics.jsonl, tensorboard/, checkpoints/
+    runner: Annotated[Component, "runner"] = field(default_factory=lambda: Component("ddp"))  # or a preset
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
+    seed: int = 1234  # of initial values, sample order, dropout and augmentation
+    plugins: list[str] = field(default_factory=list)  # further folders of plugins
+
+    # Length: exactly one of the two.
+    max_iters: int | None = None  # steps
+    max_epoch: int | None = None  # passes over the training data
+
+    # Batch: global = micro x accumulation x data-parallel ranks; what is not given follows, or is 1.
+    global_batch_size: int | None = None  # samples per step
+    micro_batch_size: int | None = None  # samples per forward on one rank
+    accum_grad_iters: int | None = None  # forwards per step on one rank
+
+    # Optimization
+    optimizer: Annotated[Component, "optimizer"] = field(default_factory=lambda: Component("adamw"))
+    init_lr: float = 1e-4  # highest learning rate, reached when warmup ends
+    min_lr: float = 0.0  # where the schedule ends
+    weight_decay: float = 0.01
+    grad_norm_clip: float | None = 1.0  # largest global gradient norm; 0 or None: off
+    lr_sched: Annotated[Component, "lr_scheduler"] = field(default_factory=lambda: Component("cosine"))
+    warmup_steps: int | None = None  # applied steps of linear warmup,
+    warmup_fraction: float | None = None  # or the same as a fraction of lr_decay_iters; neither: no warmup
+    lr_decay_iters: int | None = None  # step at which the schedule reaches min_lr; None: the last one
+
+    # Precision and memory
+    amp: AmpOptions = field(default_factory=AmpOptions)
+    gradient_checkpointing: Literal["none", "full", "selective", "offload"] = "none"
+    compile: Literal["none", "blocks", "model"] = "none"  # what torch.compile gets
+
+    # Reporting, in steps
+    log_interval: int = 10
+    eval_interval: int | None = None  # None: only after the last step
+    eval_iters: int = 10  # global batches per evaluation
+    sample_prompts: list[str] = field(default_factory=list)  # continued and logged at each evaluation
+    sample_tokens: int = 64  # length of those continuations
+
+    # Checkpoints: one is always saved after the last step.
+    save_interval: int | None = None  # steps; None: only after the last one
+    keep_last: int | None = 3  # older ones are deleted; None: keep all
+    keep_every: int | None = None  # those at multiples of this many steps are never deleted
+    save_best: bool = True  # also keep the one with the lowest validation loss
+    resume_from: str | None = None  # a checkpoint, or a run's folder; None: this run's own latest, if any
+    resume_optimizer: bool = True  # False: take the weights alone and start at step 0
+
+    num_workers: int = 0  # processes per rank that load data; 0: the rank itself does
+
+    def __post_init__(self) -> None:
+        counts = ["max_iters", "max_epoch", "global_batch_size", "micro_batch_size", "accum_grad_iters"]
+        counts += ["lr_decay_iters", "log_interval", "eval_interval", "eval_iters", "sample_tokens"]
+        counts += ["save_interval", "keep_last", "keep_every"]
+        _at_least(self, 1, *counts)
+        _at_least(self, 0, "seed", "min_lr", "weight_decay", "grad_norm_clip", "warmup_steps", "num_workers")
+        _above(self, 0, "init_lr")
+        if self.min_lr > self.init_lr:
+            raise OptionError("min_lr", f"{self.min_lr} is above init_lr, {self.init_lr}")
+        if self.warmup_fraction is not None and not 0 <= self.warmup_fraction < 1:
+            raise OptionError(
+                "warmup_fraction", f"expected at least 0 and less than 1, got {self.warmup_fraction}"
+            )
+        if self.warmup_steps is not None and self.warmup_fraction is not None:
+            raise OptionError(
+                "warmup_fraction", "warmup_steps already says how long the warmup is; give one of the two"
+            )
+        if self.max_iters is not None and self.max_epoch is not None:
+            raise OptionError("max_epoch", "max_iters already says how long to train; give one of the two")
+        if self.max_iters is None and self.max_epoch is None:
+            raise OptionError("max_iters", "how long to train is required: give max_iters or max_epoch")
+        if self.global_batch_size is self.micro_batch_size is self.accum_grad_iters is None:
+            raise OptionError(
+                "global_batch_size", "required, unless micro_batch_size or accum_grad_iters is given"
+            )
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """global_batch = micro_batch x accumulation x dp_size, in samples, forwards and ranks."""
+
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+    dp_size: int
+
+
+def plan_batch(run: RunOptions, dp_size: int) -> BatchPlan:
+    """The batch arithmetic for `dp_size` data-parallel ranks; what `run` leaves open follows, or is 1.
+
+    Raises ConfigError when the numbers do not go together, with the nearest global batch size that would.
+    """
+    total, micro, accumulation = run.global_batch_size, run.micro_batch_size, run.accum_grad_iters
+    if total is None:
+        micro, accumulation = micro or 1, accumulation or 1
+        return BatchPlan(micro * accumulation * dp_size, micro, accumulation, dp_size)
+    if micro is None and accumulation is None:
+        accumulation = 1
+    factors = {"micro_batch_size": micro, "accum_grad_iters": accumulation, "data-parallel ranks": dp_size}
+    unit = (micro or 1) * (accumulation or 1) * dp_size
+    exact = micro is not None and accumulation is not None
+    if total != unit if exact else total % unit:
+        below = total // unit * unit
+        nearest = unit if exact else below if below and total - below <= unit / 2 else below + unit
+        product = " x ".join(f"{value} {name}" for name, value in factors.items() if value is not None)
+        raise ConfigError(
+            f"run.global_batch_size: {total} is not {'' if exact else 'a multiple of '}{unit} ({product}); "
+            f"the nearest valid global_batch_size is {nearest}"
+        )
+    return BatchPlan(total, micro or total // unit, accumulation or total // unit, dp_size)
+
+
+def _at_least(options: object, lowest: float, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < lowest:
+            raise OptionError(name, f"expected at least {lowest}, got {value}")
+
+
+def _above(options: object, limit: float, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value <= limit:
+            raise OptionError(name, f"expected more than {limit}, got {value}")

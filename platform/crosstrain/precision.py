@@ -1,0 +1,120 @@
+"""Mixed precision with one meaning under every runner, and loss scaling with Megatron's semantics.
+
+Master weights, moments and gradients are fp32; autocast lowers the forward's matrix products to bf16 or fp16. fp16
+needs its loss scaled, because small gradients would vanish: the loss is multiplied by the scale before the backward,
+gradients are divided by it after, and a step whose gradients overflowed is skipped.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from crosstrain.errors import TrainingError
+from crosstrain.options import AmpOptions
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class LossScaler:
+    """A constant loss scale; 1 where none is needed."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
+    def update(self, overflow: bool) -> None:
+        """Told after every attempted step whether its gradients overflowed."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned."""
+
+
+class DynamicLossScaler(LossScaler):
+    """Halve on overflow, double after `window` steps without one.
+
+    The first `hysteresis - 1` overflows only lower the tolerance (Megatron-LM, fp16/loss_scaler.py, whose
+    `delayed_shift` this is): starting at 2^32 with hysteresis 2, a scale of 2^17 means 16 skipped steps. The tolerance
+    is given back whenever the scale grows.
+    """
+
+    factor = 2.0
+
+    def __init__(self, initial_scale: float, window: int, hysteresis: int, min_scale: float) -> None:
+        super().__init__(initial_scale)
+        self.window, self.hysteresis, self.min_scale = window, hysteresis, min_scale
+        self.tolerance = hysteresis
+        self.steps_since_overflow = 0
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self.steps_since_overflow = 0
+            if self.tolerance > 1:
+                self.tolerance -= 1
+            else:
+                self.scale = max(self.scale / self.factor, self.min_scale)
+            return
+        self.steps_since_overflow += 1
+        if self.steps_since_overflow % self.window == 0:
+            self.scale *= self.factor
+            self.tolerance = self.hysteresis
+
+    def state(self) -> dict[str, Any]:
+        return {"scale": self.scale, "tolerance": self.tolerance, "steps_since_overflow": self.steps_since_overflow}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if state:  # empty where the checkpoint was written without a dynamic scale
+            self.scale = float(state["scale"])
+            self.tolerance = int(state["tolerance"])
+            self.steps_since_overflow = int(state["steps_since_overflow"])
+
+
+class Precision:
+    """What `run.amp` means: the autocast context, the loss scaler, and when to give up."""
+
+    def __init__(self, options: AmpOptions, device_type: str) -> None:
+        self.options = options
+        self.dtype = DTYPES[options.dtype]
+        self.device_type = device_type
+        self.scaler = self._make_scaler(options)
+        self.skipped_in_a_row = 0
+
+    @staticmethod
+    def _make_scaler(options: AmpOptions) -> LossScaler:
+        if options.loss_scale is not None:
+            return LossScaler(options.loss_scale)
+        if options.dtype == "fp16":
+            return DynamicLossScaler(options.initial_scale, options.window, options.hysteresis, options.min_scale)
+        return LossScaler()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of every forward, in training, evaluation and generation alike."""
+        if self.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device_type, self.dtype)
+
+    def update(self, overflow: bool, where: str) -> None:
+        """Account for an attempted step; raises TrainingError when skipping has become hopeless.
+
+        `where` describes the step for the message.
+        """
+        self.scaler.update(overflow)
+        if not overflow:
+            self.skipped_in_a_row = 0
+            return
+        self.skipped_in_a_row += 1
+        if self.options.dtype != "fp16":
+            raise TrainingError(
+                f"{where}: the gradients are not finite, so the model is diverging; lower run.init_lr, lengthen the "
+                f"warmup or lower run.grad_norm_clip, and resume from the last checkpoint"
+            )
+        if self.skipped_in_a_row >= self.options.max_skipped:
+            raise TrainingError(
+                f"{where}: {self.skipped_in_a_row} steps in a row overflowed although the loss scale fell to "
+                f"{self.scaler.scale:g}, so the model itself is diverging; lower run.init_lr, use run.amp=bf16, or "
+                f"look at these samples"
+            )

@@ -1,0 +1,241 @@
+"""Runner: where a training step runs. The interface that a runner plugin fills in, with torch-native defaults.
+
+A runner owns the four things in which DDP, FSDP, ZeRO and Megatron differ, and nothing else: the micro-batch loop,
+clip-and-step, the evaluation forward, and what each rank holds. The defaults are a complete single-process runner.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ContextManager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+from crosstrain.checkpoint.boxes import Piece, Shard, whole_pieces
+from crosstrain.construct import construct
+from crosstrain.data.dataset import Batch
+from crosstrain.data.stream import MicroBatch
+from crosstrain.distributed import Group, world
+from crosstrain.errors import CheckpointError, ConfigError
+from crosstrain.model import Model
+from crosstrain.monitor.timers import Timers
+from crosstrain.optim import MakeOptimizer, create_state
+from crosstrain.options import RunOptions
+from crosstrain.precision import Precision
+from crosstrain.rng import seed_everything_for
+
+
+@dataclass
+class StepResult:
+    """What an attempted optimizer step came to."""
+
+    grad_norm: float  # global norm before clipping, loss scale taken out; not finite where it overflowed
+    applied: bool
+
+
+class Runner:
+    """Base class of all runners. `run.runner: {name: ..., <Options>}` chooses and configures one.
+
+    After `setup`: `device`, `world` (all ranks), `dp` (the ranks that see different samples). After `prepare`: `model`, `module` (what is
+    called to compute; the model itself unless something wraps it) and `optimizer` (None for evaluation).
+    """
+
+    @dataclass
+    class Options:
+        """A runner without options of its own."""
+
+    device: torch.device
+    world: Group
+    dp: Group
+    model: Model
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+
+    def __init__(self, options: Any, run: RunOptions) -> None:
+        self.options, self.run = options, run
+        self.timers = Timers()
+
+    # ---- joining
+
+    @classmethod
+    def data_parallel_size(cls, options: Any, world_size: int) -> int:
+        """How many ranks see different samples; batch arithmetic is checked with it before any worker starts.
+
+        Raises ConfigError where the layout that `options` ask for does not fit `world_size`.
+        """
+        return world_size
+
+    def setup(self) -> None:
+        """Choose the device and join the other ranks."""
+        _, local_rank, size = world()
+        self.device = _device(self.run.device, local_rank)
+        group = None
+        if size > 1:
+            cuda = self.device.type == "cuda"
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                device_id=self.device if cuda else None,
+                timeout=timedelta(minutes=30),
+            )
+            group = dist.group.WORLD
+        self.world = self.dp = Group(group)
+        self.precision = Precision(self.run.amp, self.device.type)
+
+    def new_group(self) -> Group:
+        """A process group of all ranks for small host-side messages, independent of training's."""
+        return Group(dist.new_group(backend="gloo") if self.world.process_group else None)
+
+    def close(self) -> None:
+        """Leave together; a rank that left early would break the others' last collective."""
+        if dist.is_initialized():
+            self.world.barrier()
+            dist.destroy_process_group()
+
+    # ---- building
+
+    def construct(self, make_model: Callable[[], Model]) -> Model:
+        """Build the model where it will live; its weights are filled in after `prepare`."""
+        return construct(make_model, self.device)
+
+    def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
+        """Shard or wrap the model, then build the optimizer over what is left. No optimizer: evaluation only."""
+        self.model = self.module = model
+        self.build_optimizer(make_optimizer)
+
+    def build_optimizer(self, make_optimizer: MakeOptimizer | None) -> None:
+        """For `prepare`: the optimizer over the model's parameters as they are now, its state allocated."""
+        if make_optimizer is not None:
+            self.optimizer = make_optimizer(self.model.named_parameters())
+            create_state(self.optimizer)
+
+    # ---- training
+
+    def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
+        """Gradients of one optimizer step; returns the step's loss, the same on every rank.
+
+        The loss is the sum over the target tokens of all micro batches and ranks, divided by their number
+        `num_targets`. Gradients are averaged over the `dp` ranks by the engine, hence the factor.
+        """
+        weight = self.dp.size / num_targets * self.precision.scaler.scale
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for i, micro_batch in enumerate(micro_batches):
+            with self.gradient_sync(last=i == len(micro_batches) - 1):
+                seed_everything_for(self.run.seed, micro_batch.first_sample)
+                with self.timers("forward"):
+                    loss = self.compute_loss(self.to_device(micro_batch.data))
+                self.backward(loss * weight)
+            total += loss.detach()
+        with self.timers("allreduce"):
+            return self.dp.all_reduce_sum(total.item())[0] / num_targets
+
+    def compute_loss(self, batch: Batch) -> Tensor:
+        """Summed loss of a batch on this device, under autocast."""
+        with self.precision.autocast():
+            return self.module(**batch)
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradients of a weighted loss."""
+        with self.timers("backward"):
+            loss.backward()
+
+    def gradient_sync(self, last: bool) -> ContextManager[Any]:
+        """Context of a micro batch: where an engine can wait, gradients are exchanged only after the last."""
+        return nullcontext()
+
+    def optimizer_step(self, apply: bool = True) -> StepResult:
+        """Unscale, clip by global norm, step, zero. `apply=False` throws the gradients away."""
+        assert self.optimizer is not None
+        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        scale = self.precision.scaler.scale
+        norm = self.gradient_norm(gradients) / scale
+        applied = apply and norm < float("inf")  # false for NaN too
+        if applied:
+            limit = self.run.grad_norm_clip
+            clip = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
+            if clip / scale != 1.0:
+                torch._foreach_mul_(gradients, clip / scale)
+            self.optimizer.step()
+        self.model.zero_grad(set_to_none=True)  # not the optimizer's alone: it may own a share of the parameters
+        return StepResult(norm, applied)
+
+    def gradient_norm(self, gradients: list[Tensor]) -> float:
+        """Global 2-norm of all gradients, still scaled; the same on every rank."""
+        return get_total_norm(gradients).item()
+
+    def set_learning_rate(self, rate: float) -> None:
+        """The rate of the next step; a parameter group may scale it by its `lr_scale`."""
+        assert self.optimizer is not None
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_scale", 1.0)
+
+    # ---- evaluation
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode: no dropout, no gradients."""
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.train()
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """What the model returns for a batch, valid on every rank; generation calls this too. Use in `evaluating`."""
+        with self.precision.autocast():
+            return self.model(**self.to_device(batch))
+
+    def to_device(self, batch: Batch) -> Batch:
+        """The batch with its tensors on this rank's device."""
+        return {
+            key: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
+            for key, value in batch.items()
+        }
+
+    # ---- what this rank holds
+
+    def shards(self) -> list[Shard]:
+        """This rank's part of the logical state, as boxes whose memory is the live one: reading saves, writing loads.
+
+        Raises CheckpointError for optimizer state that is neither shaped like its parameter nor a scalar tensor.
+        """
+        out = []
+        for name, parameter in self.model.canonical_parameters().items():
+            shape = self.model.logical_shape(name, parameter)
+            out.append(Shard("param", name, tuple(shape), self.pieces(parameter, shape)))
+            for key, value in (self.optimizer.state.get(parameter, {}) if self.optimizer else {}).items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    out.append(Shard(key, name, tuple(shape), self.pieces(value, shape)))
+                elif isinstance(value, Tensor) and value.ndim == 0:
+                    out.append(Shard(key, name, (), whole_pieces(value, ())))
+                else:
+                    raise CheckpointError(
+                        f"optimizer {self.run.optimizer.name} keeps {key} of {name} in a form that checkpoints "
+                        f"cannot hold ({type(value).__name__}, not a tensor shaped like the parameter or a scalar "
+                        f"tensor); use another optimizer"
+                    )
+        return out
+
+    def pieces(self, tensor: Tensor, shape: torch.Size) -> list[Piece]:
+        """Where the local part of `tensor` lies in its logical `shape`; the default is a rank that holds all of it."""
+        return whole_pieces(tensor, tuple(shape))
+
+    def loaded(self) -> None:
+        """Called after shards were filled: refresh whatever was derived from them."""
+
+
+def _device(choice: str, local_rank: int) -> torch.device:
+    if choice == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device: cuda was asked for, but torch sees no GPU; use auto or cpu")
+    if choice == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device

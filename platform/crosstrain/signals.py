@@ -1,0 +1,29 @@
+"""A request to stop that is heard between two steps, not in the middle of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+
+class StopRequest:
+    """Notes SIGINT, SIGTERM or SIGUSR1, so that the trainer can save and leave. The second SIGINT ends at once.
+
+    Under our own launcher SIGTERM keeps its default: that is how the launcher ends the ranks that wait for a dead one.
+    It passes a user's SIGINT or SIGTERM on as SIGUSR1.
+    """
+
+    def __init__(self, under_launcher: bool) -> None:
+        self.received: signal.Signals | None = None
+        for number in (signal.SIGINT, signal.SIGUSR1) if under_launcher else (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if self.received is not None and number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        self.received = signal.Signals(number)
+
+    def __bool__(self) -> bool:
+        return self.received is not None

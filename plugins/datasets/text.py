@@ -1,0 +1,203 @@
+"""Next-token prediction over tokenised documents: prepared by Crosstrain, or by Megatron-LM as they are."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from crosstrain.check import OptionError
+from crosstrain.data.dataset import SPLITS, Dataset, Sample, Split
+from crosstrain.data.prepare import PrepareOptions, Summary, prepare
+from crosstrain.data.tokenizer import TextTokenizer, cached_folder, load_gpt2, load_tokenizer
+from crosstrain.data.tokens import TokenFile
+from crosstrain.errors import DataError
+from crosstrain.registry import registry
+
+_BASELINE_TOKENS = 20_000_000  # plenty for word frequencies, seconds to count
+_COUNT_AT_ONCE = 1 << 20
+
+
+@registry.register_dataset("text")
+class TextDataset(Dataset):
+    """Documents end to end in one stream of tokens, cut into samples of seq_length.
+
+    Sample i has input_ids = tokens [i*S, i*S + S) of its split and labels = tokens [i*S + 1, i*S + S + 1), both
+    int64 [S]: each target is one token on, the last one the next sample's first input.
+    """
+
+    @dataclass
+    class Options:
+        """Where the tokens are and how to cut them."""
+
+        path: str  # a prepared folder, or Megatron's files: their prefix (data/meg-gpt2_text_document) or folder
+        seq_length: int  # tokens per sample
+        split: list[float] = field(default_factory=lambda: [949.0, 50.0, 1.0])  # train, val, test, by documents
+        tokenizer: str | None = None  # a name or a path; a prepared folder has its own
+        vocab_file: str | None = None  # GPT-2's vocab.json and ...
+        merge_file: str | None = None  # ... merges.txt instead of `tokenizer`
+        prepare: PrepareOptions | None = None  # how to make `path` when it does not exist
+
+        def __post_init__(self) -> None:
+            if self.seq_length < 1:
+                raise OptionError("seq_length", f"must be at least 1, not {self.seq_length}")
+            if not 1 <= len(self.split) <= 3 or min(self.split) < 0 or sum(self.split) <= 0:
+                raise OptionError("split", f"must be up to three shares such as [949, 50, 1], not {self.split}")
+            if (self.vocab_file is None) != (self.merge_file is None):
+                raise OptionError("vocab_file", "vocab_file and merge_file go together: give both, or neither")
+
+    options: Options
+
+    @classmethod
+    def prepare(cls, options: Options) -> None:
+        """Make `path` if it does not exist and the options say how; load what takes long once, not in every worker.
+
+        Raises DataError when `path` was prepared otherwise than the options now say, or there is nothing and no way.
+        """
+        if not cls.is_prepared(options):
+            assert options.prepare is not None
+            prepare(options.prepare, Path(options.path).expanduser(), wait=True)
+        _, folder = _locate(options)
+        if folder is not None and options.prepare is not None:
+            made, wanted = Summary.read(folder).options, asdict(options.prepare)
+            if changed := [key for key in wanted if made.get(key) != wanted[key]]:
+                key = changed[0]
+                raise DataError(
+                    f"{folder} was prepared with {key}={made.get(key)!r}, and prepare.{key} is now {wanted[key]!r}:"
+                    f" choose another path, or remove the folder"
+                )
+        _tokenizer_folder(options.tokenizer, options.vocab_file, options.merge_file)
+
+    @classmethod
+    def is_prepared(cls, options: Options) -> bool:
+        try:
+            _locate(options)
+        except DataError:
+            return options.prepare is None  # then there is nothing to wait for
+        return True
+
+    def __init__(self, options: Options, split: Split) -> None:
+        super().__init__(options, split)
+        prefix, folder = _locate(options)
+        self.file = TokenFile(prefix)
+        self.eod_id: int | None = None
+        if folder is not None:
+            summary = Summary.read(folder)
+            self.tokenizer_path = folder / "tokenizer"
+            self.vocab_size, self.eod_id = summary.vocab_size, summary.eod_id
+        if override := _tokenizer_folder(options.tokenizer, options.vocab_file, options.merge_file):
+            self.tokenizer_path, self.vocab_size, self.eod_id = override
+        self.start, self.stop = self._range(split)
+        if len(self) < 1:
+            raise DataError(self._why_empty(split))
+
+    def _range(self, split: Split) -> tuple[int, int]:
+        """First and last + 1 token of a split."""
+        bounds = split_bounds(self.options.split, self.file.num_documents)
+        k = SPLITS.index(split)
+        return self.file.document_start(bounds[k]), self.file.document_start(bounds[k + 1])
+
+    def _why_empty(self, split: Split) -> str:
+        bounds = split_bounds(self.options.split, self.file.num_documents)
+        k, tokens = SPLITS.index(split), self.stop - self.start
+        advice = f"make the {('first', 'second', 'third')[k]} number of split={self.options.split} larger"
+        if tokens > 1:
+            advice += f" or seq_length at most {tokens - 1}"
+        return (
+            f"the {split} split of {self.options.path} has no sample: it gets {bounds[k + 1] - bounds[k]} of"
+            f" {self.file.num_documents} documents, {tokens} of {self.file.num_tokens} tokens, and one sample takes"
+            f" seq_length + 1 = {self.options.seq_length + 1}: {advice}, or add documents"
+        )
+
+    def __len__(self) -> int:
+        return max(self.stop - self.start - 1, 0) // self.options.seq_length
+
+    def get(self, index: int, rng: np.random.Generator) -> Sample:
+        length = self.options.seq_length
+        first = self.start + index * length
+        tokens = self._tokens(first, first + length + 1)
+        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+
+    def _tokens(self, start: int, stop: int) -> np.ndarray:
+        """int64 tokens [start, stop) of the file. DataError when one is not in the vocabulary."""
+        tokens = self.file.tokens(start, stop).astype(np.int64)
+        low, high = tokens.min(), tokens.max()
+        if low < 0 or (self.vocab_size is not None and high >= self.vocab_size):
+            raise DataError(
+                f"{self.file.bin_path} holds token {low if low < 0 else high}, and the tokenizer has ids 0 to"
+                f" {(self.vocab_size or 0) - 1}: the file was made with another tokenizer"
+            )
+        return tokens
+
+    def baselines(self) -> dict[str, float]:
+        """Perplexities on this split's targets of guessing evenly, and by the frequencies of the train split.
+
+        The frequencies are smoothed by adding one to every count; at most 20 million tokens are counted on each side.
+        """
+        if self.vocab_size is None:
+            return {}
+        seen = self._counts(*self._range("train"))
+        targets = self._counts(self.start + 1, self.start + len(self) * self.options.seq_length + 1)
+        log_probability = np.log((seen + 1) / (seen.sum() + self.vocab_size))
+        unigram = float(np.exp(-(targets * log_probability).sum() / targets.sum()))
+        return {"uniform": float(self.vocab_size), "unigram": unigram}
+
+    def _counts(self, start: int, stop: int) -> np.ndarray:
+        """How often each id occurs in tokens [start, stop), of which the first 20 million are read."""
+        assert self.vocab_size is not None
+        counts = np.zeros(self.vocab_size, dtype=np.int64)
+        stop = min(stop, start + _BASELINE_TOKENS)
+        for begin in range(start, stop, _COUNT_AT_ONCE):
+            part = self._tokens(begin, min(begin + _COUNT_AT_ONCE, stop))
+            counts += np.bincount(part, minlength=self.vocab_size)
+        return counts
+
+
+def split_bounds(split: list[float], documents: int) -> list[int]:
+    """[0, end of train, end of val, end of test] in documents, rounded as Megatron-LM rounds.
+
+    That is `get_train_valid_test_split_` in megatron/data/dataset_utils.py: each share is rounded, and the sum's error
+    is taken off all three ends.
+    """
+    bounds = [0]
+    for share in [*split, 0.0, 0.0][:3]:
+        bounds.append(bounds[-1] + round(share / sum(split) * documents))
+    error = bounds[-1] - documents
+    return [0, *(max(bound - error, 0) for bound in bounds[1:])]
+
+
+def _locate(options: TextDataset.Options) -> tuple[Path, Path | None]:
+    """(prefix of the token files, the prepared folder if they are in one)."""
+    path = Path(options.path).expanduser()
+    if path.suffix in (".idx", ".bin"):
+        path = path.with_suffix("")
+    if (path / "dataset.json").exists():
+        return path / "tokens", path
+    if path.with_name(path.name + ".idx").exists():
+        return path, None
+    found = sorted(path.glob("*.idx"))
+    if len(found) == 1:
+        return found[0].with_suffix(""), None
+    if found:
+        raise DataError(f"{path} holds several token files ({', '.join(f.stem for f in found)}): path must name one")
+    raise DataError(
+        f"there are no tokens at {path}, neither a folder made by `crosstrain prepare` nor a Megatron prefix: run"
+        f" `crosstrain prepare`, or say under `prepare` how to make it"
+    )
+
+
+@lru_cache(maxsize=4)
+def _tokenizer_folder(
+    tokenizer: str | None, vocab_file: str | None, merge_file: str | None
+) -> tuple[Path, int, int] | None:
+    """(folder, vocabulary size, end-of-text id) of the tokenizer that the options name, if they name one."""
+    loaded: TextTokenizer
+    if vocab_file is not None and merge_file is not None:
+        loaded = load_gpt2(vocab_file, merge_file)
+    elif tokenizer is not None:
+        loaded = load_tokenizer(tokenizer)
+    else:
+        return None
+    return cached_folder(loaded), loaded.vocab_size, loaded.end_id

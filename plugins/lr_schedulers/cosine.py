@@ -1,0 +1,27 @@
+"""Cosine decay, in two versions that differ in where the angle begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from crosstrain.optim import cosine
+from crosstrain.registry import registry
+
+
+@registry.register_lr_scheduler("cosine")
+class Cosine:
+    """Angle pi*(n-w)/(D-w): from `init_lr` at the warmup's end w to `min_lr` at step D."""
+
+    def __init__(self, warmup_steps: float, decay_steps: int, options: Any) -> None:
+        self.warmup_steps, self.decay_steps = warmup_steps, decay_steps
+
+    def __call__(self, applied: float) -> float:
+        return cosine((applied - self.warmup_steps) / max(self.decay_steps - self.warmup_steps, 1))
+
+
+@registry.register_lr_scheduler("cosine_megatron_v1")
+class CosineMegatronV1(Cosine):
+    """Angle pi*(n-w)/D, as Megatron-LM's first release had it: at step D it has not quite reached `min_lr`."""
+
+    def __call__(self, applied: float) -> float:
+        return cosine((applied - self.warmup_steps) / self.decay_steps)

@@ -1,0 +1,25 @@
+"""Stochastic gradient descent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from crosstrain.registry import registry
+
+
+@registry.register_optimizer("sgd")
+class SGD(torch.optim.SGD):
+    """Plain or with momentum. Unlike Adam its steps show the scale of gradients, so it is the sharper test."""
+
+    @dataclass
+    class Options:
+        """Options of `run.optimizer`; rate and decay are `run.init_lr` and `run.weight_decay`."""
+
+        momentum: float = 0.0
+        nesterov: bool = False
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, options: Options) -> None:
+        super().__init__(groups, lr=lr, momentum=options.momentum, nesterov=options.nesterov)

@@ -1,0 +1,66 @@
+"""Data parallelism: every rank holds the whole model and sees other samples. With one process, plain training."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, ContextManager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from crosstrain.model import Model
+from crosstrain.optim import MakeOptimizer
+from crosstrain.registry import registry
+from crosstrain.runner import Runner
+
+
+@registry.register_runner("ddp")
+class DDPRunner(Runner):
+    """torch's DistributedDataParallel: gradients are averaged while the backward still runs."""
+
+    @dataclass
+    class Options:
+        """Options of `run.runner` for ddp."""
+
+        bucket_cap_mb: int = 25  # gradients are exchanged in buckets of this many MiB
+        find_unused_parameters: bool = False  # for models that leave parameters out of some steps
+
+    _bucket_ready: float | None = None
+
+    def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
+        super().prepare(model, make_optimizer)
+        if self.world.size == 1 or make_optimizer is None:
+            return
+        self.module = DistributedDataParallel(
+            model,
+            device_ids=[self.device] if self.device.type == "cuda" else None,
+            bucket_cap_mb=self.options.bucket_cap_mb,
+            find_unused_parameters=self.options.find_unused_parameters,
+            broadcast_buffers=False,
+            init_sync=False,  # every rank fills in the same weights itself
+            gradient_as_bucket_view=True,
+        )
+        # A lambda, because torch checks a hook's annotations and cannot read postponed ones.
+        self.module.register_comm_hook(None, lambda _, bucket: self._exchange(bucket))
+
+    def _exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Average one bucket over the ranks, noting when it was ready."""
+        self._bucket_ready = time.perf_counter()
+        gradients = bucket.buffer().div_(self.world.size)
+        return dist.all_reduce(gradients, async_op=True).get_future().then(lambda done: done.value()[0])
+
+    def backward(self, loss: Tensor) -> None:
+        self._bucket_ready = None
+        super().backward(loss)
+        if self._bucket_ready is not None:
+            # Once the last bucket is ready the backward only waits: that is the communication it could not hide.
+            waited = time.perf_counter() - self._bucket_ready
+            self.timers.add("backward", -waited)
+            self.timers.add("allreduce", waited)
+
+    def gradient_sync(self, last: bool) -> ContextManager[Any]:
+        return nullcontext() if last or self.module is self.model else self.module.no_sync()

@@ -1,0 +1,65 @@
+"""Packaging. A wheel carries plugins/, configs/ and projects/ inside the package, where a checkout has them beside it."""
+
+import shutil
+from pathlib import Path
+
+from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+CARRIED = ("plugins", "configs", "projects")
+EXTRAS = {
+    "deepspeed": ["deepspeed>=0.16"],
+    "vision": ["timm>=1.0", "webdataset>=0.2.100", "pillow"],
+    "offload": ["fairscale>=0.4.13"],
+    "parquet": ["pyarrow>=14"],
+    "test": ["pytest>=8", "pytest-timeout", "hypothesis>=6.100", "ruff", "mypy", "types-PyYAML", "build", "wheel"],
+    "bench": ["accelerate>=1.0"],
+}
+
+
+class BuildWithPlugins(build_py):
+    """Copies the carried folders into the package that a wheel is made of."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        for name in CARRIED:
+            shutil.copytree(
+                ROOT / name, Path(self.build_lib, "crosstrain", name),
+                ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True,
+            )  # fmt: skip
+
+
+setup(
+    name="crosstrain",
+    version=next(
+        line.split('"')[1]
+        for line in (ROOT / "platform/crosstrain/__init__.py").read_text().splitlines()
+        if line.startswith("__version__")
+    ),
+    description="Train any model with any runner, chosen in one YAML file",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    package_dir={"": "platform"},
+    packages=find_packages("platform"),
+    cmdclass={"build_py": BuildWithPlugins},
+    install_requires=[
+        "torch>=2.8",
+        "transformers>=4.56",
+        "omegaconf>=2.3",
+        "safetensors>=0.4.5",
+        "tokenizers>=0.20",
+        "tensorboard>=2.14",
+        "numpy>=1.26",
+        "tqdm>=4.66",
+        "pyyaml>=6",
+        "filelock>=3.12",
+    ],
+    extras_require=EXTRAS | {"all": sorted({p for name in ("deepspeed", "vision", "offload", "parquet") for p in EXTRAS[name]})},
+    entry_points={"console_scripts": ["crosstrain = crosstrain.cli:main"]},
+)

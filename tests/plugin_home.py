@@ -1,0 +1,58 @@
+"""A home of its own for a test: plugins/ and configs/ in a temporary folder, and a registry that knows nothing else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from crosstrain import paths
+from crosstrain.registry import ENVIRONMENT, PACKAGE, Registry, registry
+
+
+def write(folder: Path, files: dict[str, str]) -> Path:
+    """Put files, given as name -> text, under `folder`."""
+    for name, text in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    return folder
+
+
+def plugin(kind: str, name: str, body: str = "pass", before: str = "") -> str:
+    """Source of a plugin file with one component."""
+    return f'''from crosstrain.registry import registry
+{before}
+
+@registry.register_{kind}("{name}")
+class Component:
+    """What {name} does.
+
+    More about it.
+    """
+
+    {body}
+'''
+
+
+def forget_plugins() -> None:
+    """Be like a new process: nothing registered, no plugin imported."""
+    registry.__dict__ = vars(Registry())
+    for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
+        del sys.modules[name]
+
+
+def isolate(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[Path]:
+    """Body of a fixture: the working directory and home are `home`, and nothing is registered."""
+
+    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == PACKAGE}
+    monkeypatch.setattr(registry, "__dict__", {})
+    forget_plugins()
+    monkeypatch.setattr(paths, "home", lambda: home)
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    monkeypatch.chdir(home)
+    yield home
+    forget_plugins()
+    sys.modules.update(before)

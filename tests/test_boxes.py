@@ -1,0 +1,83 @@
+"""Boxes: any layout is written and read as blocks of the logical tensor."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crosstrain.checkpoint.boxes import Box, check_cover, flat_range_pieces, whole_pieces
+from crosstrain.checkpoint.plan import assign
+
+shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
+
+
+def numbered(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+
+
+@given(shapes, st.data())
+def test_flat_ranges_are_few_boxes_that_hold_the_right_elements(shape: tuple[int, ...], data: st.DataObject) -> None:
+    size = math.prod(shape)
+    cuts = sorted(data.draw(st.lists(st.integers(0, size), max_size=4)))
+    tensor, boxes = numbered(shape), []
+    for start, stop in zip([0, *cuts], [*cuts, size], strict=True):
+        pieces = flat_range_pieces(tensor.reshape(-1)[start:stop], shape, start)
+        assert len(pieces) <= max(2 * len(shape) - 1, 1)
+        for piece in pieces:
+            assert torch.equal(piece.data, tensor[piece.box.slices_in(Box.whole(shape))])
+        boxes += [piece.box for piece in pieces]
+    assert check_cover(boxes, shape) is None
+
+
+@given(shapes.filter(bool), st.data())
+def test_cover_finds_a_hole_an_overlap_and_an_outsider(shape: tuple[int, ...], data: st.DataObject) -> None:
+    size = math.prod(shape)
+    cut = data.draw(st.integers(0, size))
+    flat = numbered(shape).reshape(-1)
+    left = [p.box for p in flat_range_pieces(flat[:cut], shape, 0)]
+    right = [p.box for p in flat_range_pieces(flat[cut:], shape, cut)]
+    boxes = left + right
+    assert check_cover(boxes, shape) is None
+    victim = data.draw(st.sampled_from(boxes))
+    assert "in no file" in (check_cover([b for b in boxes if b is not victim], shape) or "")
+    assert "overlap" in (check_cover([*boxes, victim], shape) or "")
+    outside = Box(tuple(shape), (1,) * len(shape))
+    assert "outside" in (check_cover([*boxes, outside], shape) or "")
+
+
+@given(shapes, st.data())
+def test_intersections_are_what_both_hold(shape: tuple[int, ...], data: st.DataObject) -> None:
+    def box() -> Box:
+        offset = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+        return Box(offset, tuple(data.draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True)))
+
+    def mask(b: Box) -> torch.Tensor:
+        out = torch.zeros(shape, dtype=torch.bool)
+        out[b.slices_in(Box.whole(shape))] = True
+        return out
+
+    a, b = box(), box()
+    common = a.intersect(b)
+    expected = mask(a) & mask(b)
+    assert torch.equal(mask(common), expected) if common else not expected.any()
+
+
+def test_padding_is_cut_off_and_writing_reaches_the_tensor() -> None:
+    padded = torch.zeros(8, 3)
+    (piece,) = whole_pieces(padded, (5, 3))
+    piece.data.fill_(1.0)
+    assert padded[:5].eq(1).all()
+    assert padded[5:].eq(0).all()
+
+
+@given(st.integers(1, 4), st.lists(st.integers(1, 50), min_size=1, max_size=12))
+def test_replicas_are_written_once_and_work_is_spread(ranks: int, sizes: list[int]) -> None:
+    held = [("param", f"p{i}", (n,), "F32", Box.whole((n,))) for i, n in enumerate(sizes)]
+    plan = assign([held] * ranks)
+    assert sorted(a.name for a in plan) == sorted(name for _, name, *_ in held)
+    load = [sum(a.box.numel for a in plan if a.rank == r) for r in range(ranks)]
+    # Largest first to the least loaded: no rank is ahead of another by more than one tensor.
+    assert max(load) - min(load) <= max(sizes)

@@ -1,0 +1,135 @@
+"""The computed shuffle: a bijection, the same computed singly or in bulk, different per key, fair, and flat in cost."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crosstrain.data.order import MAX_SIZE, Permutation, sample_index
+
+keys = st.integers(0, 2**64 - 1)
+sizes = st.one_of(st.integers(1, 2000), st.integers(1, 2**48), st.integers(1, MAX_SIZE))
+
+
+def test_every_small_size_is_a_bijection() -> None:
+    for n in range(1, 400):
+        assert sorted(Permutation(n, key=n).many(np.arange(n)).tolist()) == list(range(n))
+
+
+@given(st.integers(1, 3000), keys)
+def test_is_a_bijection_for_any_key(n: int, key: int) -> None:
+    assert np.array_equal(np.sort(Permutation(n, key).many(np.arange(n))), np.arange(n))
+
+
+@given(sizes, keys, st.data())
+def test_one_at_a_time_and_in_bulk_agree(n: int, key: int, data: st.DataObject) -> None:
+    indices = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20))
+    permutation = Permutation(n, key)
+    one_by_one = [permutation(i) for i in indices]
+    assert permutation.many(np.array(indices)).tolist() == one_by_one
+    assert all(0 <= i < n for i in one_by_one)
+    assert len(set(one_by_one)) == len(set(indices))
+
+
+def test_bulk_keeps_the_shape() -> None:
+    permutation = Permutation(100, 5)
+    grid = np.arange(12).reshape(3, 4)
+    assert permutation.many(grid).shape == (3, 4)
+    assert permutation.many(grid)[2, 1] == permutation(9)
+    assert permutation.many(np.array([], dtype=np.int64)).size == 0
+
+
+def test_values_are_fixed_for_ever() -> None:
+    """A change here silently reorders everybody's data on resume."""
+    assert Permutation(1000, 42).many(np.arange(5)).tolist() == [757, 29, 410, 765, 502]
+    two_epochs = "".join(str(sample_index(1234, n, 10)) for n in range(20))
+    assert two_epochs == "8756391240" + "4059613782"
+
+
+def test_keys_give_unrelated_orders() -> None:
+    n = 10_000
+    orders = [Permutation(n, key).many(np.arange(n)) for key in range(20)] + [np.arange(n)]
+    # Two independent permutations agree in about one place (Poisson with mean 1): more than 12 has probability 1e-10.
+    for x, y in itertools.combinations(orders, 2):
+        assert (x == y).sum() <= 12
+
+
+def test_neighbours_do_not_stay_neighbours() -> None:
+    n = 100_000
+    order = Permutation(n, 3).many(np.arange(n)).astype(np.int64)
+    steps = np.diff(order)
+    # Each step is +-1 with probability 2/n; the correlation of successive values is about normal(0, 1/sqrt n).
+    assert (np.abs(steps) == 1).sum() <= 15
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 6 / np.sqrt(n)
+
+
+def chi_square_bound(degrees: int) -> float:
+    """A value that a chi-square variable with so many degrees of freedom exceeds with probability below 1e-9.
+
+    P(X >= d + 2 sqrt(d t) + 2 t) <= exp(-t): Laurent & Massart, Annals of Statistics 2000, Lemma 1.
+    """
+    t = np.log(1e9)
+    return degrees + 2 * np.sqrt(degrees * t) + 2 * t
+
+
+@pytest.mark.parametrize("n", [2, 3, 7, 16, 50])
+def test_every_sample_is_equally_likely_at_every_place(n: int) -> None:
+    trials = 100 * n
+    orders = np.stack([Permutation(n, key).many(np.arange(n)) for key in range(trials)])
+    for place in range(n):
+        counts = np.bincount(orders[:, place].astype(np.int64), minlength=n)
+        assert ((counts - 100) ** 2 / 100).sum() < chi_square_bound(n - 1)
+
+
+def test_all_orders_of_four_are_equally_likely() -> None:
+    trials = 9600
+    seen = [tuple(Permutation(4, key).many(np.arange(4)).tolist()) for key in range(trials)]
+    counts = np.array([seen.count(order) for order in itertools.permutations(range(4))])
+    assert ((counts - 400) ** 2 / 400).sum() < chi_square_bound(23)
+
+
+def test_every_epoch_visits_every_sample_once_in_a_new_order() -> None:
+    length = 97
+    epochs = [[sample_index(7, e * length + i, length) for i in range(length)] for e in range(5)]
+    assert all(sorted(epoch) == list(range(length)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 5
+    assert epochs[0] != [sample_index(8, i, length) for i in range(length)]
+
+
+def test_jumping_to_a_sample_gives_what_walking_to_it_gives() -> None:
+    walked = [sample_index(1, n, 10) for n in range(1000)]
+    assert [sample_index(1, n, 10) for n in reversed(range(1000))] == walked[::-1]
+
+
+def test_a_huge_dataset_costs_no_more_than_a_small_one() -> None:
+    def seconds(n: int) -> float:
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            for i in range(200):
+                Permutation(n, i)(i)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    assert seconds(10**12) < 5 * seconds(10**3)
+    tracemalloc.start()
+    Permutation(10**12, 1)(123_456_789_012)
+    assert tracemalloc.get_traced_memory()[1] < 50_000
+    tracemalloc.stop()
+
+
+def test_what_is_outside_the_range_is_refused() -> None:
+    for n in (0, -1, MAX_SIZE + 1):
+        with pytest.raises(ValueError, match="between 1 and"):
+            Permutation(n, 0)
+    for i in (-1, 10):
+        with pytest.raises(IndexError):
+            Permutation(10, 0)(i)
+        with pytest.raises(IndexError):
+            Permutation(10, 0).many(np.array([0, i]))

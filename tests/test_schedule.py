@@ -1,0 +1,92 @@
+"""Learning rates and loss scales of a real Megatron-LM log, from the platform's own classes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from crosstrain.config import load_config
+from crosstrain.optim import make_schedule
+from crosstrain.precision import DynamicLossScaler
+
+# Published log of GPT-2 345M on Megatron-LM: (iterations of the run, {iteration: rate as printed}, loss scale as
+# printed from the first logged line on). One GPU, two-way data parallel, two-way tensor parallel.
+LOGS = [
+    (320_000, {100: "3.937E-06", 200: "8.625E-06"}, 131072.0, 16),
+    (300, {100: "1.258E-04", 200: "5.257E-05", 300: "1.806E-06"}, 32768.0, 18),
+    (
+        600,
+        {100: "1.444E-04", 200: "1.210E-04", 300: "8.518E-05", 400: "4.666E-05", 500: "1.574E-05", 600: "6.939E-07"},
+        8192.0,
+        20,
+    ),
+]
+
+
+@pytest.mark.parametrize(("iterations", "printed", "final_scale", "skipped"), LOGS)
+def test_a_megatron_log_is_reproduced(
+    iterations: int, printed: dict[int, str], final_scale: float, skipped: int
+) -> None:
+    config = load_config(
+        "projects/gpt2_345m.yaml", [f"run.max_iters={iterations}", "run.lr_sched=cosine_megatron_v1"]
+    )
+    schedule = make_schedule(config, iterations)
+    amp = config.run.amp
+    scaler = DynamicLossScaler(amp.initial_scale, amp.window, amp.hysteresis, amp.min_scale)
+
+    # Gradients fit into fp16 once the scale is as low as the log's; until then every step overflows.
+    applied = 0
+    rates = {}
+    for iteration in range(1, max(printed) + 1):
+        overflow = scaler.scale > final_scale
+        scaler.update(overflow)
+        applied += not overflow
+        rates[iteration] = schedule.rate(applied)
+    assert {i: f"{rates[i]:.3E}" for i in printed} == printed
+    assert max(printed) - applied == skipped
+    assert scaler.scale == final_scale
+
+
+def test_the_usual_cosine_ends_at_its_minimum() -> None:
+    config = load_config("projects/gpt2_345m.yaml", ["run.min_lr=1e-5", "run.lr_decay_iters=1000"])
+    schedule = make_schedule(config, 5000)
+    assert schedule.rate(10) == pytest.approx(1.5e-4)  # the end of the warmup, 1% of 1000
+    assert schedule.rate(505) == pytest.approx((1.5e-4 + 1e-5) / 2)
+    assert schedule.rate(1000) == schedule.rate(5000) == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize(("name", "half"), [("linear", 0.5), ("constant", 1.0), ("cosine", 0.5)])
+def test_shapes_half_way(name: str, half: float) -> None:
+    options = [f"run.lr_sched={name}", "run.warmup_fraction=0.5", "run.max_iters=100", "run.init_lr=1.0"]
+    schedule = make_schedule(load_config("projects/gpt2_345m.yaml", options), 100)
+    assert schedule.rate(25) == pytest.approx(0.5)
+    assert schedule.rate(75) == pytest.approx(half)
+
+
+def test_scale_grows_after_a_window_and_gives_the_tolerance_back() -> None:
+    scaler = DynamicLossScaler(initial_scale=8.0, window=3, hysteresis=2, min_scale=1.0)
+    scales = []
+    for overflow in [True, True, False, False, False, True, True, True, True, True, True, True]:
+        scaler.update(overflow)
+        scales.append(scaler.scale)
+    assert scales == [8, 4, 4, 4, 8, 8, 4, 2, 1, 1, 1, 1]
+
+
+def test_state_of_the_scaler_survives_json() -> None:
+    scaler = DynamicLossScaler(2.0**32, 1000, 2, 1.0)
+    for _ in range(5):
+        scaler.update(True)
+    scaler.update(False)
+    other = DynamicLossScaler(2.0**32, 1000, 2, 1.0)
+    other.load_state(scaler.state())
+    assert vars(other) == vars(scaler)
+
+
+def test_perplexities_of_the_log() -> None:
+    from crosstrain.evaluation import LossMetrics
+
+    half_a_digit = 5e-6  # of the losses, which the log prints to five decimals
+    assert LossMetrics(11.70473, 1).perplexity == pytest.approx(121_143.7, rel=half_a_digit)
+    assert LossMetrics(12.31077, 1).perplexity == pytest.approx(222_075.9, rel=half_a_digit)
+    assert LossMetrics(1e4, 1).perplexity == math.inf

@@ -1,0 +1,225 @@
+"""Samples of the `text` dataset: cut without gaps, split by documents as Megatron does, from either kind of files."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crosstrain.check import OptionError
+from crosstrain.data.prepare import PrepareOptions
+from crosstrain.data.tokenizer import load_tokenizer, train_bpe
+from crosstrain.data.tokens import TokenWriter
+from crosstrain.errors import DataError
+from crosstrain.registry import registry
+
+TextDataset = registry.get("dataset", "text")
+RNG = np.random.default_rng(0)
+
+
+def megatron(prefix: Path, documents: list[list[int]]) -> Path:
+    with TokenWriter(prefix, "uint16") as writer:
+        writer.add(documents)
+    return prefix
+
+
+def dataset(path: Path, which: str = "train", **options: Any) -> Any:
+    return TextDataset(TextDataset.Options(path=str(path), **options), which)
+
+
+def prepared(tmp_path: Path, texts: list[str], **more: Any) -> tuple[PrepareOptions, Path]:
+    source = tmp_path / "source.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return PrepareOptions(input=str(source), train_tokenizer=300, **more), tmp_path / "prepared"
+
+
+# ---- samples
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.integers(1, 12))
+def test_samples_follow_each_other_without_gap_or_overlap(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], length: int
+) -> None:
+    total = sum(sizes)
+    documents = np.split(np.arange(total), np.cumsum(sizes)[:-1])
+    prefix = megatron(tmp_path_factory.mktemp("d") / "t", [document.tolist() for document in documents])
+    expected = (total - 1) // length if total else 0
+    if expected == 0:
+        with pytest.raises(DataError, match="the train split"):
+            dataset(prefix, seq_length=length, split=[1])
+        return
+    data = dataset(prefix, seq_length=length, split=[1])
+    samples = [data.get(i, RNG) for i in range(len(data))]
+    assert len(data) == expected
+    assert np.concatenate([sample["input_ids"] for sample in samples]).tolist() == list(range(expected * length))
+    assert all((sample["labels"] == sample["input_ids"] + 1).all() for sample in samples)
+    assert {sample[key].dtype for sample in samples for key in sample} == {np.dtype("int64")}
+
+
+def test_no_sample_crosses_into_another_split(tmp_path: Path) -> None:
+    prefix = megatron(tmp_path / "t", [[d] * 10 for d in range(10)])  # document d is ten times the token d
+    seen = {}
+    for split in ("train", "val", "test"):
+        data = dataset(prefix, split, seq_length=3, split=[6, 3, 1])
+        seen[split] = {
+            int(t) for i in range(len(data)) for t in [*data.get(i, RNG)["input_ids"], *data.get(i, RNG)["labels"]]
+        }
+    assert seen == {"train": set(range(6)), "val": {6, 7, 8}, "test": {9}}
+
+
+def test_a_batch_is_two_matrices(tmp_path: Path) -> None:
+    data = dataset(megatron(tmp_path / "t", [list(range(100))]), seq_length=8, split=[1])
+    batch = data.collate([data.get(i, RNG) for i in range(4)])
+    assert {key: tuple(value.shape) for key, value in batch.items()} == {
+        "input_ids": (4, 8),
+        "labels": (4, 8),
+    }
+
+
+def test_a_dataset_reaches_a_worker_as_a_name(tmp_path: Path) -> None:
+    data = dataset(megatron(tmp_path / "t", [list(range(50_000))]), seq_length=8, split=[1])
+    pickled = pickle.dumps(data)
+    assert len(pickled) < 2000
+    assert pickle.loads(pickled).get(7, RNG)["labels"].tolist() == data.get(7, RNG)["labels"].tolist()
+
+
+# ---- splits
+
+
+@pytest.mark.parametrize(
+    ("split", "documents", "bounds"),
+    [
+        ([949, 50, 1], 1000, [0, 949, 999, 1000]),
+        ([949, 50, 1], 60, [0, 57, 60, 60]),  # 56.94, 3.0, 0.06 documents
+        (
+            [949, 50, 1],
+            10,
+            [0, 10, 10, 10],
+        ),  # 9.49 and 0.5 round to 9 and 0: one too few, so every end moves up
+        ([400, 300, 300], 50, [0, 20, 35, 50]),
+        ([1, 1, 1], 2, [0, 0, 1, 2]),  # three times 0.67 round to 3: one too many
+        ([1], 7, [0, 7, 7, 7]),
+        ([0, 1, 1], 3, [0, 0, 1, 3]),  # Megatron would begin before the first document
+    ],
+)
+def test_documents_are_dealt_out_as_megatron_does(split: list[float], documents: int, bounds: list[int]) -> None:
+    assert sys.modules[TextDataset.__module__].split_bounds(split, documents) == bounds
+
+
+def test_a_split_without_a_sample_says_what_to_change(tmp_path: Path) -> None:
+    prefix = megatron(tmp_path / "t", [[1] * 100] * 9 + [[1] * 5])
+    assert len(dataset(prefix, "train", seq_length=10, split=[9, 1])) == 89  # others do not stand in its way
+    with pytest.raises(DataError) as error:
+        dataset(prefix, "val", seq_length=10, split=[9, 1])
+    for part in ("val split", "1 of 10 documents", "5 of 905 tokens", "= 11", "second number", "at most 4"):
+        assert part in str(error.value)
+    with pytest.raises(DataError, match=r"test split .* 0 of 10 documents.*third number"):
+        dataset(prefix, "test", seq_length=10)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"seq_length": 0}, "seq_length: must be at least 1"),
+        ({"seq_length": 8, "split": []}, "split: "),
+        ({"seq_length": 8, "split": [0, 0]}, "split: "),
+        ({"seq_length": 8, "split": [2, -1]}, "split: "),
+        ({"seq_length": 8, "split": [1, 1, 1, 1]}, "split: "),
+        ({"seq_length": 8, "vocab_file": "vocab.json"}, "vocab_file and merge_file go together"),
+    ],
+)
+def test_impossible_options_are_refused_before_any_file_is_read(options: dict, complaint: str) -> None:
+    with pytest.raises(OptionError, match=complaint):
+        TextDataset.Options(path="data", **options)
+
+
+# ---- where tokens come from
+
+
+def test_megatron_files_are_found_by_prefix_file_or_folder(tmp_path: Path) -> None:
+    prefix = megatron(tmp_path / "meg-gpt2_text_document", [list(range(20))])
+    for path in (prefix, prefix.with_suffix(".idx"), prefix.with_suffix(".bin"), tmp_path):
+        assert len(dataset(path, seq_length=4, split=[1])) == 4
+    data = dataset(prefix, seq_length=4, split=[1])
+    assert (data.vocab_size, data.tokenizer_path, data.baselines()) == (None, None, {})
+    megatron(tmp_path / "other", [[1]])
+    with pytest.raises(DataError, match=r"several token files .*meg-gpt2_text_document, other"):
+        dataset(tmp_path, seq_length=4)
+    with pytest.raises(DataError, match=r"no tokens at .*nowhere"):
+        dataset(tmp_path / "nowhere", seq_length=4)
+
+
+def test_megatron_files_take_their_tokenizer_from_the_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    trained = train_bpe(["so so so so"], 300)
+    trained.save(tmp_path / "hf")
+    trained.backend.model.save(str(tmp_path))  # vocab.json, merges.txt
+    prefix = megatron(tmp_path / "t", [trained.encode("so so"), [trained.end_id] * 5])
+    gpt2 = {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
+    for options in (gpt2, {"tokenizer": str(tmp_path / "hf")}):
+        data = dataset(prefix, seq_length=1, split=[1], **options)
+        assert (data.vocab_size, data.eod_id) == (trained.vocab_size, trained.end_id)
+        assert load_tokenizer(data.tokenizer_path).encode("so so") == trained.encode("so so")
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    wanted, output = prepared(tmp_path, ["a b c"] * 20)
+    TextDataset.prepare(TextDataset.Options(path=str(output), seq_length=4, prepare=wanted))
+    megatron(output / "tokens", [[1, 2, 3], [4, 5, 60_000]])
+    data = dataset(output, seq_length=5, split=[1])
+    with pytest.raises(DataError, match=r"tokens\.bin holds token 60000"):
+        data.get(0, RNG)
+    with pytest.raises(DataError, match="token 60000"):
+        data.baselines()
+
+
+def test_a_missing_dataset_is_made_once_and_then_left_alone(tmp_path: Path) -> None:
+    wanted, output = prepared(tmp_path, ["some words", "more words"] * 20)
+    options = TextDataset.Options(path=str(output), seq_length=8, prepare=wanted, split=[8, 1, 1])
+    assert not TextDataset.is_prepared(options)
+    TextDataset.prepare(options)
+    assert TextDataset.is_prepared(options)
+    stamp = (output / "tokens.bin").stat().st_mtime_ns
+    TextDataset.prepare(options)
+    assert (output / "tokens.bin").stat().st_mtime_ns == stamp
+    data = TextDataset(options, "val")
+    assert data.tokenizer_path == output / "tokenizer"
+    assert data.eod_id == data.vocab_size - 1
+
+
+def test_a_dataset_made_otherwise_is_not_passed_off_as_the_one_asked_for(tmp_path: Path) -> None:
+    wanted, output = prepared(tmp_path, ["some words"] * 20)
+    TextDataset.prepare(TextDataset.Options(path=str(output), seq_length=8, prepare=wanted))
+    wanted.min_tokens = 3
+    with pytest.raises(DataError, match=r"prepared with min_tokens=0, and prepare\.min_tokens is now 3"):
+        TextDataset.prepare(TextDataset.Options(path=str(output), seq_length=8, prepare=wanted))
+
+
+def test_nothing_there_and_no_way_to_make_it_is_said_before_training(tmp_path: Path) -> None:
+    options = TextDataset.Options(path=str(tmp_path / "web"), seq_length=8)
+    assert TextDataset.is_prepared(options)
+    with pytest.raises(DataError, match="crosstrain prepare"):
+        TextDataset.prepare(options)
+
+
+# ---- baselines
+
+
+def test_baselines_are_perplexities_of_guessing(tmp_path: Path) -> None:
+    wanted, output = prepared(tmp_path, ["a b c"] * 20)
+    options = TextDataset.Options(path=str(output), seq_length=2, prepare=wanted, split=[1, 1])
+    TextDataset.prepare(options)
+    megatron(output / "tokens", [[7, 7, 7, 8], [9, 7, 8, 200, 7, 7]])
+    data = TextDataset(options, "val")
+    size = data.vocab_size  # the targets are 7, 8, 200, 7; the last token is beyond the last whole sample
+    p7, p8, p200 = (4 / (4 + size), 2 / (4 + size), 1 / (4 + size))
+    entropy = -(2 * math.log(p7) + math.log(p8) + math.log(p200)) / 4
+    assert data.baselines() == {"uniform": size, "unigram": pytest.approx(math.exp(entropy))}

@@ -1,0 +1,111 @@
+"""Tokenizers: trained here or taken from Hugging Face or GPT-2 files; text survives them and never ends itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crosstrain.data.tokenizer import cached_folder, load_gpt2, load_tokenizer, train_bpe
+from crosstrain.errors import DataError
+
+TEXTS = [
+    "the cat sat on the mat, and the mat sat still",
+    "naïve café — ☃ 雪だるま 🎉",
+    "x <|endoftext|> y\r\n\ttail",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer") / "bpe"
+    train_bpe(TEXTS * 2, 300).save(folder)
+    return folder
+
+
+def test_a_trained_tokenizer_ends_with_the_end_of_text() -> None:
+    trained = train_bpe(TEXTS * 50, 280)
+    assert (trained.vocab_size, trained.end_id, trained.end) == (280, 279, "<|endoftext|>")
+    assert train_bpe(["ab"], 50257).vocab_size == 257  # nothing occurs twice
+    with pytest.raises(DataError, match="need 257"):
+        train_bpe(TEXTS, 256)
+
+
+@given(st.text())
+def test_any_text_survives_encoding_and_is_never_an_end(tokenizer: Path, text: str) -> None:
+    loaded = load_tokenizer(tokenizer)
+    ids = loaded.encode(text + "<|endoftext|>")
+    assert loaded.decode(ids) == text + "<|endoftext|>"
+    assert loaded.end_id not in ids
+    assert loaded.encode_batch([text, "", text]) == [loaded.encode(text), [], loaded.encode(text)]
+
+
+def test_transformers_opens_what_was_saved(tokenizer: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    loaded = load_tokenizer(tokenizer)
+    theirs = AutoTokenizer.from_pretrained(tokenizer)
+    assert (len(theirs), theirs.eos_token_id) == (loaded.vocab_size, loaded.end_id)
+    assert [theirs(text).input_ids for text in TEXTS[:2]] == loaded.encode_batch(TEXTS[:2])
+    assert theirs.decode(theirs(TEXTS[1]).input_ids) == TEXTS[1]
+
+
+def test_gpt2_files_give_the_same_ids_as_tokenizer_json(tokenizer: Path, tmp_path: Path) -> None:
+    loaded = load_tokenizer(tokenizer)
+    loaded.backend.model.save(str(tmp_path))
+    vocabulary = json.loads((tmp_path / "vocab.json").read_text()) | {loaded.end: loaded.end_id}  # as OpenAI's has it
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    for gpt2 in (load_tokenizer(tmp_path), load_gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")):
+        assert (gpt2.vocab_size, gpt2.end_id) == (loaded.vocab_size, loaded.end_id)
+        assert gpt2.encode_batch(TEXTS) == loaded.encode_batch(TEXTS)
+
+
+def test_files_of_another_family_are_left_to_transformers(tokenizer: Path, tmp_path: Path) -> None:
+    loaded = load_tokenizer(tokenizer)
+    loaded.backend.model.save(str(tmp_path))
+    config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    qwen = load_tokenizer(tmp_path)
+    assert qwen.end == "<|im_end|>"
+    assert qwen.decode(qwen.encode(TEXTS[1])) == TEXTS[1]
+    qwen.save(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved").encode_batch(TEXTS) == qwen.encode_batch(TEXTS)
+
+
+def test_truncation_and_padding_left_in_a_file_are_ignored(tokenizer: Path, tmp_path: Path) -> None:
+    backend = load_tokenizer(tokenizer).backend
+    expected = backend.encode(TEXTS[0]).ids
+    backend.enable_truncation(4)
+    backend.enable_padding(length=8)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path / "tokenizer.json").encode_batch([TEXTS[0], "a"])[0] == expected
+
+
+def test_a_tokenizer_is_cached_once_under_its_content(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = cached_folder(load_tokenizer(tokenizer / "tokenizer.json"))
+    assert cached_folder(load_tokenizer(tokenizer / "tokenizer.json")) == folder
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    assert load_tokenizer(folder).encode(TEXTS[0]) == load_tokenizer(tokenizer).encode(TEXTS[0])
+
+
+def test_tokenizers_that_cannot_be_used_are_refused(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="is not a tokenizer"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(DataError, match="is not JSON"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(DataError, match="no tokenizer at"):
+        load_tokenizer(tmp_path / "nowhere")
+    (tmp_path / "tokenizer.json").write_bytes((tokenizer / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|fin|>"}')
+    with pytest.raises(DataError, match=r"no token '<\|fin\|>'"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(DataError, match=r"vocab\.json does not exist"):
+        load_gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")

@@ -1,0 +1,11 @@
+"""Train what a project file says: python train.py --cfg-path projects/quickstart.yaml"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "platform"))
+
+from crosstrain.cli import main  # noqa: E402 - the path comes first
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))
