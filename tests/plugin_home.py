@@ -1,4 +1,4 @@
-"""A home of its own for a test: plugins/ and configs/ in a temporary folder, and a registry that knows nothing else."""
+"""A home for one test: plugins/ and configs/ in a temporary folder, a registry that knows nothing else."""
 
 from __future__ import annotations
 

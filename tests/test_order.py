@@ -8,7 +8,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crosstrain.data.order import MAX_SIZE, Permutation, sample_index
@@ -22,11 +22,13 @@ def test_every_small_size_is_a_bijection() -> None:
         assert sorted(Permutation(n, key=n).many(np.arange(n)).tolist()) == list(range(n))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3000), keys)
 def test_is_a_bijection_for_any_key(n: int, key: int) -> None:
     assert np.array_equal(np.sort(Permutation(n, key).many(np.arange(n))), np.arange(n))
 
 
+@settings(deadline=None)
 @given(sizes, keys, st.data())
 def test_one_at_a_time_and_in_bulk_agree(n: int, key: int, data: st.DataObject) -> None:
     indices = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20))

@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from filelock import FileLock
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crosstrain.check import OptionError
@@ -75,6 +75,7 @@ def test_json_lines_and_parquet_give_the_chosen_field(tmp_path: Path) -> None:
     assert read(tmp_path, key="body") == [*TEXTS, "p", "q"]
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="ab\n☃", max_size=60), st.integers(1, 7))
 def test_a_separator_cuts_a_text_file_wherever_chunks_end(
     tmp_path_factory: pytest.TempPathFactory, text: str, chunk: int

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from plugin_home import forget_plugins, isolate, plugin, write
 
 from crosstrain import paths
 from crosstrain.errors import ConfigError, UserError
 from crosstrain.registry import EXTRAS, KINDS, registry
+from plugin_home import forget_plugins, isolate, plugin, write
 
 EXPLODES = "raise RuntimeError('this file was imported')"
 
@@ -73,7 +73,9 @@ else:
 
 
 def test_a_qualified_decorator_is_found_and_a_foreign_one_is_not(home: Path) -> None:
-    qualified = plugin("runner", "a").replace("from crosstrain.registry import registry", "import crosstrain.registry")
+    qualified = plugin("runner", "a").replace(
+        "from crosstrain.registry import registry", "import crosstrain.registry"
+    )
     plugins(home, a=qualified.replace("@registry", "@crosstrain.registry.registry"))
     plugins(home, b=plugin("runner", "b").replace("@registry", "@app"))
     assert registry.names("runner") == ["a"]
@@ -81,7 +83,14 @@ def test_a_qualified_decorator_is_found_and_a_foreign_one_is_not(home: Path) -> 
 
 
 def test_subfolders_count_and_hidden_and_compiled_ones_do_not(home: Path) -> None:
-    names = ["__init__.py", "runners/__init__.py", "runners/deep/er.py", ".git/x.py", "__pycache__/y.py", ".z.py"]
+    names = [
+        "__init__.py",
+        "runners/__init__.py",
+        "runners/deep/er.py",
+        ".git/x.py",
+        "__pycache__/y.py",
+        ".z.py",
+    ]
     write(home / "plugins", {name: plugin("runner", f"runner {i}") for i, name in enumerate(names)})
     assert registry.names("runner") == ["runner 0", "runner 1", "runner 2"]
     for name in registry.names("runner"):
@@ -159,7 +168,12 @@ def test_an_unknown_name_lists_what_exists_and_what_is_close(home: Path) -> None
 
 
 def test_an_unknown_name_says_which_plugins_failed_and_why(home: Path) -> None:
-    plugins(home, typo="def broken(:\n", crash=plugin("runner", "crash", before="1 / 0"), fine=plugin("runner", "fine"))
+    plugins(
+        home,
+        typo="def broken(:\n",
+        crash=plugin("runner", "crash", before="1 / 0"),
+        fine=plugin("runner", "fine"),
+    )
     assert "ZeroDivisionError: division by zero" in complaint("runner", "crash")
     message = complaint("runner", "nothing")
     assert "plugins/typo.py (SyntaxError: invalid syntax, line 1)" in message
@@ -187,7 +201,9 @@ def test_a_misspelled_decorator_is_reported(home: Path) -> None:
 
 
 def test_a_decorator_that_does_not_run_is_reported(home: Path) -> None:
-    plugins(home, it=plugin("runner", "fast").replace("\n@", "\nif False:\n  @").replace("\nclass", "\n  class"))
+    plugins(
+        home, it=plugin("runner", "fast").replace("\n@", "\nif False:\n  @").replace("\nclass", "\n  class")
+    )
     assert "was not registered when its file was imported" in complaint("runner", "fast")
 
 
@@ -209,7 +225,9 @@ def test_a_missing_dependency_without_an_extra_is_named_itself(home: Path) -> No
     assert "pip install no_such_package" in complaint("model", "needy", UserError)
 
 
-@pytest.mark.parametrize("line", ["from .nowhere import x", "import json.nowhere", "from json import nowhere"])
+@pytest.mark.parametrize(
+    "line", ["from .nowhere import x", "import json.nowhere", "from json import nowhere"]
+)
 def test_a_mistaken_import_is_not_taken_for_a_missing_package(home: Path, line: str) -> None:
     plugins(home, it=plugin("model", "needy", before=line))
     message = complaint("model", "needy")
@@ -219,7 +237,9 @@ def test_a_mistaken_import_is_not_taken_for_a_missing_package(home: Path, line: 
 
 def test_a_name_claimed_twice_names_both_files_the_first_owner_first(home: Path) -> None:
     plugins(home, ours=plugin("runner", "ddp"), other=plugin("runner", "fine"))
-    registry.add_folder(write(home / "more", {"theirs.py": plugin("runner", "ddp"), "new.py": plugin("runner", "new")}))
+    registry.add_folder(
+        write(home / "more", {"theirs.py": plugin("runner", "ddp"), "new.py": plugin("runner", "new")})
+    )
     assert complaint("runner", "ddp") == (
         "runner 'ddp' is already registered by plugins/ours.py:5, so more/theirs.py:5 must choose another name"
     )
@@ -240,7 +260,9 @@ def test_one_name_may_serve_two_kinds(home: Path) -> None:
 def test_running_code_may_not_take_a_name_either(home: Path) -> None:
     plugins(home, ours=plugin("runner", "ddp"))
     registry.get_runner_class("ddp")
-    with pytest.raises(ConfigError, match=r"already registered by plugins/ours\.py, so .*test_registry\.py must"):
+    with pytest.raises(
+        ConfigError, match=r"already registered by plugins/ours\.py, so .*test_registry\.py must"
+    ):
         registry.register_runner("ddp")(type("Mine", (), {"__module__": __name__}))
 
 
@@ -248,7 +270,7 @@ def test_running_code_may_not_take_a_name_either(home: Path) -> None:
 
 
 def test_sources_come_in_a_fixed_order(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Built-in, environment, added folders, entry points: the earlier owner is the one that a duplicate names first."""
+    """Built-in, environment, added folders, entry points."""
     order = ["plugins", "environment", "added", "installed"]
     for folder in order:
         write(home / folder, {f"{folder}_module.py": plugin("model", "same")})
@@ -267,7 +289,9 @@ def test_the_environment_names_several_folders(home: Path, monkeypatch: pytest.M
     assert registry.get_model_class("two")
 
 
-def test_a_missing_folder_is_an_error_that_says_who_named_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_folder_is_an_error_that_says_who_named_it(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="nowhere: no such folder of plugins"):
         registry.add_folder(home / "nowhere")
     forget_plugins()
@@ -302,8 +326,14 @@ def install(monkeypatch: pytest.MonkeyPatch, site: Path, module: str) -> None:
     monkeypatch.setattr(sys, "modules", dict(sys.modules))  # what the test imports is forgotten afterwards
 
 
-def test_an_installed_package_is_read_without_being_imported(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {"__init__.py": "IMPORTED = True", "plugins/__init__.py": "", "plugins/net.py": plugin("model", "net")}
+def test_an_installed_package_is_read_without_being_imported(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        "__init__.py": "IMPORTED = True",
+        "plugins/__init__.py": "",
+        "plugins/net.py": plugin("model", "net"),
+    }
     write(home / "site" / "someone_models", files)
     install(monkeypatch, home / "site", "someone_models.plugins")
     assert registry.names("model") == ["net"]
@@ -318,11 +348,15 @@ def test_an_installed_module_is_read(home: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("module", ["someone_gone", "someone_gone.plugins", "json.gone"])
-def test_an_entry_point_to_nothing_is_reported(home: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+def test_an_entry_point_to_nothing_is_reported(
+    home: Path, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
     plugins(home, fine=plugin("model", "fine"))
     install(monkeypatch, home / "site", module)
     assert registry.get_model_class("fine")
-    assert f"someone (the entry point names the module {module}, which is not there)" in complaint("model", "other")
+    assert f"someone (the entry point names the module {module}, which is not there)" in complaint(
+        "model", "other"
+    )
 
 
 # ---- the real ones
@@ -341,7 +375,9 @@ assert not heavy, heavy
 
 
 def test_built_in_plugins_can_be_read_and_claim_each_name_once() -> None:
-    found = [entry for kind in KINDS for entry in registry.entries(kind) if paths.home() in entry.file.parents]
+    found = [
+        entry for kind in KINDS for entry in registry.entries(kind) if paths.home() in entry.file.parents
+    ]
     names = [(entry.kind, entry.name) for entry in found]
     assert len(set(names)) == len(names)
     assert all(entry.summary for entry in found), [e for e in found if not e.summary]
@@ -361,9 +397,11 @@ def test_a_file_is_looked_for_here_and_then_at_home(home: Path, monkeypatch: pyt
 
 def test_a_file_that_is_not_there_is_an_error_with_the_nearest_name(home: Path) -> None:
     write(home, {"projects/gpt2_345m.yaml": ""})
-    with pytest.raises(ConfigError, match=r"^projects/gpt2_354m\.yaml: no such .*; did you mean projects/gpt2_345m\.yaml\?$"):
+    with pytest.raises(
+        ConfigError, match=r"^projects/gpt2_354m\.yaml: no such .*; did you mean projects/gpt2_345m\.yaml\?$"
+    ):
         paths.find("projects/gpt2_354m.yaml")
-    with pytest.raises(ConfigError, match="looked in .*/nowhere/x"):
+    with pytest.raises(ConfigError, match=r"looked in .*/nowhere/x"):
         paths.find("nowhere/x")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -63,7 +64,8 @@ def test_killed_during_a_save(shared_workspace: Workspace, uninterrupted: Run) -
     plugins = shared_workspace.path / "plugins"
     plugins.mkdir()
     (plugins / "slow.py").write_text(SLOW_MODEL)
-    options = (*INTERVALS, f"run.plugins=[{plugins}]", "model.arch=slow_to_save", "run.save_best=false")
+    model = shared_workspace.config["model"] | {"arch": "slow_to_save"}
+    options = (*INTERVALS, f"run.plugins=[{plugins}]", f"model={json.dumps(model)}", "run.save_best=false")
     folder = shared_workspace.path / "killed_saving"
     process = shared_workspace.start("killed_saving", *options)
     wait_until(lambda: (folder / "checkpoints" / ".step_000008.tmp" / "config.json").exists(), process)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crosstrain.check import OptionError
@@ -44,6 +44,7 @@ def prepared(tmp_path: Path, texts: list[str], **more: Any) -> tuple[PrepareOpti
 # ---- samples
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.integers(1, 12))
 def test_samples_follow_each_other_without_gap_or_overlap(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], length: int

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crosstrain.data.tokenizer import cached_folder, load_gpt2, load_tokenizer, train_bpe
@@ -34,6 +34,7 @@ def test_a_trained_tokenizer_ends_with_the_end_of_text() -> None:
         train_bpe(TEXTS, 256)
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_any_text_survives_encoding_and_is_never_an_end(tokenizer: Path, text: str) -> None:
     loaded = load_tokenizer(tokenizer)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crosstrain.data.tokens import TokenFile, TokenWriter, best_dtype
@@ -135,6 +135,7 @@ def test_opening_does_not_read_the_index(tmp_path: Path) -> None:
 # ---- writing
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 65535), max_size=8), max_size=20), st.integers(1, 5))
 def test_an_independent_reader_reads_what_was_written(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], per_call: int

@@ -40,6 +40,10 @@ class Component:
     options: Any = None
 
 
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
 def options_class(kind: str, component: Any) -> type:
     """The dataclass of options that a registered class or function declares; NoOptions if none."""
     cls = getattr(component, "Options", NoOptions)
@@ -97,7 +101,7 @@ class Checker:
         raise ConfigError(self.sentence(key, message))
 
     def sentence(self, key: Key, message: str) -> str:
-        return " ".join(f"{self.where(key)}: {message}".split())
+        return one_line(f"{self.where(key)}: {message}")
 
     def component(self, kind: str, value: Any, key: Key) -> Component:
         """`value` is a name, or a mapping of `name` and options."""
@@ -107,9 +111,7 @@ class Checker:
             self.fail(key, f"expected {_describe(Annotated[Component, kind])}, got {_show(value)}")
         if "name" not in value:
             names = registry.names(kind)
-            self.fail(
-                (*key, "name"), f"the name of a {kind} is required; known: {', '.join(names) or 'none'}"
-            )
+            self.fail((*key, "name"), f"the {kind}'s name is required; known: {', '.join(names) or 'none'}")
         name = self.value(str, value["name"], (*key, "name"))
         try:
             cls = options_class(kind, registry.get(kind, name))
@@ -237,7 +239,7 @@ _WORDS |= {Path: "a path", list: "a list", dict: "a mapping", Any: "anything"}
 def _describe(hint: Any) -> str:
     origin, arguments = get_origin(hint) or hint, get_args(hint)
     if origin is Annotated and arguments[0] is Component:
-        return f"the name of a {arguments[1]}, or a mapping with its name and options"
+        return f"the {arguments[1]}'s name, or a mapping with its name and options"
     if origin is Annotated:
         return _describe(arguments[0])
     if origin is Literal:

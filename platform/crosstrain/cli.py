@@ -67,6 +67,8 @@ def _parser() -> _Parser:
     prepare.add_argument("--tokenizer", metavar="NAME_OR_PATH", help="a Hugging Face tokenizer, or vocab.json's folder")
     prepare.add_argument("--train-tokenizer", type=int, metavar="N", help="train a byte-level BPE of N ids instead")
     prepare.add_argument("--text-key", default="text", metavar="KEY", help="where JSONL and parquet keep the text")
+    prepare.add_argument("--separator", metavar="TEXT", help="cuts .txt files into documents (default: one per file)")
+    prepare.add_argument("--min-tokens", type=int, default=0, metavar="N", help="drop shorter documents")
     prepare.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
     prepare.set_defaults(run=_prepare)
 

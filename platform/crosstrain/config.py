@@ -22,6 +22,7 @@ from crosstrain.layers import (
     Layer,
     Origins,
     head,
+    literal,
     merge,
     names_component,
     plain_layer,
@@ -83,7 +84,7 @@ class Config:
 
         `label` names it in errors. Raises ConfigError as `load_config` does.
         """
-        spelled_out, overrides = plain_layer(label, dict(plain)), read_options(options)
+        spelled_out, overrides = plain_layer(label, literal(dict(plain))), read_options(options)
         return _Builder(spelled_out, overrides, presets=False).build()
 
 
@@ -162,6 +163,8 @@ class _Builder:
             given = resolve_at(self.tree, key, self.origins)
         if isinstance(given, str) and kind == "dataset":
             given = {"name": given}
+        if not isinstance(given, dict) and kind != "model":
+            self.check.component(kind, given, key)  # which says what it may be
         parent[own] = given = self.check.value(dict[str, Any], given, key)
         self._require_name(kind, key, given)
         name = self.check.value(
@@ -186,7 +189,7 @@ class _Builder:
             self.check.unknown_key(key, others)
         names = [*registry.names(kind), *self._preset_files(kind, key)]
         self.check.fail(
-            (*key, head(key)), f"the name of a {kind} is required; known: {', '.join(names) or 'none'}"
+            (*key, head(key)), f"the {kind}'s name is required; known: {', '.join(names) or 'none'}"
         )
 
     def _model_preset(self, arch: str, given: dict[str, Any]) -> list[Layer]:

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from crosstrain import paths
-from crosstrain.check import Key
+from crosstrain.check import Key, one_line
 from crosstrain.errors import ConfigError
 
 OPTIONS = "--options"
@@ -51,7 +51,7 @@ class Origins:
         for layer in reversed(self.layers):
             if key in layer.lines:
                 return _place(layer, key, key)
-            if key[-1] == head(key[:-1]) and isinstance(_value(layer.tree, key[:-1]), str):
+            if key[-1:] == (head(key[:-1]),) and isinstance(_value(layer.tree, key[:-1]), str):
                 return _place(layer, key[:-1], key[:-1])
         files = [layer for layer in reversed(self.layers) if layer.label != OPTIONS]
         for length in range(len(key) - 1, 0, -1):
@@ -82,7 +82,7 @@ def read_yaml(path: Path, at: Key = ()) -> Layer:
             f"{label}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem}"
         ) from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(" ".join(f"{label}: cannot be read: {error}".split())) from error
+        raise ConfigError(one_line(f"{label}: cannot be read: {error}")) from error
     except RecursionError as error:
         raise ConfigError(f"{label}: an anchor contains itself, or the file is nested too deep") from error
     except OmegaConfBaseException as error:
@@ -125,20 +125,22 @@ def merge(lower: Any, upper: Any, key: Key = (), *, names_replace: bool = True) 
         lower = {naming: lower}
     if not (isinstance(lower, dict) and isinstance(upper, dict)):
         return upper
-    if (
-        names_replace
-        and naming != "dtype"
-        and naming in upper
-        and lower.get(naming, upper[naming]) != upper[naming]
-    ):
+    old, new = lower.get(naming), upper.get(naming)
+    if names_replace and isinstance(old, str) and isinstance(new, str) and old != new and naming != "dtype":
         return upper
-    merged = dict(lower)
-    for name, value in upper.items():
-        below = (*key, str(name))
-        merged[name] = (
-            merge(lower[name], value, below, names_replace=names_replace) if name in lower else value
-        )
+    merged = lower | upper
+    for name in lower.keys() & upper.keys():
+        merged[name] = merge(lower[name], upper[name], (*key, str(name)), names_replace=names_replace)
     return merged
+
+
+def literal(value: Any) -> Any:
+    """`value` escaped so that `resolve` gives it back: what is resolved already may well contain ${}."""
+    if isinstance(value, dict):
+        return {name: literal(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [literal(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def names_component(tree: Any, key: Key) -> bool:
@@ -158,6 +160,9 @@ def resolve(tree: dict[str, Any], origins: Origins) -> dict[str, Any]:
 
 def resolve_at(tree: dict[str, Any], key: Key, origins: Origins) -> Any:
     """The value at `key` alone, resolved."""
+    value = _value(tree, key)
+    if "${" not in str(value) and value != "???":
+        return value  # OmegaConf would copy the whole tree to find out
     try:
         node: Any = OmegaConf.create(tree)
         for name in key:
@@ -177,12 +182,13 @@ def _unresolved(error: OmegaConfBaseException, origins: Origins, known: list[str
         reason = f"${{{target[1]}}} stands for no key" + (f"; did you mean ${{{near[0]}}}?" if near else "")
     else:
         reason = f"the interpolation cannot be resolved: {reason}"
-    return ConfigError(f"{origins.where(key)}: {reason}")
+    return ConfigError(one_line(f"{origins.where(key)}: {reason}"))
 
 
 def _place(layer: Layer, key: Key, shown: Key) -> str:
     line = layer.lines.get(key)
-    return f"{layer.label}{'' if line is None else f':{line}'}: {'.'.join(shown)}"
+    place = layer.label if line is None else f"{layer.label}:{line}"
+    return f"{place}: {'.'.join(shown)}" if shown else place
 
 
 def _value(tree: Any, key: Key) -> Any:

@@ -1,4 +1,10 @@
-"""Token cross-entropy that never holds all logits."""
+"""Cross-entropy of a language-model head whose logits never exist all at once.
+
+A vocabulary of 50,000 makes the logits, and their gradient, the largest tensors of a training step. Here a chunk of
+tokens goes all the way from logits to both gradients before the next one starts, so one chunk's buffer is the whole
+cost, and no matrix product is done twice. The gradients are computed in the forward, where the loss's own incoming
+gradient is not yet known: being a scalar, it multiplies them afterwards.
+"""
 
 from __future__ import annotations
 
@@ -7,48 +13,127 @@ from typing import Any
 import torch
 from torch import Tensor
 
+IGNORED = -100
+
+# fp16 keeps nothing below 6e-8, a probability that is common in a large vocabulary. The gradient of a logit lies in
+# [-1, 1], so it can be lifted by this much and never overflow; products of it are fp32, where it is taken out again.
+_FP16_LIFT = 2.0**15
+
+# Rows of logits that go through the softmax together on a CPU: small enough to stay in the cache in fp32.
+_CPU_SOFTMAX_ROWS = 64
+
 
 def token_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int | None = None, chunk_tokens: int = 512
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int | None = None, chunk_tokens: int = 1024
 ) -> Tensor:
-    """Sum of cross-entropies."""
+    """Sum over target tokens of -log softmax(hidden @ weight.T)[label], an fp32 scalar.
+
+    hidden [*, H]; weight [V, H], the head's, of which rows from `vocab_size` on are padding that no probability goes
+    to; labels [*] int64, `IGNORED` (-100) where there is no target. Matrix products are in autocast's dtype where it
+    is enabled, the softmax and the sums over chunks in fp32 or better. Memory beyond the gradients: one chunk's
+    logits, `chunk_tokens` x V.
+
+    Can be differentiated once, with respect to `hidden` and `weight`. Raises ValueError for shapes that do not match,
+    and what `torch.gather` raises for a label outside the vocabulary.
+    """
+    if hidden.shape[:-1] != labels.shape or hidden.shape[-1:] != weight.shape[1:]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} do not match: "
+            f"expected [*, H], [V, H] and [*]"
+        )
     vocab_size = weight.shape[0] if vocab_size is None else vocab_size
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    return _Loss.apply(flat, weight, labels.reshape(-1), vocab_size, chunk_tokens)
+    needed = torch.is_grad_enabled() and hidden.requires_grad, torch.is_grad_enabled() and weight.requires_grad
+    dtype = _matmul_dtype(hidden)
+    return _TokenCrossEntropy.apply(
+        hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), vocab_size, chunk_tokens, dtype, needed
+    )
 
 
-class _Loss(torch.autograd.Function):
+def _matmul_dtype(hidden: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    # CPUs multiply fp16 matrices in software, 20 times slower than fp32 ones.
+    return torch.float32 if device == "cpu" and dtype == torch.float16 else dtype
+
+
+class _TokenCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, vocab: int, chunk: int) -> Tensor:
-        kind = hidden.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        w = weight.to(dtype)
-        need_h, need_w = ctx.needs_input_grad[:2]
-        dh = torch.empty_like(hidden) if need_h else None
-        dw = torch.zeros_like(weight) if need_w else None
-        total = hidden.new_zeros((), dtype=torch.float32)
-        with torch.autocast(kind, enabled=False):
-            for start in range(0, len(hidden), chunk):
-                h, y = hidden[start : start + chunk].to(dtype), labels[start : start + chunk]
-                logits = (h @ w.T).float()
-                logits[:, vocab:] = -torch.inf
-                keep = y != -100
-                target = torch.where(keep, y, 0).unsqueeze(1)
-                lse = logits.logsumexp(1, keepdim=True)
-                total += ((lse - logits.gather(1, target)).squeeze(1) * keep).sum()
-                if need_h or need_w:
-                    grad = logits.sub_(lse).exp_()
-                    grad.scatter_add_(1, target, -torch.ones_like(target, dtype=grad.dtype))
-                    grad *= keep.unsqueeze(1)
-                    grad = grad.to(dtype)
-                    if dh is not None:
-                        dh[start : start + chunk] = grad @ w
-                    if dw is not None:
-                        dw += grad.T @ h
-        ctx.save_for_backward(dh, dw)
-        return total
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        chunk_tokens: int,
+        dtype: torch.dtype,
+        needed: tuple[bool, bool],
+    ) -> Tensor:
+        ctx.lift = _FP16_LIFT if dtype == torch.float16 else 1.0
+        ctx.dtypes = hidden.dtype, weight.dtype
+        exact = torch.promote_types(dtype, torch.float32)  # of the softmax and of sums
+        with torch.autocast(hidden.device.type, enabled=False):
+            low_hidden, low_weight = hidden.to(dtype), weight.to(dtype)
+            losses = torch.empty(len(hidden), dtype=exact, device=hidden.device)
+            grad_hidden = torch.empty_like(hidden, dtype=exact) if needed[0] else None
+            grad_weight = None
+            buffer = low_hidden.new_empty(min(chunk_tokens, len(hidden)), len(weight))
+            for start in range(0, len(hidden), chunk_tokens):
+                chunk = slice(start, start + chunk_tokens)
+                h = low_hidden[chunk]
+                logits = torch.mm(h, low_weight.T, out=buffer[: len(h)])
+                logits[:, vocab_size:] = -torch.inf
+                losses[chunk] = _losses_and_gradient(logits, labels[chunk], ctx.lift if any(needed) else None)
+                if grad_hidden is not None:
+                    grad_hidden[chunk] = _exact_mm(logits, low_weight)
+                if needed[1]:
+                    grad_weight = _exact_addmm(grad_weight, logits.T, h)
+            if needed[1] and grad_weight is None:  # not one token
+                grad_weight = torch.zeros_like(weight, dtype=exact)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return losses.sum().float()
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> Any:
-        dh, dw = ctx.saved_tensors
-        return (None if dh is None else dh * upstream), (None if dw is None else dw * upstream), None, None, None
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        factor = grad_loss / ctx.lift
+        # In place for the memory's sake: saved tensors are versioned, so a second backward is an error, not a wrong
+        # result.
+        grads = [
+            None if grad is None else grad.mul_(factor).to(dtype)
+            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return *grads, None, None, None, None, None
+
+
+def _losses_and_gradient(logits: Tensor, labels: Tensor, lift: float | None) -> Tensor:
+    """Loss of each row of `logits`; unless `lift` is None they become `lift` x the gradient of the losses' sum."""
+    rows = _CPU_SOFTMAX_ROWS if logits.device.type == "cpu" else max(len(logits), 1)
+    losses = []
+    for x, y in zip(logits.split(rows), labels.split(rows), strict=True):
+        ignored = y == IGNORED
+        target = y.masked_fill(ignored, 0)[:, None]
+        exact = torch.promote_types(x.dtype, torch.float32)
+        p = torch.softmax(x, dim=-1, dtype=exact)
+        # The largest probability is never tiny, so its logarithm gives the log-sum-exp without another pass of exp.
+        log_sum_exp = x.amax(-1).to(exact) - p.amax(-1).log()
+        losses.append((log_sum_exp - x.gather(1, target)[:, 0]).masked_fill_(ignored, 0.0))
+        if lift is not None:
+            p.scatter_add_(1, target, p.new_full(target.shape, -1.0))
+            p[ignored] = 0.0
+            x.copy_(p if lift == 1.0 else p.mul_(lift))
+    return torch.cat(losses)
+
+
+def _exact_mm(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, in fp32 where the device can accumulate low-precision products into it."""
+    if a.device.type == "cuda" and a.dtype in (torch.float16, torch.bfloat16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b)
+
+
+def _exact_addmm(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """total + a @ b, in place, in at least fp32."""
+    if total is None:
+        return _exact_mm(a, b).to(torch.promote_types(a.dtype, torch.float32))
+    if total.dtype == a.dtype:
+        return total.addmm_(a, b)
+    return total.add_(_exact_mm(a, b))

@@ -125,7 +125,7 @@ class Registry:
     # ---- sources
 
     def add_folder(self, path: str | os.PathLike[str], label: str | None = None) -> None:
-        """Read the plugins in a folder; its files become `crosstrain_plugins.<label>.<path inside>`.
+        """Read the plugins in a folder, whose files become `crosstrain_plugins.<label>.<path>`.
 
         `label` defaults to the folder's name. A folder added before is passed over. Raises ConfigError if there
         is no such folder.

@@ -13,9 +13,7 @@ import logging
 import os
 import shutil
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -175,7 +173,8 @@ def _encode(
     text_bytes = dropped = 0
     end, started = tokenizer.end_id, time.monotonic()
     with tqdm(bar_format="{n_fmt} documents in {elapsed}{postfix}", disable=not progress) as bar:
-        for texts, encoded in _encoded(documents, tokenizer):
+        for texts in _batches(documents):
+            encoded = tokenizer.encode_batch(texts)
             kept = [[*ids, end] for ids in encoded if len(ids) >= min_tokens]
             writer.add(kept)
             dropped += len(texts) - len(kept)
@@ -184,19 +183,6 @@ def _encode(
             bar.set_postfix_str(f"{rate:.1f} MB/s, {writer.num_tokens:,} tokens", refresh=False)
             bar.update(len(texts))
     return text_bytes, dropped
-
-
-def _encoded(documents: Iterable[str], tokenizer: TextTokenizer) -> Iterator[tuple[list[str], list[list[int]]]]:
-    """Batches of documents with their ids; while one is encoded, the next is read and the one before it is written."""
-    waiting: deque[tuple[list[str], Future[list[list[int]]]]] = deque()
-    with ThreadPoolExecutor(1) as thread:
-        for texts in _batches(documents):
-            waiting.append((texts, thread.submit(tokenizer.encode_batch, texts)))
-            if len(waiting) == 2:
-                texts, ids = waiting.popleft()
-                yield texts, ids.result()
-        for texts, ids in waiting:
-            yield texts, ids.result()
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:

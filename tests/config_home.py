@@ -1,0 +1,172 @@
+"""The home that tests of the configuration share: components of every kind, presets and a project file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from crosstrain.config import Config, load_config
+from crosstrain.errors import ConfigError
+from plugin_home import isolate, write
+
+PLUGINS = '''
+from __future__ import annotations
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from crosstrain.config import Component, OptionError
+from crosstrain.registry import registry
+
+@registry.register_model("net")
+class Net:
+    @dataclass
+    class Options:
+        width: int
+        depth: int = 2
+        dropout: float = 0.0
+        activation: Literal["gelu", "relu"] = "gelu"
+        plan: dict[str, str] = field(default_factory=lambda: {"qkv": "column"})
+
+        def __post_init__(self):
+            if self.width % self.depth:
+                raise OptionError("width", f"{self.width} is not a multiple of depth, {self.depth}")
+
+@registry.register_model("other_net")
+class OtherNet:
+    @dataclass
+    class Options:
+        layers: int = 1
+
+@dataclass
+class Prepare:
+    input: str
+    vocabulary: int | None = None
+
+@registry.register_dataset("lines")
+class Lines:
+    @dataclass
+    class Options:
+        path: Path
+        seq_length: int = 16
+        split: tuple[int, int, int] = (8, 1, 1)
+        tags: list[str] = field(default_factory=list)
+        weights: dict[str, float] = field(default_factory=dict)
+        prepare: Prepare | None = None
+        resize: Annotated[Component, "processor"] = field(default_factory=lambda: Component("crop"))
+
+@registry.register_dataset("images")
+class Images:
+    @dataclass
+    class Options:
+        folder: str = "."
+
+@registry.register_processor("crop")
+class Crop:
+    @dataclass
+    class Options:
+        size: int = 4
+
+@registry.register_processor("pad")
+class Pad:
+    @dataclass
+    class Options:
+        value: float | None = None
+
+@registry.register_runner("ddp")
+class DDP:
+    """No options."""
+
+@registry.register_runner("shard")
+class Shard:
+    @dataclass
+    class Options:
+        stage: Literal[1, 2, 3] = 1
+        offload: bool = False
+        bucket: int | str = "auto"
+
+        def __post_init__(self):
+            if self.offload and self.stage == 1:
+                raise ValueError("offload needs stage 2 or 3")
+
+@registry.register_optimizer("adamw")
+class AdamW:
+    @dataclass
+    class Options:
+        betas: tuple[float, float] = (0.9, 0.999)
+        eps: float = 1e-8
+
+@registry.register_optimizer("sgd")
+class SGD:
+    @dataclass
+    class Options:
+        momentum: float = 0.0
+
+@registry.register_lr_scheduler("cosine")
+def cosine(step):
+    return 1.0
+
+@registry.register_lr_scheduler("linear")
+def linear(step):
+    return 1.0
+'''
+
+HOME = {
+    "plugins/all.py": PLUGINS,
+    "configs/models/net/small.yaml": "width: 8\n",
+    "configs/models/net/large.yaml": "width: 64\ndepth: 4\n",
+    "configs/runners/shard2.yaml": "# a preset\nname: shard\nstage: 2\n",
+    "configs/runners/shard2_offload.yaml": "name: shard2\noffload: true\n",
+    "configs/runners/ddp.yaml": "name: ddp\n",
+    "configs/datasets/books.yaml": "name: lines\npath: data/books\nseq_length: 128\n",
+}
+
+PROJECT = """\
+model:
+  arch: net
+  model_type: small
+  dropout: 0.1
+datasets:
+  webtext:
+    name: lines
+    path: data/webtext
+    split: [949, 50, 1]
+    prepare: {input: stdlib}
+run:
+  runner: {name: shard, stage: 2}
+  output_dir: output/x
+  max_iters: 320000
+  global_batch_size: 8
+  micro_batch_size: 4
+  optimizer:
+    name: adamw
+    betas: [0.9, 0.95]
+  init_lr: 1.5e-4
+  lr_sched: cosine
+  warmup_fraction: 0.01
+  amp: fp16
+  gradient_checkpointing: full
+"""
+
+
+def configured_home(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Path]:
+    """Body of a fixture: `folder` is home, with the files above."""
+    yield from isolate(monkeypatch, write(folder, {**HOME, "p.yaml": PROJECT}))
+
+
+def load(*options: str) -> Config:
+    return load_config("p.yaml", options)
+
+
+def edit(home: Path, old: str, new: str) -> None:
+    """Write the project file with one change."""
+    assert PROJECT.count(old) == 1, old
+    (home / "p.yaml").write_text(PROJECT.replace(old, new), encoding="utf-8")
+
+
+def mistake(*options: str, path: str = "p.yaml") -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
