@@ -1,4 +1,4 @@
-"""Packaging. A wheel carries plugins/, configs/ and projects/ inside the package, where a checkout has them beside it."""
+"""Packaging. A wheel carries inside the package what a checkout has beside it: plugins/, configs/, projects/."""
 
 import shutil
 from pathlib import Path
@@ -60,6 +60,7 @@ setup(
         "pyyaml>=6",
         "filelock>=3.12",
     ],
-    extras_require=EXTRAS | {"all": sorted({p for name in ("deepspeed", "vision", "offload", "parquet") for p in EXTRAS[name]})},
+    extras_require=EXTRAS
+    | {"all": sorted({p for name in ("deepspeed", "vision", "offload", "parquet") for p in EXTRAS[name]})},
     entry_points={"console_scripts": ["crosstrain = crosstrain.cli:main"]},
 )

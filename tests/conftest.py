@@ -118,7 +118,7 @@ class Workspace:
         return Run(self.path, done.stdout, done.stderr, done.returncode)
 
 
-@pytest.fixture()
+@pytest.fixture
 def workspace(tmp_path: Path, dataset: Path) -> Workspace:
     return Workspace(tmp_path, dataset)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crosstrain.check import Checker, to_plain
@@ -47,6 +47,7 @@ CHECK = Checker(lambda key: f"f: {'.'.join(key)}")
 NUMBERS = st.floats(allow_nan=False)
 
 
+@settings(deadline=None)
 @given(
     st.builds(
         Everything,

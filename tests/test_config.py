@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from config_home import configured_home, edit, load, mistake
 from crosstrain.check import NoOptions
@@ -16,8 +18,6 @@ from crosstrain.config import Component, Config, RunOptions
 from crosstrain.errors import ConfigError, UserError
 from crosstrain.layers import Layer, Origins, literal, resolve
 from crosstrain.options import AmpOptions
-from hypothesis import given
-from hypothesis import strategies as st
 from plugin_home import forget_plugins, plugin, write
 
 
@@ -78,9 +78,7 @@ def test_interpolation_sees_other_layers_and_defaults(home: Path, monkeypatch: p
         "output_dir: output/x",
         "output_dir: ${oc.env:WHERE}/${model.model_type}_${model.width}_${run.seed}",
     )
-    config = load(
-        "run.warmup_steps=null", "datasets.webtext.seq_length=${run.sample_tokens}", "model.width=16"
-    )
+    config = load("run.warmup_steps=null", "datasets.webtext.seq_length=${run.sample_tokens}", "model.width=16")
     assert config.run.output_dir == "elsewhere/small_16_1234"
     assert config.datasets["webtext"].options.seq_length == 64
 
@@ -102,9 +100,7 @@ def test_yaml_anchors_and_merge_keys_work(home: Path) -> None:
     write(home, {"p.yaml": text})
     assert load().datasets["again"].options.seq_length == 32
     write(home, {"p.yaml": text.replace("path:", "pth:")})
-    assert mistake().startswith(
-        "p.yaml:8: datasets.webtext.pth: unknown key; did you mean datasets.webtext.path?"
-    )
+    assert mistake().startswith("p.yaml:8: datasets.webtext.pth: unknown key; did you mean datasets.webtext.path?")
 
 
 # ---- layers
@@ -121,9 +117,7 @@ def test_each_layer_stands_over_the_one_before(home: Path) -> None:
 
 
 def test_layers_merge_mappings_and_replace_lists(home: Path) -> None:
-    config = load(
-        "model.plan.mlp=row", "datasets.webtext.split=[1,1,1]", "datasets.webtext.prepare.vocabulary=300"
-    )
+    config = load("model.plan.mlp=row", "datasets.webtext.split=[1,1,1]", "datasets.webtext.prepare.vocabulary=300")
     assert config.model.options.plan == {"qkv": "column", "mlp": "row"}
     data = config.datasets["webtext"].options
     assert data.split == (1, 1, 1)
@@ -214,6 +208,7 @@ def test_plain_spells_everything_out_and_reads_back(home: Path) -> None:
         assert Config.from_plain(plain).plain == plain
 
 
+@settings(deadline=None)
 @given(prompt=st.text("a$\\{}: "), name=st.sampled_from(["", "${run.seed}"]))
 def test_text_that_looks_like_an_interpolation_survives(prompt: str, name: str) -> None:
     text = f"{prompt}{name}{prompt}"
@@ -242,9 +237,7 @@ def test_plain_may_be_overridden(home: Path) -> None:
     plain = load("run.runner=ddp").plain
     config = Config.from_plain(plain, ["run.runner=shard2", "run.seed=5"])
     assert (config.runner.name, config.runner.options.stage, config.run.seed) == ("shard", 2, 5)
-    with pytest.raises(
-        ConfigError, match=r"^--options: model\.model_type: cannot be changed, because config spells"
-    ):
+    with pytest.raises(ConfigError, match=r"^--options: model\.model_type: cannot be changed, because config spells"):
         Config.from_plain(plain, ["model.model_type=large"])
 
 
@@ -272,9 +265,7 @@ def test_a_project_brings_its_own_plugins(home: Path) -> None:
 
 def test_a_missing_package_is_said_with_the_place(home: Path) -> None:
     write(home, {"plugins/needy.py": plugin("runner", "needy", before="import no_such_package")})
-    with pytest.raises(
-        UserError, match=r"^--options: run\.runner: runner 'needy' .* pip install no_such_package$"
-    ):
+    with pytest.raises(UserError, match=r"^--options: run\.runner: runner 'needy' .* pip install no_such_package$"):
         load("run.runner=needy")
 
 

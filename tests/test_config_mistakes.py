@@ -33,6 +33,8 @@ model: => modle:
     1: modle: unknown key; did you mean model?
 dropout: 0.1 => droput: 0.1
     4: model.droput: unknown key; did you mean model.dropout?
+dropout: 0.1 => <<: {droput: 0.1}
+    4: model.droput: unknown key; did you mean model.dropout?
 dropout: 0.1 => xyz: 1
     4: model.xyz: unknown key; known: width, depth, dropout, activation, plan
 split: => splt:
@@ -101,6 +103,8 @@ gradient_checkpointing: full => gradient_checkpointing: true
     24: run.gradient_checkpointing: expected one of none, full, selective, offload, got true
 gradient_checkpointing: full => keep_last: None
     24: run.keep_last: expected a whole number or null, got the text 'None'; did you mean null?
+stage: 2 => stage: true
+    12: run.runner.stage: expected one of 1, 2, 3, got true
 stage: 2 => stage: 4
     12: run.runner.stage: expected one of 1, 2, 3, got 4
 stage: 2 => bucket: 1.5
@@ -197,9 +201,7 @@ def test_a_mistake_in_the_file_gets_one_sentence(home: Path, old: str, new: str,
     assert mistake() == f"p.yaml:{sentence}"
 
 
-SECTIONS = {
-    name: text for text in re.split(r"^(?=\w)", PROJECT, flags=re.M) if (name := text.partition(":")[0])
-}
+SECTIONS = {name: text for text in re.split(r"^(?=\w)", PROJECT, flags=re.M) if (name := text.partition(":")[0])}
 
 
 @pytest.mark.parametrize(
@@ -221,9 +223,7 @@ SECTIONS = {
         ("run", "run: fast\n", "p.yaml:11: run: expected a mapping, got the text 'fast'"),
     ],
 )
-def test_a_section_that_is_missing_or_no_mapping_says_so(
-    home: Path, section: str, content: str, sentence: str
-) -> None:
+def test_a_section_that_is_missing_or_no_mapping_says_so(home: Path, section: str, content: str, sentence: str) -> None:
     edit(home, SECTIONS[section], content)
     assert mistake() == sentence
 
@@ -385,9 +385,7 @@ JSON = st.recursive(
     | st.floats()
     | st.text()
     | st.sampled_from(["ddp", "${a", "???", "fp16"]),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.just("name"), inner, max_size=3)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.just("name"), inner, max_size=3),
     max_leaves=5,
 )
 
@@ -399,7 +397,7 @@ def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield from configured_home(monkeypatch, tmp_path_factory.mktemp("home"))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(data=st.data(), value=JSON)
 def test_whatever_stands_at_a_key_it_loads_and_reads_back_or_gets_one_sentence(
     shared_home: Path, data: st.DataObject, value: Any

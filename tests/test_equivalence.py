@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from conftest import Workspace
 
 # A sum of two fp32 numbers is rounded once, whoever adds them; a norm over 30,000 gradients in another memory layout
@@ -14,7 +15,12 @@ TOLERANCE = 1e-6
 @pytest.mark.parametrize("optimizer", ["{name: adamw}", "{name: sgd}"])
 def test_two_workers_equal_one_with_double_accumulation(workspace: Workspace, optimizer: str, dropout: float) -> None:
     rate = "1e-2" if "adamw" in optimizer else "0.5"
-    options = [f"run.optimizer={optimizer}", f"run.init_lr={rate}", f"model.dropout={dropout}", "run.grad_norm_clip=1.0"]
+    options = [
+        f"run.optimizer={optimizer}",
+        f"run.init_lr={rate}",
+        f"model.dropout={dropout}",
+        "run.grad_norm_clip=1.0",
+    ]
     one = workspace.train("one", *options, nproc=1)
     two = workspace.train("two", *options, nproc=2)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Workspace
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from conftest import Workspace
 from crosstrain import assembly
 from crosstrain.config import load_config
 from crosstrain.construct import construct, fill_initial, parameters_on_meta

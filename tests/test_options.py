@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crosstrain.config import BatchPlan, OptionError, RunOptions, plan_batch
@@ -59,14 +59,13 @@ def test_what_is_not_given_follows(given: dict[str, int], dp_size: int, plan: tu
         (
             {"global_batch_size": 64, "micro_batch_size": 4, "accum_grad_iters": 4},
             8,
-            "run.global_batch_size: 64 is not 128 (4 micro_batch_size x 4 accum_grad_iters x 8 data-parallel ranks)"
-            "; the nearest valid global_batch_size is 128",
+            "run.global_batch_size: 64 is not 128 "
+            "(4 micro_batch_size x 4 accum_grad_iters x 8 data-parallel ranks); "
+            "the nearest valid global_batch_size is 128",
         ),
     ],
 )
-def test_numbers_that_do_not_go_together_are_explained(
-    given: dict[str, int], dp_size: int, sentence: str
-) -> None:
+def test_numbers_that_do_not_go_together_are_explained(given: dict[str, int], dp_size: int, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         batch(dp_size, **given)
     assert str(caught.value) == sentence
@@ -75,6 +74,7 @@ def test_numbers_that_do_not_go_together_are_explained(
 SIZES = st.none() | st.integers(1, 64)
 
 
+@settings(deadline=None)
 @given(SIZES, SIZES, SIZES, st.integers(1, 16))
 def test_a_plan_adds_up_and_a_refusal_names_a_size_that_works(
     total: int | None, micro: int | None, accumulation: int | None, dp_size: int

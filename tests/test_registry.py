@@ -58,24 +58,25 @@ def test_functions_and_definitions_under_a_condition_are_found(home: Path) -> No
     source = """
 from crosstrain.registry import registry
 try:
-    import json
+    import no_such_package
 except ImportError:
-    pass
-else:
     @registry.register_lr_scheduler("flat")
     def flat(step):
         "Stays."
         return 1.0
+if True:
+    @registry.register_lr_scheduler("zero")
+    def zero(step):
+        return 0.0
 """
     plugins(home, flat=source)
-    assert registry.entries("lr_scheduler")[0].summary == "Stays."
+    assert [entry.summary for entry in registry.entries("lr_scheduler")] == ["Stays.", ""]
     assert registry.get_lr_scheduler_class("flat")(3) == 1.0
+    assert registry.get_lr_scheduler_class("zero")(3) == 0.0
 
 
 def test_a_qualified_decorator_is_found_and_a_foreign_one_is_not(home: Path) -> None:
-    qualified = plugin("runner", "a").replace(
-        "from crosstrain.registry import registry", "import crosstrain.registry"
-    )
+    qualified = plugin("runner", "a").replace("from crosstrain.registry import registry", "import crosstrain.registry")
     plugins(home, a=qualified.replace("@registry", "@crosstrain.registry.registry"))
     plugins(home, b=plugin("runner", "b").replace("@registry", "@app"))
     assert registry.names("runner") == ["a"]
@@ -201,9 +202,7 @@ def test_a_misspelled_decorator_is_reported(home: Path) -> None:
 
 
 def test_a_decorator_that_does_not_run_is_reported(home: Path) -> None:
-    plugins(
-        home, it=plugin("runner", "fast").replace("\n@", "\nif False:\n  @").replace("\nclass", "\n  class")
-    )
+    plugins(home, it=plugin("runner", "fast").replace("\n@", "\nif False:\n  @").replace("\nclass", "\n  class"))
     assert "was not registered when its file was imported" in complaint("runner", "fast")
 
 
@@ -225,9 +224,7 @@ def test_a_missing_dependency_without_an_extra_is_named_itself(home: Path) -> No
     assert "pip install no_such_package" in complaint("model", "needy", UserError)
 
 
-@pytest.mark.parametrize(
-    "line", ["from .nowhere import x", "import json.nowhere", "from json import nowhere"]
-)
+@pytest.mark.parametrize("line", ["from .nowhere import x", "import json.nowhere", "from json import nowhere"])
 def test_a_mistaken_import_is_not_taken_for_a_missing_package(home: Path, line: str) -> None:
     plugins(home, it=plugin("model", "needy", before=line))
     message = complaint("model", "needy")
@@ -237,9 +234,7 @@ def test_a_mistaken_import_is_not_taken_for_a_missing_package(home: Path, line: 
 
 def test_a_name_claimed_twice_names_both_files_the_first_owner_first(home: Path) -> None:
     plugins(home, ours=plugin("runner", "ddp"), other=plugin("runner", "fine"))
-    registry.add_folder(
-        write(home / "more", {"theirs.py": plugin("runner", "ddp"), "new.py": plugin("runner", "new")})
-    )
+    registry.add_folder(write(home / "more", {"theirs.py": plugin("runner", "ddp"), "new.py": plugin("runner", "new")}))
     assert complaint("runner", "ddp") == (
         "runner 'ddp' is already registered by plugins/ours.py:5, so more/theirs.py:5 must choose another name"
     )
@@ -260,9 +255,7 @@ def test_one_name_may_serve_two_kinds(home: Path) -> None:
 def test_running_code_may_not_take_a_name_either(home: Path) -> None:
     plugins(home, ours=plugin("runner", "ddp"))
     registry.get_runner_class("ddp")
-    with pytest.raises(
-        ConfigError, match=r"already registered by plugins/ours\.py, so .*test_registry\.py must"
-    ):
+    with pytest.raises(ConfigError, match=r"already registered by plugins/ours\.py, so .*test_registry\.py must"):
         registry.register_runner("ddp")(type("Mine", (), {"__module__": __name__}))
 
 
@@ -289,9 +282,7 @@ def test_the_environment_names_several_folders(home: Path, monkeypatch: pytest.M
     assert registry.get_model_class("two")
 
 
-def test_a_missing_folder_is_an_error_that_says_who_named_it(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_folder_is_an_error_that_says_who_named_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="nowhere: no such folder of plugins"):
         registry.add_folder(home / "nowhere")
     forget_plugins()
@@ -326,9 +317,7 @@ def install(monkeypatch: pytest.MonkeyPatch, site: Path, module: str) -> None:
     monkeypatch.setattr(sys, "modules", dict(sys.modules))  # what the test imports is forgotten afterwards
 
 
-def test_an_installed_package_is_read_without_being_imported(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installed_package_is_read_without_being_imported(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {
         "__init__.py": "IMPORTED = True",
         "plugins/__init__.py": "",
@@ -348,15 +337,11 @@ def test_an_installed_module_is_read(home: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("module", ["someone_gone", "someone_gone.plugins", "json.gone"])
-def test_an_entry_point_to_nothing_is_reported(
-    home: Path, monkeypatch: pytest.MonkeyPatch, module: str
-) -> None:
+def test_an_entry_point_to_nothing_is_reported(home: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     plugins(home, fine=plugin("model", "fine"))
     install(monkeypatch, home / "site", module)
     assert registry.get_model_class("fine")
-    assert f"someone (the entry point names the module {module}, which is not there)" in complaint(
-        "model", "other"
-    )
+    assert f"someone (the entry point names the module {module}, which is not there)" in complaint("model", "other")
 
 
 # ---- the real ones
@@ -375,9 +360,7 @@ assert not heavy, heavy
 
 
 def test_built_in_plugins_can_be_read_and_claim_each_name_once() -> None:
-    found = [
-        entry for kind in KINDS for entry in registry.entries(kind) if paths.home() in entry.file.parents
-    ]
+    found = [entry for kind in KINDS for entry in registry.entries(kind) if paths.home() in entry.file.parents]
     names = [(entry.kind, entry.name) for entry in found]
     assert len(set(names)) == len(names)
     assert all(entry.summary for entry in found), [e for e in found if not e.summary]

@@ -9,11 +9,18 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Run, Workspace, kill, logged_step, wait_until
 from safetensors.torch import load_file
 
+from conftest import Run, Workspace, kill, logged_step, wait_until
+
 COMPARED = ("step", "loss", "lr", "grad_norm", "samples", "val_loss")
-INTERVALS = ("run.save_interval=4", "run.eval_interval=5", "run.eval_iters=2", "run.lr_sched=cosine", "run.warmup_steps=3")
+INTERVALS = (
+    "run.save_interval=4",
+    "run.eval_interval=5",
+    "run.eval_iters=2",
+    "run.lr_sched=cosine",
+    "run.warmup_steps=3",
+)
 
 # A model whose checkpoints take a second to write, so that a kill can be aimed at the middle of a save.
 SLOW_MODEL = '''

@@ -28,9 +28,7 @@ LOGS = [
 def test_a_megatron_log_is_reproduced(
     iterations: int, printed: dict[int, str], final_scale: float, skipped: int
 ) -> None:
-    config = load_config(
-        "projects/gpt2_345m.yaml", [f"run.max_iters={iterations}", "run.lr_sched=cosine_megatron_v1"]
-    )
+    config = load_config("projects/gpt2_345m.yaml", [f"run.max_iters={iterations}", "run.lr_sched=cosine_megatron_v1"])
     schedule = make_schedule(config, iterations)
     amp = config.run.amp
     scaler = DynamicLossScaler(amp.initial_scale, amp.window, amp.hysteresis, amp.min_scale)

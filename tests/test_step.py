@@ -95,7 +95,9 @@ def test_compilation_changes_neither_names_nor_results(mode: str) -> None:
 def test_the_loss_divides_by_the_target_tokens_of_the_whole_step() -> None:
     runner = make_runner("model.dropout=0.0")
     few, many = batch(0, ignored=60), batch(4)
-    together = MicroBatch(0, {k: torch.cat([few.data[k], many.data[k]]) for k in few.data}, few.num_targets + many.num_targets)
+    together = MicroBatch(
+        0, {k: torch.cat([few.data[k], many.data[k]]) for k in few.data}, few.num_targets + many.num_targets
+    )
     expected_loss, expected = gradients(runner, together)
     loss, found = gradients(runner, few, many)
     assert loss == pytest.approx(expected_loss, rel=1e-6)

@@ -9,13 +9,14 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT
 from safetensors.torch import load_file
 
+from conftest import ENVIRONMENT, ROOT
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.boxes import Piece, Shard, flat_range_pieces, whole_pieces
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention, load_shards, load_state
@@ -51,7 +52,10 @@ def test_round_trip_through_other_boxes(tmp_path: Path) -> None:
     memory = torch.zeros(24)
     pieces = [p for a, b in [(0, 5), (5, 6), (6, 24)] for p in flat_range_pieces(memory[a:b], (6, 4), a)]
     step = torch.tensor(0.0)
-    load_shards(folder, [Shard("exp_avg", "layer.weight", (6, 4), pieces), Shard("step", "layer.weight", (), whole_pieces(step, ()))])
+    load_shards(
+        folder,
+        [Shard("exp_avg", "layer.weight", (6, 4), pieces), Shard("step", "layer.weight", (), whole_pieces(step, ()))],
+    )
     assert torch.equal(memory.view(6, 4), shards()[2].pieces[0].data)
     assert step == 7.0
 
@@ -62,9 +66,15 @@ def test_files_are_plain_safetensors_and_hugging_face_names(tmp_path: Path) -> N
     assert load_state(folder)["step"] == 5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
+)
 def test_every_type_is_read_by_the_safetensors_library(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensors = {"a": torch.arange(6).view(2, 3).to(dtype), "scalar": torch.tensor(1).to(dtype), "empty": torch.zeros(0, 2).to(dtype)}
+    tensors = {
+        "a": torch.arange(6).view(2, 3).to(dtype),
+        "scalar": torch.tensor(1).to(dtype),
+        "empty": torch.zeros(0, 2).to(dtype),
+    }
     entry = write_safetensors(tmp_path / "x.safetensors", tensors)
     assert entry["bytes"] == (tmp_path / "x.safetensors").stat().st_size
     read = load_file(tmp_path / "x.safetensors")
@@ -141,9 +151,13 @@ HOSTILE: dict[str, Callable[[dict], object]] = {
     "a later version": lambda m: m.update(version=99),
     "path traversal": lambda m: m["files"].update({"../../etc/passwd": {"bytes": 1, "sha256": "0"}}),
     "an absolute path": lambda m: m["files"].update({"/etc/passwd": {"bytes": 1, "sha256": "0"}}),
-    "a box in an unlisted file": lambda m: m["tensors"]["param"]["layer.bias"]["boxes"][0].__setitem__(0, "other.safetensors"),
+    "a box in an unlisted file": lambda m: m["tensors"]["param"]["layer.bias"]["boxes"][0].__setitem__(
+        0, "other.safetensors"
+    ),
     "a missing box": lambda m: m["tensors"]["param"]["layer.bias"]["boxes"].clear(),
-    "a doubled box": lambda m: m["tensors"]["param"]["layer.bias"].update(boxes=m["tensors"]["param"]["layer.bias"]["boxes"] * 2),
+    "a doubled box": lambda m: m["tensors"]["param"]["layer.bias"].update(
+        boxes=m["tensors"]["param"]["layer.bias"]["boxes"] * 2
+    ),
     "a box outside": lambda m: m["tensors"]["param"]["layer.bias"]["boxes"][0].__setitem__(2, [2]),
     "a negative box": lambda m: m["tensors"]["param"]["layer.bias"]["boxes"][0].__setitem__(2, [-1]),
     "a huge claimed shape": lambda m: m["tensors"]["param"]["layer.bias"].update(shape=[10**15]),
@@ -169,9 +183,9 @@ def test_pickles_are_never_opened(tmp_path: Path, name: str, monkeypatch: pytest
     (folder / name).write_bytes(pickle.dumps(Bomb()))
     with pytest.raises(CheckpointError):
         Reader.open(folder).verify()
+    reading = load_state if name == "state.json" else partial(load_shards, shards=shards(1))
     with pytest.raises(CheckpointError):
-        load_shards(folder, shards(1))
-        load_state(folder)
+        reading(folder)
     assert not (tmp_path / "exploded").exists()
 
 
@@ -179,13 +193,13 @@ def test_a_key_whose_stored_shape_differs_is_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path)
     (folder / "model.safetensors").unlink()
     write_safetensors(folder / "model.safetensors", {"layer.weight": torch.zeros(4, 6), "layer.bias": torch.zeros(3)})
-    with pytest.raises(CheckpointError, match="layer.weight has shape"):
+    with pytest.raises(CheckpointError, match=r"layer\.weight has shape"):
         load_shards(folder, shards(1))
 
 
 def test_model_and_checkpoint_must_hold_the_same(tmp_path: Path) -> None:
     folder = saved(tmp_path)
-    with pytest.raises(CheckpointError, match="parameters that the model lacks, such as layer.bias"):
+    with pytest.raises(CheckpointError, match=r"parameters that the model lacks, such as layer\.bias"):
         load_shards(folder, shards()[:1])
     with pytest.raises(CheckpointError, match="holds no param head"):
         load_shards(folder, [*shards(), Shard("param", "head", (3,), whole_pieces(torch.zeros(3), (3,)))])

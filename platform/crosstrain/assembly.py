@@ -11,7 +11,7 @@ from crosstrain.checkpoint.store import Reader
 from crosstrain.compilation import compile_model
 from crosstrain.config import Component, Config
 from crosstrain.construct import fill_initial
-from crosstrain.data.dataset import SPLITS, Dataset, Split
+from crosstrain.data.dataset import Dataset, Split
 from crosstrain.distributed import world
 from crosstrain.errors import ConfigError
 from crosstrain.model import Model
@@ -46,7 +46,7 @@ def open_split(config: Config, split: Split) -> Dataset:
 
 
 def prepare_data(config: Config) -> None:
-    """Make the dataset's files if they do not exist yet. Of several processes on a machine the first does, the rest wait."""
+    """Make the dataset's files if they do not exist yet; of several processes on a machine one does, the rest wait."""
     component = training_dataset(config)
     dataset = registry.get_dataset_class(component.name)
     if world()[1] == 0:
@@ -55,12 +55,17 @@ def prepare_data(config: Config) -> None:
         time.sleep(0.5)
 
 
-def check_vocabulary(model: Model, dataset: Dataset) -> None:
-    """ConfigError if samples may hold ids that the model has no row for."""
+def check_fit(model: Model, dataset: Dataset) -> None:
+    """ConfigError if samples hold ids or are of a length that the model cannot take."""
     if dataset.vocab_size and model.vocab_size and dataset.vocab_size > model.vocab_size:
         raise ConfigError(
             f"model.vocab_size: {model.vocab_size} is too small for the dataset, whose tokenizer has "
             f"{dataset.vocab_size} ids; set model.vocab_size={dataset.vocab_size}"
+        )
+    if dataset.sequence_length and model.max_length and dataset.sequence_length > model.max_length:
+        raise ConfigError(
+            f"datasets: samples have {dataset.sequence_length} tokens and the model takes at most {model.max_length}; "
+            f"shorten the samples or lengthen the model"
         )
 
 
@@ -88,6 +93,3 @@ def build(config: Config, runner: Runner, checkpoint: Path | None, *, for_traini
     else:
         fill_initial(model, shards, config.run.seed)
     runner.loaded()
-
-
-__all__ = ["SPLITS", "build", "check_vocabulary", "make_model", "make_runner", "open_split", "prepare_data"]

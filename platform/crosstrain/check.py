@@ -56,9 +56,7 @@ def options_class(kind: str, component: Any) -> type:
     try:
         get_type_hints(cls)
     except (NameError, TypeError) as error:
-        raise ConfigError(
-            f"{whose}: a field's type cannot be found at the top of its module: {error}"
-        ) from error
+        raise ConfigError(f"{whose}: a field's type cannot be found at the top of its module: {error}") from error
     return cls
 
 
@@ -150,9 +148,7 @@ class Checker:
         near = difflib.get_close_matches(key[-1], names, n=1)
         if near:
             self.fail(key, f"unknown key; did you mean {'.'.join((*key[:-1], near[0]))}?")
-        self.fail(
-            key, "unknown key; " + (f"known: {', '.join(names)}" if names else "there are no options here")
-        )
+        self.fail(key, "unknown key; " + (f"known: {', '.join(names)}" if names else "there are no options here"))
 
     def value(self, hint: Any, value: Any, key: Key) -> Any:
         """`value` as the type `hint`."""
@@ -169,9 +165,7 @@ class Checker:
             return self.dataclass(origin, value, key)
         if origin is dict and isinstance(value, Mapping):
             name_type, item_type = arguments or (Any, Any)
-            named = (
-                (self.value(name_type, name, (*key, str(name))), name, item) for name, item in value.items()
-            )
+            named = ((self.value(name_type, name, (*key, str(name))), name, item) for name, item in value.items())
             return {checked: self.value(item_type, item, (*key, str(name))) for checked, name, item in named}
         if origin in (list, tuple) and isinstance(value, (list, tuple)):
             return self._sequence(origin, arguments, value, key, hint)

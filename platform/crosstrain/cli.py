@@ -44,7 +44,9 @@ def _parser() -> _Parser:
     train.set_defaults(run=_train)
 
     evaluate = verbs.add_parser("evaluate", help="loss, perplexity and text from a checkpoint")
-    evaluate.add_argument("--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's folder (its newest)")
+    evaluate.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's folder (its newest)"
+    )
     _add_config(evaluate, required=False)
     evaluate.add_argument("--splits", nargs="*", default=None, choices=("train", "val", "test"), metavar="SPLIT",
                           help="splits to evaluate (default: val and test unless text is asked for)")  # fmt: skip

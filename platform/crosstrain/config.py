@@ -146,9 +146,7 @@ class _Builder:
 
     def _add_plugins(self) -> None:
         key = ("run", "plugins")
-        for i, folder in enumerate(
-            self.check.value(list[str], resolve_at(self.tree, key, self.origins), key)
-        ):
+        for i, folder in enumerate(self.check.value(list[str], resolve_at(self.tree, key, self.origins), key)):
             with self._located((*key, str(i))):
                 registry.add_folder(paths.find(folder))
 
@@ -167,9 +165,7 @@ class _Builder:
             self.check.component(kind, given, key)  # which says what it may be
         parent[own] = given = self.check.value(dict[str, Any], given, key)
         self._require_name(kind, key, given)
-        name = self.check.value(
-            str, resolve_at(self.tree, (*key, head(key)), self.origins), (*key, head(key))
-        )
+        name = self.check.value(str, resolve_at(self.tree, (*key, head(key)), self.origins), (*key, head(key)))
         name, presets = self._presets(kind, key, name)
         with self._located((*key, head(key))):
             component = registry.get(kind, name, self._preset_files(kind, key))
@@ -188,17 +184,13 @@ class _Builder:
         if kind == "dataset" and others and self.origins.only_in_options(key):  # a label that is misspelled
             self.check.unknown_key(key, others)
         names = [*registry.names(kind), *self._preset_files(kind, key)]
-        self.check.fail(
-            (*key, head(key)), f"the {kind}'s name is required; known: {', '.join(names) or 'none'}"
-        )
+        self.check.fail((*key, head(key)), f"the {kind}'s name is required; known: {', '.join(names) or 'none'}")
 
     def _model_preset(self, arch: str, given: dict[str, Any]) -> list[Layer]:
         key = ("model", "model_type")
         if not self.presets:
             if key in self.overrides.lines:
-                self.check.fail(
-                    key, f"cannot be changed, because {self.base.label} spells out the whole model"
-                )
+                self.check.fail(key, f"cannot be changed, because {self.base.label} spells out the whole model")
             return []
         if given.get("model_type") is None:
             return []

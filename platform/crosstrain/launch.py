@@ -97,7 +97,8 @@ def launch(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> in
     _prepare_environment(how.world_size)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # errors are shown once, below
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=how.world_size, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+        min_nodes=1, max_nodes=1, nproc_per_node=how.world_size, run_id=f"crosstrain-{os.getpid()}",
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0",
         local_addr="127.0.0.1", start_method="spawn", max_restarts=0, monitor_interval=0.1,
         signals_to_handle="SIGHUP",  # its other handlers would end the workers; those below let them save first
         shutdown_timeout=5,  # for ranks that wait for a dead one and cannot hear
@@ -148,7 +149,9 @@ def _run_worker(worker: Callable[..., int], args: tuple[Any, ...]) -> int:
 
 def _is_lost_peer(error: Exception) -> bool:
     text = str(error)
-    return any(sign in text for sign in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL"))
+    return any(
+        sign in text for sign in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
+    )
 
 
 def _raise_first(error: Any) -> None:

@@ -78,9 +78,7 @@ def read_yaml(path: Path, at: Key = ()) -> Layer:
         tree = OmegaConf.to_container(OmegaConf.create(text))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise ConfigError(
-            f"{label}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem}"
-        ) from error
+        raise ConfigError(f"{label}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(one_line(f"{label}: cannot be read: {error}")) from error
     except RecursionError as error:

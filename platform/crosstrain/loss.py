@@ -20,13 +20,13 @@ IGNORED = -100
 _FP16_LIFT = 2.0**15
 
 # Rows of logits that go through the softmax together on a CPU: small enough to stay in the cache in fp32.
-_CPU_SOFTMAX_ROWS = 64
+_CPU_SOFTMAX_ROWS = 32
 
 
 def token_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int | None = None, chunk_tokens: int = 1024
 ) -> Tensor:
-    """Sum over target tokens of -log softmax(hidden @ weight.T)[label], an fp32 scalar.
+    """Sum over target tokens of -log softmax(hidden @ weight.T)[label], an fp32 scalar (fp64 for fp64 inputs).
 
     hidden [*, H]; weight [V, H], the head's, of which rows from `vocab_size` on are padding that no probability goes
     to; labels [*] int64, `IGNORED` (-100) where there is no target. Matrix products are in autocast's dtype where it
@@ -38,8 +38,8 @@ def token_cross_entropy(
     """
     if hidden.shape[:-1] != labels.shape or hidden.shape[-1:] != weight.shape[1:]:
         raise ValueError(
-            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} do not match: "
-            f"expected [*, H], [V, H] and [*]"
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} "
+            f"do not match: expected [*, H], [V, H] and [*]"
         )
     vocab_size = weight.shape[0] if vocab_size is None else vocab_size
     needed = torch.is_grad_enabled() and hidden.requires_grad, torch.is_grad_enabled() and weight.requires_grad
@@ -73,24 +73,27 @@ class _TokenCrossEntropy(torch.autograd.Function):
         exact = torch.promote_types(dtype, torch.float32)  # of the softmax and of sums
         with torch.autocast(hidden.device.type, enabled=False):
             low_hidden, low_weight = hidden.to(dtype), weight.to(dtype)
+            ignored = labels == IGNORED
             losses = torch.empty(len(hidden), dtype=exact, device=hidden.device)
             grad_hidden = torch.empty_like(hidden, dtype=exact) if needed[0] else None
             grad_weight = None
             buffer = low_hidden.new_empty(min(chunk_tokens, len(hidden)), len(weight))
             for start in range(0, len(hidden), chunk_tokens):
                 chunk = slice(start, start + chunk_tokens)
-                h = low_hidden[chunk]
+                h, skip = low_hidden[chunk], ignored[chunk, None]
                 logits = torch.mm(h, low_weight.T, out=buffer[: len(h)])
                 logits[:, vocab_size:] = -torch.inf
-                losses[chunk] = _losses_and_gradient(logits, labels[chunk], ctx.lift if any(needed) else None)
+                targets = labels[chunk, None].masked_fill(skip, 0)
+                losses[chunk] = _losses_and_gradient(logits, targets, ctx.lift if any(needed) else None)
+                # Tokens without a target are taken out of the products: their rows of logits would be a whole pass.
                 if grad_hidden is not None:
-                    grad_hidden[chunk] = _exact_mm(logits, low_weight)
+                    grad_hidden[chunk] = _exact_mm(logits, low_weight).masked_fill_(skip, 0.0)
                 if needed[1]:
-                    grad_weight = _exact_addmm(grad_weight, logits.T, h)
+                    grad_weight = _exact_addmm(grad_weight, logits.T, h.masked_fill(skip, 0.0))
             if needed[1] and grad_weight is None:  # not one token
                 grad_weight = torch.zeros_like(weight, dtype=exact)
         ctx.save_for_backward(grad_hidden, grad_weight)
-        return losses.sum().float()
+        return losses.masked_fill_(ignored, 0.0).sum()
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
@@ -104,21 +107,20 @@ class _TokenCrossEntropy(torch.autograd.Function):
         return *grads, None, None, None, None, None
 
 
-def _losses_and_gradient(logits: Tensor, labels: Tensor, lift: float | None) -> Tensor:
-    """Loss of each row of `logits`; unless `lift` is None they become `lift` x the gradient of the losses' sum."""
-    rows = _CPU_SOFTMAX_ROWS if logits.device.type == "cpu" else max(len(logits), 1)
+def _losses_and_gradient(logits: Tensor, targets: Tensor, lift: float | None) -> Tensor:
+    """Loss of each row of `logits`; unless `lift` is None they become `lift` x the gradient of the losses' sum.
+
+    logits [n, V]; targets [n, 1], each in range(V).
+    """
+    rows = _CPU_SOFTMAX_ROWS if logits.device.type == "cpu" else len(logits)
     losses = []
-    for x, y in zip(logits.split(rows), labels.split(rows), strict=True):
-        ignored = y == IGNORED
-        target = y.masked_fill(ignored, 0)[:, None]
-        exact = torch.promote_types(x.dtype, torch.float32)
-        p = torch.softmax(x, dim=-1, dtype=exact)
+    for x, target in zip(logits.split(rows), targets.split(rows), strict=True):
+        p = torch.softmax(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
         # The largest probability is never tiny, so its logarithm gives the log-sum-exp without another pass of exp.
-        log_sum_exp = x.amax(-1).to(exact) - p.amax(-1).log()
-        losses.append((log_sum_exp - x.gather(1, target)[:, 0]).masked_fill_(ignored, 0.0))
+        log_sum_exp = x.amax(-1) - p.amax(-1).log()
+        losses.append(log_sum_exp - x.gather(1, target)[:, 0])
         if lift is not None:
             p.scatter_add_(1, target, p.new_full(target.shape, -1.0))
-            p[ignored] = 0.0
             x.copy_(p if lift == 1.0 else p.mul_(lift))
     return torch.cat(losses)
 

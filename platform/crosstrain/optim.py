@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from crosstrain.registry import registry
 from crosstrain.config import Config
 from crosstrain.errors import ConfigError
+from crosstrain.registry import registry
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[NamedParameters], torch.optim.Optimizer]

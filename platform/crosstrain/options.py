@@ -13,9 +13,7 @@ from crosstrain.errors import ConfigError
 class AmpOptions:
     """Mixed precision: `amp: bf16` is short for `amp: {dtype: bf16}`. The rest concerns fp16 alone."""
 
-    dtype: Literal["fp32", "bf16", "fp16"] = (
-        "fp32"  # of the forward under autocast; masters and moments stay fp32
-    )
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # of the forward under autocast; masters and moments stay fp32
     loss_scale: float | None = None  # a fixed scale; None: dynamic
     initial_scale: float = 2.0**32  # where a dynamic scale starts
     window: int = 1000  # steps without overflow before the scale doubles
@@ -93,9 +91,7 @@ class RunOptions:
         if self.min_lr > self.init_lr:
             raise OptionError("min_lr", f"{self.min_lr} is above init_lr, {self.init_lr}")
         if self.warmup_fraction is not None and not 0 <= self.warmup_fraction < 1:
-            raise OptionError(
-                "warmup_fraction", f"expected at least 0 and less than 1, got {self.warmup_fraction}"
-            )
+            raise OptionError("warmup_fraction", f"expected at least 0 and less than 1, got {self.warmup_fraction}")
         if self.warmup_steps is not None and self.warmup_fraction is not None:
             raise OptionError(
                 "warmup_fraction", "warmup_steps already says how long the warmup is; give one of the two"
@@ -105,9 +101,7 @@ class RunOptions:
         if self.max_iters is None and self.max_epoch is None:
             raise OptionError("max_iters", "how long to train is required: give max_iters or max_epoch")
         if self.global_batch_size is self.micro_batch_size is self.accum_grad_iters is None:
-            raise OptionError(
-                "global_batch_size", "required, unless micro_batch_size or accum_grad_iters is given"
-            )
+            raise OptionError("global_batch_size", "required, unless micro_batch_size or accum_grad_iters is given")
 
 
 @dataclass(frozen=True)

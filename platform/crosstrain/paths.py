@@ -30,11 +30,7 @@ def find(path: str | os.PathLike[str]) -> Path:
         if candidate.exists():
             return candidate
     near = [show(p) for c in candidates for p in _similar(c)]
-    hint = (
-        f"did you mean {near[0]}?"
-        if near
-        else "looked in " + " and ".join(str(c.absolute()) for c in candidates)
-    )
+    hint = f"did you mean {near[0]}?" if near else "looked in " + " and ".join(str(c.absolute()) for c in candidates)
     raise ConfigError(f"{path}: no such file or folder; {hint}")
 
 

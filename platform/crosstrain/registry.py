@@ -113,9 +113,7 @@ class Registry:
     def entries(self, kind: str) -> list[Entry]:
         """What plugin files say about this kind, sorted by name; imports nothing."""
         self._scan_sources()
-        return sorted(
-            (e for (k, _), found in self._entries.items() if k == kind for e in found), key=lambda e: e.name
-        )
+        return sorted((e for (k, _), found in self._entries.items() if k == kind for e in found), key=lambda e: e.name)
 
     def broken(self) -> dict[Path, str]:
         """Plugin files that could not be read or imported so far, with the reason."""
@@ -127,8 +125,8 @@ class Registry:
     def add_folder(self, path: str | os.PathLike[str], label: str | None = None) -> None:
         """Read the plugins in a folder, whose files become `crosstrain_plugins.<label>.<path>`.
 
-        `label` defaults to the folder's name. A folder added before is passed over. Raises ConfigError if there
-        is no such folder.
+        `label` defaults to the folder's name. A folder added before is passed over. Raises ConfigError if
+        there is no such folder.
         """
         self._scan_first_sources()
         self._add_folder(Path(path), label)
@@ -151,9 +149,7 @@ class Registry:
         for point in sorted(metadata.entry_points(group=ENTRY_POINTS), key=lambda p: (p.name, p.value)):
             spec = _find_without_importing(point.module)
             if spec is None:
-                self._broken[Path(point.name)] = (
-                    f"the entry point names the module {point.module}, which is not there"
-                )
+                self._broken[Path(point.name)] = f"the entry point names the module {point.module}, which is not there"
             elif spec.submodule_search_locations:
                 for location in spec.submodule_search_locations:
                     self._scan_folder(Path(location), point.module)
@@ -167,9 +163,7 @@ class Registry:
         if folder in self._labels.values():
             return
         stem = re.sub(r"\W", "_", label or folder.name)
-        label = next(
-            name for i in range(1, 10_000) if (name := stem if i == 1 else f"{stem}_{i}") not in self._labels
-        )
+        label = next(name for i in range(1, 10_000) if (name := stem if i == 1 else f"{stem}_{i}") not in self._labels)
         self._labels[label] = folder
         self._scan_folder(folder, f"{PACKAGE}.{label}")
 
@@ -220,9 +214,7 @@ class Registry:
                 raise missing(what, package) from error
             raise ConfigError(f"{what} cannot be used, because importing it failed: {reason}") from error
         if (entry.kind, entry.name) not in self._objects:
-            raise ConfigError(
-                f"{what} was not registered when its file was imported: is the decorator conditional?"
-            )
+            raise ConfigError(f"{what} was not registered when its file was imported: is the decorator conditional?")
 
     def _make_package(self, module: str) -> None:
         """Put the package that `module` lies in into sys.modules, if it is a folder of plugins."""
@@ -238,9 +230,7 @@ class Registry:
         init = folder / "__init__.py"
         spec: ModuleSpec | None = _package_spec(name, [str(folder)])
         if init.is_file():
-            spec = importlib.util.spec_from_file_location(
-                name, init, submodule_search_locations=[str(folder)]
-            )
+            spec = importlib.util.spec_from_file_location(name, init, submodule_search_locations=[str(folder)])
         assert spec is not None
         sys.modules[name] = package = importlib.util.module_from_spec(spec)
         setattr(sys.modules[PACKAGE], label, package)
@@ -267,9 +257,7 @@ class Registry:
 
 
 def _claimed_twice(kind: str, name: str, first: str, second: str) -> ConfigError:
-    return ConfigError(
-        f"{kind} {name!r} is already registered by {first}, so {second} must choose another name"
-    )
+    return ConfigError(f"{kind} {name!r} is already registered by {first}, so {second} must choose another name")
 
 
 def _file_of(component: Any) -> Path:

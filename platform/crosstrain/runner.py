@@ -6,12 +6,11 @@ clip-and-step, the evaluation forward, and what each rank holds. The defaults ar
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,8 +42,9 @@ class StepResult:
 class Runner:
     """Base class of all runners. `run.runner: {name: ..., <Options>}` chooses and configures one.
 
-    After `setup`: `device`, `world` (all ranks), `dp` (the ranks that see different samples). After `prepare`: `model`, `module` (what is
-    called to compute; the model itself unless something wraps it) and `optimizer` (None for evaluation).
+    After `setup`: `device`, `world` (all ranks), `dp` (the ranks that see different samples). After `prepare`: `model`,
+    `module` (what is called to compute; the model itself unless something wraps it) and `optimizer` (None for
+    evaluation).
     """
 
     @dataclass
@@ -84,7 +84,7 @@ class Runner:
                 device_id=self.device if cuda else None,
                 timeout=timedelta(minutes=30),
             )
-            group = dist.group.WORLD
+            group = dist.distributed_c10d._get_default_group()
         self.world = self.dp = Group(group)
         self.precision = Precision(self.run.amp, self.device.type)
 
@@ -145,7 +145,7 @@ class Runner:
         with self.timers("backward"):
             loss.backward()
 
-    def gradient_sync(self, last: bool) -> ContextManager[Any]:
+    def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         """Context of a micro batch: where an engine can wait, gradients are exchanged only after the last."""
         return nullcontext()
 

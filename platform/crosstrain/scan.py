@@ -38,9 +38,7 @@ def scan_file(file: Path, module: str) -> tuple[list[Entry], str | None]:
                 case ast.Call(func=ast.Attribute(attr=attribute, value=owner)) if _is_registry(owner):
                     kind = attribute.removeprefix("register_")
                     match decorator.args:
-                        case [ast.Constant(value=str(name))] if (
-                            attribute == f"register_{kind}" and kind in KINDS
-                        ):
+                        case [ast.Constant(value=str(name))] if attribute == f"register_{kind}" and kind in KINDS:
                             summary = (ast.get_docstring(definition) or "").partition("\n")[0]
                             entries.append(Entry(kind, name, file, definition.lineno, summary, module))
                         case _:

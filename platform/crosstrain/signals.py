@@ -16,7 +16,9 @@ class StopRequest:
 
     def __init__(self, under_launcher: bool) -> None:
         self.received: signal.Signals | None = None
-        for number in (signal.SIGINT, signal.SIGUSR1) if under_launcher else (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for number in (
+            (signal.SIGINT, signal.SIGUSR1) if under_launcher else (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        ):
             signal.signal(number, self._note)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 from crosstrain import assembly
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention, load_state
-from crosstrain.config import Config, plan_batch
+from crosstrain.config import BatchPlan, Config, plan_batch
+from crosstrain.data.dataset import Dataset
 from crosstrain.data.stream import MicroBatch, training_steps
 from crosstrain.errors import CheckpointError
 from crosstrain.evaluation import LossMetrics, evaluate_loss
@@ -35,6 +36,15 @@ class State:
     scaler: dict[str, Any] = field(default_factory=dict)
 
 
+def run_length(config: Config, plan: BatchPlan, dataset: Dataset) -> int:
+    """Steps of the whole run."""
+    run = config.run
+    if run.max_iters is not None:
+        return run.max_iters
+    assert run.max_epoch is not None  # one of the two is always given
+    return math.ceil(run.max_epoch * len(dataset) / plan.global_batch)
+
+
 class Trainer:
     """Trains what a configuration says, from where its folder says.
 
@@ -54,12 +64,11 @@ class Trainer:
         self.dataset = assembly.open_split(config, "train")
         self.val_dataset = assembly.open_split(config, "val") if run.eval_interval else None
         self.plan = plan_batch(run, runner.dp.size)
-        self.max_iters = run.max_iters or math.ceil(run.max_epoch * len(self.dataset) / self.plan.global_batch)
+        self.max_iters = run_length(config, self.plan, self.dataset)
         self.schedule = make_schedule(config, self.max_iters)
 
         start = self._starting_point()
         assembly.build(config, runner, start, for_training=True)
-        assembly.check_vocabulary(runner.model, self.dataset)
         self.state = self._restore(start)
         self.checkpointer = Checkpointer(
             self.folder.checkpoints, runner.new_group(), Retention(run.keep_last, run.keep_every), self._write_assets
@@ -72,24 +81,28 @@ class Trainer:
 
     def _starting_point(self) -> Path | None:
         """The checkpoint to go on from: the newest undamaged one here, else `run.resume_from`, else none."""
-        found: list[Any] = []
+        newest: Path | None = None
+        problem: CheckpointError | None = None
         if self.is_main:
             try:
-                newest, damaged = folders.newest_valid(self.folder.checkpoints)
-                for sentence in damaged:
-                    log.warning("damaged checkpoint passed over: %s", sentence)
-                if newest is None and damaged:
-                    raise CheckpointError(
-                        f"{self.folder.checkpoints}: every checkpoint is damaged; start over with --fresh, which keeps them"
-                    )
-                if newest is None and self.run.resume_from:
-                    newest = folders.find_checkpoint(Path(self.run.resume_from))
-                found = [newest, None]
+                newest = self._newest()
             except CheckpointError as error:
-                found = [None, error]
-        newest, error = self.runner.world.all_gather(found)[0]
-        if error:
-            raise error
+                problem = error
+        newest, problem = self.runner.world.all_gather((newest, problem))[0]
+        if problem is not None:
+            raise problem
+        return newest
+
+    def _newest(self) -> Path | None:
+        newest, damaged = folders.newest_valid(self.folder.checkpoints)
+        for sentence in damaged:
+            log.warning("damaged checkpoint passed over: %s", sentence)
+        if newest is None and damaged:
+            raise CheckpointError(
+                f"{self.folder.checkpoints}: every checkpoint is damaged; --fresh starts over and keeps them"
+            )
+        if newest is None and self.run.resume_from:
+            newest = folders.find_checkpoint(Path(self.run.resume_from))
         return newest
 
     def _restore(self, checkpoint: Path | None) -> State:
@@ -131,7 +144,7 @@ class Trainer:
         )
         plan = self.plan
         log.info(
-            "global batch %d = micro batch %d x accumulation %d x data parallel %d; %d training samples; steps %d to %d",
+            "global batch %d = micro %d x accumulation %d x data parallel %d; %d training samples; steps %d to %d",
             plan.global_batch, plan.micro_batch, plan.accumulation, plan.dp_size, len(self.dataset),
             self.state.step + 1, self.max_iters,
         )  # fmt: skip
@@ -197,6 +210,7 @@ class Trainer:
         self._interval_steps += 1
         self._interval_tokens += targets
         seconds = time.perf_counter() - self._interval_start
+        tokens_per_second = self._interval_tokens / seconds
         row = {
             "step": state.step,
             "loss": loss if math.isfinite(loss) else None,
@@ -206,10 +220,10 @@ class Trainer:
             "samples": state.samples,
             "skipped_steps": state.step - state.applied_steps,
             "step_ms": 1000 * seconds / self._interval_steps,
-            "tokens_per_second": self._interval_tokens / seconds,
+            "tokens_per_second": tokens_per_second,
             "timers": {phase: 1000 * s for phase, s in timers.seconds.items()},
         }
-        return row | self._efficiency(row["tokens_per_second"])
+        return row | self._efficiency(tokens_per_second)
 
     def _count_targets(self, micro_batches: list[MicroBatch]) -> int:
         """Target tokens of the whole step over all ranks, known before the first backward."""
@@ -226,7 +240,7 @@ class Trainer:
         return numbers
 
     def _due(self, interval: int | None) -> bool:
-        return bool(interval) and self.state.step % interval == 0
+        return interval is not None and self.state.step % interval == 0
 
     def _stop_agreed(self) -> bool:
         """Whether any rank was asked to stop: all leave at the same step."""

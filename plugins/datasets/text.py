@@ -80,6 +80,7 @@ class TextDataset(Dataset):
 
     def __init__(self, options: Options, split: Split) -> None:
         super().__init__(options, split)
+        self.sequence_length = options.seq_length
         prefix, folder = _locate(options)
         self.file = TokenFile(prefix)
         self.eod_id: int | None = None

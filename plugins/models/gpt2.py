@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
+from crosstrain.errors import ConfigError
 from crosstrain.loss import token_cross_entropy
 from crosstrain.model import Model
 from crosstrain.pretrained import pretrained_folder
@@ -45,6 +46,10 @@ class GPT2(Model):
         if options.vocab_size is not None:  # the end-of-text token is the last one
             given |= dict.fromkeys(("bos_token_id", "eos_token_id"), options.vocab_size - 1)
         self.config = GPT2Config.from_pretrained(self.source, **given) if self.source else GPT2Config(**given)
+        if self.config.n_embd % self.config.n_head:
+            raise ConfigError(
+                f"model.n_head: {self.config.n_head} heads do not divide n_embd={self.config.n_embd} evenly"
+            )
 
         multiple = options.make_vocab_size_divisible_by
         padded = copy.deepcopy(self.config)
@@ -57,9 +62,7 @@ class GPT2(Model):
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, cache: Any = None) -> Tensor:
         """input_ids [batch, length]; labels [batch, length], the target at each position or -100."""
-        hidden = self.lm.transformer(
-            input_ids, past_key_values=cache, use_cache=cache is not None
-        ).last_hidden_state
+        hidden = self.lm.transformer(input_ids, past_key_values=cache, use_cache=cache is not None).last_hidden_state
         weight = self.lm.lm_head.weight
         if labels is None:
             return nn.functional.linear(hidden[:, -1], weight[: self.vocab_size]).float()

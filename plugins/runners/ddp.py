@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,6 @@ class DDPRunner(Runner):
             device_ids=[self.device] if self.device.type == "cuda" else None,
             bucket_cap_mb=self.options.bucket_cap_mb,
             find_unused_parameters=self.options.find_unused_parameters,
-            broadcast_buffers=False,
             init_sync=False,  # every rank fills in the same weights itself
             gradient_as_bucket_view=True,
         )
@@ -62,5 +61,5 @@ class DDPRunner(Runner):
             self.timers.add("backward", -waited)
             self.timers.add("allreduce", waited)
 
-    def gradient_sync(self, last: bool) -> ContextManager[Any]:
+    def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last or self.module is self.model else self.module.no_sync()

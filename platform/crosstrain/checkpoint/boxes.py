@@ -43,8 +43,7 @@ class Box:
         """The common block, or None where it is empty."""
         low = tuple(map(max, self.offset, other.offset))
         high = tuple(
-            min(a + m, b + n)
-            for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+            min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
         )
         if any(h <= lo for lo, h in zip(low, high, strict=True)):
             return None

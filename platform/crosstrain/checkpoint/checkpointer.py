@@ -92,7 +92,9 @@ class Checkpointer:
             error, self._error = self._error, None
             raise error
 
-    def _write(self, step: int, plan: list[Assignment], held: dict[Assignment, Tensor], state: dict, best: bool) -> None:
+    def _write(
+        self, step: int, plan: list[Assignment], held: dict[Assignment, Tensor], state: dict, best: bool
+    ) -> None:
         final = folders.step_folder(self.root, step)
         temporary = self.root / f".{final.name}.tmp"
         files: dict[str, Any] = {}
@@ -105,7 +107,9 @@ class Checkpointer:
         if problem:
             if self.group.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            self._error = CheckpointError(f"checkpoint {final} could not be written: {problem}; earlier ones are intact")
+            self._error = CheckpointError(
+                f"checkpoint {final} could not be written: {problem}; earlier ones are intact"
+            )
 
     def _attempt(self, action: Callable[[], None]) -> str | None:
         """Run `action` here; what went wrong on any rank, told to every rank."""
@@ -138,7 +142,9 @@ class Checkpointer:
         index = {a.key: names[a] for a in plan if a.kind == "param"}
         if len(set(index.values())) > 1 and all(a.box.shape == a.shape for a in plan if a.kind == "param"):
             size = sum(files[name]["bytes"] for name in set(index.values()))
-            write_json(temporary / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": index})
+            write_json(
+                temporary / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": index}
+            )
         self.write_model_config(temporary)
         write_json(temporary / STATE, state)
         for path in temporary.iterdir():
@@ -146,9 +152,7 @@ class Checkpointer:
                 files[path.name] = file_sum(path)
         tensors: dict[str, dict[str, Any]] = {}
         for a in sorted(plan, key=lambda a: (a.kind, a.name, a.box.offset)):
-            entry = tensors.setdefault(a.kind, {}).setdefault(
-                a.name, {"shape": a.shape, "dtype": a.dtype, "boxes": []}
-            )
+            entry = tensors.setdefault(a.kind, {}).setdefault(a.name, {"shape": a.shape, "dtype": a.dtype, "boxes": []})
             entry["boxes"].append([names[a], a.key, a.box.offset, a.box.shape])
         write_json(temporary / MANIFEST, {"format": FORMAT, "version": VERSION, "files": files, "tensors": tensors})
         Reader.open(temporary)  # refuses a plan that leaves a hole, before anything depends on it

@@ -64,7 +64,7 @@ def prune(root: Path, keep_last: int | None, keep_every: int | None) -> None:
 
 def newest_valid(root: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint whose every byte is as written, and a sentence for each damaged newer one."""
-    damaged = []
+    damaged: list[str] = []
     for step in reversed(steps(root)):
         folder = step_folder(root, step)
         try:
@@ -89,4 +89,6 @@ def find_checkpoint(path: Path) -> Path:
             return folder
         if damaged:
             raise CheckpointError(f"{root}: no undamaged checkpoint ({damaged[0]})")
-    raise CheckpointError(f"{path}: not a checkpoint, and holds none (a run's folder or checkpoints/step_… is expected)")
+    raise CheckpointError(
+        f"{path}: not a checkpoint, and holds none (a run's folder or checkpoints/step_… is expected)"
+    )

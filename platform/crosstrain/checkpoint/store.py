@@ -55,7 +55,7 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str
         yield len(head).to_bytes(8, "little") + head
         for tensor in tensors.values():
             if tensor.numel():
-                yield memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+                yield tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
     return write_file(path, parts())
 

@@ -77,12 +77,14 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], sampling: Sampli
 
     for split in job["splits"]:
         dataset = assembly.open_split(config, split)
-        assembly.check_vocabulary(runner.model, dataset)
+        assembly.check_fit(runner.model, dataset)
         metrics = evaluate_loss(runner, dataset, micro_batch, job["max_samples"], config.run.num_workers)
         results["splits"][split] = {
             "loss": metrics.loss, "perplexity": metrics.perplexity, "tokens": metrics.targets,
         }  # fmt: skip
-        log.info("%s | loss %.6f | perplexity %.4f (%d tokens)", split, metrics.loss, metrics.perplexity, metrics.targets)
+        log.info(
+            "%s | loss %.6f | perplexity %.4f (%d tokens)", split, metrics.loss, metrics.perplexity, metrics.targets
+        )
 
     if job["prompts"] or job["interactive"]:
         tokenizer = _tokenizer(checkpoint)

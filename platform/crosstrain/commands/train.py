@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 
 from crosstrain import assembly
 from crosstrain.config import Config, load_config, plan_batch
+from crosstrain.construct import parameters_on_meta
 from crosstrain.evaluation import evaluate_loss
 from crosstrain.generation import Sampling, generate
 from crosstrain.launch import Launch, launch
@@ -15,7 +15,7 @@ from crosstrain.optim import make_schedule
 from crosstrain.registry import registry
 from crosstrain.run_folder import RunFolder
 from crosstrain.signals import StopRequest
-from crosstrain.trainer import Trainer
+from crosstrain.trainer import Trainer, run_length
 
 
 def train(cfg_path: str, options: list[str], nproc_per_node: int | None, fresh: bool) -> int:
@@ -31,17 +31,16 @@ def train(cfg_path: str, options: list[str], nproc_per_node: int | None, fresh: 
 
 
 def check(config: Config, world_size: int) -> None:
-    """Everything that can go wrong before a worker exists: batch arithmetic, data, splits, schedule."""
+    """Everything that can go wrong before a worker exists: batch arithmetic, data, splits, model, schedule."""
     runner = registry.get_runner_class(config.runner.name)
     plan = plan_batch(config.run, runner.data_parallel_size(config.runner.options, world_size))
-    registry.get_model_class(config.model.name)
-    registry.get_optimizer_class(config.optimizer.name)
     assembly.prepare_data(config)
-    length = len(assembly.open_split(config, "train"))
+    dataset = assembly.open_split(config, "train")
     if config.run.eval_interval:
         assembly.open_split(config, "val")
-    run = config.run
-    make_schedule(config, run.max_iters or math.ceil(run.max_epoch * length / plan.global_batch))
+    with parameters_on_meta():
+        assembly.check_fit(assembly.make_model(config), dataset)
+    make_schedule(config, run_length(config, plan, dataset))
 
 
 def train_worker(plain: dict, under_launcher: bool) -> int:

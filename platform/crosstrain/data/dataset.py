@@ -30,6 +30,7 @@ class Dataset(ABC):
         """A dataset without options of its own."""
 
     vocab_size: int | None = None  # ids in samples are below this; checked against the model's
+    sequence_length: int | None = None  # longest sample in tokens; checked against the model's limit
     tokenizer_path: Path | None = None  # a Hugging Face tokenizer folder, copied into every checkpoint
 
     # Subclasses accept (options, split) and keep what they need.
@@ -39,7 +40,7 @@ class Dataset(ABC):
 
     # Megabytes of preparation belong before the first worker starts, not inside eight of them.
     @classmethod
-    def prepare(cls, options: Any) -> None:
+    def prepare(cls, options: Any) -> None:  # noqa: B027 - most datasets have nothing to prepare
         """Make what `options` say exists but does not yet; called once per machine, before any worker starts."""
 
     @classmethod
@@ -66,4 +67,3 @@ class Dataset(ABC):
     def baselines(self) -> dict[str, float]:
         """Perplexities that need no training, by name, to hold a trained model against. None by default."""
         return {}
-

@@ -87,7 +87,13 @@ def training_steps(
 
 
 def evaluation_batches(
-    dataset: Dataset, micro_batch: int, *, dp_rank: int, dp_size: int, max_samples: int | None = None, num_workers: int = 0
+    dataset: Dataset,
+    micro_batch: int,
+    *,
+    dp_rank: int,
+    dp_size: int,
+    max_samples: int | None = None,
+    num_workers: int = 0,
 ) -> Iterator[tuple[MicroBatch, bool]]:
     """The first `max_samples` samples in file order, each once, as (micro batch, counts).
 

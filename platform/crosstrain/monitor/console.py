@@ -43,7 +43,9 @@ class Progress:
         )
 
     def advance(self, row: dict[str, Any]) -> None:
-        self._bar.set_postfix_str(f"loss {_number(row['loss'], '.4f')}, {row['tokens_per_second']:.0f} tokens/s", refresh=False)
+        self._bar.set_postfix_str(
+            f"loss {_number(row['loss'], '.4f')}, {row['tokens_per_second']:.0f} tokens/s", refresh=False
+        )
         self._bar.update()
 
     def close(self) -> None:

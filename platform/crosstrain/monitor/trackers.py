@@ -17,7 +17,7 @@ class JsonlTracker:
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         _cut_back(path, resumed_step)
-        self._file = open(path, "a", encoding="utf-8", buffering=1)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def log(self, row: Row) -> None:
         self._file.write(json.dumps(row) + "\n")

@@ -1,0 +1,77 @@
+"""Arrows point one way, and nothing is imported before it is needed."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conftest import ENVIRONMENT, ROOT
+
+CORE = ROOT / "platform" / "crosstrain"
+PLUGINS = ROOT / "plugins"
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "." * node.level + (node.module or "")
+
+
+def test_platform_is_a_source_root_and_not_a_package() -> None:
+    assert not (ROOT / "platform" / "__init__.py").exists()
+
+
+def test_the_core_imports_nothing_from_plugins() -> None:
+    for path in CORE.rglob("*.py"):
+        assert not [name for name in imports(path) if name.split(".")[0] in ("plugins", "crosstrain_plugins")], path
+
+
+def test_the_core_names_no_plugin() -> None:
+    from crosstrain.registry import KINDS, registry
+
+    allowed = {"text"}  # an English word before it is a dataset
+    defaults = {"ddp", "adamw", "cosine"}  # what a project file that says nothing gets
+    for kind in KINDS:
+        for name in set(registry.names(kind)) - allowed:
+            for path in CORE.rglob("*.py"):
+                strings = [n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]
+                assert name not in strings or (path.name == "options.py" and name in defaults), (path, name)
+
+
+def test_plugins_do_not_import_each_other_across_kinds() -> None:
+    for path in PLUGINS.rglob("*.py"):
+        assert not [n for n in imports(path) if n.startswith(("plugins", "crosstrain_plugins", ".."))], path
+
+
+@pytest.mark.parametrize("folder", [CORE, PLUGINS])
+def test_files_are_read_in_one_sitting(folder: Path) -> None:
+    long = {str(p): n for p in folder.rglob("*.py") if (n := len(p.read_text().splitlines())) > 310}
+    assert not long
+
+
+def imported_by(program: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'platform')!r})\n{program}\n"
+         "print('MODULES', *sys.modules)"],
+        capture_output=True, text=True, env=ENVIRONMENT, check=True,
+    )  # fmt: skip
+    return set(done.stdout.split("MODULES")[1].split())
+
+
+def test_listing_imports_no_plugin_and_no_torch() -> None:
+    loaded = imported_by("from crosstrain.cli import main; assert main(['list']) == 0")
+    assert not loaded & {"torch", "transformers", "numpy"}
+    assert not {name for name in loaded if name.startswith("crosstrain_plugins.builtin.")}
+
+
+def test_naming_a_runner_imports_that_runner_alone() -> None:
+    loaded = imported_by("from crosstrain.registry import registry; registry.get_runner_class('ddp')")
+    assert "crosstrain_plugins.builtin.runners.ddp" in loaded
+    assert not loaded & {"deepspeed", "transformers", "fairscale", "crosstrain_plugins.builtin.models.gpt2"}

@@ -1,0 +1,126 @@
+"""Starting, joining and dying."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import ENVIRONMENT, ROOT, Workspace, logged_step, wait_until
+from crosstrain.errors import ConfigError
+from crosstrain.launch import _joined_environment
+
+FAULTY_RUNNER = '''
+import os, signal, sys
+from dataclasses import dataclass
+from crosstrain.registry import registry
+from crosstrain.errors import TrainingError
+DDP = registry.get_runner_class("ddp")
+
+@registry.register_runner("faulty")
+class Faulty(DDP):
+    """Rank 1 fails at the third step, in the way that is asked for."""
+    @dataclass
+    class Options(DDP.Options):
+        how: str = "raise"
+    steps = 0
+    def forward_backward(self, micro_batches, num_targets):
+        self.steps += 1
+        if self.steps == 3 and self.world.rank == 1:
+            if self.options.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.options.how == "user":
+                raise TrainingError("the moon is in the wrong phase; wait a week")
+            raise ZeroDivisionError("a bug in a plugin")
+        return super().forward_backward(micro_batches, num_targets)
+'''
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("raise", "ZeroDivisionError: a bug in a plugin"),
+        ("kill", "rank 1 was killed by SIGKILL"),
+        ("user", "error: the moon is in the wrong phase; wait a week"),
+    ],
+)
+def test_a_dead_rank_takes_the_others_down_and_its_error_is_shown_once(
+    workspace: Workspace, how: str, expected: str
+) -> None:
+    (workspace.path / "faulty.py").write_text(FAULTY_RUNNER)
+    started = time.monotonic()
+    run = workspace.train(
+        "out", f"run.plugins=[{workspace.path}]", f"run.runner={{name: faulty, how: {how}}}", "run.max_iters=1000000",
+        nproc=2, fails=True,
+    )  # fmt: skip
+    assert run.code == 1
+    assert (run.out + run.err).count(expected) == 1, run.err
+    assert (run.out + run.err).count("Traceback") == (how == "raise")
+    if how == "user":
+        assert run.err.strip() == expected
+    assert time.monotonic() - started < 60
+    assert subprocess.run(["pgrep", "-f", str(workspace.path)], capture_output=True).stdout == b"", "nothing is left"
+
+
+def test_workers_die_with_their_launcher(workspace: Workspace) -> None:
+    process = workspace.start("out", "run.max_iters=1000000", nproc=2)
+    wait_until(lambda: logged_step(workspace.path / "out") >= 2, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + 30
+    while subprocess.run(["pgrep", "-f", f"{process.pid}"], capture_output=True).stdout and time.monotonic() < deadline:
+        time.sleep(0.2)
+    rows = logged_step(workspace.path / "out")
+    time.sleep(1.0)
+    assert logged_step(workspace.path / "out") == rows, "orphans go on training"
+
+
+def test_torchrun_joins_instead_of_launching(workspace: Workspace) -> None:
+    options = ["run.output_dir=joined", "run.max_iters=3"]
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2",
+        str(ROOT / "train.py"), "--cfg-path", str(workspace.project), "--options", *options,
+    ]  # fmt: skip
+    env = ENVIRONMENT | {"GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, cwd=workspace.path, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "runner ddp on 2 cpu worker(s)" in done.stdout
+    launched = workspace.train("launched", *options[1:], nproc=2)
+    assert (workspace.path / "joined" / "metrics.jsonl").exists()
+    assert done.stdout.count("saving") == launched.out.count("saving") == 1
+
+
+def test_environments_of_launchers() -> None:
+    assert _joined_environment({}) is None
+    assert _joined_environment({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == {
+        "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1",
+    }  # fmt: skip
+    slurm = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
+             "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1", "SLURM_JOB_ID": "123"}  # fmt: skip
+    joined = _joined_environment(slurm)
+    assert joined is not None
+    assert (joined["RANK"], joined["WORLD_SIZE"], joined["LOCAL_RANK"]) == ("5", "8", "1")
+    assert (joined["MASTER_ADDR"], joined["MASTER_PORT"]) == ("10.0.0.1", "20123")
+    batch_script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}  # inside sbatch, outside srun: launch as usual
+    assert _joined_environment(batch_script) is None
+    mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    here = _joined_environment(mpi | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+    assert here is not None
+    assert here["MASTER_ADDR"] == "127.0.0.1"
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        _joined_environment(mpi | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+
+
+def test_a_number_of_workers_that_makes_no_sense(workspace: Workspace) -> None:
+    assert "--nproc-per-node: at least 1" in workspace.train("out", nproc=-1, fails=True).err
+
+
+def test_the_folder_is_untouched_by_a_run_that_cannot_start(workspace: Workspace) -> None:
+    run = workspace.train("out", "run.global_batch_size=7", nproc=2, fails=True)
+    assert run.code == 1
+    assert not Path(run.folder).exists()
