@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -84,7 +84,7 @@ class Runner:
                 device_id=self.device if cuda else None,
                 timeout=timedelta(minutes=30),
             )
-            group = dist.distributed_c10d._get_default_group()
+            group = cast(dist.ProcessGroup, dist.group.WORLD)
         self.world = self.dp = Group(group)
         self.precision = Precision(self.run.amp, self.device.type)
 

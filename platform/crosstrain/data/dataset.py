@@ -39,8 +39,8 @@ class Dataset(ABC):
         self.split = split
 
     # Megabytes of preparation belong before the first worker starts, not inside eight of them.
-    @classmethod
-    def prepare(cls, options: Any) -> None:  # noqa: B027 - most datasets have nothing to prepare
+    @classmethod  # noqa: B027 - most datasets have nothing to prepare
+    def prepare(cls, options: Any) -> None:
         """Make what `options` say exists but does not yet; called once per machine, before any worker starts."""
 
     @classmethod
