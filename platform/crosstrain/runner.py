@@ -76,7 +76,7 @@ class Runner:
         """Choose the device and join the other ranks."""
         _, local_rank, size = world()
         self.device = _device(self.run.device, local_rank)
-        group = None
+        group: dist.ProcessGroup | None = None
         if size > 1:
             cuda = self.device.type == "cuda"
             dist.init_process_group(
@@ -84,13 +84,15 @@ class Runner:
                 device_id=self.device if cuda else None,
                 timeout=timedelta(minutes=30),
             )
-            group = cast(dist.ProcessGroup, dist.group.WORLD)
+            group = cast(dist.ProcessGroup, dist.group.WORLD)  # set by init_process_group
         self.world = self.dp = Group(group)
         self.precision = Precision(self.run.amp, self.device.type)
 
     def new_group(self) -> Group:
         """A process group of all ranks for small host-side messages, independent of training's."""
-        return Group(dist.new_group(backend="gloo") if self.world.process_group else None)
+        if self.world.process_group is None:
+            return Group()
+        return Group(cast(dist.ProcessGroup, dist.new_group(backend="gloo")))
 
     def close(self) -> None:
         """Leave together; a rank that left early would break the others' last collective."""

@@ -1,0 +1,81 @@
+"""Preparation against tokenizing one document at a time, and the cost of finding a sample in ever larger datasets.
+
+    python benchmarks/data.py [--rounds 3]
+
+Preparation: the text of the Python standard library with a tokenizer trained on it before the clock starts. Samples:
+simulated lengths up to 10^12 tokens; only the order is computed, as nothing else depends on the size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common import ROOT, ratio, rounds, table
+
+sys.path.insert(0, str(ROOT / "platform"))
+
+from crosstrain.data import corpus
+from crosstrain.data.order import sample_index
+from crosstrain.data.prepare import PrepareOptions, prepare
+from crosstrain.data.tokenizer import load_tokenizer, train_bpe
+from crosstrain.data.tokens import TokenWriter, best_dtype
+
+
+def whole(folder: Path) -> dict[str, float]:
+    """`crosstrain prepare`."""
+    options = PrepareOptions(input="stdlib", tokenizer=str(folder / "tokenizer"))
+    started = time.perf_counter()
+    tokens = prepare(options, folder / "prepared", progress=False, overwrite=True).tokens
+    return {"tokens_per_second": tokens / (time.perf_counter() - started)}
+
+
+def one_at_a_time(folder: Path) -> dict[str, float]:
+    """The same input, tokenizer and output, a document after the other."""
+    tokenizer = load_tokenizer(str(folder / "tokenizer"))
+    started = time.perf_counter()
+    with TokenWriter(folder / "plain", best_dtype(tokenizer.vocab_size)) as writer:
+        for text in corpus.documents("stdlib"):
+            writer.add([[*tokenizer.encode(text), tokenizer.end_id]])
+    return {"tokens_per_second": writer.num_tokens / (time.perf_counter() - started)}
+
+
+def look_up(tokens: int, length: int = 1024, count: int = 2000) -> float:
+    """Microseconds per sample number, its first use of an epoch included."""
+    samples = tokens // length
+    times = []
+    for repeat in range(7):
+        started = time.perf_counter()
+        for n in range(count):
+            sample_index(repeat, n * (samples // count), samples)
+        times.append((time.perf_counter() - started) / count)
+    return 1e6 * statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        train_bpe(corpus.documents("stdlib"), 32_000, False).save(folder / "tokenizer")
+        ways = {"prepare": whole, "one document at a time": one_at_a_time}
+        results = rounds(list(ways), lambda way: ways[way](folder), arguments.rounds)
+    print("tokens/s, prepare / one document at a time:", ratio(*results.values(), "tokens_per_second"))
+    sizes = [10**k for k in (7, 8, 9, 10, 11, 12)]
+    costs = [look_up(size) for size in sizes]
+    print()
+    print(
+        table(
+            ["tokens", "look-up / that at 10^7"],
+            [[f"{s:.0e}", f"{c / costs[0]:.2f}"] for s, c in zip(sizes, costs, strict=True)],
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

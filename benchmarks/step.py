@@ -1,0 +1,192 @@
+"""Training step of the platform against a bare PyTorch loop and the Hugging Face Trainer: speed, memory, start-up.
+
+    python benchmarks/step.py [--rounds 5] [--steps 6] [--precisions fp32 bf16] [--device cpu]
+
+Same GPT-2, batch, precision, optimizer and data; every contestant in a process of its own, taken in turn. Tokens per
+second come from the median step after the first two; peak memory is the process's highest resident size above that
+after the imports (on a GPU, torch's peak); start-up is from the start of the process to the end of the first step.
+Needs the extra `bench`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, Result, child, ratio, rounds, table
+
+LAYERS, HIDDEN, HEADS, LENGTH, BATCH, VOCABULARY = 6, 384, 6, 256, 8, 50257
+PADDED = 50304
+TOKENS = LENGTH * BATCH
+
+
+class Clock:
+    """Time stamps of steps, and memory above the imports."""
+
+    def __init__(self) -> None:
+        self.stamps = [time.perf_counter()]
+        self.resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    def step(self) -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.stamps.append(time.perf_counter())
+        if len(self.stamps) == 2:
+            self.first = time.time()
+
+    def result(self, device: str) -> Result:
+        import torch
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - self.resident
+        if device == "cuda":
+            peak = torch.cuda.max_memory_allocated()
+        seconds = [b - a for a, b in zip(self.stamps, self.stamps[1:], strict=False)][2:]
+        return {
+            "tokens_per_second": TOKENS / statistics.median(seconds),
+            "peak_mb": peak / 2**20,
+            "startup_s": self.first - float(os.environ["BENCHMARK_STARTED"]),
+        }
+
+
+def samples() -> Any:
+    import numpy as np
+
+    return np.random.default_rng(0).integers(0, VOCABULARY, (64, LENGTH + 1))
+
+
+def reference_model() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=LAYERS, n_embd=HIDDEN, n_head=HEADS, n_positions=LENGTH, vocab_size=PADDED, use_cache=False
+    )
+    return GPT2LMHeadModel(config)
+
+
+def bare(steps: int, precision: str, device: str) -> Result:
+    """The loop that anyone would write."""
+    import torch
+
+    model = reference_model().to(device).train()
+    clock = Clock()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+    data = torch.as_tensor(samples())
+    autocast = torch.autocast(device, torch.bfloat16, enabled=precision == "bf16")
+    for step in range(steps):
+        rows = torch.arange(step * BATCH, (step + 1) * BATCH) % len(data)
+        ids = data[rows, :-1].to(device)
+        with autocast:
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()
+        clock.step()
+    return clock.result(device)
+
+
+def hf_trainer(steps: int, precision: str, device: str) -> Result:
+    """transformers' Trainer."""
+    import torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    model = reference_model()
+    clock = Clock()
+
+    class Stamp(TrainerCallback):
+        def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
+            clock.step()
+
+    data = [{"input_ids": torch.as_tensor(row[:-1]), "labels": torch.as_tensor(row[:-1])} for row in samples()]
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(), max_steps=steps, per_device_train_batch_size=BATCH, learning_rate=1e-4,
+        weight_decay=0.01, max_grad_norm=1.0, bf16=precision == "bf16", use_cpu=device == "cpu", report_to=[],
+        optim="adamw_torch_fused", logging_steps=1, save_strategy="no", disable_tqdm=True,
+        dataloader_pin_memory=device == "cuda",
+    )  # fmt: skip
+    Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Stamp()]).train()
+    return clock.result(device)
+
+
+def crosstrain(steps: int, precision: str, device: str) -> Result:
+    """The platform, as its users run it, from the tokens on disk to the checkpoint at the end."""
+    import torch  # noqa: F401 - imported before the clock starts, as by the others
+    import transformers  # noqa: F401
+
+    import crosstrain.commands.train
+    from crosstrain.data.tokens import TokenWriter
+    from crosstrain.monitor.trackers import JsonlTracker
+
+    clock = Clock()
+    log = JsonlTracker.log
+
+    def stamped(self: JsonlTracker, row: dict[str, Any]) -> None:
+        log(self, row)
+        clock.step()
+
+    JsonlTracker.log = stamped  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory() as folder:
+        with TokenWriter(Path(folder, "tokens"), samples().astype("uint16").dtype) as writer:
+            writer.add([samples().reshape(-1).tolist()])
+        project = Path(folder, "project.yaml")
+        project.write_text(
+            f"model: {{arch: gpt2, n_layer: {LAYERS}, n_embd: {HIDDEN}, n_head: {HEADS}, n_positions: {LENGTH},"
+            f" vocab_size: {VOCABULARY}}}\n"
+            f"datasets: {{random: {{name: text, path: {folder}/tokens, seq_length: {LENGTH}, split: [1, 0, 0]}}}}\n"
+            f"run: {{output_dir: {folder}/out, max_iters: {steps}, micro_batch_size: {BATCH}, amp: {precision},"
+            f" device: {device}, log_interval: 1}}\n"
+        )
+        sys.stdout, real = open(os.devnull, "w"), sys.stdout  # noqa: SIM115
+        code = crosstrain.commands.train.train(str(project), [], 1, False)
+        sys.stdout = real
+        assert code == 0
+    return clock.result(device)
+
+
+CONTESTANTS = {"crosstrain": crosstrain, "bare loop": bare, "HF Trainer": hf_trainer}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--contestant", choices=CONTESTANTS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.contestant:
+        sys.path.insert(0, str(ROOT / "platform"))
+        result = CONTESTANTS[arguments.contestant](arguments.steps, arguments.precisions[0], arguments.device)
+        print(json.dumps(result))
+        return
+
+    rows = []
+    for precision in arguments.precisions:
+
+        def run(name: str, precision: str = precision) -> Result:
+            return child(
+                __file__, "--contestant", name, "--precisions", precision, "--steps", str(arguments.steps),
+                "--device", arguments.device, env={"BENCHMARK_STARTED": str(time.time())},
+            )  # fmt: skip
+
+        results = rounds(list(CONTESTANTS), run, arguments.rounds)
+        ours = results["crosstrain"]
+        for other in ("bare loop", "HF Trainer"):
+            keys = ("tokens_per_second", "peak_mb", "startup_s")
+            rows.append([precision, other, *(ratio(ours, results[other], key) for key in keys)])
+    print(table(["precision", "against", "tokens/s", "peak memory", "start to first step"], rows))
+
+
+if __name__ == "__main__":
+    main()
