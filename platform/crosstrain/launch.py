@@ -95,7 +95,8 @@ def launch(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> in
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     _prepare_environment(how.world_size)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # errors are shown once, below
+    for noise in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(noise).setLevel(logging.CRITICAL)  # errors are shown once, below
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=how.world_size, run_id=f"crosstrain-{os.getpid()}",
         rdzv_backend="c10d", rdzv_endpoint="localhost:0",
@@ -124,6 +125,8 @@ def launch(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> in
 
 def _prepare_environment(workers: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+    # Killed workers cannot return their semaphores; that is not news beside the error that killed them.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
     if sys.platform == "linux":  # all workers are here; gloo need not ask a resolver which interface leads to itself
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 

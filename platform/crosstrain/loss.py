@@ -41,19 +41,15 @@ def token_cross_entropy(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} "
             f"do not match: expected [*, H], [V, H] and [*]"
         )
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
     vocab_size = weight.shape[0] if vocab_size is None else vocab_size
     needed = torch.is_grad_enabled() and hidden.requires_grad, torch.is_grad_enabled() and weight.requires_grad
-    dtype = _matmul_dtype(hidden)
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     return _TokenCrossEntropy.apply(
         hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), vocab_size, chunk_tokens, dtype, needed
     )
-
-
-def _matmul_dtype(hidden: Tensor) -> torch.dtype:
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    # CPUs multiply fp16 matrices in software, 20 times slower than fp32 ones.
-    return torch.float32 if device == "cpu" and dtype == torch.float16 else dtype
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
@@ -126,16 +122,14 @@ def _losses_and_gradient(logits: Tensor, targets: Tensor, lift: float | None) ->
 
 
 def _exact_mm(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, in fp32 where the device can accumulate low-precision products into it."""
+    """a @ b without fp16's overflow; in fp32 where the device can leave low-precision products in it."""
     if a.device.type == "cuda" and a.dtype in (torch.float16, torch.bfloat16):
         return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a, b)
+    return torch.mm(a.float(), b.float()) if a.dtype == torch.float16 else torch.mm(a, b)
 
 
 def _exact_addmm(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a @ b, in place, in at least fp32."""
+    """total + a @ b, summed in at least fp32; `total`, unless it is None, is overwritten."""
     if total is None:
         return _exact_mm(a, b).to(torch.promote_types(a.dtype, torch.float32))
-    if total.dtype == a.dtype:
-        return total.addmm_(a, b)
-    return total.add_(_exact_mm(a, b))
+    return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(_exact_mm(a, b))
