@@ -27,6 +27,7 @@ class Launch:
 
     world_size: int
     starts_workers: bool  # this process starts them with torch's elastic launcher
+    joined: bool  # torchrun, srun or mpirun started it, among others
     is_first: bool  # this process is the launcher, the only worker, or rank 0
 
     @staticmethod
@@ -39,11 +40,11 @@ class Launch:
                     "--nproc-per-node: the workers were started by torchrun, srun or mpirun; give the number there"
                 )
             os.environ.update(joined)
-            return Launch(int(joined["WORLD_SIZE"]), False, joined["RANK"] == "0")
+            return Launch(int(joined["WORLD_SIZE"]), False, True, joined["RANK"] == "0")
         size = nproc_per_node or _visible_devices(device)
         if size < 1:
             raise ConfigError(f"--nproc-per-node: at least 1 is needed, got {size}")
-        return Launch(size, size > 1, True)
+        return Launch(size, size > 1, False, True)
 
 
 def _visible_devices(device: str) -> int:
@@ -89,7 +90,7 @@ def launch(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> in
     if not how.starts_workers:
         stopped = worker(*args)
         # Under another launcher a clean stop is success; on its own the shell should see that the run did not finish.
-        return 128 + stopped if stopped and how.world_size == 1 else 0
+        return 128 + stopped if stopped and not how.joined else 0
 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -112,7 +113,7 @@ def launch(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> in
             if child.pid is not None:
                 os.kill(child.pid, signal.SIGUSR1)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, pass_on)
     try:
         elastic_launch(config, _run_worker)(worker, args)

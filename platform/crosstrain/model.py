@@ -74,7 +74,7 @@ class Model(nn.Module, ABC):
 
     # ---- arithmetic
 
-    def flops_per_token(self) -> float | None:
+    def flops_per_token(self, sequence_length: int | None) -> float | None:
         """Floating-point operations of forward and backward per token, for the utilisation figure; None: unknown."""
         return None
 

@@ -43,10 +43,11 @@ def optimizer_factory(config: Config) -> MakeOptimizer:
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer allocate its state now, as zeros, without moving a parameter.
+    """Make the optimizer allocate its state now, without moving a parameter.
 
     Optimizers allocate at their first step; a checkpoint must be loadable before it and complete even if every step so
-    far was skipped. A step with zero gradients and rate zero changes nothing else.
+    far was skipped. A step with zero gradients and rate zero leaves zeros, but for the count of steps, which is taken
+    back. Raises ConfigError for an optimizer whose state starts at something else.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for p in parameters:
@@ -59,8 +60,13 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
     optimizer.zero_grad(set_to_none=True)
     for state in optimizer.state.values():
-        for value in state.values():
+        for key, value in state.items():
             if isinstance(value, torch.Tensor):
+                if key != "step" and value.count_nonzero():
+                    raise ConfigError(
+                        f"run.optimizer: {type(optimizer).__name__} keeps state ({key}) that does not start at zero, "
+                        f"which checkpoints cannot restore before its first step; use another optimizer"
+                    )
                 value.zero_()
 
 

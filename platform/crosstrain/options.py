@@ -14,7 +14,7 @@ class AmpOptions:
     """Mixed precision: `amp: bf16` is short for `amp: {dtype: bf16}`. The rest concerns fp16 alone."""
 
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # of the forward under autocast; masters and moments stay fp32
-    loss_scale: float | None = None  # a fixed scale; None: dynamic
+    loss_scale: float | None = None  # a fixed scale, in any precision; None: dynamic for fp16, else 1
     initial_scale: float = 2.0**32  # where a dynamic scale starts
     window: int = 1000  # steps without overflow before the scale doubles
     hysteresis: int = 2  # overflows before the scale halves
@@ -66,9 +66,9 @@ class RunOptions:
 
     # Reporting, in steps
     log_interval: int = 10
-    eval_interval: int | None = None  # None: only after the last step
+    eval_interval: int | None = None  # None: no validation
     eval_iters: int = 10  # global batches per evaluation
-    sample_prompts: list[str] = field(default_factory=list)  # continued and logged at each evaluation
+    sample_prompts: list[str] = field(default_factory=list)  # continued and shown when training ends
     sample_tokens: int = 64  # length of those continuations
 
     # Checkpoints: one is always saved after the last step.
@@ -77,7 +77,7 @@ class RunOptions:
     keep_every: int | None = None  # those at multiples of this many steps are never deleted
     save_best: bool = True  # also keep the one with the lowest validation loss
     resume_from: str | None = None  # a checkpoint, or a run's folder; None: this run's own latest, if any
-    resume_optimizer: bool = True  # False: take the weights alone and start at step 0
+    resume_optimizer: bool = True  # False: moments start at zero, as for another optimizer
 
     num_workers: int = 0  # processes per rank that load data; 0: the rank itself does
 

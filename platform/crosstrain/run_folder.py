@@ -15,7 +15,7 @@ class RunFolder:
     """Paths of a run's files."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
         self.config = self.path / "config.yaml"
         self.log = self.path / "log.txt"
         self.metrics = self.path / "metrics.jsonl"

@@ -238,6 +238,6 @@ def _device(choice: str, local_rank: int) -> torch.device:
         raise ConfigError("run.device: cuda was asked for, but torch sees no GPU; use auto or cpu")
     if choice == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())  # srun may show each task its own GPU alone
     torch.cuda.set_device(device)
     return device

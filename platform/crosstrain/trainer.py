@@ -75,6 +75,8 @@ class Trainer:
         )
         self._saved_step = self.state.step if start and start.parent == self.folder.checkpoints else None
         self._trackers = self._make_trackers()
+        self.stopped = False  # whether a signal ended the run early, the same on every rank
+        self.last_validation: LossMetrics | None = None  # of the present step
         self._announce()
 
     # ---- starting
@@ -160,8 +162,12 @@ class Trainer:
         )  # fmt: skip
         self._begin_interval()
         try:
-            while self.state.step < self.max_iters and not self._stop_agreed():
+            while self.state.step < self.max_iters:
+                self.stopped = self._stop_agreed()
+                if self.stopped:
+                    break
                 row = self._train_step(batches)
+                self.last_validation = None
                 progress.advance(row)
                 if not self._due(self.run.log_interval):
                     row = {}
@@ -176,14 +182,14 @@ class Trainer:
                 if row:
                     self._track({"step": self.state.step} | row)
                 if self._due(self.run.save_interval) or (improved and self.run.save_best):
-                    self._save(best=improved)
+                    self._save(best=improved and self.run.save_best)
             self._save(best=False)
             self.checkpointer.wait()
         finally:
             progress.close()
             for tracker in self._trackers:
                 tracker.close()
-        if self.stop:
+        if self.stopped:
             log.info("stopped at step %d; the same command goes on from there", self.state.step)
         return self.state
 
@@ -234,7 +240,10 @@ class Trainer:
     def _efficiency(self, tokens_per_second: float) -> dict[str, float]:
         device = self.runner.device
         numbers = memory_mb(device)
-        peak, flops = peak_flops(device, self.runner.precision.dtype), self.runner.model.flops_per_token()
+        peak, flops = (
+            peak_flops(device, self.runner.precision.dtype),
+            self.runner.model.flops_per_token(self.dataset.sequence_length),
+        )
         if peak and flops:
             numbers["mfu"] = tokens_per_second * flops / (peak * self.runner.world.size)
         return numbers
@@ -256,18 +265,23 @@ class Trainer:
 
     # ---- validation and saving
 
-    def _validate(self) -> tuple[LossMetrics, bool]:
+    def validate(self) -> LossMetrics:
+        """Loss on the validation split's first `eval_iters` global batches. Collective."""
         assert self.val_dataset is not None
-        paused = time.perf_counter()
         samples = self.run.eval_iters * self.plan.global_batch
-        metrics = evaluate_loss(
+        return evaluate_loss(
             self.runner, self.val_dataset, self.plan.micro_batch, samples, num_workers=self.run.num_workers
         )
+
+    def _validate(self) -> tuple[LossMetrics, bool]:
+        paused = time.perf_counter()
+        metrics = self.validate()
         self._interval_start += time.perf_counter() - paused  # throughput is training's alone
         log.info(
             "validation at step %d | loss %.6E | perplexity %.6E (%d tokens)",
             self.state.step, metrics.loss, metrics.perplexity, metrics.targets,
         )  # fmt: skip
+        self.last_validation = metrics
         improved = metrics.loss < self.state.best_loss
         if improved:
             self.state.best_loss = metrics.loss

@@ -98,11 +98,11 @@ class GPT2(Model):
         """Published GPT-2 folders name the bare transformer's weights, without its prefix."""
         return name if name in available else name.removeprefix("transformer.")
 
-    def flops_per_token(self) -> float:
+    def flops_per_token(self, sequence_length: int | None) -> float:
         """Six operations per parameter in a matrix product, and attention's (Narayanan et al., 2021, section 5.1)."""
         c = self.config
         matrices = c.n_layer * 12 * c.n_embd**2 + c.vocab_size * c.n_embd
-        return 6 * matrices + 12 * c.n_layer * c.n_embd * c.n_positions
+        return 6 * matrices + 12 * c.n_layer * c.n_embd * (sequence_length or c.n_positions)
 
     @property
     def vocab_size(self) -> int:

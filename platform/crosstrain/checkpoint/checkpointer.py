@@ -164,7 +164,7 @@ class Checkpointer:
         folders.point(self.root, "latest", state["step"])
         if best:
             folders.point(self.root, "best", state["step"])
-        folders.prune(self.root, self.retention.keep_last, self.retention.keep_every)
+        folders.prune(self.root, state["step"], self.retention.keep_last, self.retention.keep_every)
 
 
 def load_state(folder: Path) -> dict[str, Any]:

@@ -48,12 +48,16 @@ def remove_unfinished(root: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def prune(root: Path, keep_last: int | None, keep_every: int | None) -> None:
-    """Delete checkpoints beyond the newest `keep_last`, sparing multiples of `keep_every` and the best one."""
+def prune(root: Path, newest: int, keep_last: int | None, keep_every: int | None) -> None:
+    """Delete checkpoints beyond the last `keep_last` up to step `newest`, the one just written.
+
+    Spares multiples of `keep_every` and the best one. Later steps are damaged ones that this run has passed over; they
+    neither count nor go.
+    """
     if keep_last is None:
         return
     best = pointed(root, "best")
-    for step in steps(root)[:-keep_last]:
+    for step in [s for s in steps(root) if s <= newest][:-keep_last]:
         if step != best and not (keep_every and step % keep_every == 0):
             folder = step_folder(root, step)
             # Renamed first, so that a kill half-way leaves no folder that looks like a checkpoint.

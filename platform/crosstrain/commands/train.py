@@ -7,7 +7,6 @@ import textwrap
 from crosstrain import assembly
 from crosstrain.config import Config, load_config, plan_batch
 from crosstrain.construct import parameters_on_meta
-from crosstrain.evaluation import evaluate_loss
 from crosstrain.generation import Sampling, generate
 from crosstrain.launch import Launch, launch
 from crosstrain.monitor.console import log
@@ -51,18 +50,18 @@ def train_worker(plain: dict, under_launcher: bool) -> int:
     runner.setup()
     trainer = Trainer(config, runner, stop)
     trainer.fit()
-    if not stop:
+    if not trainer.stopped:
         _farewell(trainer)
     runner.close()
-    return int(stop.received or 0)
+    return int(stop.received or 0) if trainer.stopped else 0
 
 
 def _farewell(trainer: Trainer) -> None:
     """How good the model is, beside what no training gives; a sample of its text; what to open next."""
     runner, run = trainer.runner, trainer.run
-    if trainer.val_dataset is not None:
-        samples = run.eval_iters * trainer.plan.global_batch
-        metrics = evaluate_loss(runner, trainer.val_dataset, trainer.plan.micro_batch, samples)
+    # A run too short for its first validation, such as a smoke run, does not end in one either.
+    if trainer.val_dataset is not None and run.eval_interval is not None and run.eval_interval <= trainer.max_iters:
+        metrics = trainer.last_validation or trainer.validate()
         log.info("validation perplexity %.2f (loss %.4f, %d tokens)", metrics.perplexity, metrics.loss, metrics.targets)
         if trainer.is_main:
             for name, perplexity in trainer.val_dataset.baselines().items():

@@ -43,7 +43,7 @@ def _cut_back(path: Path, step: int) -> None:
 
 
 class TensorBoardTracker:
-    """Scalars, the resolved configuration and generated samples as a TensorBoard event file."""
+    """Scalars, hyper-parameters and the resolved configuration as a TensorBoard event file."""
 
     def __init__(self, folder: Path, resumed_step: int, config: dict[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -67,9 +67,6 @@ class TensorBoardTracker:
             elif key != "step" and isinstance(value, int | float):
                 group, name = key.split("_", 1) if key.startswith("val_") else ("train", key)
                 self._writer.add_scalar(f"{group}/{name}", value, step)
-
-    def text(self, tag: str, text: str, step: int) -> None:
-        self._writer.add_text(tag, text, step)
 
     def close(self) -> None:
         self._writer.close()
