@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from crosstrain.errors import TrainingError
+from crosstrain.errors import CheckpointError, TrainingError
 from crosstrain.options import AmpOptions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -68,9 +68,12 @@ class DynamicLossScaler(LossScaler):
 
     def load_state(self, state: dict[str, Any]) -> None:
         if state:  # empty where the checkpoint was written without a dynamic scale
-            self.scale = float(state["scale"])
-            self.tolerance = int(state["tolerance"])
-            self.steps_since_overflow = int(state["steps_since_overflow"])
+            try:
+                self.scale = float(state["scale"])
+                self.tolerance = int(state["tolerance"])
+                self.steps_since_overflow = int(state["steps_since_overflow"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise CheckpointError(f"the checkpoint's loss-scale state is malformed ({error!r})") from None
 
 
 class Precision:

@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import math
-import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from crosstrain import assembly
 from crosstrain.checkpoint import folders
-from crosstrain.checkpoint.checkpointer import Checkpointer, Retention, load_state
+from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
 from crosstrain.config import BatchPlan, Config, plan_batch
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.stream import MicroBatch, training_steps
 from crosstrain.errors import CheckpointError
 from crosstrain.evaluation import LossMetrics, evaluate_loss
-from crosstrain.monitor.console import Progress, log, log_line, set_up_logging
-from crosstrain.monitor.hardware import memory_mb, peak_flops
-from crosstrain.monitor.trackers import JsonlTracker, TensorBoardTracker
+from crosstrain.monitor.console import log, set_up_logging
+from crosstrain.monitor.reporter import Reporter
 from crosstrain.optim import make_schedule
 from crosstrain.run_folder import RunFolder
 from crosstrain.runner import Runner
 from crosstrain.signals import StopRequest
-
-
-@dataclass
-class State:
-    """What a run is, beside its tensors: this and the checkpoint's boxes are all that resuming needs."""
-
-    step: int = 0  # attempted steps
-    applied_steps: int = 0  # of those, the ones whose update was made; the learning rate's clock
-    samples: int = 0  # samples consumed; the number of the next one
-    best_loss: float = math.inf
-    scaler: dict[str, Any] = field(default_factory=dict)
+from crosstrain.state import State
 
 
 def run_length(config: Config, plan: BatchPlan, dataset: Dataset) -> int:
@@ -74,7 +61,7 @@ class Trainer:
             self.folder.checkpoints, runner.new_group(), Retention(run.keep_last, run.keep_every), self._write_assets
         )
         self._saved_step = self.state.step if start and start.parent == self.folder.checkpoints else None
-        self._trackers = self._make_trackers()
+        self.reporter = Reporter(runner, config, self.folder, self.state.step, self.max_iters)
         self.stopped = False  # whether a signal ended the run early, the same on every rank
         self.last_validation: LossMetrics | None = None  # of the present step
         self._announce()
@@ -110,27 +97,10 @@ class Trainer:
     def _restore(self, checkpoint: Path | None) -> State:
         if checkpoint is None:
             return State()
-        saved = load_state(checkpoint)
-        try:
-            state = State(
-                int(saved["step"]), int(saved["applied_steps"]), int(saved["samples"]),
-                float(saved["best_loss"] if saved["best_loss"] is not None else math.inf), dict(saved["scaler"]),
-            )  # fmt: skip
-            self.runner.precision.scaler.load_state(state.scaler)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{checkpoint}: malformed state ({error!r})") from None
-        if self.is_main:
-            log.info("resuming %s at step %d (sample %d)", checkpoint, state.step, state.samples)
+        state = State.load(checkpoint)
+        self.runner.precision.scaler.load_state(state.scaler)
+        log.info("resuming %s at step %d (sample %d)", checkpoint, state.step, state.samples)
         return state
-
-    def _make_trackers(self) -> list[JsonlTracker | TensorBoardTracker]:
-        if not self.is_main:
-            return []
-        step = self.state.step
-        return [
-            JsonlTracker(self.folder.metrics, step),
-            TensorBoardTracker(self.folder.tensorboard, step, self.config.plain),
-        ]
 
     def _announce(self) -> None:
         parameters = self.runner.model.canonical_parameters().values()
@@ -155,12 +125,11 @@ class Trainer:
 
     def fit(self) -> State:
         """Train to `max_iters` or until a stop is asked for, and save; returns the final state."""
-        progress = Progress(self.max_iters, self.state.step, enabled=self.is_main)
         batches = training_steps(
             self.dataset, self.plan, seed=self.run.seed, start=self.state.samples,
             dp_rank=self.runner.dp.rank, num_workers=self.run.num_workers,
         )  # fmt: skip
-        self._begin_interval()
+        self.reporter.begin_interval()
         try:
             while self.state.step < self.max_iters:
                 self.stopped = self._stop_agreed()
@@ -168,27 +137,23 @@ class Trainer:
                     break
                 row = self._train_step(batches)
                 self.last_validation = None
-                progress.advance(row)
-                if not self._due(self.run.log_interval):
-                    row = {}
+                self.reporter.advance(row)
+                if self._due(self.run.log_interval):
+                    self.reporter.log(row)
                 else:
-                    for line in log_line(row, self.max_iters):
-                        log.info(line)
-                    self._begin_interval()
+                    row = {}
                 improved = False
                 if self._due(self.run.eval_interval):
                     metrics, improved = self._validate()
                     row |= {"val_loss": metrics.loss, "val_perplexity": metrics.perplexity}
                 if row:
-                    self._track({"step": self.state.step} | row)
+                    self.reporter.track({"step": self.state.step} | row)
                 if self._due(self.run.save_interval) or (improved and self.run.save_best):
                     self._save(best=improved and self.run.save_best)
             self._save(best=False)
             self.checkpointer.wait()
         finally:
-            progress.close()
-            for tracker in self._trackers:
-                tracker.close()
+            self.reporter.close()
         if self.stopped:
             log.info("stopped at step %d; the same command goes on from there", self.state.step)
         return self.state
@@ -213,11 +178,7 @@ class Trainer:
         state.samples = last + 1
         state.applied_steps += result.applied
         runner.precision.update(not result.applied, f"step {state.step} (samples {first} to {last})")
-        self._interval_steps += 1
-        self._interval_tokens += targets
-        seconds = time.perf_counter() - self._interval_start
-        tokens_per_second = self._interval_tokens / seconds
-        row = {
+        return {
             "step": state.step,
             "loss": loss if math.isfinite(loss) else None,
             "lr": rate if result.applied else self.schedule.rate(state.applied_steps),
@@ -225,11 +186,8 @@ class Trainer:
             "loss_scale": scale,
             "samples": state.samples,
             "skipped_steps": state.step - state.applied_steps,
-            "step_ms": 1000 * seconds / self._interval_steps,
-            "tokens_per_second": tokens_per_second,
-            "timers": {phase: 1000 * s for phase, s in timers.seconds.items()},
+            **self.reporter.measure(targets, self.dataset.sequence_length),
         }
-        return row | self._efficiency(tokens_per_second)
 
     def _count_targets(self, micro_batches: list[MicroBatch]) -> int:
         """Target tokens of the whole step over all ranks, known before the first backward."""
@@ -237,31 +195,12 @@ class Trainer:
             micro_batch.num_targets = self.runner.model.num_targets(micro_batch.data)
         return int(self.runner.dp.all_reduce_sum(sum(m.num_targets for m in micro_batches))[0])
 
-    def _efficiency(self, tokens_per_second: float) -> dict[str, float]:
-        device = self.runner.device
-        numbers = memory_mb(device)
-        peak, flops = (
-            peak_flops(device, self.runner.precision.dtype),
-            self.runner.model.flops_per_token(self.dataset.sequence_length),
-        )
-        if peak and flops:
-            numbers["mfu"] = tokens_per_second * flops / (peak * self.runner.world.size)
-        return numbers
-
     def _due(self, interval: int | None) -> bool:
         return interval is not None and self.state.step % interval == 0
 
     def _stop_agreed(self) -> bool:
         """Whether any rank was asked to stop: all leave at the same step."""
         return self.runner.world.all_reduce_sum(bool(self.stop))[0] > 0
-
-    def _begin_interval(self) -> None:
-        self._interval_steps, self._interval_tokens = 0, 0
-        self._interval_start = time.perf_counter()
-
-    def _track(self, row: dict[str, Any]) -> None:
-        for tracker in self._trackers:
-            tracker.log(row)
 
     # ---- validation and saving
 
@@ -274,38 +213,25 @@ class Trainer:
         )
 
     def _validate(self) -> tuple[LossMetrics, bool]:
-        paused = time.perf_counter()
-        metrics = self.validate()
-        self._interval_start += time.perf_counter() - paused  # throughput is training's alone
+        with self.reporter.paused():
+            metrics = self.validate()
         log.info(
             "validation at step %d | loss %.6E | perplexity %.6E (%d tokens)",
             self.state.step, metrics.loss, metrics.perplexity, metrics.targets,
         )  # fmt: skip
         self.last_validation = metrics
-        improved = metrics.loss < self.state.best_loss
-        if improved:
-            self.state.best_loss = metrics.loss
-        return metrics, improved
+        return metrics, self.state.improves(metrics.loss)
 
     def _save(self, *, best: bool) -> None:
         """Save the present state unless it is saved already."""
         if self.state.step == self._saved_step:
             return
-        started = time.perf_counter()
         state = self.state
         state.scaler = self.runner.precision.scaler.state()
-        document = {
-            "step": state.step,
-            "applied_steps": state.applied_steps,
-            "samples": state.samples,
-            "best_loss": state.best_loss if math.isfinite(state.best_loss) else None,
-            "scaler": state.scaler,
-            "world_size": self.runner.world.size,
-            "config": self.config.plain,
-        }
-        self.checkpointer.save(state.step, self.runner.shards(), document, best=best)
+        document = state.document(world_size=self.runner.world.size, config=self.config.plain)
+        with self.reporter.paused():
+            self.checkpointer.save(state.step, self.runner.shards(), document, best=best)
         self._saved_step = state.step
-        self._interval_start += time.perf_counter() - started
         log.info("saving %s", folders.step_folder(self.folder.checkpoints, state.step))
 
     def _write_assets(self, folder: Path) -> None:

@@ -71,5 +71,13 @@ def log_line(row: dict[str, Any], max_iters: int) -> list[str]:
     return [" | ".join(first), "time (ms) | " + " | ".join(timers)]
 
 
+def memory_line(row: dict[str, Any]) -> str:
+    """Memory in use after the first interval, in MiB."""
+    parts = [
+        (name, row[f"memory_{name}_mb"]) for name in ("allocated", "peak", "reserved") if f"memory_{name}_mb" in row
+    ]
+    return "memory (MB) | " + " | ".join(f"{name}: {value:.1f}" for name, value in parts)
+
+
 def _number(value: float | None, form: str) -> str:
     return "overflow" if value is None else format(value, form)

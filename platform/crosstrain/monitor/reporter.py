@@ -1,0 +1,79 @@
+"""A run's numbers on their way to people: the interval's clock, log lines, the progress bar, the trackers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from crosstrain.config import Config
+from crosstrain.monitor.console import Progress, log, log_line, memory_line
+from crosstrain.monitor.hardware import memory_mb, peak_flops
+from crosstrain.monitor.trackers import JsonlTracker, Row, TensorBoardTracker
+from crosstrain.run_folder import RunFolder
+from crosstrain.runner import Runner
+
+
+class Reporter:
+    """Measures throughput between logged steps and reports them; on ranks but the first it only measures."""
+
+    def __init__(self, runner: Runner, config: Config, folder: RunFolder, resumed_step: int, max_iters: int) -> None:
+        is_main = runner.world.rank == 0
+        self._runner, self._max_iters = runner, max_iters
+        self._trackers: list[JsonlTracker | TensorBoardTracker] = []
+        if is_main:
+            self._trackers.append(JsonlTracker(folder.metrics, resumed_step))
+            self._trackers.append(TensorBoardTracker(folder.tensorboard, resumed_step, config.plain))
+        self._progress = Progress(max_iters, resumed_step, enabled=is_main)
+        self._memory_logged = False
+        self.begin_interval()
+
+    def begin_interval(self) -> None:
+        self._steps, self._tokens, self._start = 0, 0, time.perf_counter()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent inside does not count: throughput is training's alone."""
+        started = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - started
+
+    def measure(self, tokens: int, sequence_length: int | None) -> Row:
+        """Count a step of `tokens` target tokens; time per step, tokens/s, memory and utilisation so far."""
+        self._steps += 1
+        self._tokens += tokens
+        seconds = time.perf_counter() - self._start
+        device, precision = self._runner.device, self._runner.precision
+        row: Row = {
+            "step_ms": 1000 * seconds / self._steps,
+            "tokens_per_second": self._tokens / seconds,
+            "timers": {phase: 1000 * s for phase, s in self._runner.timers.seconds.items()},
+            **memory_mb(device),
+        }
+        peak, flops = peak_flops(device, precision.dtype), self._runner.model.flops_per_token(sequence_length)
+        if peak and flops:
+            row["mfu"] = row["tokens_per_second"] * flops / (peak * self._runner.world.size)
+        return row
+
+    def advance(self, row: Row) -> None:
+        """Move the progress bar by a step."""
+        self._progress.advance(row)
+
+    def log(self, row: Row) -> None:
+        """Log a step, and after the first one the memory in use; a new interval begins."""
+        for line in log_line(row, self._max_iters):
+            log.info(line)
+        if not self._memory_logged:
+            log.info(memory_line(row))
+            self._memory_logged = True
+        self.begin_interval()
+
+    def track(self, row: dict[str, Any]) -> None:
+        for tracker in self._trackers:
+            tracker.log(row)
+
+    def close(self) -> None:
+        self._progress.close()
+        for tracker in self._trackers:
+            tracker.close()
