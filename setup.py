@@ -13,7 +13,16 @@ EXTRAS = {
     "vision": ["timm>=1.0", "webdataset>=0.2.100", "pillow"],
     "offload": ["fairscale>=0.4.13"],
     "parquet": ["pyarrow>=14"],
-    "test": ["pytest>=8", "pytest-timeout", "hypothesis>=6.100", "ruff", "mypy", "types-PyYAML", "build", "wheel"],
+    "test": [
+        "pytest>=8",
+        "pytest-timeout",
+        "hypothesis>=6.100",
+        "ruff",
+        "mypy",
+        "types-PyYAML",
+        "setuptools>=68",
+        "wheel",
+    ],
     "bench": ["accelerate>=1.0"],
 }
 

@@ -47,12 +47,12 @@ def forget_plugins() -> None:
 def isolate(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[Path]:
     """Body of a fixture: the working directory and home are `home`, and nothing is registered."""
 
-    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == PACKAGE}
     monkeypatch.setattr(registry, "__dict__", {})
+    for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
+        monkeypatch.delitem(sys.modules, name)
     forget_plugins()
     monkeypatch.setattr(paths, "home", lambda: home)
     monkeypatch.delenv(ENVIRONMENT, raising=False)
     monkeypatch.chdir(home)
     yield home
     forget_plugins()
-    sys.modules.update(before)

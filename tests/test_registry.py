@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -356,7 +357,8 @@ assert registry.names("runner"), "no built-in runner was found"
 heavy = {"torch", "numpy", "transformers", "deepspeed"} & set(sys.modules)
 assert not heavy, heavy
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=environment)
 
 
 def test_built_in_plugins_can_be_read_and_claim_each_name_once() -> None:

@@ -25,12 +25,13 @@ def memory_mb(device: torch.device) -> dict[str, float]:
             "memory_peak_mb": torch.cuda.max_memory_allocated(device) / MIB,
             "memory_reserved_mb": torch.cuda.memory_reserved(device) / MIB,
         }
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage's peak would be inherited from the process that started this one
+        kib = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        names = {"memory_allocated_mb": "VmRSS", "memory_peak_mb": "VmHWM"}
+        return {name: int(kib[key].split()[0]) * 1024 / MIB for name, key in names.items()}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    out = {"memory_peak_mb": peak / MIB}
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        out["memory_allocated_mb"] = int(statm.read_text().split()[1]) * resource.getpagesize() / MIB
-    return out
+    return {"memory_peak_mb": peak / MIB}
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

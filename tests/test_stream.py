@@ -1,0 +1,84 @@
+"""Which samples a rank sees: the same ones in the same micro batches for any number of ranks, from any start."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crosstrain.config import BatchPlan
+from crosstrain.data.dataset import Dataset, Sample
+from crosstrain.data.stream import MicroBatch, evaluation_batches, training_steps
+
+
+class Numbers(Dataset):
+    """Sample i is i, with a random number of its own beside it."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def get(self, index: int, rng: np.random.Generator) -> Sample:
+        return {"index": np.array(index), "noise": rng.random(2)}
+
+
+def steps(length: int, plan: BatchPlan, rank: int, start: int, count: int) -> list[list[MicroBatch]]:
+    stream = training_steps(Numbers(length), plan, seed=3, start=start, dp_rank=rank)
+    return list(itertools.islice(stream, count))
+
+
+def flat(per_rank: list[list[list[MicroBatch]]]) -> list[tuple[int, list[int], list[list[float]]]]:
+    """Every micro batch of the first steps, in the order of sample numbers."""
+    micro = [m for rank in per_rank for step in rank for m in step]
+    micro.sort(key=lambda m: m.first_sample)
+    return [(m.first_sample, m.data["index"].tolist(), m.data["noise"].tolist()) for m in micro]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 50), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(0, 200))
+def test_workers_share_one_stream(length: int, ranks: int, micro: int, start: int) -> None:
+    one = BatchPlan(4 * micro, micro, 4, 1)
+    many = BatchPlan(4 * micro, micro, 4 // ranks, ranks)
+    expected = flat([steps(length, one, 0, start, 3)])
+    assert flat([steps(length, many, rank, start, 3) for rank in range(ranks)]) == expected
+    assert [first for first, _, _ in expected] == list(range(start, start + 12 * micro, micro))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 60), st.integers(0, 5))
+def test_seeking_is_the_same_as_having_read(length: int, skipped: int) -> None:
+    plan = BatchPlan(6, 2, 3, 1)
+    everything = flat([steps(length, plan, 0, 0, skipped + 4)])
+    assert flat([steps(length, plan, 0, 6 * skipped, 4)]) == everything[3 * skipped :]
+
+
+def test_an_epoch_shows_every_sample_once_and_the_next_in_another_order() -> None:
+    plan = BatchPlan(5, 5, 1, 1)
+    seen = [i for _, indices, _ in flat([steps(20, plan, 0, 0, 12)]) for i in indices]
+    epochs = [seen[k : k + 20] for k in (0, 20, 40)]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_worker_processes_change_nothing() -> None:
+    plan = BatchPlan(4, 2, 2, 1)
+    stream = training_steps(Numbers(30), plan, seed=3, start=8, dp_rank=0, num_workers=2)
+    assert flat([list(itertools.islice(stream, 5))]) == flat([steps(30, plan, 0, 8, 5)])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 40), st.integers(1, 7), st.integers(1, 4), st.one_of(st.none(), st.integers(1, 50)))
+def test_evaluation_counts_every_sample_once_and_keeps_ranks_in_step(
+    length: int, micro: int, ranks: int, limit: int | None
+) -> None:
+    per_rank = [
+        list(evaluation_batches(Numbers(length), micro, dp_rank=rank, dp_size=ranks, max_samples=limit))
+        for rank in range(ranks)
+    ]
+    assert len({len(batches) for batches in per_rank}) == 1, "a rank with fewer forwards would leave the others waiting"
+    counted = [i for batches in per_rank for m, counts in batches if counts for i in m.data["index"].tolist()]
+    assert sorted(counted) == list(range(min(length, limit or length)))
