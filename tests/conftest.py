@@ -35,6 +35,23 @@ def write_text(path: Path, documents: int = 60, seed: int = 0) -> Path:
     return path
 
 
+TEXTS = [
+    "the cat sat on the mat, and the mat sat still",
+    "naïve café — ☃ 雪だるま 🎉",
+    "x <|endoftext|> y\r\n\ttail",
+]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a byte-level BPE of 300 ids, trained on TEXTS."""
+    from crosstrain.data.tokenizer import train_bpe
+
+    folder = tmp_path_factory.mktemp("tokenizer") / "bpe"
+    train_bpe(TEXTS * 2, 300).save(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared dataset with its own tokenizer of 320 ids."""

@@ -17,26 +17,14 @@ from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conftest import TEXTS
 from crosstrain.check import OptionError
 from crosstrain.data import corpus
 from crosstrain.data import prepare as module
 from crosstrain.data.prepare import PrepareOptions, Summary, prepare
-from crosstrain.data.tokenizer import load_tokenizer, train_bpe
+from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.data.tokens import TokenFile
 from crosstrain.errors import DataError
-
-TEXTS = [
-    "the cat sat on the mat, and the mat sat still",
-    "naïve café — ☃ 雪だるま 🎉",
-    "x <|endoftext|> y\r\n\ttail",
-]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer") / "bpe"
-    train_bpe(TEXTS * 2, 300).save(folder)
-    return folder
 
 
 def json_lines(path: Path, texts: list[str], key: str = "text") -> Path:

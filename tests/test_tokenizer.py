@@ -9,21 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conftest import TEXTS
 from crosstrain.data.tokenizer import cached_folder, load_gpt2, load_tokenizer, train_bpe
 from crosstrain.errors import DataError
-
-TEXTS = [
-    "the cat sat on the mat, and the mat sat still",
-    "naïve café — ☃ 雪だるま 🎉",
-    "x <|endoftext|> y\r\n\ttail",
-]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer") / "bpe"
-    train_bpe(TEXTS * 2, 300).save(folder)
-    return folder
 
 
 def test_a_trained_tokenizer_ends_with_the_end_of_text() -> None:

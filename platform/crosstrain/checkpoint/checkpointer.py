@@ -83,6 +83,12 @@ class Checkpointer:
         self._thread = threading.Thread(target=self._write, args=(step, plan, held, state, best), name="checkpoint")
         self._thread.start()
 
+    def _write(self, *save: Any) -> None:
+        try:
+            self._write_together(*save)
+        except Exception as error:  # a rank is gone; `wait` tells, unless that rank's own error ends the run before
+            self._error = CheckpointError(f"{self.root}: the save was broken off ({error}); earlier ones are intact")
+
     def wait(self) -> None:
         """Wait for the save that is under way; raises CheckpointError if it failed on any rank."""
         if self._thread is not None:
@@ -92,7 +98,7 @@ class Checkpointer:
             error, self._error = self._error, None
             raise error
 
-    def _write(
+    def _write_together(
         self, step: int, plan: list[Assignment], held: dict[Assignment, Tensor], state: dict, best: bool
     ) -> None:
         final = folders.step_folder(self.root, step)
