@@ -73,7 +73,7 @@ def _farewell(trainer: Trainer) -> None:
         sampling = Sampling(max_new_tokens=run.sample_tokens, temperature=0.8, top_k=50, seed=run.seed)
         for prompt in run.sample_prompts:
             text = prompt + generate(runner, tokenizer, prompt, sampling)[0]
-            log.info("sample of generated text:\n%s", textwrap.indent(text, "    | "))
+            log.info("sample of generated text:\n%s", textwrap.indent(text, "    | ", lambda _: True))
     folder = trainer.folder
     log.info(
         "open next:\n"
