@@ -55,7 +55,7 @@ class TensorBoardTracker:
         # add_hparams would open a second run folder; the plugin's own summaries put them into this one.
         from torch.utils.tensorboard.summary import hparams
 
-        for summary in hparams(dict(_flat(config)), {"loss": None}):
+        for summary in hparams(dict(_flat(config)), {"train/loss": None, "val/loss": None}):
             self._writer._get_file_writer().add_summary(summary)
 
     def log(self, row: Row) -> None:
