@@ -138,7 +138,7 @@ class Trainer:
                 row = self._train_step(batches)
                 self.last_validation = None
                 self.reporter.advance(row)
-                if self._due(self.run.log_interval):
+                if self._logs(self.state.step):
                     self.reporter.log(row)
                 else:
                     row = {}
@@ -161,7 +161,7 @@ class Trainer:
     def _train_step(self, batches: Any) -> dict[str, Any]:
         """One attempted step; its numbers."""
         state, runner, timers = self.state, self.runner, self.runner.timers
-        timers.reset(synchronize=(state.step + 1) % self.run.log_interval == 0)
+        timers.reset(synchronize=self._logs(state.step + 1))
         with timers("batch generator"):
             with timers("data loader"):
                 micro_batches = next(batches)
@@ -194,6 +194,10 @@ class Trainer:
         for micro_batch in micro_batches:
             micro_batch.num_targets = self.runner.model.num_targets(micro_batch.data)
         return int(self.runner.dp.all_reduce_sum(sum(m.num_targets for m in micro_batches))[0])
+
+    def _logs(self, step: int) -> bool:
+        """Whether a step is logged: one in `log_interval`, and the last, so that the shortest run says something."""
+        return step % self.run.log_interval == 0 or step == self.max_iters
 
     def _due(self, interval: int | None) -> bool:
         return interval is not None and self.state.step % interval == 0

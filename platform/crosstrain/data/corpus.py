@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from crosstrain.errors import DataError, UserError
+from crosstrain.errors import DataError
+from crosstrain.extras import require
 
 STDLIB = "stdlib"
 _CHUNK_BYTES = 1 << 22
@@ -114,13 +115,9 @@ def _text_of(record: object, key: str) -> str:
 
 
 def _parquet(file: Path, column: str) -> Iterator[str]:
+    pyarrow, parquet = (require(module, f"reading {file}") for module in ("pyarrow", "pyarrow.parquet"))
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ModuleNotFoundError:
-        raise UserError(f"reading {file} needs pyarrow: pip install 'crosstrain[parquet]'") from None
-    try:
-        with pyarrow.parquet.ParquetFile(file) as table:
+        with parquet.ParquetFile(file) as table:
             names = table.schema_arrow.names
             if column not in names:
                 raise DataError(f"{file} has no column {column!r}; it has {', '.join(names)}: set text_key")
