@@ -21,7 +21,7 @@ class Letters:
 
     eos_token_id = 299
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
         return {"input_ids": [ord(c) - 32 for c in text]}
 
     def decode(self, ids: list[int]) -> str:

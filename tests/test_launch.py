@@ -106,6 +106,9 @@ def test_environments_of_launchers() -> None:
     assert joined is not None
     assert (joined["RANK"], joined["WORLD_SIZE"], joined["LOCAL_RANK"]) == ("5", "8", "1")
     assert (joined["MASTER_ADDR"], joined["MASTER_PORT"]) == ("10.0.0.1", "20123")
+    several = _joined_environment(slurm | {"SLURM_STEP_NODELIST": "node[03-05,09]"})
+    assert several is not None
+    assert several["MASTER_ADDR"] == "node03"
     batch_script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}  # inside sbatch, outside srun: launch as usual
     assert _joined_environment(batch_script) is None
     mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}

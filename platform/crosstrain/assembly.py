@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from crosstrain import recompute
@@ -12,8 +11,7 @@ from crosstrain.compilation import compile_model
 from crosstrain.config import Component, Config
 from crosstrain.construct import fill_initial
 from crosstrain.data.dataset import Dataset, Split
-from crosstrain.distributed import world
-from crosstrain.errors import ConfigError
+from crosstrain.errors import CheckpointError, ConfigError
 from crosstrain.model import Model
 from crosstrain.optim import optimizer_factory
 from crosstrain.registry import registry
@@ -46,13 +44,9 @@ def open_split(config: Config, split: Split) -> Dataset:
 
 
 def prepare_data(config: Config) -> None:
-    """Make the dataset's files if they do not exist yet; of several processes on a machine one does, the rest wait."""
+    """Make the dataset's files if they do not exist yet."""
     component = training_dataset(config)
-    dataset = registry.get_dataset_class(component.name)
-    if world()[1] == 0:
-        dataset.prepare(component.options)
-    while not dataset.is_prepared(component.options):
-        time.sleep(0.5)
+    registry.get_dataset_class(component.name).prepare(component.options)
 
 
 def check_fit(model: Model, dataset: Dataset) -> None:
@@ -85,6 +79,8 @@ def build(config: Config, runner: Runner, checkpoint: Path | None, *, for_traini
     pretrained = model.pretrained_weights()
     if checkpoint is not None:
         keep = for_training and config.run.resume_optimizer
+        if keep:
+            _check_optimizer(checkpoint, {s.kind for s in shards}, config)
         load_shards(checkpoint, [s for s in shards if keep or s.kind == "param"])
     elif pretrained is not None:
         reader = Reader.open_hugging_face(pretrained)
@@ -93,3 +89,17 @@ def build(config: Config, runner: Runner, checkpoint: Path | None, *, for_traini
     else:
         fill_initial(model, shards, config.run.seed)
     runner.loaded()
+
+
+def _check_optimizer(checkpoint: Path, kinds: set[str], config: Config) -> None:
+    """CheckpointError unless the checkpoint holds just the kinds of state that the optimizer keeps."""
+    there, here = Reader.open(checkpoint).kinds() - {"param"}, kinds - {"param"}
+    if there != here:
+        raise CheckpointError(
+            f"{checkpoint}: holds {_list(there)} of an optimizer, and {config.optimizer.name} keeps {_list(here)}; "
+            f"resume with the optimizer that was used, or start its state anew with run.resume_optimizer=false"
+        )
+
+
+def _list(kinds: set[str]) -> str:
+    return ", ".join(sorted(kinds)) or "no state"

@@ -51,7 +51,7 @@ def generate(
     end-of-text token, as documents do in training. Raises UserError where the prompt leaves no room for a token.
     """
     end = tokenizer.eos_token_id
-    ids = tokenizer(prompt)["input_ids"] or [end]
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [end]
     limit = runner.model.max_length
     room = sampling.max_new_tokens if limit is None else min(sampling.max_new_tokens, limit - len(ids))
     if room < 1:

@@ -10,6 +10,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -47,6 +48,11 @@ class Launch:
         return Launch(size, size > 1, False, True)
 
 
+def restarted() -> bool:
+    """Whether a launcher started this process again after a failure, so that it should go on and not begin."""
+    return any(int(os.environ.get(name) or 0) > 0 for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+
+
 def _visible_devices(device: str) -> int:
     if device == "cpu":
         return 1
@@ -61,7 +67,9 @@ def _joined_environment(env: Mapping[str, str]) -> dict[str, str] | None:
         return {key: env[key] for key in ("RANK", "WORLD_SIZE")} | {"LOCAL_RANK": env.get("LOCAL_RANK", "0")}
     if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # srun, not the batch script itself
         rank, size, local = env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"], env["SLURM_LOCALID"]
-        address = env.get("SLURM_LAUNCH_NODE_IPADDR")
+        # The launch node's address would be the machine where srun was typed; rank 0 is on the first of the list.
+        nodes = re.match(r"([^\[,]+)(?:\[(\d+))?", env.get("SLURM_STEP_NODELIST", ""))
+        address = nodes[1] + (nodes[2] or "") if nodes else env.get("SLURM_LAUNCH_NODE_IPADDR")
         port = 20000 + int(env.get("SLURM_JOB_ID", "0")) % 10000
     elif "OMPI_COMM_WORLD_RANK" in env:
         rank, size, local = env["OMPI_COMM_WORLD_RANK"], env["OMPI_COMM_WORLD_SIZE"], env["OMPI_COMM_WORLD_LOCAL_RANK"]

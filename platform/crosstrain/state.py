@@ -45,5 +45,5 @@ class State:
                 None if best is None else float(best),
                 dict(saved["scaler"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(f"{checkpoint}: malformed state ({error!r})") from None

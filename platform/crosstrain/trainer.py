@@ -9,10 +9,11 @@ from typing import Any
 from crosstrain import assembly
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
+from crosstrain.checkpoint.store import is_safe_name
 from crosstrain.config import BatchPlan, Config, plan_batch
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.stream import MicroBatch, training_steps
-from crosstrain.errors import CheckpointError
+from crosstrain.errors import CheckpointError, TrainingError
 from crosstrain.evaluation import LossMetrics, evaluate_loss
 from crosstrain.monitor.console import log, set_up_logging
 from crosstrain.monitor.reporter import Reporter
@@ -152,6 +153,9 @@ class Trainer:
                     self._save(best=improved and self.run.save_best)
             self._save(best=False)
             self.checkpointer.wait()
+        except TrainingError:  # raised on every rank alike; what was being saved is worth having
+            self.checkpointer.wait()
+            raise
         finally:
             self.reporter.close()
         if self.stopped:
@@ -243,5 +247,5 @@ class Trainer:
         self.runner.model.save_config(folder)
         if self.dataset.tokenizer_path is not None:
             for path in self.dataset.tokenizer_path.iterdir():
-                if path.is_file():
+                if path.is_file() and is_safe_name(path.name):  # not what an editor or a file manager left
                     (folder / path.name).write_bytes(path.read_bytes())

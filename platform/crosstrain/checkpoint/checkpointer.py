@@ -8,6 +8,7 @@ raise the same error and the previous checkpoint stays the newest.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import threading
@@ -28,13 +29,15 @@ from crosstrain.checkpoint.store import (
     VERSION,
     Reader,
     file_sum,
-    fsync_folder,
+    fsync,
     read_json,
     write_json,
     write_safetensors,
 )
 from crosstrain.distributed import Group
 from crosstrain.errors import CheckpointError
+
+_log = logging.getLogger("crosstrain")
 
 
 @dataclass
@@ -68,9 +71,9 @@ class Checkpointer:
     def save(self, step: int, shards: list[Shard], state: dict[str, Any], *, best: bool = False) -> None:
         """Start saving; returns when this rank's share is copied. Collective: every rank calls it.
 
-        Raises the error of the previous save, if that one failed.
+        Does not raise if the previous save failed, which was logged: the present state is worth another attempt.
         """
-        self.wait()
+        self._join()
         plan = assign(self.group.all_gather(holdings(shards)))
         # Copies, because the optimizer changes these tensors in place while the files are being written.
         mine = {(a.kind, a.name, a.box): a for a in plan if a.rank == self.group.rank}
@@ -84,19 +87,24 @@ class Checkpointer:
         self._thread.start()
 
     def _write(self, *save: Any) -> None:
+        self._error = None
         try:
             self._write_together(*save)
         except Exception as error:  # a rank is gone; `wait` tells, unless that rank's own error ends the run before
             self._error = CheckpointError(f"{self.root}: the save was broken off ({error}); earlier ones are intact")
+        if self._error is not None and self.group.rank == 0:
+            _log.warning("%s", self._error)
 
     def wait(self) -> None:
-        """Wait for the save that is under way; raises CheckpointError if it failed on any rank."""
+        """Wait for the save that is under way; raises CheckpointError if the last one failed on any rank."""
+        self._join()
+        if self._error is not None:
+            raise self._error
+
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
 
     def _write_together(
         self, step: int, plan: list[Assignment], held: dict[Assignment, Tensor], state: dict, best: bool
@@ -145,16 +153,16 @@ class Checkpointer:
             return
         files = {name: entry for share in shares for name, entry in share.items()}
         names = _file_names(plan)
-        index = {a.key: names[a] for a in plan if a.kind == "param"}
-        if len(set(index.values())) > 1 and all(a.box.shape == a.shape for a in plan if a.kind == "param"):
+        index = {a.key: names[a] for a in plan if a.kind == "param" and names[a].startswith("model-")}
+        if index:
             size = sum(files[name]["bytes"] for name in set(index.values()))
-            write_json(
-                temporary / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": index}
-            )
+            document = {"metadata": {"total_size": size}, "weight_map": index}
+            write_json(temporary / "model.safetensors.index.json", document)
         self.write_model_config(temporary)
         write_json(temporary / STATE, state)
         for path in temporary.iterdir():
             if path.name not in files:
+                fsync(path)
                 files[path.name] = file_sum(path)
         tensors: dict[str, dict[str, Any]] = {}
         for a in sorted(plan, key=lambda a: (a.kind, a.name, a.box.offset)):
@@ -162,15 +170,20 @@ class Checkpointer:
             entry["boxes"].append([names[a], a.key, a.box.offset, a.box.shape])
         write_json(temporary / MANIFEST, {"format": FORMAT, "version": VERSION, "files": files, "tensors": tensors})
         Reader.open(temporary)  # refuses a plan that leaves a hole, before anything depends on it
-        fsync_folder(temporary)
-        if final.exists():  # a run started over with the same folder
-            shutil.rmtree(final)
+        fsync(temporary)
+        if final.exists():  # one that was damaged, so that the run went on from an earlier one
+            damaged = final.with_name(f"{final.name}.damaged")
+            shutil.rmtree(damaged, ignore_errors=True)
+            os.rename(final, damaged)
         os.rename(temporary, final)
-        fsync_folder(self.root)
-        folders.point(self.root, "latest", state["step"])
-        if best:
-            folders.point(self.root, "best", state["step"])
-        folders.prune(self.root, state["step"], self.retention.keep_last, self.retention.keep_every)
+        fsync(self.root)
+        try:
+            folders.point(self.root, "latest", state["step"])
+            if best:
+                folders.point(self.root, "best", state["step"])
+            folders.prune(self.root, state["step"], self.retention.keep_last, self.retention.keep_every)
+        except OSError as error:  # the checkpoint is there; tidying up can wait for the next one
+            _log.warning("%s: pointers or old checkpoints could not be brought up to date (%s)", self.root, error)
 
 
 def load_state(folder: Path) -> dict[str, Any]:
@@ -184,30 +197,26 @@ def load_state(folder: Path) -> dict[str, Any]:
 def load_shards(folder: Path, shards: list[Shard]) -> None:
     """Fill every piece from the checkpoint; nothing is gathered.
 
-    Raises CheckpointError where model and checkpoint do not hold the same tensors: a run never goes on with half of
-    its state.
+    Raises CheckpointError where model and checkpoint do not hold the same parameters.
     """
     reader = Reader.open(folder)
-    for kind in sorted({shard.kind for shard in shards}):
-        extra = reader.names(kind) - {shard.name for shard in shards if shard.kind == kind}
-        if extra and kind == "param":
-            raise CheckpointError(
-                f"{folder}: holds {len(extra)} parameters that the model lacks, such as {min(extra)}: is `model` the "
-                f"one that was trained?"
-            )
+    extra = reader.names("param") - {shard.name for shard in shards if shard.kind == "param"}
+    if extra:
+        raise CheckpointError(
+            f"{folder}: holds {len(extra)} parameters that the model lacks, such as {min(extra)}: is `model` the "
+            f"one that was trained?"
+        )
     reader.fill(shards)
 
 
 def _file_names(plan: list[Assignment]) -> dict[Assignment, str]:
     """File of every assignment: Hugging Face's names for whole parameters, one more file per rank for the rest."""
-    writers = sorted({a.rank for a in plan if _is_model_weight(a)})
+    # A rank may hold some parameters whole though others are cut: half a Hugging Face folder would be worse than none.
+    whole = all(a.box.shape == a.shape for a in plan if a.kind == "param")
+    writers = sorted({a.rank for a in plan if a.kind == "param"}) if whole else []
     count = len(writers)
     model = {
         rank: "model.safetensors" if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors"
         for i, rank in enumerate(writers, 1)
     }
-    return {a: model[a.rank] if _is_model_weight(a) else f"training-{a.rank:05d}.safetensors" for a in plan}
-
-
-def _is_model_weight(assignment: Assignment) -> bool:
-    return assignment.kind == "param" and assignment.box.shape == assignment.shape
+    return {a: model[a.rank] if whole and a.kind == "param" else f"training-{a.rank:05d}.safetensors" for a in plan}

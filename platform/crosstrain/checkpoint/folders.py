@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from crosstrain.checkpoint.store import MANIFEST, Reader, fsync_folder
+from crosstrain.checkpoint.store import MANIFEST, IncompatibleCheckpointError, Reader, fsync
 from crosstrain.errors import CheckpointError
 
 _STEP = re.compile(r"step_(\d{6,})")
@@ -30,7 +30,7 @@ def point(root: Path, name: str, step: int) -> None:
     temporary = root / f".{name}.tmp"
     temporary.write_text(step_folder(root, step).name + "\n")
     os.replace(temporary, root / name)
-    fsync_folder(root)
+    fsync(root)
 
 
 def pointed(root: Path, name: str) -> int | None:
@@ -63,7 +63,7 @@ def prune(root: Path, newest: int, keep_last: int | None, keep_every: int | None
             # Renamed first, so that a kill half-way leaves no folder that looks like a checkpoint.
             doomed = root / f".{folder.name}.tmp"
             os.rename(folder, doomed)
-            shutil.rmtree(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
 
 def newest_valid(root: Path) -> tuple[Path | None, list[str]]:
@@ -74,6 +74,8 @@ def newest_valid(root: Path) -> tuple[Path | None, list[str]]:
         try:
             Reader.open(folder).verify()
             return folder, damaged
+        except IncompatibleCheckpointError:
+            raise
         except CheckpointError as error:
             damaged.append(str(error))
     return None, damaged
@@ -82,8 +84,12 @@ def newest_valid(root: Path) -> tuple[Path | None, list[str]]:
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint meant by `path`: itself, or the newest valid one of a run's folder or its `checkpoints/`.
 
+    A pointer file, such as `checkpoints/best`, means what it says.
+
     Raises CheckpointError where there is none.
     """
+    if path.is_file() and (step := pointed(path.parent, path.name)) is not None:
+        path = step_folder(path.parent, step)
     if (path / MANIFEST).is_file():
         Reader.open(path).verify()
         return path

@@ -32,7 +32,11 @@ class Assignment:
 
 
 def holdings(shards: list[Shard]) -> list[Holding]:
-    """What a rank tells the others about its shards."""
+    """What a rank tells the others about its shards. Raises CheckpointError for a type that files cannot hold."""
+    for shard in shards:
+        for piece in shard.pieces:
+            if piece.data.dtype not in DTYPES:
+                raise CheckpointError(f"{shard.kind} {shard.name} is {piece.data.dtype}, which checkpoints cannot hold")
     return [
         (shard.kind, shard.name, tuple(shard.shape), DTYPES[piece.data.dtype], piece.box)
         for shard in shards

@@ -32,6 +32,10 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*(/[A-Za-z0-9_][A-Za-z0-9_.\-]*)?")
 
 
+class IncompatibleCheckpointError(CheckpointError):
+    """Not damaged but of another format or version: never to be passed over in silence, let alone replaced."""
+
+
 # ---------------------------------------------------------------------------------------------------------- writing
 
 
@@ -77,6 +81,11 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
+def is_safe_name(name: str) -> bool:
+    """Whether a file of this name may be part of a checkpoint: a plain name, at most one folder down."""
+    return _SAFE_NAME.fullmatch(name) is not None
+
+
 def write_json(path: Path, value: Any) -> dict[str, Any]:
     return write_file(path, [json.dumps(value, indent=1).encode()])
 
@@ -88,9 +97,9 @@ def file_sum(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
-def fsync_folder(folder: Path) -> None:
-    """Make renames and new names in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def fsync(path: Path) -> None:
+    """Make a file's contents, or the names in a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -134,7 +143,7 @@ class Reader:
         manifest = read_json(folder / MANIFEST)
         try:
             if manifest["format"] != FORMAT or manifest["version"] != VERSION:
-                raise CheckpointError(
+                raise IncompatibleCheckpointError(
                     f"{folder / MANIFEST}: format {manifest['format']!r} version {manifest['version']!r} is not one "
                     f"that this release reads ({FORMAT} {VERSION})"
                 )
@@ -150,7 +159,7 @@ class Reader:
                 for kind, group in manifest["tensors"].items()
                 for name, t in group.items()
             }  # fmt: skip
-        except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError, AssertionError) as error:
             raise CheckpointError(f"{folder / MANIFEST}: malformed manifest ({error!r})") from None
         reader = Reader(folder, tensors, files)
         reader._check()
@@ -179,11 +188,12 @@ class Reader:
         return {name for k, name in self.tensors if k == kind}
 
     def kinds(self) -> set[str]:
+        """The kind "param", and the optimizer's names for its state."""
         return {kind for kind, _ in self.tensors}
 
     def _check(self) -> None:
         for name in self.files:
-            if not _SAFE_NAME.fullmatch(name):
+            if not is_safe_name(name):
                 raise CheckpointError(f"{self.folder / MANIFEST}: {name!r} is not a file name inside the checkpoint")
         for (kind, name), stored in self.tensors.items():
             for where in stored.boxes:
@@ -201,10 +211,14 @@ class Reader:
             path = self.folder / name
             if path.is_symlink() or not path.is_file():
                 raise CheckpointError(f"{path}: missing")
-            if path.stat().st_size != expected["bytes"]:
-                raise CheckpointError(f"{path}: {path.stat().st_size} bytes instead of {expected['bytes']}")
-            if file_sum(path)["sha256"] != expected["sha256"]:
-                raise CheckpointError(f"{path}: contents differ from what was written (SHA-256 mismatch)")
+            try:
+                size = path.stat().st_size
+                if size != expected["bytes"]:
+                    raise CheckpointError(f"{path}: {size} bytes instead of {expected['bytes']}")
+                if file_sum(path)["sha256"] != expected["sha256"]:
+                    raise CheckpointError(f"{path}: contents differ from what was written (SHA-256 mismatch)")
+            except OSError as error:
+                raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
 
     def fill(self, shards: Iterable[Shard], source_name: Callable[[str], str] = lambda name: name) -> None:
         """Copy into every piece what the files hold for its box, converting the data type.

@@ -17,6 +17,7 @@ from crosstrain.evaluation import evaluate_loss
 from crosstrain.generation import Sampling, generate
 from crosstrain.launch import Launch, launch
 from crosstrain.monitor.console import log, set_up_logging
+from crosstrain.monitor.trackers import finite
 from crosstrain.registry import registry
 
 _MICRO_BATCH = 8  # samples per forward where the run does not say; the result does not depend on it
@@ -60,7 +61,25 @@ def _config(checkpoint: Path, arguments: argparse.Namespace) -> Config:
     saved = load_state(checkpoint).get("config")
     if not isinstance(saved, dict):
         raise CheckpointError(f"{checkpoint}: its state has no configuration; name one with --cfg-path")
-    return Config.from_plain(saved, arguments.options)
+    return Config.from_plain(_without_code(saved, checkpoint), arguments.options)
+
+
+def _without_code(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """A checkpoint's configuration without what would run code or write files on its behalf: it may be anybody's."""
+    run, datasets = saved.get("run"), saved.get("datasets")
+    if isinstance(run, dict) and run.get("plugins"):
+        folders_named = ",".join(map(str, run["plugins"]))
+        print(
+            f"note: {checkpoint} names plugin folders, which are code and not imported on a checkpoint's word; if you "
+            f"trust them: --options run.plugins=[{folders_named}]",
+            file=sys.stderr,
+        )
+        run["plugins"] = []
+    if isinstance(datasets, dict):
+        for dataset in datasets.values():
+            if isinstance(dataset, dict):
+                dataset.pop("prepare", None)
+    return saved
 
 
 def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], sampling: Sampling) -> int:
@@ -80,7 +99,7 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], sampling: Sampli
         assembly.check_fit(runner.model, dataset)
         metrics = evaluate_loss(runner, dataset, micro_batch, job["max_samples"], config.run.num_workers)
         results["splits"][split] = {
-            "loss": metrics.loss, "perplexity": metrics.perplexity, "tokens": metrics.targets,
+            "loss": finite(metrics.loss), "perplexity": finite(metrics.perplexity), "tokens": metrics.targets,
         }  # fmt: skip
         log.info(
             "%s | loss %.6f | perplexity %.4f (%d tokens)", split, metrics.loss, metrics.perplexity, metrics.targets
@@ -108,7 +127,7 @@ def _tokenizer(checkpoint: Path) -> Any:
             f"{checkpoint}: no tokenizer is stored with it, so text is not possible; train with one "
             f"(datasets.<name>.tokenizer)"
         )
-    return AutoTokenizer.from_pretrained(checkpoint)
+    return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
 
 
 def _complete(runner: Any, tokenizer: Any, prompt: str, sampling: Sampling, *, show: bool) -> list[str]:

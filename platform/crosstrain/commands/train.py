@@ -7,8 +7,9 @@ import textwrap
 from crosstrain import assembly
 from crosstrain.config import Config, load_config, plan_batch
 from crosstrain.construct import parameters_on_meta
+from crosstrain.errors import UserError
 from crosstrain.generation import Sampling, generate
-from crosstrain.launch import Launch, launch
+from crosstrain.launch import Launch, launch, restarted
 from crosstrain.monitor.console import log
 from crosstrain.optim import make_schedule
 from crosstrain.registry import registry
@@ -22,7 +23,7 @@ def train(cfg_path: str, options: list[str], nproc_per_node: int | None, fresh: 
     config = load_config(cfg_path, options)
     how = Launch.detect(nproc_per_node, config.run.device)
     check(config, how.world_size)
-    if fresh and how.is_first:
+    if fresh and how.is_first and not restarted():
         aside = RunFolder(config.run.output_dir).set_aside()
         if aside:
             print(f"starting over; the earlier run is kept in {aside}")
@@ -69,10 +70,14 @@ def _farewell(trainer: Trainer) -> None:
     if run.sample_prompts and trainer.dataset.tokenizer_path is not None:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(trainer.dataset.tokenizer_path)
+        tokenizer = AutoTokenizer.from_pretrained(trainer.dataset.tokenizer_path, trust_remote_code=False)
         sampling = Sampling(max_new_tokens=run.sample_tokens, temperature=0.8, top_k=50, seed=run.seed)
         for prompt in run.sample_prompts:
-            text = prompt + generate(runner, tokenizer, prompt, sampling)[0]
+            try:
+                text = prompt + generate(runner, tokenizer, prompt, sampling)[0]
+            except UserError as error:  # the model is trained and saved; a prompt too long is no reason to fail
+                log.warning("run.sample_prompts: %s", error)
+                continue
             log.info("sample of generated text:\n%s", textwrap.indent(text, "    | ", lambda _: True))
     folder = trainer.folder
     log.info(

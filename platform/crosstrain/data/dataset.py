@@ -38,15 +38,13 @@ class Dataset(ABC):
         self.options = options
         self.split = split
 
-    # Megabytes of preparation belong before the first worker starts, not inside eight of them.
     @classmethod  # noqa: B027 - most datasets have nothing to prepare
     def prepare(cls, options: Any) -> None:
-        """Make what `options` say exists but does not yet; called once per machine, before any worker starts."""
+        """Make what `options` say exists but does not yet.
 
-    @classmethod
-    def is_prepared(cls, options: Any) -> bool:
-        """Whether `prepare` has nothing left to do; other processes of the same machine wait for this."""
-        return True
+        Called before any worker starts; by every worker where something else started them, so that calls at the same
+        time must come to one result, the later ones waiting for the first.
+        """
 
     @abstractmethod
     def __len__(self) -> int:

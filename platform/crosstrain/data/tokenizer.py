@@ -166,7 +166,7 @@ def _from_transformers(spec: str) -> TextTokenizer:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(spec)
+        tokenizer = AutoTokenizer.from_pretrained(spec, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise DataError(f"no tokenizer {spec!r}, neither as a folder nor on the Hugging Face hub: {reason}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,11 @@ from typing import Any
 import yaml
 
 Row = dict[str, Any]  # step, plain numbers, and {"timers": {phase: ms}}
+
+
+def finite(value: Any) -> Any:
+    """`value`, or None for a number that JSON has no form for."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class JsonlTracker:
@@ -20,7 +26,7 @@ class JsonlTracker:
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def log(self, row: Row) -> None:
-        self._file.write(json.dumps(row) + "\n")
+        self._file.write(json.dumps({key: finite(value) for key, value in row.items()}) + "\n")
 
     def close(self) -> None:
         self._file.close()
@@ -48,7 +54,7 @@ class TensorBoardTracker:
     def __init__(self, folder: Path, resumed_step: int, config: dict[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1 if resumed_step else None)
+        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
         if not resumed_step:
             text = yaml.safe_dump(config, sort_keys=False)
             self._writer.add_text("config", "    " + text.replace("\n", "\n    "))
