@@ -85,6 +85,41 @@ def test_mistakes_on_the_command_line(
     assert expected in complaint(capsys, *arguments)
 
 
+def test_a_checkpoint_cannot_make_evaluation_import_code(workspace: Workspace) -> None:
+    workspace.train("out", "run.max_iters=1")
+    plugins = workspace.path / "trap"
+    plugins.mkdir()
+    (plugins / "trap.py").write_text(
+        "from pathlib import Path\nfrom crosstrain.registry import registry\nPath('sprung').touch()\n"
+        "@registry.register_model('trap')\nclass Trap:\n    pass\n"
+    )
+    state_file = workspace.path / "out" / "checkpoints" / "step_000001" / "state.json"
+    state = json.loads(state_file.read_text())
+    state["config"]["run"]["plugins"] = [str(plugins)]
+    state["config"]["model"] = {"arch": "trap"}
+    manifest_file = state_file.with_name("manifest.json")
+    state_file.write_text(json.dumps(state))
+    manifest = json.loads(manifest_file.read_text())
+    del manifest["files"]["state.json"]
+    manifest_file.write_text(json.dumps(manifest))
+
+    evaluated = workspace.evaluate("--checkpoint", "out")
+    assert evaluated.code == 1
+    assert "not imported on a checkpoint's word" in evaluated.err
+    assert "Traceback" not in evaluated.err
+    assert not (workspace.path / "sprung").exists()
+
+
+def test_two_trainings_in_one_folder_are_refused(workspace: Workspace) -> None:
+    from filelock import FileLock
+
+    (workspace.path / "out").mkdir()
+    with FileLock(workspace.path / "out" / ".lock"):
+        run = workspace.train("out", "run.max_iters=1", fails=True)
+    assert run.code == 1
+    assert "another process is training" in run.err
+
+
 def test_list_shows_every_kind_with_its_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     out = capsys.readouterr().out

@@ -52,10 +52,11 @@ def test_round_trip_through_other_boxes(tmp_path: Path) -> None:
     memory = torch.zeros(24)
     pieces = [p for a, b in [(0, 5), (5, 6), (6, 24)] for p in flat_range_pieces(memory[a:b], (6, 4), a)]
     step = torch.tensor(0.0)
-    load_shards(
-        folder,
-        [Shard("exp_avg", "layer.weight", (6, 4), pieces), Shard("step", "layer.weight", (), whole_pieces(step, ()))],
-    )
+    wanted = [
+        Shard("exp_avg", "layer.weight", (6, 4), pieces),
+        Shard("step", "layer.weight", (), whole_pieces(step, ())),
+    ]
+    Reader.open(folder).fill(wanted)
     assert torch.equal(memory.view(6, 4), shards()[2].pieces[0].data)
     assert step == 7.0
 
@@ -144,6 +145,28 @@ def _edit(folder: Path, change: Callable[[dict], None]) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     change(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_another_version_is_neither_used_nor_passed_over(tmp_path: Path) -> None:
+    saved(tmp_path, 5)
+    _edit(saved(tmp_path, 6), lambda manifest: manifest.update(version=99))
+    with pytest.raises(CheckpointError, match="version 99 is not one that this release reads"):
+        folders.newest_valid(tmp_path)
+
+
+def test_a_failed_save_does_not_keep_the_next_from_trying(tmp_path: Path) -> None:
+    saved(tmp_path, 5)
+    outcomes = iter([OSError(28, "No space left on device"), None])
+
+    def write_config(folder: Path) -> None:
+        if problem := next(outcomes):
+            raise problem
+
+    keeper = Checkpointer(tmp_path, Group(), Retention(), write_config)
+    keeper.save(6, shards(), {"step": 6})
+    keeper.save(7, shards(), {"step": 7})
+    keeper.wait()
+    assert folders.steps(tmp_path) == [5, 7]
 
 
 HOSTILE: dict[str, Callable[[dict], object]] = {
