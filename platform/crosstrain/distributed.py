@@ -40,10 +40,6 @@ class Group:
             self.all_gather(None)
 
 
-def world() -> tuple[int, int, int]:
-    """(rank, local rank, world size) as the launcher put them into the environment."""
-    return (
-        int(os.environ.get("RANK", "0")),
-        int(os.environ.get("LOCAL_RANK", "0")),
-        int(os.environ.get("WORLD_SIZE", "1")),
-    )
+def world() -> tuple[int, int]:
+    """(local rank, world size) as the launcher put them into the environment."""
+    return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -74,7 +74,7 @@ class Runner:
 
     def setup(self) -> None:
         """Choose the device and join the other ranks."""
-        _, local_rank, size = world()
+        local_rank, size = world()
         self.device = _device(self.run.device, local_rank)
         group: dist.ProcessGroup | None = None
         if size > 1:

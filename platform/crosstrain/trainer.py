@@ -17,6 +17,7 @@ from crosstrain.errors import CheckpointError, TrainingError
 from crosstrain.evaluation import LossMetrics, evaluate_loss
 from crosstrain.monitor.console import log, set_up_logging
 from crosstrain.monitor.reporter import Reporter
+from crosstrain.monitor.trackers import finite
 from crosstrain.optim import make_schedule
 from crosstrain.run_folder import RunFolder
 from crosstrain.runner import Runner
@@ -184,9 +185,9 @@ class Trainer:
         runner.precision.update(not result.applied, f"step {state.step} (samples {first} to {last})")
         return {
             "step": state.step,
-            "loss": loss if math.isfinite(loss) else None,
+            "loss": finite(loss),
             "lr": rate if result.applied else self.schedule.rate(state.applied_steps),
-            "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
+            "grad_norm": finite(result.grad_norm),
             "loss_scale": scale,
             "samples": state.samples,
             "skipped_steps": state.step - state.applied_steps,
