@@ -62,6 +62,15 @@ def _parser() -> _Parser:
     evaluate.add_argument("--output", metavar="FILE", help="write the results as JSON")
     evaluate.set_defaults(run=_evaluate)
 
+    export = verbs.add_parser("export", help="write a checkpoint as a plain Hugging Face model folder")
+    export.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's folder (its newest)"
+    )
+    export.add_argument("--output", required=True, metavar="DIR", help="a folder that is empty or does not exist")
+    export.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="convert to it (default: as it is stored)")
+    export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="begin another file beyond this")
+    export.set_defaults(run=_export)
+
     prepare = verbs.add_parser("prepare", help="turn text into memory-mapped tokens")
     prepare.add_argument("--input", nargs="+", required=True, metavar="PATH",
                          help=".txt files, folders of them, JSONL, parquet, or `stdlib`")  # fmt: skip
@@ -96,6 +105,12 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from crosstrain.commands.evaluate import evaluate
 
     return evaluate(arguments)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from crosstrain.commands.export import export
+
+    return export(arguments)
 
 
 def _prepare(arguments: argparse.Namespace) -> int:

@@ -53,9 +53,9 @@ class Model(nn.Module, ABC):
     def canonical_name(self, name: str) -> str:
         """The Hugging Face name of the parameter that `named_parameters` calls `name`."""
 
-    def logical_shape(self, name: str, parameter: Tensor) -> torch.Size:
-        """Shape of parameter `name` (canonical) without padding."""
-        return parameter.shape
+    def logical_shape(self, name: str, shape: torch.Size) -> torch.Size:
+        """Shape without padding of parameter `name` (canonical), which has `shape` with it."""
+        return shape
 
     @abstractmethod
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,25 +15,36 @@ from crosstrain.errors import ConfigError
 from crosstrain.registry import registry
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
-MakeOptimizer = Callable[[NamedParameters], torch.optim.Optimizer]
+ShapeOf = Callable[[nn.Parameter], torch.Size]
 
 
-def parameter_groups(parameters: NamedParameters, weight_decay: float) -> list[dict[str, Any]]:
+class MakeOptimizer(Protocol):
+    """Builds the configured optimizer over whatever parameters a runner has after sharding.
+
+    `shape_of` tells a parameter's full shape where an engine keeps something else in its place.
+    """
+
+    def __call__(self, parameters: NamedParameters, shape_of: ShapeOf = ...) -> torch.optim.Optimizer: ...
+
+
+def parameter_groups(
+    parameters: NamedParameters, weight_decay: float, shape_of: ShapeOf = lambda p: p.shape
+) -> list[dict[str, Any]]:
     """Two groups of the trainable parameters: matrices decay, biases and norms (fewer than two dimensions) do not."""
     trainable = [p for _, p in parameters if p.requires_grad]
     groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trainable if len(shape_of(p)) >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if len(shape_of(p)) < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
 
 def optimizer_factory(config: Config) -> MakeOptimizer:
-    """A function that builds the configured optimizer over whatever parameters the runner has after sharding."""
+    """The configured optimizer's maker."""
     make = registry.get_optimizer_class(config.optimizer.name)
 
-    def build(parameters: NamedParameters) -> torch.optim.Optimizer:
-        groups = parameter_groups(parameters, config.run.weight_decay)
+    def build(parameters: NamedParameters, shape_of: ShapeOf = lambda p: p.shape) -> torch.optim.Optimizer:
+        groups = parameter_groups(parameters, config.run.weight_decay, shape_of)
         if not groups:
             raise ConfigError("the model has no trainable parameter: every part is frozen")
         # The rate is set before every step; a zero until then makes a forgotten one visible.
@@ -50,6 +61,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     back. Raises ConfigError for an optimizer whose state starts at something else.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters]  # an engine may keep buffers there
     for p in parameters:
         p.grad = torch.zeros_like(p)
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -58,7 +70,8 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    optimizer.zero_grad(set_to_none=True)
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):

@@ -15,9 +15,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from crosstrain.checkpoint.boxes import Piece, Shard, whole_pieces
+from crosstrain.checkpoint.boxes import Piece, Shard, dtensor_pieces, whole_pieces
 from crosstrain.construct import construct
 from crosstrain.data.dataset import Batch
 from crosstrain.data.stream import MicroBatch
@@ -51,6 +52,8 @@ class Runner:
     class Options:
         """A runner without options of its own."""
 
+    needs_process_group = False  # whether the engine wants torch's process group even for a single process
+
     device: torch.device
     world: Group
     dp: Group
@@ -77,14 +80,16 @@ class Runner:
         local_rank, size = world()
         self.device = _device(self.run.device, local_rank)
         group: dist.ProcessGroup | None = None
-        if size > 1:
+        if size > 1 or self.needs_process_group:
             cuda = self.device.type == "cuda"
+            alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda else "gloo",
                 device_id=self.device if cuda else None,
                 timeout=timedelta(minutes=30),
+                **alone,
             )
-            group = cast(dist.ProcessGroup, dist.group.WORLD)  # set by init_process_group
+            group = cast(dist.ProcessGroup, dist.group.WORLD) if size > 1 else None  # set by init_process_group
         self.world = self.dp = Group(group)
         self.precision = Precision(self.run.amp, self.device.type)
 
@@ -114,7 +119,7 @@ class Runner:
     def build_optimizer(self, make_optimizer: MakeOptimizer | None) -> None:
         """For `prepare`: the optimizer over the model's parameters as they are now, its state allocated."""
         if make_optimizer is not None:
-            self.optimizer = make_optimizer(self.model.named_parameters())
+            self.optimizer = make_optimizer(self.model.named_parameters(), self.full_shape)
             create_state(self.optimizer)
 
     # ---- training
@@ -163,13 +168,19 @@ class Runner:
             clip = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
             if clip / scale != 1.0:
                 torch._foreach_mul_(gradients, clip / scale)
-            self.optimizer.step()
+            self.update()
         self.model.zero_grad(set_to_none=True)  # not the optimizer's alone: it may own a share of the parameters
         return StepResult(norm, applied)
 
+    def update(self) -> None:
+        """Change the parameters by the gradients as they now stand."""
+        assert self.optimizer is not None
+        self.optimizer.step()
+
     def gradient_norm(self, gradients: list[Tensor]) -> float:
         """Global 2-norm of all gradients, still scaled; the same on every rank."""
-        return get_total_norm(gradients).item()
+        norm = get_total_norm(gradients)
+        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
     def set_learning_rate(self, rate: float) -> None:
         """The rate of the next step; a parameter group may scale it by its `lr_scale`."""
@@ -210,14 +221,15 @@ class Runner:
         """
         out = []
         for name, parameter in self.model.canonical_parameters().items():
-            shape = self.model.logical_shape(name, parameter)
-            out.append(Shard("param", name, tuple(shape), self.pieces(parameter, shape)))
-            for key, value in (self.optimizer.state.get(parameter, {}) if self.optimizer else {}).items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    out.append(Shard(key, name, tuple(shape), self.pieces(value, shape)))
+            shape = self.model.logical_shape(name, self.full_shape(parameter))
+            held = self.held(parameter)
+            out.append(Shard("param", name, tuple(shape), self.pieces(parameter, held, shape)))
+            for key, value in self.held_state(parameter).items():
+                if isinstance(value, Tensor) and value.shape == held.shape:
+                    out.append(Shard(key, name, tuple(shape), self.pieces(parameter, value, shape)))
                 elif isinstance(value, Tensor) and value.ndim == 0:
                     out.append(Shard(key, name, (), whole_pieces(value, ())))
-                else:
+                elif value is not None:
                     raise CheckpointError(
                         f"optimizer {self.run.optimizer.name} keeps {key} of {name} in a form that checkpoints "
                         f"cannot hold ({type(value).__name__}, not a tensor shaped like the parameter or a scalar "
@@ -225,9 +237,41 @@ class Runner:
                     )
         return out
 
-    def pieces(self, tensor: Tensor, shape: torch.Size) -> list[Piece]:
-        """Where the local part of `tensor` lies in its logical `shape`; the default is a rank that holds all of it."""
-        return whole_pieces(tensor, tuple(shape))
+    def gradients(self) -> list[Shard]:
+        """This rank's part of the step's gradients, still scaled, as boxes of kind "grad".
+
+        To be called between `forward_backward` and `optimizer_step`.
+        """
+        out = []
+        for name, parameter in self.model.canonical_parameters().items():
+            gradient = self.held_gradient(parameter)
+            if gradient is not None:
+                shape = self.model.logical_shape(name, self.full_shape(parameter))
+                out.append(Shard("grad", name, tuple(shape), self.pieces(parameter, gradient, shape)))
+        return out
+
+    def full_shape(self, parameter: nn.Parameter) -> torch.Size:
+        """Shape of a parameter, padding included, where an engine may have put something else in its place."""
+        return parameter.shape
+
+    def held(self, parameter: nn.Parameter) -> Tensor:
+        """The memory in which this rank holds its part of a parameter."""
+        return parameter
+
+    def held_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """What this rank's optimizer keeps of a parameter, by the optimizer's names, laid out as `held` is."""
+        return self.optimizer.state.get(parameter, {}) if self.optimizer else {}
+
+    def held_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """This rank's part of a parameter's gradient, laid out as `held` is."""
+        return parameter.grad
+
+    def pieces(self, parameter: nn.Parameter, held: Tensor, shape: torch.Size) -> list[Piece]:
+        """Where `held`, this rank's part of `parameter` or of something shaped like it, lies in the logical `shape`.
+
+        The default is a rank that holds all of it, or its part as a DTensor.
+        """
+        return dtensor_pieces(held, tuple(shape)) if isinstance(held, DTensor) else whole_pieces(held, tuple(shape))
 
     def loaded(self) -> None:
         """Called after shards were filled: refresh whatever was derived from them."""

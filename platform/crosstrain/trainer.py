@@ -9,7 +9,7 @@ from typing import Any
 from crosstrain import assembly
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
-from crosstrain.checkpoint.store import is_safe_name
+from crosstrain.checkpoint.manifest import is_safe_name
 from crosstrain.config import BatchPlan, Config, plan_batch
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.stream import MicroBatch, training_steps
@@ -106,11 +106,12 @@ class Trainer:
 
     def _announce(self) -> None:
         parameters = self.runner.model.canonical_parameters().values()
+        numel = {p: self.runner.full_shape(p).numel() for p in parameters}
         log.info(
             "%s: %s parameters (%s trainable), runner %s on %d %s worker(s), %s",
             self.config.model.name,
-            f"{sum(p.numel() for p in parameters):,}",
-            f"{sum(p.numel() for p in parameters if p.requires_grad):,}",
+            f"{sum(numel.values()):,}",
+            f"{sum(n for p, n in numel.items() if p.requires_grad):,}",
             self.config.runner.name,
             self.runner.world.size,
             self.runner.device.type,

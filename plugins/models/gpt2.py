@@ -74,10 +74,8 @@ class GPT2(Model):
     def canonical_name(self, name: str) -> str:
         return name.removeprefix("lm.")
 
-    def logical_shape(self, name: str, parameter: Tensor) -> torch.Size:
-        if name == "transformer.wte.weight":
-            return torch.Size((self.vocab_size, parameter.shape[1]))
-        return parameter.shape
+    def logical_shape(self, name: str, shape: torch.Size) -> torch.Size:
+        return torch.Size((self.vocab_size, shape[1])) if name == "transformer.wte.weight" else shape
 
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
         """transformers' GPT2PreTrainedModel._init_weights: N(0, 0.02), residual projections / sqrt(2 n_layer)."""

@@ -21,19 +21,9 @@ from torch import Tensor
 
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.boxes import Shard
+from crosstrain.checkpoint.manifest import FORMAT, MANIFEST, STATE, VERSION, is_count, read_json
 from crosstrain.checkpoint.plan import Assignment, assign, holdings
-from crosstrain.checkpoint.store import (
-    FORMAT,
-    MANIFEST,
-    STATE,
-    VERSION,
-    Reader,
-    file_sum,
-    fsync,
-    read_json,
-    write_json,
-    write_safetensors,
-)
+from crosstrain.checkpoint.store import Reader, file_sum, fsync, write_json, write_safetensors
 from crosstrain.distributed import Group
 from crosstrain.errors import CheckpointError
 
@@ -188,8 +178,8 @@ class Checkpointer:
 
 def load_state(folder: Path) -> dict[str, Any]:
     """The JSON state of a checkpoint; raises CheckpointError where it is not an object with a step."""
-    state = read_json(folder / STATE)
-    if not isinstance(state, dict) or not isinstance(state.get("step"), int):
+    state = read_json(folder / STATE, most_bytes=1 << 24)
+    if not isinstance(state, dict) or not is_count(state.get("step")):
         raise CheckpointError(f"{folder / STATE}: not the state of a checkpoint")
     return state
 

@@ -7,10 +7,11 @@ import re
 import shutil
 from pathlib import Path
 
-from crosstrain.checkpoint.store import MANIFEST, IncompatibleCheckpointError, Reader, fsync
+from crosstrain.checkpoint.manifest import MANIFEST, IncompatibleCheckpointError
+from crosstrain.checkpoint.store import Reader, fsync
 from crosstrain.errors import CheckpointError
 
-_STEP = re.compile(r"step_(\d{6,})")
+_STEP = re.compile(r"step_([0-9]{6,18})")
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -36,7 +37,8 @@ def point(root: Path, name: str, step: int) -> None:
 def pointed(root: Path, name: str) -> int | None:
     """The step that the pointer file `name` means, if it and the folder exist."""
     try:
-        match = _STEP.fullmatch((root / name).read_text().strip())
+        with open(root / name, encoding="ascii") as file:
+            match = _STEP.fullmatch(file.read(100).strip())  # it may be no pointer at all, and of any size
     except (OSError, UnicodeDecodeError):
         return None
     return int(match[1]) if match and step_folder(root, int(match[1])).is_dir() else None

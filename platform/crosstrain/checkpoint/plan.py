@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from crosstrain.checkpoint.boxes import Box, Shard
-from crosstrain.checkpoint.store import DTYPES
+from crosstrain.checkpoint.manifest import DTYPES
 from crosstrain.errors import CheckpointError
 
 Holding = tuple[str, str, tuple[int, ...], str, Box]  # kind, name, logical shape, dtype, box

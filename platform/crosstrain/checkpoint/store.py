@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +21,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from crosstrain.checkpoint.boxes import Box, Shard, check_cover
+from crosstrain.checkpoint.boxes import Box, Shard
+from crosstrain.checkpoint.manifest import DTYPES, Files, StoredBox, StoredTensor, Tensors, read_manifest
 from crosstrain.errors import CheckpointError
-
-FORMAT, VERSION = "crosstrain-checkpoint", 1
-MANIFEST, STATE = "manifest.json", "state.json"
-
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
-           torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
-_SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*(/[A-Za-z0-9_][A-Za-z0-9_.\-]*)?")
-
-
-class IncompatibleCheckpointError(CheckpointError):
-    """Not damaged but of another format or version: never to be passed over in silence, let alone replaced."""
-
 
 # ---------------------------------------------------------------------------------------------------------- writing
 
 
-def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> dict[str, Any]:
+def write_safetensors(
+    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None,
+    produce: Callable[[str], Tensor] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Write CPU tensors one after another and return {"bytes", "sha256"}; no second copy is made in memory.
+
+    With `produce`, `tensors` are only the types and shapes (on the meta device, say), and `produce(key)` gives each
+    one's data when its turn comes: one exists at a time.
 
     The layout is the safetensors format's: u64 header length, JSON header, then the data in the header's order.
     """
@@ -57,11 +52,16 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str
 
     def parts() -> Iterable[bytes | memoryview]:
         yield len(head).to_bytes(8, "little") + head
-        for tensor in tensors.values():
+        for key, tensor in tensors.items():
             if tensor.numel():
-                yield tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+                yield _bytes_of(produce(key) if produce else tensor, tensor)
 
     return write_file(path, parts())
+
+
+def _bytes_of(tensor: Tensor, announced: Tensor) -> memoryview:
+    assert (tensor.dtype, tensor.shape) == (announced.dtype, announced.shape)
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
@@ -69,21 +69,20 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any
     digest, size = hashlib.sha256(), 0
     with open(path, "xb", buffering=0) as file:
         for part in parts:
-            view = memoryview(part)
-            for start in range(0, len(view), 1 << 24):
-                block = view[start : start + (1 << 24)]
-                digest.update(block)
-                written = 0
-                while written < len(block):  # a raw write may be short
-                    written += file.write(block[written:])
-                size += len(block)
+            size += _append(file, memoryview(part), digest)
+            del part  # before the next one is made, which may be as large
         os.fsync(file.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def is_safe_name(name: str) -> bool:
-    """Whether a file of this name may be part of a checkpoint: a plain name, at most one folder down."""
-    return _SAFE_NAME.fullmatch(name) is not None
+def _append(file: FileIO, data: memoryview, digest: Any) -> int:
+    for start in range(0, len(data), 1 << 24):
+        block = data[start : start + (1 << 24)]
+        digest.update(block)
+        written = 0
+        while written < len(block):  # a raw write may be short
+            written += file.write(block[written:])
+    return len(data)
 
 
 def write_json(path: Path, value: Any) -> dict[str, Any]:
@@ -110,60 +109,21 @@ def fsync(path: Path) -> None:
 
 
 @dataclass
-class StoredBox:
-    """Where a box of a logical tensor lies: tensor `key` of the safetensors file `file`."""
-
-    file: str
-    key: str
-    box: Box
-
-
-@dataclass
-class StoredTensor:
-    shape: tuple[int, ...]
-    dtype: str
-    boxes: list[StoredBox]
-
-
-@dataclass
 class Reader:
     """Reads boxes of logical tensors from whichever files hold them."""
 
     folder: Path
-    tensors: dict[tuple[str, str], StoredTensor]  # (kind, name) -> where
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tensors: Tensors
+    files: Files = field(default_factory=dict)
 
     @staticmethod
     def open(folder: Path) -> Reader:
         """Open a checkpoint, checking everything but the checksums (`verify` does those).
 
-        Raises CheckpointError for a manifest that is missing or malformed, names a path outside the folder, or whose
-        boxes do not tile every tensor exactly once.
+        Raises CheckpointError for a manifest that `read_manifest` refuses.
         """
-        manifest = read_json(folder / MANIFEST)
-        try:
-            if manifest["format"] != FORMAT or manifest["version"] != VERSION:
-                raise IncompatibleCheckpointError(
-                    f"{folder / MANIFEST}: format {manifest['format']!r} version {manifest['version']!r} is not one "
-                    f"that this release reads ({FORMAT} {VERSION})"
-                )
-            files = {str(name): {"bytes": int(f["bytes"]), "sha256": str(f["sha256"])}
-                     for name, f in manifest["files"].items()}  # fmt: skip
-            tensors = {
-                (str(kind), str(name)): StoredTensor(
-                    tuple(map(int, t["shape"])),
-                    str(t["dtype"]),
-                    [StoredBox(str(f), str(key), Box(tuple(map(int, o)), tuple(map(int, s))))
-                     for f, key, o, s in t["boxes"]],
-                )
-                for kind, group in manifest["tensors"].items()
-                for name, t in group.items()
-            }  # fmt: skip
-        except (KeyError, TypeError, ValueError, OverflowError, AttributeError, AssertionError) as error:
-            raise CheckpointError(f"{folder / MANIFEST}: malformed manifest ({error!r})") from None
-        reader = Reader(folder, tensors, files)
-        reader._check()
-        return reader
+        files, tensors = read_manifest(folder)
+        return Reader(folder, tensors, files)
 
     @staticmethod
     def open_hugging_face(folder: Path) -> Reader:
@@ -174,7 +134,7 @@ class Reader:
                 f"{folder}: no .safetensors file; weights in other formats (pytorch_model.bin is a pickle) are not "
                 f"loaded, convert them with transformers' save_pretrained first"
             )
-        tensors: dict[tuple[str, str], StoredTensor] = {}
+        tensors: Tensors = {}
         for path in paths:
             with _open_safetensors(path) as file:
                 for key in file.keys():  # noqa: SIM118 - not a dict
@@ -190,20 +150,6 @@ class Reader:
     def kinds(self) -> set[str]:
         """The kind "param", and the optimizer's names for its state."""
         return {kind for kind, _ in self.tensors}
-
-    def _check(self) -> None:
-        for name in self.files:
-            if not is_safe_name(name):
-                raise CheckpointError(f"{self.folder / MANIFEST}: {name!r} is not a file name inside the checkpoint")
-        for (kind, name), stored in self.tensors.items():
-            for where in stored.boxes:
-                if where.file not in self.files:
-                    raise CheckpointError(
-                        f"{self.folder / MANIFEST}: {kind} {name} lies in {where.file!r}, which is not among its files"
-                    )
-            problem = check_cover([where.box for where in stored.boxes], stored.shape)
-            if problem:
-                raise CheckpointError(f"{self.folder}: {kind} {name}: {problem}")
 
     def verify(self) -> None:
         """Compare every file's size and SHA-256 sum with the manifest's; raises CheckpointError naming the file."""
@@ -244,18 +190,8 @@ class Reader:
                             continue
                         if where.file not in opened:
                             opened[where.file] = stack.enter_context(_open_safetensors(self.folder / where.file))
-                        data = _read(opened[where.file], self.folder / where.file, where, common)
+                        data = _read(opened[where.file], self.folder / where.file, where, stored.dtype, common)
                         piece.data[common.slices_in(piece.box)].copy_(data)
-
-
-def read_json(path: Path) -> Any:
-    """Parsed JSON; CheckpointError where the file is missing or is not JSON."""
-    try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise CheckpointError(f"{path}: not valid JSON") from None
 
 
 def _open_safetensors(path: Path) -> Any:
@@ -265,11 +201,13 @@ def _open_safetensors(path: Path) -> Any:
         raise CheckpointError(f"{path}: cannot be read as safetensors ({error})") from None
 
 
-def _read(file: Any, path: Path, where: StoredBox, wanted: Box) -> Tensor:
+def _read(file: Any, path: Path, where: StoredBox, dtype: str, wanted: Box) -> Tensor:
     try:
         part = file.get_slice(where.key)
         if tuple(part.get_shape()) != where.box.shape:
             raise CheckpointError(f"{path}: {where.key} has shape {part.get_shape()}, not {list(where.box.shape)}")
+        if part.get_dtype() != dtype:
+            raise CheckpointError(f"{path}: {where.key} is {part.get_dtype()}, not {dtype}")
         return part[wanted.slices_in(where.box)] if where.box.shape else file.get_tensor(where.key)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: {error}") from None

@@ -1,0 +1,141 @@
+"""A checkpoint as a plain Hugging Face model folder, whoever wrote it and however its tensors were cut.
+
+Tensors go from the checkpoint's boxes to the new files one at a time, so that memory holds the largest of them, not
+the model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crosstrain.checkpoint.boxes import Shard, whole_pieces
+from crosstrain.checkpoint.manifest import DTYPES, MANIFEST, STATE, read_json
+from crosstrain.checkpoint.store import Reader, fsync, write_json, write_safetensors
+from crosstrain.errors import UserError
+
+_CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
+_OWN = (MANIFEST, STATE, _INDEX)  # what is of the checkpoint's format, or written anew
+# Code and pickles: a checkpoint needs neither, so somebody put them there, and who opens the export would run them.
+_EXECUTABLE = (".py", ".pyc", ".so", ".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    parameters: int
+    bytes: int  # of tensors
+    files: int  # that hold them
+    architecture: str | None  # the transformers class that opens the folder, where the configuration says
+
+
+def export(
+    checkpoint: Path, output: Path, dtype: torch.dtype | None, max_shard_bytes: int, progress: Callable[[str], None]
+) -> Exported:
+    """Write the model in `checkpoint`, which was verified, into the folder `output`, which appears when it is complete.
+
+    `dtype` is what floating-point tensors become; None leaves them. `progress` is told each file and its size. Raises
+    UserError where `output` holds something or cannot be written, and CheckpointError for a malformed checkpoint.
+    """
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise UserError(f"--output: {output} exists already and is not an empty folder; name another one")
+    reader = Reader.open(checkpoint)
+    final = output.absolute()
+    temporary = final.with_name(f".{final.name}.export")
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)  # what an earlier attempt left that was killed
+        temporary.mkdir()
+        exported = _write(reader, temporary, dtype, max_shard_bytes, progress)
+        for path in (*temporary.iterdir(), temporary):
+            fsync(path)
+        os.rename(temporary, final)
+        fsync(final.parent)
+    except OSError as error:
+        raise UserError(f"--output: {output} cannot be written ({error.strerror or error})") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return exported
+
+
+def _write(
+    reader: Reader, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int, progress: Callable[[str], None]
+) -> Exported:
+    tensors = {name: _outline(reader, name, dtype) for kind, name in reader.tensors if kind == "param"}
+    shards = _shards(tensors, max_shard_bytes)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        outlines = {name: tensors[name] for name in names}
+        entry = write_safetensors(folder / file, outlines, produce=lambda name: _read(reader, name, tensors[name]))
+        weight_map |= dict.fromkeys(names, file)
+        progress(f"{file}  {entry['bytes'] / 1e6:,.1f} MB")
+    size = sum(map(_size, tensors.values()))
+    if len(shards) > 1:
+        write_json(folder / _INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+    for name in reader.files:
+        if name not in _OWN and not name.endswith((".safetensors", *_EXECUTABLE)):
+            shutil.copyfile(reader.folder / name, folder / name)
+    config = _write_config(folder, dtype)
+    return Exported(sum(t.numel() for t in tensors.values()), size, len(shards), _architecture(config))
+
+
+def _outline(reader: Reader, name: str, dtype: torch.dtype | None) -> Tensor:
+    """Type and shape of an exported parameter, without memory."""
+    stored = reader.tensors["param", name]
+    there = _BY_NAME[stored.dtype]
+    return torch.empty(stored.shape, dtype=dtype if dtype and there.is_floating_point else there, device="meta")
+
+
+def _read(reader: Reader, name: str, outline: Tensor) -> Tensor:
+    """The data of a parameter, in the type and shape of `outline`."""
+    # The files are opened for each tensor: as long as one is open, what was read of it counts as this process's memory.
+    value = torch.empty_like(outline, device="cpu")
+    reader.fill([Shard("param", name, tuple(value.shape), whole_pieces(value, tuple(value.shape)))])
+    return value
+
+
+def _shards(tensors: dict[str, Tensor], limit: int) -> list[list[str]]:
+    """Names by file, in order: as many to a file as `limit` bytes hold, but at least one."""
+    shards: list[list[str]] = [[]]
+    room = limit
+    for name, tensor in tensors.items():
+        if shards[-1] and _size(tensor) > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(name)
+        room -= _size(tensor)
+    return shards
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _write_config(folder: Path, dtype: torch.dtype | None) -> Any:
+    """The model's configuration, saying `dtype` if given; None where there is none."""
+    path = folder / _CONFIG
+    if not path.exists():
+        return None
+    config = read_json(path)
+    if dtype is not None and isinstance(config, dict):
+        config.pop("torch_dtype", None)  # what transformers called it before version 4.56
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return config
+
+
+def _architecture(config: Any) -> str | None:
+    named = config.get("architectures") if isinstance(config, dict) else None
+    first = named[0] if isinstance(named, list) and named else None
+    return first if isinstance(first, str) and first.isidentifier() else None

@@ -1,0 +1,181 @@
+"""What a checkpoint's JSON files may say. A checkpoint may be anybody's, so every value is checked before it is used.
+
+What passes is small enough to work with, names nothing outside its folder, says nothing that the sizes of its files
+contradict, and has names that can be printed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from crosstrain.checkpoint.boxes import Box, check_cover
+from crosstrain.errors import CheckpointError
+
+FORMAT, VERSION = "crosstrain-checkpoint", 1
+MANIFEST, STATE = "manifest.json", "state.json"
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
+           torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
+_ITEM_SIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
+
+# Room for a manifest of a million boxes: GPT-2 1.5B with each parameter and moment cut for 500 ranks. Parsed values
+# take up to 30 times the memory of their text, so they are limited too.
+_MOST_BYTES, _MOST_VALUES = 1 << 28, 1 << 24
+_LONGEST_NAME, _MOST_DIMENSIONS = 1000, 16
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
+
+
+class IncompatibleCheckpointError(CheckpointError):
+    """Not damaged but of another format or version: never to be passed over in silence, let alone replaced."""
+
+
+@dataclass
+class StoredBox:
+    """Where a box of a logical tensor lies: tensor `key` of the safetensors file `file`."""
+
+    file: str
+    key: str
+    box: Box
+
+
+@dataclass
+class StoredTensor:
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: list[StoredBox]
+
+
+Files = dict[str, dict[str, Any]]  # name -> {"bytes", "sha256"}
+Tensors = dict[tuple[str, str], StoredTensor]  # (kind, name) -> where
+
+
+def is_safe_name(name: str) -> bool:
+    """Whether a file of this name may be part of a checkpoint: plain, not hidden, not in another folder."""
+    return _SAFE_NAME.fullmatch(name) is not None
+
+
+def is_count(value: Any) -> bool:
+    """Whether a parsed value is a size, a position or a number of steps."""
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def read_json(path: Path, most_bytes: int = _MOST_BYTES) -> Any:
+    """Parsed JSON; CheckpointError where the file is missing, larger than `most_bytes`, or is not JSON."""
+    try:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{path}: not a plain file")
+        if status.st_size > most_bytes:
+            raise CheckpointError(f"{path}: {status.st_size} bytes are more than the {most_bytes} that are read")
+        text = path.read_bytes()
+        if sum(map(text.count, (b",", b"[", b"{"))) > _MOST_VALUES:
+            raise CheckpointError(f"{path}: holds more than the {_MOST_VALUES} values that are read")
+        return json.loads(text, object_pairs_hook=_without_duplicates)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
+
+
+def read_manifest(folder: Path) -> tuple[Files, Tensors]:
+    """The files and tensors that the manifest of `folder` lists.
+
+    Raises CheckpointError where it is missing, malformed or names a path outside the folder, where the boxes of a
+    tensor do not tile it exactly once, and where those in a file are larger than the file.
+    """
+    path = folder / MANIFEST
+    manifest = read_json(path)
+    try:
+        if manifest["format"] != FORMAT or manifest["version"] != VERSION:
+            raise IncompatibleCheckpointError(
+                f"{path}: format {manifest['format']!r:.40} version {manifest['version']!r:.40} is not one that this "
+                f"release reads ({FORMAT} {VERSION})"
+            )
+        files = {name: _file(name, entry) for name, entry in manifest["files"].items()}
+        tensors = {
+            (_name(kind), _name(name)): _tensor(entry)
+            for kind, group in manifest["tensors"].items()
+            for name, entry in group.items()
+        }
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: malformed manifest ({error!r})") from None
+    _check_boxes(path, files, tensors)
+    return files, tensors
+
+
+def _check_boxes(path: Path, files: Files, tensors: Tensors) -> None:
+    held = dict.fromkeys(files, 0)
+    for (kind, name), stored in tensors.items():
+        for where in stored.boxes:
+            if where.file not in held:
+                raise CheckpointError(f"{path}: {kind} {name} lies in {where.file!r}, which is not among its files")
+            held[where.file] += where.box.numel * _ITEM_SIZES[stored.dtype]
+        problem = check_cover([where.box for where in stored.boxes], stored.shape)
+        if problem:
+            raise CheckpointError(f"{path}: {kind} {name}: {problem}")
+    for file, size in held.items():
+        if size > files[file]["bytes"]:
+            raise CheckpointError(
+                f"{path}: boxes of {size} bytes cannot lie in {file}, which has {files[file]['bytes']}"
+            )
+
+
+def _file(name: str, entry: Any) -> dict[str, Any]:
+    if not is_safe_name(name):
+        raise ValueError(f"{name!r:.100} is not a file name inside the checkpoint")
+    return {"bytes": _count(entry["bytes"]), "sha256": _name(entry["sha256"])}
+
+
+def _tensor(entry: Any) -> StoredTensor:
+    if entry["dtype"] not in _ITEM_SIZES:
+        raise ValueError(f"{entry['dtype']!r:.40} is not a type that checkpoints hold")
+    boxes = [
+        StoredBox(_name(file), _name(key), _box(_counts(offset), _counts(shape)))
+        for file, key, offset, shape in entry["boxes"]
+    ]
+    return StoredTensor(_counts(entry["shape"]), entry["dtype"], boxes)
+
+
+def _box(offset: tuple[int, ...], shape: tuple[int, ...]) -> Box:
+    if len(offset) != len(shape):
+        raise ValueError(f"a box at {list(offset)} of shape {list(shape)}")
+    return Box(offset, shape)
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    """A shape or an offset, of which a tensor can be made."""
+    if not isinstance(values, list):
+        raise ValueError(f"{values!r:.40} is not a list")
+    counts = tuple(map(_count, values))
+    if len(counts) > _MOST_DIMENSIONS or not is_count(math.prod(n or 1 for n in counts)):
+        raise ValueError(f"{counts!r:.100} is too large a shape")
+    return counts
+
+
+def _count(value: Any) -> int:
+    if not is_count(value):
+        raise ValueError(f"{value!r:.40} is not a size")
+    return value
+
+
+def _name(value: Any) -> str:
+    """A name that can be shown on a terminal and handed to any library."""
+    if not isinstance(value, str) or not value.isprintable() or len(value) > _LONGEST_NAME:
+        raise ValueError(f"{value!r:.100} is not a name")
+    return value
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # One program would show the first value to whoever inspects the file, and another would use the second.
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice in an object")
+    return found

@@ -1,0 +1,154 @@
+"""Options of the deepspeed runner, made from DeepSpeed's own configuration model.
+
+So every key of `zero_optimization` that the installed DeepSpeed knows is a typed option under its own name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin
+
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from pydantic import BaseModel, ValidationError
+
+from crosstrain.check import OptionError
+
+_NOT_OFFERED = {
+    "stage",  # declared below
+    "elastic_checkpoint", "load_from_fp32_weights", "legacy_stage1", "pipeline_loading_checkpoint",  # its checkpoints
+    "zenflow", "compute_grad_norm", "save_muon_momentum_buffer_in_memory",  # another training than the other runners'
+    "ratio", "super_offload", "cpuadam_cores_perc",  # need an optimizer of DeepSpeed's
+}  # fmt: skip
+
+_STAGES_1_2 = {
+    "allgather_partitions", "allgather_bucket_size", "reduce_scatter", "use_multi_rank_bucket_allreduce",
+    "round_robin_gradients", "parameter_alignment", "ignore_unused_parameters",
+}  # fmt: skip
+_STAGES_1_2_3 = {"contiguous_gradients", "reduce_bucket_size", "overlap_comm", "offload_optimizer"}
+
+# DeepSpeed's keys for what the platform says elsewhere, once for all runners.
+_ELSEWHERE = {
+    "train_batch_size": "run.global_batch_size says it for every runner",
+    "train_micro_batch_size_per_gpu": "run.micro_batch_size says it for every runner",
+    "gradient_accumulation_steps": "run.accum_grad_iters says it for every runner",
+    "gradient_clipping": "run.grad_norm_clip says it for every runner",
+    "optimizer": "run.optimizer says it for every runner",
+    "scheduler": "run.lr_sched says it for every runner",
+    "fp16": "run.amp says it for every runner",
+    "bf16": "run.amp says it for every runner",
+    "torch_autocast": "run.amp says it for every runner",
+    "activation_checkpointing": "run.gradient_checkpointing says it for every runner",
+    "tensorboard": "every run writes TensorBoard files into its folder",
+    "zero_optimization": "its keys stand here without it: stage, overlap_comm, ...",
+    "cpu_offload": "offload_optimizer: {device: cpu} replaces it",
+    "cpu_offload_param": "offload_param: {device: cpu} replaces it",
+    "compute_grad_norm": "the norm is always computed, because it is reported",
+}
+
+
+def _hint(annotation: Any) -> Any:
+    """A type that the platform's checker understands for one of pydantic's."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        members = [_hint(member) for member in get_args(annotation)]
+        return Union[tuple(members)]  # noqa: UP007 - made of values
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return _options(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return Literal[tuple(member.value for member in annotation)]
+    if annotation is int:
+        return int | float  # YAML reads 3e8 as a float, and DeepSpeed's examples are full of such
+    return annotation if annotation in (bool, float, str, Path, type(None)) else Any
+
+
+def _options(model: type[BaseModel], base: type = object) -> type:
+    """A dataclass with the fields of `model`, under the names that its files use, with its defaults."""
+    fields: list[tuple[str, Any, Any]] = []
+    for name, info in model.model_fields.items():
+        key = info.alias or name
+        deprecated = isinstance(info.json_schema_extra, dict) and info.json_schema_extra.get("deprecated")
+        if deprecated or key in _NOT_OFFERED:
+            continue
+        if info.default_factory is not None or isinstance(info.default, BaseModel):
+            fields.append((key, Any, None))
+        else:
+            default = info.default.value if isinstance(info.default, enum.Enum) else info.default
+            default = int(default) if isinstance(default, int) and not isinstance(default, bool) else default
+            fields.append((key, _hint(info.annotation), field(default=default)))
+    return dataclasses.make_dataclass(model.__name__, fields, bases=(base,), namespace={"__module__": __name__})
+
+
+@dataclass
+class AsyncIO:
+    """DeepSpeed's `aio`: how tensors are moved to and from an NVMe device."""
+
+    block_size: int = 1048576  # bytes of one request
+    queue_depth: int = 8  # requests under way
+    intra_op_parallelism: int = 1  # threads that share one tensor
+    single_submit: bool = False  # submit requests one by one
+    overlap_events: bool = True  # submit and wait at the same time
+
+
+@dataclass
+class _Base:
+    stage: Literal[0, 1, 2, 3] = 1  # what is sharded: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
+    wall_clock_breakdown: bool = False  # DeepSpeed's own phases among the timers of every logged step
+    steps_per_print: int | None = None  # log DeepSpeed's progress line every so many steps
+    dump_state: bool = False  # log DeepSpeed's whole configuration when the engine is made
+    aio: AsyncIO = field(default_factory=AsyncIO)
+
+    elsewhere: ClassVar[dict[str, str]] = _ELSEWHERE
+
+    def __post_init__(self) -> None:
+        for key in self.given():
+            if not self._used(key):
+                raise OptionError(key, f"ZeRO stage {self.stage} ignores it; remove it, or choose another stage")
+        for key in ("offload_optimizer", "offload_param"):
+            offload = getattr(self, key)
+            if offload is None or offload.device != "nvme":
+                continue
+            if self.stage < 3:
+                raise OptionError(key, f"offloading to nvme needs ZeRO stage 3, not {self.stage}")
+            if offload.nvme_path is None:
+                raise OptionError(key, "offloading to nvme needs nvme_path, a folder on the device")
+        try:
+            DeepSpeedZeroConfig(**self.zero())
+        except ValidationError as error:
+            problem = error.errors()[0]
+            path = ".".join(map(str, problem["loc"])) or "stage"
+            raise OptionError(path, f"DeepSpeed refuses it: {problem['msg']}") from None
+
+    def given(self) -> dict[str, Any]:
+        """ZeRO's options that differ from DeepSpeed's defaults."""
+        own = {f.name for f in dataclasses.fields(_Base)}
+        return {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if f.name not in own and getattr(self, f.name) != f.default
+        }
+
+    def _used(self, key: str) -> bool:
+        if key in _STAGES_1_2:
+            return self.stage in (1, 2)
+        return self.stage >= 1 if key in _STAGES_1_2_3 else self.stage == 3
+
+    def zero(self) -> dict[str, Any]:
+        """The section `zero_optimization` for DeepSpeed."""
+        plain: dict[str, Any] = {"stage": self.stage}
+        for key, value in self.given().items():
+            plain[key] = _plain(value)
+        return plain
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return str(value) if isinstance(value, Path) else value
+
+
+Options = _options(DeepSpeedZeroConfig, _Base)

@@ -1,0 +1,224 @@
+"""DeepSpeed's ZeRO: optimizer state, gradients and parameters are sharded over the ranks, by stage."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.runtime.utils import combine_grad_norm_groups
+from torch import Tensor, nn
+
+from crosstrain.checkpoint.boxes import Piece, flat_range_pieces
+from crosstrain.data.dataset import Batch
+from crosstrain.data.stream import MicroBatch
+from crosstrain.model import Model
+from crosstrain.monitor.console import log
+from crosstrain.optim import MakeOptimizer, create_state
+from crosstrain.options import plan_batch
+from crosstrain.registry import registry
+from crosstrain.runner import Runner, StepResult
+
+from .options import Options
+from .partition import Partition, Stage3, Stage12
+
+
+@registry.register_runner("deepspeed")
+class DeepSpeedRunner(Runner):
+    """DeepSpeed's engine, ZeRO stages 0 to 3, with offloading to host memory and NVMe.
+
+    Parameters stay fp32 and the forward runs under the platform's own autocast and loss scale, as under every other
+    runner; DeepSpeed's precision modes, schedules and batch arithmetic are not used.
+    """
+
+    Options = Options
+
+    needs_process_group = True
+    engine: Any = None  # None: nothing is sharded, because stages below 3 shard nothing that evaluation needs
+    partition: Partition | None = None  # None: this rank holds everything
+
+    def setup(self) -> None:
+        super().setup()
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        if get_accelerator().device_name() != self.device.type:
+            from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+            assert self.device.type == "cpu"  # a GPU is what DeepSpeed finds by itself
+            set_accelerator(CPU_Accelerator())
+        # On a CPU it would compile, for half a minute, a collective that only its inference engine calls.
+        with patch("deepspeed.comm.torch.build_shm_op", lambda: None):
+            deepspeed.init_distributed(get_accelerator().communication_backend_name(), verbose=False)
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.destroy()
+        super().close()
+
+    # ---- building
+
+    def construct(self, make_model: Callable[[], Model]) -> Model:
+        if self.options.stage < 3:
+            return super().construct(make_model)
+        # The type follows from the configuration: its argument `dtype` becomes bf16 on a CPU, whatever is asked for.
+        with deepspeed.zero.Init(config_dict_or_path=self._config(1, 1)):
+            return make_model()
+
+    def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
+        self.model = self.module = model
+        plan = None
+        if make_optimizer is not None:
+            self.optimizer = make_optimizer(model.named_parameters(), self.full_shape)
+            plan = plan_batch(self.run, self.dp.size)
+        elif self.options.stage < 3:
+            return
+        self._autocast_inside(model)
+        config = self._config(plan.micro_batch, plan.accumulation) if plan else self._config(1, 1)
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=config)
+        self.module = self.engine
+        zero = self.engine.optimizer
+        if self.options.stage == 3:
+            self.partition = Stage3(zero, self.optimizer)
+        elif self.options.stage > 0:
+            self.partition = Stage12(zero)
+        if self.optimizer is not None:
+            self.partition.create_state() if self.partition else create_state(self.optimizer)
+        if self.options.dump_state:
+            _log_configuration(self.engine)
+
+    def _autocast_inside(self, model: Model) -> None:
+        """Enter autocast within the forward, because the engine's forward leaves whatever is around it."""
+        forward = model.forward
+
+        def autocast_forward(**batch: Any) -> Any:
+            with self.precision.autocast():
+                return forward(**batch)
+
+        model.forward = autocast_forward  # type: ignore[method-assign]
+
+    def _config(self, micro_batch: int, accumulation: int) -> dict[str, Any]:
+        """DeepSpeed's configuration: what the platform says elsewhere, translated, and this runner's options."""
+        zero = self.options.stage > 0
+        return {
+            "train_micro_batch_size_per_gpu": micro_batch,
+            "gradient_accumulation_steps": accumulation,
+            "gradient_clipping": (self.run.grad_norm_clip or 0.0) if zero else 0.0,  # else `optimizer_step` clips
+            "zero_optimization": self.options.zero(),
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "wall_clock_breakdown": self.options.wall_clock_breakdown,
+            "steps_per_print": None,
+            "aio": dataclasses.asdict(self.options.aio),
+        }
+
+    # ---- training
+
+    def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
+        if self.partition is not None:
+            self.engine.optimizer.override_loss_scale(self.precision.scaler.scale)
+        return super().forward_backward(micro_batches, num_targets)
+
+    @contextmanager
+    def gradient_sync(self, last: bool) -> Iterator[None]:
+        self.engine.set_gradient_accumulation_boundary(last)
+        yield
+
+    def compute_loss(self, batch: Batch) -> Tensor:
+        return self.module(**batch)
+
+    def backward(self, loss: Tensor) -> None:
+        if self.partition is not None:
+            loss = loss / self.precision.scaler.scale  # ZeRO multiplies by it again
+        with self.timers("backward"):
+            self.engine.backward(loss, scale_wrt_gas=False)
+
+    def optimizer_step(self, apply: bool = True) -> StepResult:
+        result = super().optimizer_step(apply) if self.partition is None else self._zero_step(apply)
+        if self.options.wall_clock_breakdown:
+            for name, milliseconds in self.engine.get_wall_clock_timers().items():
+                self.timers.add(f"deepspeed {name}", milliseconds / 1000)
+        every, steps = self.options.steps_per_print, self.engine.global_steps
+        if every and steps % every == 0:
+            lr, momentum = self.engine.get_lr(), self.engine.get_mom()
+            log.info("deepspeed: step=%d, skipped=%d, lr=%s, mom=%s", steps, self.engine.skipped_steps, lr, momentum)
+        return result
+
+    def update(self) -> None:
+        self.engine.step()
+
+    def _zero_step(self, apply: bool) -> StepResult:
+        if apply:
+            self.engine.step()
+            return StepResult(float(self.engine.get_global_grad_norm()), self.engine.was_step_applied())
+        with self._refusal() as norm:
+            self.engine.step()
+        return StepResult(norm[0] / self.precision.scaler.scale, False)
+
+    @contextmanager
+    def _refusal(self) -> Iterator[list[float]]:
+        """Inside, DeepSpeed takes the gradients for overflowed and throws them away; yields their real norm in a list.
+
+        Its mark for a norm that is not finite is -1.
+        """
+        zero, norm = self.engine.optimizer, list[float]()
+        name = "_get_norm_groups" if self.options.stage == 3 else "scaled_global_norm"
+        compute = getattr(zero, name)
+
+        def refuse() -> Any:
+            value = compute()
+            if not isinstance(value, list):
+                norm.append(float(value))
+                return torch.full_like(value, -1.0)
+            norm.append(float(combine_grad_norm_groups(value)))
+            return [torch.full_like(group, -1.0) for group in value]
+
+        with patch.object(zero, name, refuse):
+            yield norm
+
+    # ---- what this rank holds
+
+    def full_shape(self, parameter: nn.Parameter) -> torch.Size:
+        return getattr(parameter, "ds_shape", parameter.shape)
+
+    def held(self, parameter: nn.Parameter) -> Tensor:
+        return self.partition.weight(parameter) if self.partition else super().held(parameter)
+
+    def held_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        return self.partition.state(parameter) if self.partition else super().held_state(parameter)
+
+    def held_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        return self.partition.gradient(parameter) if self.partition else super().held_gradient(parameter)
+
+    def pieces(self, parameter: nn.Parameter, held: Tensor, shape: torch.Size) -> list[Piece]:
+        if self.partition is None:
+            return super().pieces(parameter, held, shape)
+        start = self.partition.start(parameter)
+        return flat_range_pieces(held, tuple(shape), start, tuple(self.full_shape(parameter)))
+
+    def loaded(self) -> None:
+        if self.partition is not None:
+            self.partition.loaded()
+
+
+class _Forward(logging.Handler):
+    """DeepSpeed's log lines in the run's own log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log.info("deepspeed: %s", record.getMessage().strip())
+
+
+def _log_configuration(engine: Any) -> None:
+    theirs, handler = logging.getLogger("DeepSpeed"), _Forward()
+    level, handlers = theirs.level, theirs.handlers
+    theirs.setLevel(logging.INFO)
+    theirs.handlers = [handler]
+    try:
+        engine._config.print("configuration of the engine")
+    finally:
+        theirs.setLevel(level)
+        theirs.handlers = handlers

@@ -1,0 +1,81 @@
+"""Fully sharded data parallelism: every rank holds a share of each parameter and gathers a block when it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+from crosstrain.construct import materialize, parameters_on_meta
+from crosstrain.errors import ConfigError
+from crosstrain.model import Model
+from crosstrain.optim import MakeOptimizer
+from crosstrain.registry import registry
+from crosstrain.runner import Runner
+
+
+@registry.register_runner("fsdp")
+class FSDPRunner(Runner):
+    """torch's FSDP2: parameters, gradients and optimizer state are sharded over the ranks (ZeRO-3)."""
+
+    @dataclass
+    class Options:
+        """Options of `run.runner` for fsdp."""
+
+        shard_size: int | None = None  # ranks that share one copy of the model (hybrid sharding); None: all
+        reshard_after_forward: bool = True  # False: blocks stay gathered until their backward (ZeRO-2): faster
+        cpu_offload: bool = False  # shards and optimizer live in host memory
+        sync_each_micro_batch: bool = False  # reduce gradients after every micro batch: slower, but no full gradients
+
+    needs_process_group = True
+    module: FSDPModule  # type: ignore[assignment] # the model itself, whose class fully_shard changes
+
+    @classmethod
+    def data_parallel_size(cls, options: Any, world_size: int) -> int:
+        if world_size % (options.shard_size or world_size):
+            raise ConfigError(
+                f"run.runner.shard_size: {options.shard_size} does not divide the {world_size} ranks evenly"
+            )
+        return world_size
+
+    def setup(self) -> None:
+        super().setup()
+        shard = self.options.shard_size or self.world.size
+        self.mesh = init_device_mesh(
+            self.device.type, (self.world.size // shard, shard), mesh_dim_names=("replicate", "shard")
+        )
+
+    def construct(self, make_model: Callable[[], Model]) -> Model:
+        with parameters_on_meta():  # memory is given to the shards alone, in `prepare`
+            return make_model()
+
+    def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
+        options: dict[str, Any] = {
+            "mesh": self.mesh if self.mesh.shape[0] > 1 else self.mesh["shard"],
+            "reshard_after_forward": self.options.reshard_after_forward,
+            "offload_policy": CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+            if self.options.cpu_offload
+            else OffloadPolicy(),
+        }
+        for block in model.blocks():
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+        materialize(model, torch.device("cpu") if self.options.cpu_offload else self.device)
+        super().prepare(model, make_optimizer)
+
+    @contextmanager
+    def gradient_sync(self, last: bool) -> Iterator[None]:
+        self.module.set_requires_gradient_sync(last or self.options.sync_each_micro_batch)
+        self.module.set_is_last_backward(last)
+        yield
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        with super().evaluating():
+            yield
+        self.module.reshard()  # no backward follows that would put the outermost parameters back into their shards

@@ -1,0 +1,17 @@
+"""What the server of tests/ranks.py imports once for all ranks."""
+
+import contextlib
+
+import torch  # noqa: F401
+import torch.distributed.fsdp
+import torch.distributed.tensor  # noqa: F401
+import torch.utils.tensorboard  # noqa: F401
+import transformers
+from transformers import GPT2LMHeadModel  # noqa: F401
+
+import crosstrain.commands.train  # noqa: F401
+
+with contextlib.suppress(ImportError):
+    import deepspeed  # noqa: F401
+
+transformers.logging.set_verbosity_error()

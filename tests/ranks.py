@@ -1,0 +1,107 @@
+"""Ranks as forks of a server that has imported everything: they start in a moment, where a fresh process takes seconds.
+
+What such a rank runs is what a launched one runs; only the launcher is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from conftest import ROOT, Run
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["preload"])
+
+
+def run_ranks(size: int, function: Callable[..., Any], *args: Any, seconds: float = 120) -> list[Any]:
+    """`function(*args)` on `size` ranks with torch's environment set; every rank's result.
+
+    `function` must be importable. Fails with the output of the first rank that fails, and after `seconds`.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pipes = [_context.Pipe(duplex=False) for _ in range(size)]
+    ranks = [
+        _context.Process(target=_rank, args=(pipes[rank][1], rank, size, port, function, args)) for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    for _, sender in pipes:
+        sender.close()
+    deadline, results = time.monotonic() + seconds, {}
+    try:
+        while len(results) < size:
+            for rank, (receiver, _) in enumerate(pipes):
+                if rank not in results and receiver.poll(0.002):
+                    try:
+                        results[rank], problem = receiver.recv()
+                    except EOFError:
+                        problem = f"died (exit code {ranks[rank].exitcode})"
+                    assert problem is None, f"rank {rank}: {problem}"
+            assert time.monotonic() < deadline, f"ranks {sorted(set(range(size)) - set(results))} did not end in time"
+    except AssertionError:
+        for process in ranks:
+            process.kill()
+        raise
+    finally:
+        for process in ranks:
+            process.join()
+    return [results[rank] for rank in range(size)]
+
+
+def _rank(
+    sender: Connection, rank: int, size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    import torch
+
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    torch.set_num_threads(1)
+    try:
+        with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):
+            sender.send((function(*args), None))
+    except BaseException:
+        sender.send((None, traceback.format_exc()))
+        os._exit(1)
+    sys.stderr.flush()
+    os._exit(0)  # like a worker's end, without waiting for threads of libraries
+
+
+def train(project: Path, name: str, *options: str, size: int = 1) -> Run:
+    """Train `project` in the folder `name` beside it, on `size` ranks."""
+    folder = project.parent / name
+    run_ranks(size, _train, str(project), (f"run.output_dir={folder}", *options))
+    return Run(folder)
+
+
+def _train(project: str, options: tuple[str, ...]) -> int:
+    from crosstrain.commands.train import train_worker
+    from crosstrain.config import load_config
+
+    os.chdir(Path(project).parent)
+    return train_worker(load_config(project, options).plain, True)
+
+
+def project(path: Path, config: dict[str, Any]) -> Path:
+    """A project file holding `config`."""
+    file = path / "project.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+__all__ = ["ROOT", "project", "run_ranks", "train"]
