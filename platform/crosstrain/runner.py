@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
 from crosstrain.checkpoint.boxes import Piece, Shard, dtensor_pieces, whole_pieces
 from crosstrain.construct import construct
@@ -26,6 +25,7 @@ from crosstrain.distributed import Group, world
 from crosstrain.errors import CheckpointError, ConfigError
 from crosstrain.model import Model
 from crosstrain.monitor.timers import Timers
+from crosstrain.norms import global_norm
 from crosstrain.optim import MakeOptimizer, create_state
 from crosstrain.options import RunOptions
 from crosstrain.precision import Precision
@@ -179,8 +179,7 @@ class Runner:
 
     def gradient_norm(self, gradients: list[Tensor]) -> float:
         """Global 2-norm of all gradients, still scaled; the same on every rank."""
-        norm = get_total_norm(gradients)
-        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        return global_norm(gradients)
 
     def set_learning_rate(self, rate: float) -> None:
         """The rate of the next step; a parameter group may scale it by its `lr_scale`."""

@@ -121,6 +121,10 @@ class _Base:
             path = ".".join(map(str, problem["loc"])) or "stage"
             raise OptionError(path, f"DeepSpeed refuses it: {problem['msg']}") from None
 
+    @property
+    def uses_nvme(self) -> bool:
+        return any(o is not None and o.device == "nvme" for o in (self.offload_optimizer, self.offload_param))
+
     def given(self) -> dict[str, Any]:
         """ZeRO's options that differ from DeepSpeed's defaults."""
         own = {f.name for f in dataclasses.fields(_Base)}

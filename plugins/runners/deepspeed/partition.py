@@ -18,6 +18,7 @@ class Partition(Protocol):
     def weight(self, parameter: nn.Parameter) -> Tensor: ...
     def state(self, parameter: nn.Parameter) -> dict[str, Any]: ...
     def gradient(self, parameter: nn.Parameter) -> Tensor | None: ...
+    def release(self) -> None: ...
     def loaded(self) -> None: ...
 
 
@@ -68,49 +69,71 @@ class Stage12:
         # With offloading a parameter that straddles two ranks' ranges may stand there whole.
         return gradient if gradient.numel() == here.numel else gradient.narrow(0, here.start, here.numel)
 
+    def release(self) -> None:
+        """Nothing is ever staged."""
+
     def loaded(self) -> None:
         """Give every rank the whole parameters that the ranks' ranges make up."""
         self.zero.update_lp_params()
 
 
 class Stage3:
-    """Stage 3: each rank holds an equal range of every parameter, flattened and padded to a multiple of the ranks."""
+    """Stage 3: each rank holds an equal range of every parameter, flattened and padded to a multiple of the ranks.
+
+    The optimizer's flat groups hold the trainable ones; frozen ones, and all in evaluation, are their own partitions.
+    """
 
     def __init__(self, zero: Any, optimizer: torch.optim.Optimizer | None) -> None:
         self.zero, self.optimizer = zero, optimizer
 
     def create_state(self) -> None:
-        """Sub-group by sub-group, as DeepSpeed steps; those that live on NVMe are fetched for it."""
-        zero, groups = self.zero, self.optimizer.param_groups
-        for i, flat in enumerate(zero.fp32_partitioned_groups_flat):
-            swapped = zero._swappable_optimizer_subgroup(i)
-            if swapped:
-                zero._optimizer_states_and_gradient_swap_in(i)
-            groups[zero.sub_group_to_group_id[i]]["params"] = [flat]
-            create_state(self.optimizer)
-            groups[zero.sub_group_to_group_id[i]]["params"] = []
-            if swapped:
-                zero._optimizer_states_and_gradient_swap_out(i)
+        for group in range(len(self.zero.fp32_partitioned_groups_flat)):
+            self.create_group_state(group)
+
+    def create_group_state(self, group: int) -> None:
+        """As DeepSpeed steps: the optimizer sees one flat group at a time."""
+        assert self.optimizer is not None
+        seen = self.optimizer.param_groups[self.zero.sub_group_to_group_id[group]]
+        seen["params"] = [self.zero.fp32_partitioned_groups_flat[group]]
+        create_state(self.optimizer)
+        seen["params"] = []
 
     def start(self, parameter: nn.Parameter) -> int:
-        return min(self._rank(parameter) * parameter.ds_tensor.ds_numel, parameter.ds_numel)
+        rank = torch.distributed.get_rank(parameter.ds_process_group)
+        return min(rank * parameter.ds_tensor.ds_numel, parameter.ds_numel)
 
     def weight(self, parameter: nn.Parameter) -> Tensor:
         if self.optimizer is None or not parameter.requires_grad:
-            return self._unpadded(parameter, parameter.ds_tensor.detach())
-        return self._unpadded(parameter, self.zero._get_fp32_opt_state_partition(parameter, False)[0])
+            return self._unpadded(parameter, self.own_partition(parameter))
+        group, start, length = self._place(parameter)
+        return self._unpadded(parameter, self.flat(group)[0].detach().narrow(0, start, length))
 
     def state(self, parameter: nn.Parameter) -> dict[str, Any]:
         if self.optimizer is None or not parameter.requires_grad:
             return {}
-        group, start, length = self.zero.grad_position[self.zero.get_param_id(parameter)]
-        flat = self.zero.fp32_partitioned_groups_flat[group]
-        state = _narrow(self.optimizer.state[flat], flat, start, length)
-        return {k: self._unpadded(parameter, v) if v.ndim else v for k, v in state.items() if isinstance(v, Tensor)}
+        group, start, length = self._place(parameter)
+        flat, state = self.flat(group)
+        return {
+            key: self._unpadded(parameter, value) if isinstance(value, Tensor) and value.ndim else value
+            for key, value in _narrow(state, flat, start, length).items()
+        }
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         local = self.zero.get_local_fp32_grad_for_param(parameter)
         return None if local is None else self._unpadded(parameter, local)
+
+    def flat(self, group: int) -> tuple[Tensor, dict[str, Any]]:
+        """The memory of a flat group and the optimizer's state of it."""
+        assert self.optimizer is not None
+        flat = self.zero.fp32_partitioned_groups_flat[group]
+        return flat, self.optimizer.state[flat]
+
+    def own_partition(self, parameter: nn.Parameter) -> Tensor:
+        """The memory of a parameter that no optimizer has."""
+        return parameter.ds_tensor.detach()
+
+    def release(self) -> None:
+        """Training goes on: forget what was staged."""
 
     def loaded(self) -> None:
         """Bring the partitions that compute up to date with the optimizer's, and gather what stays gathered."""
@@ -118,14 +141,17 @@ class Stage3:
         if self.optimizer is None:
             return
         zero._partition_all_parameters()
-        for i in range(len(zero.fp32_partitioned_groups_flat)):
-            zero._reassign_or_swap_out_partitioned_parameters(i)
+        for group in range(len(zero.fp32_partitioned_groups_flat)):
+            self.bring_up_to_date(group)
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
-    @staticmethod
-    def _rank(parameter: nn.Parameter) -> int:
-        return torch.distributed.get_rank(parameter.ds_process_group)
+    def bring_up_to_date(self, group: int) -> None:
+        self.zero._reassign_or_swap_out_partitioned_parameters(group)
+
+    def _place(self, parameter: nn.Parameter) -> tuple[int, int, int]:
+        """Flat group, first element in it and length of this rank's partition of a trainable parameter."""
+        return self.zero.grad_position[self.zero.get_param_id(parameter)]
 
     def _unpadded(self, parameter: nn.Parameter, partition: Tensor) -> Tensor:
         return partition.flatten()[: max(0, parameter.ds_numel - self.start(parameter))]

@@ -25,6 +25,7 @@ from crosstrain.options import plan_batch
 from crosstrain.registry import registry
 from crosstrain.runner import Runner, StepResult
 
+from .nvme import SwappedStage3
 from .options import Options
 from .partition import Partition, Stage3, Stage12
 
@@ -83,7 +84,8 @@ class DeepSpeedRunner(Runner):
         self.module = self.engine
         zero = self.engine.optimizer
         if self.options.stage == 3:
-            self.partition = Stage3(zero, self.optimizer)
+            stage3 = SwappedStage3 if self.options.uses_nvme else Stage3
+            self.partition = stage3(zero, self.optimizer)
         elif self.options.stage > 0:
             self.partition = Stage12(zero)
         if self.optimizer is not None:
@@ -120,6 +122,7 @@ class DeepSpeedRunner(Runner):
 
     def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
         if self.partition is not None:
+            self.partition.release()
             self.engine.optimizer.override_loss_scale(self.precision.scaler.scale)
         return super().forward_backward(micro_batches, num_targets)
 

@@ -1,0 +1,78 @@
+"""What a rank holds at stage 3 when part of it lies on an NVMe device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from torch import Tensor, nn
+
+from .partition import Stage3
+
+
+class SwappedStage3(Stage3):
+    """Stage 3 with NVMe: what is swapped out is staged in host memory while a checkpoint reads or writes it."""
+
+    def __init__(self, zero: Any, optimizer: torch.optim.Optimizer | None) -> None:
+        super().__init__(zero, optimizer)
+        self._flats: dict[int, tuple[Tensor, dict[str, Any]]] = {}
+        self._partitions: dict[nn.Parameter, Tensor] = {}
+
+    def _swapped(self, group: int) -> bool:
+        return self.zero._swappable_optimizer_subgroup(group)
+
+    def create_group_state(self, group: int) -> None:
+        if not self._swapped(group):
+            return super().create_group_state(group)
+        self.zero._optimizer_states_and_gradient_swap_in(group)
+        super().create_group_state(group)
+        self.zero._optimizer_states_and_gradient_swap_out(group)
+
+    def flat(self, group: int) -> tuple[Tensor, dict[str, Any]]:
+        if not self._swapped(group):
+            return super().flat(group)
+        if group not in self._flats:
+            self.zero._optimizer_states_and_gradient_swap_in(group)
+            flat, state = super().flat(group)
+            copies = {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+            self._flats[group] = flat.detach().clone(), copies
+            self.zero._release_swap_buffers(group)
+        return self._flats[group]
+
+    def own_partition(self, parameter: nn.Parameter) -> Tensor:
+        if parameter.ds_tensor.status is PartitionedParamStatus.AVAILABLE:
+            return super().own_partition(parameter)
+        if parameter not in self._partitions:
+            swapper = parameter.nvme_swapper
+            swapper.swap_in([parameter], async_op=False)
+            self._partitions[parameter] = parameter.ds_tensor.detach().clone()
+            swapper.remove_partition_and_release_buffers([parameter])
+        return self._partitions[parameter]
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        gradient = super().gradient(parameter)
+        return None if gradient is None else gradient.clone()  # what it was read into is used again
+
+    def release(self) -> None:
+        self._flats.clear()
+        self._partitions.clear()
+
+    def loaded(self) -> None:
+        for parameter, partition in self._partitions.items():
+            parameter.nvme_swapper.swap_out_partitioned_params([parameter], [partition])
+        super().loaded()
+        self.release()
+
+    def bring_up_to_date(self, group: int) -> None:
+        if not self._swapped(group):
+            return super().bring_up_to_date(group)
+        staged, staged_state = self.flat(group)
+        self.zero._optimizer_states_and_gradient_swap_in(group)
+        flat, state = super().flat(group)
+        flat.data.copy_(staged)
+        for key, value in staged_state.items():
+            if isinstance(value, Tensor):
+                state[key].copy_(value)
+        super().bring_up_to_date(group)
+        self.zero._optimizer_states_and_gradient_swap_out(group)
