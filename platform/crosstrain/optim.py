@@ -64,12 +64,12 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     gradients = [p.grad for p in parameters]  # an engine may keep buffers there
     for p in parameters:
         p.grad = torch.zeros_like(p)
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
+    settings = [{key: group[key] for key in ("lr", "weight_decay") if key in group} for group in optimizer.param_groups]
+    for group, kept in zip(optimizer.param_groups, settings, strict=True):
+        group.update(dict.fromkeys(kept, 0.0))  # decay would enter a momentum
     optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    for group, kept in zip(optimizer.param_groups, settings, strict=True):
+        group.update(kept)
     for p, gradient in zip(parameters, gradients, strict=True):
         p.grad = gradient
     for state in optimizer.state.values():

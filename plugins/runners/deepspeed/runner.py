@@ -123,7 +123,7 @@ class DeepSpeedRunner(Runner):
     def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
         if self.partition is not None:
             self.partition.release()
-            self.engine.optimizer.override_loss_scale(self.precision.scaler.scale)
+            self.engine.optimizer.override_loss_scale(self.gradient_scale)
         return super().forward_backward(micro_batches, num_targets)
 
     @contextmanager
@@ -136,7 +136,7 @@ class DeepSpeedRunner(Runner):
 
     def backward(self, loss: Tensor) -> None:
         if self.partition is not None:
-            loss = loss / self.precision.scaler.scale  # ZeRO multiplies by it again
+            loss = loss / self.gradient_scale  # by which ZeRO multiplies it
         with self.timers("backward"):
             self.engine.backward(loss, scale_wrt_gas=False)
 
@@ -160,7 +160,7 @@ class DeepSpeedRunner(Runner):
             return StepResult(float(self.engine.get_global_grad_norm()), self.engine.was_step_applied())
         with self._refusal() as norm:
             self.engine.step()
-        return StepResult(norm[0] / self.precision.scaler.scale, False)
+        return StepResult(norm[0] / self.gradient_scale, False)
 
     @contextmanager
     def _refusal(self) -> Iterator[list[float]]:

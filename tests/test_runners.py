@@ -1,0 +1,202 @@
+"""The product's sentence: the runner changes nothing. Every runner against ddp on one worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conftest import Run, Workspace
+from ranks import run_ranks
+
+# Relative. Four times the noise of one process that takes its micro batches in reverse order, which `noise` below
+# measures (largest seen: 4e-7), is 1.6e-6; sums over ranks are rounded in yet another order.
+TOLERANCE = 2e-6
+# bf16 rounds at 4e-3. Equal micro batches give equal results; what differs is the last bit of an fp32 weight, which now
+# and then moves a rounded activation. Four times the largest that was seen (1.1e-4).
+HALF_TOLERANCE = 5e-4
+GRADIENT_TOLERANCE = 1e-5  # of a tensor's norm, in the first step
+
+try:
+    import deepspeed  # noqa: F401
+
+    NVME = Path("/usr/include/libaio.h").exists()
+except ImportError:  # pragma: no cover
+    NVME = False
+
+
+def sized(name: str) -> tuple[str, int]:
+    runner, _, size = name.partition("@")
+    return runner, int(size)
+
+
+def nvme(folder: Path) -> list[str]:
+    """Options that make a small model's state go to a folder that stands for a device."""
+    return [
+        f"run.runner.offload_optimizer.nvme_path={folder}/nvme",
+        f"run.runner.offload_param.nvme_path={folder}/nvme",
+        "run.runner.offload_param.buffer_size=1000000",
+        "model.n_embd=256",  # what is under a MiB per rank is never moved
+        "run.init_lr=5e-4",
+    ]
+
+
+NOWHERE = np.float32(-1e30)  # no gradient is
+Boxes = list[tuple[tuple[int, ...], tuple[int, ...], np.ndarray]]
+
+
+@dataclass
+class Followed:
+    """A run, and the gradients of its first step as the ranks held them."""
+
+    run: Run
+    gradients: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.run, name)
+
+
+def follow(workspace: Workspace, name: str, *options: str, label: str = "run") -> Followed:
+    """Train under the runner and world size that `name` says (`zero2@4`)."""
+    runner, size = sized(name)
+    folder = workspace.path / f"{label}_{name}"
+    options = (f"run.output_dir={folder}", f"run.runner={runner}", *options)
+    ranks = run_ranks(size, _follow, str(workspace.project), options)
+    whole: dict[str, np.ndarray] = {}
+    for held in ranks:
+        for tensor, (shape, boxes) in held.items():
+            array = whole.setdefault(tensor, np.full(shape, NOWHERE, np.float32))
+            for offset, extent, data in boxes:
+                array[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))] = data
+    assert not any((array == NOWHERE).any() for array in whole.values()), "a part of a gradient is nowhere"
+    return Followed(Run(folder), whole)
+
+
+def _follow(project: str, options: tuple[str, ...]) -> dict[str, tuple[tuple[int, ...], Boxes]]:
+    from crosstrain import assembly
+    from crosstrain.config import load_config
+    from crosstrain.signals import StopRequest
+    from crosstrain.trainer import Trainer
+
+    config = load_config(project, options)
+    runner = assembly.make_runner(config)
+    runner.setup()
+    trainer = Trainer(config, runner, StopRequest(True))
+    step, held = runner.optimizer_step, {}
+
+    def first_step(apply: bool = True) -> Any:
+        if not held:
+            for shard in runner.gradients():
+                boxes = [(p.box.offset, p.box.shape, p.data.cpu().numpy() / runner.gradient_scale) for p in shard.pieces]
+                held[shard.name] = (shard.shape, boxes)
+        return step(apply)
+
+    runner.optimizer_step = first_step
+    trainer.fit()
+    runner.close()
+    return held
+
+
+def relative(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+
+def assert_equal_training(one: Followed, other: Followed, tolerance: float) -> None:
+    assert other.column("samples") == one.column("samples")
+    assert other.column("lr") == one.column("lr")
+    assert relative(other.column("loss"), one.column("loss")) < tolerance
+    assert relative(other.column("grad_norm"), one.column("grad_norm")) < tolerance
+    assert other.gradients.keys() == one.gradients.keys()
+    for name, gradient in one.gradients.items():
+        difference = np.linalg.norm(other.gradients[name] - gradient) / np.linalg.norm(gradient)
+        assert difference < GRADIENT_TOLERANCE, name
+
+
+COMMON = ("run.max_iters=20", "run.micro_batch_size=1", "run.global_batch_size=8")  # accumulation 8, 4, 2
+SETTINGS = {
+    # Adam amplifies rounding in gradients near zero; clipping is active in every step; two parameter groups decay
+    # differently.
+    "adamw": ("run.optimizer=adamw", "run.init_lr=1e-2", "run.grad_norm_clip=0.3", "model.dropout=0.1"),
+    # Steps are proportional to gradients, so that a wrong scale shows, and nothing hides it by clipping.
+    "sgd": ("run.optimizer={name: sgd, momentum: 0.9}", "run.init_lr=0.05", "run.grad_norm_clip=0", "model.dropout=0"),
+}
+QUICK = ["ddp@2", "fsdp@2", "zero0@2", "zero1@2", "zero2@2", "zero3@2"]
+SLOW = ["zero1@4", "zero2@4", "zero3@4", "zero2_offload@2", "zero3_offload@2"]
+OTHERS = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Any:
+    workspace = Workspace(tmp_path_factory.mktemp(request.param), dataset)
+    options = (*COMMON, *SETTINGS[request.param])
+    run = follow(workspace, "ddp@1", *options)
+    losses = run.column("loss")
+    assert losses[-1] < 0.8 * losses[0], "nothing was learned, so nothing was compared"
+    return workspace, options, run
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_every_runner_trains_alike(reference: Any, other: str) -> None:
+    workspace, options, one = reference
+    assert_equal_training(one, follow(workspace, other, *options), TOLERANCE)
+
+
+def test_the_tolerance_is_four_times_the_noise_of_one_process(reference: Any) -> None:
+    """Micro batches taken in reverse order are the same training but for rounding."""
+    workspace, options, _ = reference
+    folder = workspace.path / "reversed"
+    run_ranks(1, _train_in_reverse, str(workspace.project), (f"run.output_dir={folder}", *options, "model.dropout=0"))
+    plain = follow(workspace, "ddp@1", *options, "model.dropout=0", label="plain")
+    noise = max(relative(Run(folder).column(key), plain.column(key)) for key in ("loss", "grad_norm"))
+    assert 0 < 4 * noise < TOLERANCE
+
+
+def _train_in_reverse(project: str, options: tuple[str, ...]) -> None:
+    from crosstrain.commands.train import train_worker
+    from crosstrain.config import load_config
+    from crosstrain.runner import Runner
+
+    forward = Runner.forward_backward
+    Runner.forward_backward = lambda self, batches, targets: forward(self, batches[::-1], targets)  # type: ignore
+    train_worker(load_config(project, options).plain, True)
+
+
+HALF = ("run.max_iters=20", "run.micro_batch_size=2", "run.global_batch_size=8", "model.dropout=0.1")
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Any:
+    workspace = Workspace(tmp_path_factory.mktemp("half"), dataset)
+    return workspace, {
+        dtype: follow(workspace, "ddp@1", *HALF, amp, label=dtype)
+        for dtype, amp in AMP.items()
+    }
+
+
+# fp16 begins where the first steps overflow, and grows again soon.
+AMP = {"bf16": "run.amp=bf16", "fp16": "run.amp={dtype: fp16, initial_scale: 67108864, window: 3, hysteresis: 1}"}
+
+
+@pytest.mark.parametrize("amp", AMP)
+@pytest.mark.parametrize("other", ["fsdp@2", "zero0@2", "zero2@2", "zero3@2"])
+def test_half_precision_means_the_same_everywhere(half: Any, other: str, amp: str) -> None:
+    workspace, ones = half
+    one = ones[amp]
+    many = follow(workspace, other, *HALF, AMP[amp], label=amp)
+    assert many.column("loss_scale") == one.column("loss_scale")
+    assert many.column("skipped_steps") == one.column("skipped_steps")
+    assert relative(many.column("loss"), one.column("loss")) < HALF_TOLERANCE
+    assert amp != "fp16" or 0 < one.rows[-1]["skipped_steps"] < 10, "no overflow, so the scaler was not tested"
+
+
+@pytest.mark.skipif(not NVME, reason="needs deepspeed and libaio's headers")
+@pytest.mark.slow
+def test_state_on_nvme_trains_alike(workspace: Workspace) -> None:
+    options = (*COMMON, *SETTINGS["adamw"], *nvme(workspace.path)[3:])
+    one = follow(workspace, "ddp@1", *options)
+    other = follow(workspace, "zero3_nvme@2", *options, *nvme(workspace.path)[:3])
+    assert_equal_training(one, other, TOLERANCE)
+    assert list((workspace.path / "nvme").rglob("*.swp")), "nothing was ever moved"
