@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import time
 
 import torch
 from hypothesis import given
@@ -46,6 +48,31 @@ def test_cover_finds_a_hole_an_overlap_and_an_outsider(shape: tuple[int, ...], d
     assert "overlap" in (check_cover([*boxes, victim], shape) or "")
     outside = Box(tuple(shape), (1,) * len(shape))
     assert "outside" in (check_cover([*boxes, outside], shape) or "")
+
+
+@given(shapes, st.data())
+def test_boxes_cover_a_tensor_if_each_element_is_in_just_one(shape: tuple[int, ...], data: st.DataObject) -> None:
+    counts, boxes = torch.zeros(shape), []
+    cuts = sorted({0, math.prod(shape), data.draw(st.integers(0, math.prod(shape)))})
+    for start, stop in itertools.pairwise(cuts):
+        boxes += [p.box for p in flat_range_pieces(torch.zeros(stop - start), shape, start)]
+    for _ in range(data.draw(st.integers(0, 2))):  # one goes, and one comes that may be as large
+        boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))
+        offset = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+        sides = zip(offset, shape, strict=True)
+        boxes.append(Box(offset, tuple(data.draw(st.integers(0, n - first)) for first, n in sides)))
+    for box in boxes:
+        counts[box.slices_in(Box.whole(shape))] += 1
+    assert (check_cover(boxes, shape) is None) == bool(counts.eq(1).all())
+
+
+def test_many_boxes_are_compared_in_seconds() -> None:
+    start = time.monotonic()
+    boxes = [Box((0, i), (1, 1)) for i in range(200_000)]
+    assert check_cover(boxes, (1, len(boxes))) is None
+    boxes[-1] = boxes[0]
+    assert check_cover(boxes, (1, len(boxes))) is not None
+    assert time.monotonic() - start < 60  # every pair would take hours
 
 
 @given(shapes, st.data())

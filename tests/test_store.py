@@ -1,15 +1,12 @@
-"""Checkpoint files: exact, atomic, checked; a hostile or damaged folder is refused and runs nothing."""
+"""Checkpoint files: exact, atomic, checked; a damaged folder is refused."""
 
 from __future__ import annotations
 
 import json
-import os
-import pickle
 import resource
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -136,11 +133,6 @@ except CheckpointError as error:
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 200
 
 
-class Bomb:
-    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
-        return os.system, ("touch exploded",)
-
-
 def _edit(folder: Path, change: Callable[[dict], None]) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     change(manifest)
@@ -167,49 +159,6 @@ def test_a_failed_save_does_not_keep_the_next_from_trying(tmp_path: Path) -> Non
     keeper.save(7, shards(), {"step": 7})
     keeper.wait()
     assert folders.steps(tmp_path) == [5, 7]
-
-
-HOSTILE: dict[str, Callable[[dict], object]] = {
-    "another format": lambda m: m.update(format="other"),
-    "a later version": lambda m: m.update(version=99),
-    "path traversal": lambda m: m["files"].update({"../../etc/passwd": {"bytes": 1, "sha256": "0"}}),
-    "an absolute path": lambda m: m["files"].update({"/etc/passwd": {"bytes": 1, "sha256": "0"}}),
-    "a box in an unlisted file": lambda m: m["tensors"]["param"]["layer.bias"]["boxes"][0].__setitem__(
-        0, "other.safetensors"
-    ),
-    "a missing box": lambda m: m["tensors"]["param"]["layer.bias"]["boxes"].clear(),
-    "a doubled box": lambda m: m["tensors"]["param"]["layer.bias"].update(
-        boxes=m["tensors"]["param"]["layer.bias"]["boxes"] * 2
-    ),
-    "a box outside": lambda m: m["tensors"]["param"]["layer.bias"]["boxes"][0].__setitem__(2, [2]),
-    "a negative box": lambda m: m["tensors"]["param"]["layer.bias"]["boxes"][0].__setitem__(2, [-1]),
-    "a huge claimed shape": lambda m: m["tensors"]["param"]["layer.bias"].update(shape=[10**15]),
-    "boxes that are not lists": lambda m: m["tensors"]["param"]["layer.bias"].update(boxes=7),
-    "tensors that are a list": lambda m: m.update(tensors=[1, 2]),
-}
-
-
-@pytest.mark.parametrize("attack", HOSTILE)
-def test_a_hostile_manifest_is_one_clear_error(tmp_path: Path, attack: str) -> None:
-    folder = saved(tmp_path)
-    _edit(folder, HOSTILE[attack])  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError) as caught:
-        load_shards(folder, shards(1))
-    assert "\n" not in str(caught.value)
-    assert str(folder) in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["manifest.json", "state.json", "model.safetensors", "training-00000.safetensors"])
-def test_pickles_are_never_opened(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = saved(tmp_path)
-    (folder / name).write_bytes(pickle.dumps(Bomb()))
-    with pytest.raises(CheckpointError):
-        Reader.open(folder).verify()
-    reading = load_state if name == "state.json" else partial(load_shards, shards=shards(1))
-    with pytest.raises(CheckpointError):
-        reading(folder)
-    assert not (tmp_path / "exploded").exists()
 
 
 def test_a_key_whose_stored_shape_differs_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from crosstrain import __version__
-from crosstrain.errors import UserError
+from crosstrain.errors import UserError, printable, sentence
 
 
 class _Parser(argparse.ArgumentParser):
@@ -22,14 +22,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser().parse_args(sys.argv[1:] if argv is None else argv)
         return arguments.run(arguments)
     except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {sentence(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
     except Exception as error:
         if type(error).__name__ != "WorkerFailure":
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
 
 

@@ -21,11 +21,19 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Every parameter registered inside lands on the meta device; buffers are real."""
+def parameters_on_meta(at_most: int | None = None) -> Iterator[None]:
+    """Every parameter registered inside lands on the meta device; buffers are real.
+
+    Registering more than `at_most` is a ValueError: a model may be described by somebody who wants it never to end.
+    """
     register = nn.Module.register_parameter
+    registered = 0
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal registered
+        registered += 1
+        if at_most is not None and registered > at_most:
+            raise ValueError(f"it has more than {at_most} parameters")
         if parameter is not None and parameter.device.type != "meta":
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
+# Control characters but tab and newline, halves of surrogate pairs, and what turns the direction of writing around.
+_STEERS_A_TERMINAL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_LONGEST = 4000
+
 
 class UserError(Exception):
     """Something the user can mend; its message says what, where and what to do, in one sentence."""
@@ -21,3 +27,14 @@ class CheckpointError(UserError):
 
 class TrainingError(UserError):
     """Training cannot sensibly go on: divergence, endless overflow, a full disk."""
+
+
+def printable(text: str) -> str:
+    """`text`, which somebody else may have written, with whatever would steer a terminal as visible escapes."""
+    return _STEERS_A_TERMINAL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def sentence(message: object) -> str:
+    """The message of an error, or a text, as one line that is safe to print."""
+    text = printable(" ".join(str(message).split()))
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."

@@ -48,11 +48,14 @@ def generate(
     """Completions of `prompt`, the same on every rank. Collective.
 
     `on_text(completion, piece)` is called with each piece of text as it is decided. An empty prompt begins after the
-    end-of-text token, as documents do in training. Raises UserError where the prompt leaves no room for a token.
+    end-of-text token, as documents do in training. Raises UserError where the prompt leaves no room for a token, and
+    where the tokenizer is not the model's.
     """
     end = tokenizer.eos_token_id
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [end]
-    limit = runner.model.max_length
+    vocabulary, limit = runner.model.vocab_size, runner.model.max_length
+    if any(i is None or (vocabulary is not None and i >= vocabulary) for i in ids):
+        raise UserError("the tokenizer gives ids that the model does not know, so they do not belong together")
     room = sampling.max_new_tokens if limit is None else min(sampling.max_new_tokens, limit - len(ids))
     if room < 1:
         raise UserError(f"the prompt has {len(ids)} tokens and the model's limit is {limit}; shorten it")

@@ -17,9 +17,11 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
-from crosstrain.errors import ConfigError, UserError
+from crosstrain.errors import ConfigError, UserError, sentence
+
+_launcher_shows_errors = False  # whether `launch` started this process
 
 
 @dataclass(frozen=True)
@@ -141,22 +143,44 @@ def _prepare_environment(workers: int) -> None:
 
 
 def _run_worker(worker: Callable[..., int], args: tuple[Any, ...]) -> int:
+    global _launcher_shows_errors
+    _launcher_shows_errors = True
     try:
         return worker(*args)
     except Exception as error:
         if _is_lost_peer(error):
             time.sleep(5)  # the rank that went away has the real error; the launcher ends this one meanwhile
-        details = {
-            "message": str(error) or type(error).__name__,
-            "extraInfo": {
-                "user_error": isinstance(error, UserError),
-                "py_callstack": traceback.format_exc(),
-                "timestamp": str(int(time.time())),
-            },
-        }
-        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w", encoding="utf-8") as file:
-            json.dump({"message": details}, file)
-        os._exit(1)  # other threads may wait for a peer that is gone
+        fail(error)
+
+
+def fail(error: Exception) -> NoReturn:
+    """End this process with `error`, shown once by the launcher or else here, whatever its threads wait for."""
+    tell(error)
+    os._exit(1)
+
+
+def tell(error: Exception) -> None:
+    """Hand `error` to the launcher, which shows it when this process ends, or show it if another program launched."""
+    if not _launcher_shows_errors:
+        print(f"error: {sentence(error)}", file=sys.stderr, flush=True)
+        return
+    details = {
+        "message": str(error) or type(error).__name__,
+        "extraInfo": {
+            "user_error": isinstance(error, UserError),
+            "py_callstack": "".join(traceback.format_exception(error)),
+            "timestamp": str(int(time.time())),
+        },
+    }
+    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w", encoding="utf-8") as file:
+        json.dump({"message": details}, file)
+
+
+def leave(seconds: float) -> NoReturn:
+    """End this process as failed, silent from now on and `seconds` later, because what is wrong has been told."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    time.sleep(seconds)
+    os._exit(1)
 
 
 def _is_lost_peer(error: Exception) -> bool:

@@ -80,6 +80,7 @@ class RunOptions:
     resume_optimizer: bool = True  # False: moments start at zero, as for another optimizer
 
     num_workers: int = 0  # processes per rank that load data; 0: the rank itself does
+    collective_timeout: float | None = 600.0  # seconds by which a rank may enter a collective late; None: unguarded
 
     def __post_init__(self) -> None:
         counts = ["max_iters", "max_epoch", "global_batch_size", "micro_batch_size", "accum_grad_iters"]
@@ -87,7 +88,7 @@ class RunOptions:
         counts += ["save_interval", "keep_last", "keep_every"]
         _at_least(self, 1, *counts)
         _at_least(self, 0, "seed", "min_lr", "weight_decay", "grad_norm_clip", "warmup_steps", "num_workers")
-        _above(self, 0, "init_lr")
+        _above(self, 0, "init_lr", "collective_timeout")
         if self.min_lr > self.init_lr:
             raise OptionError("min_lr", f"{self.min_lr} is above init_lr, {self.init_lr}")
         if self.warmup_fraction is not None and not 0 <= self.warmup_fraction < 1:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -23,6 +22,7 @@ from crosstrain.data.dataset import Batch
 from crosstrain.data.stream import MicroBatch
 from crosstrain.distributed import Group, world
 from crosstrain.errors import CheckpointError, ConfigError
+from crosstrain.guard import guard
 from crosstrain.model import Model
 from crosstrain.monitor.timers import Timers
 from crosstrain.norms import global_norm
@@ -86,10 +86,11 @@ class Runner:
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda else "gloo",
                 device_id=self.device if cuda else None,
-                timeout=timedelta(minutes=30),
+                timeout=guard.backend_timeout(self.run.collective_timeout),
                 **alone,
             )
             group = cast(dist.ProcessGroup, dist.group.WORLD) if size > 1 else None  # set by init_process_group
+            guard.install(self.run.collective_timeout)
         self.world = self.dp = Group(group)
         self.precision = Precision(self.run.amp, self.device.type)
 
@@ -103,6 +104,7 @@ class Runner:
         """Leave together; a rank that left early would break the others' last collective."""
         if dist.is_initialized():
             self.world.barrier()
+            guard.remove()
             dist.destroy_process_group()
 
     # ---- building
@@ -128,9 +130,10 @@ class Runner:
         """Gradients of one optimizer step; returns the step's loss, the same on every rank.
 
         The loss is the sum over the target tokens of all micro batches and ranks, divided by their number
-        `num_targets`. Gradients are averaged over the `dp` ranks by the engine, hence the factor.
+        `num_targets`. The weight of a micro batch does not depend on the number of ranks, so that what overflows in
+        fp16 does not either.
         """
-        weight = self.dp.size / num_targets * self.precision.scaler.scale
+        weight = self.precision.scaler.scale / num_targets
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, micro_batch in enumerate(micro_batches):
             with self.gradient_sync(last=i == len(micro_batches) - 1):
@@ -141,6 +144,11 @@ class Runner:
             total += loss.detach()
         with self.timers("allreduce"):
             return self.dp.all_reduce_sum(total.item())[0] / num_targets
+
+    @property
+    def gradient_scale(self) -> float:
+        """What gradients are multiplied by after `forward_backward`: the loss scale, averaged where a sum is meant."""
+        return self.precision.scaler.scale / self.dp.size
 
     def compute_loss(self, batch: Batch) -> Tensor:
         """Summed loss of a batch on this device, under autocast."""
@@ -160,7 +168,7 @@ class Runner:
         """Unscale, clip by global norm, step, zero. `apply=False` throws the gradients away."""
         assert self.optimizer is not None
         gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        scale = self.precision.scaler.scale
+        scale = self.gradient_scale
         norm = self.gradient_norm(gradients) / scale
         applied = apply and norm < float("inf")  # false for NaN too
         if applied:
@@ -178,7 +186,7 @@ class Runner:
         self.optimizer.step()
 
     def gradient_norm(self, gradients: list[Tensor]) -> float:
-        """Global 2-norm of all gradients, still scaled; the same on every rank."""
+        """Global 2-norm of all gradients, times `gradient_scale`; the same on every rank."""
         return global_norm(gradients)
 
     def set_learning_rate(self, rate: float) -> None:
@@ -237,7 +245,7 @@ class Runner:
         return out
 
     def gradients(self) -> list[Shard]:
-        """This rank's part of the step's gradients, still scaled, as boxes of kind "grad".
+        """This rank's part of the step's gradients, times `gradient_scale`, as boxes of kind "grad".
 
         To be called between `forward_backward` and `optimizer_step`.
         """

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+import reprlib
+import sys
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from crosstrain.checkpoint.checkpointer import load_state
+from crosstrain.checkpoint.manifest import is_count
 from crosstrain.errors import CheckpointError
 
 
@@ -37,13 +40,20 @@ class State:
         """Of a checkpoint; raises CheckpointError where it is malformed."""
         saved = load_state(checkpoint)
         try:
-            best = saved["best_loss"]
-            return State(
-                int(saved["step"]),
-                int(saved["applied_steps"]),
-                int(saved["samples"]),
-                None if best is None else float(best),
-                dict(saved["scaler"]),
-            )
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise CheckpointError(f"{checkpoint}: malformed state ({error!r})") from None
+            state = State(**{field.name: saved[field.name] for field in fields(State)})
+        except KeyError as error:
+            raise CheckpointError(f"{checkpoint}: malformed state ({error} is missing)") from None
+        sound = {
+            "applied_steps": is_count(state.applied_steps),
+            "samples": is_count(state.samples),
+            "best_loss": state.best_loss is None or _is_number(state.best_loss),
+            "scaler": isinstance(state.scaler, dict) and all(map(_is_number, state.scaler.values())),
+        }
+        for name, fine in sound.items():
+            if not fine:
+                raise CheckpointError(f"{checkpoint}: malformed state ({name} is {reprlib.repr(getattr(state, name))})")
+        return state
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # neither infinite nor NaN

@@ -73,11 +73,14 @@ def _write(
 ) -> Exported:
     tensors = {name: _outline(reader, name, dtype) for kind, name in reader.tensors if kind == "param"}
     shards = _shards(tensors, max_shard_bytes)
+    memory = torch.empty(max(map(_size, tensors.values()), default=0), dtype=torch.uint8)  # of one tensor after another
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         outlines = {name: tensors[name] for name in names}
-        entry = write_safetensors(folder / file, outlines, produce=lambda name: _read(reader, name, tensors[name]))
+        entry = write_safetensors(
+            folder / file, outlines, produce=lambda name: _read(reader, name, tensors[name], memory)
+        )
         weight_map |= dict.fromkeys(names, file)
         progress(f"{file}  {entry['bytes'] / 1e6:,.1f} MB")
     size = sum(map(_size, tensors.values()))
@@ -97,10 +100,9 @@ def _outline(reader: Reader, name: str, dtype: torch.dtype | None) -> Tensor:
     return torch.empty(stored.shape, dtype=dtype if dtype and there.is_floating_point else there, device="meta")
 
 
-def _read(reader: Reader, name: str, outline: Tensor) -> Tensor:
-    """The data of a parameter, in the type and shape of `outline`."""
-    # The files are opened for each tensor: as long as one is open, what was read of it counts as this process's memory.
-    value = torch.empty_like(outline, device="cpu")
+def _read(reader: Reader, name: str, outline: Tensor, memory: Tensor) -> Tensor:
+    """The data of a parameter, in the type and shape of `outline`, at the beginning of `memory`."""
+    value = memory[: _size(outline)].view(outline.dtype).view(outline.shape)
     reader.fill([Shard("param", name, tuple(value.shape), whole_pieces(value, tuple(value.shape)))])
     return value
 

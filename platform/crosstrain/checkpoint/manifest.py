@@ -12,6 +12,7 @@ import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as show
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ def read_manifest(folder: Path) -> tuple[Files, Tensors]:
     try:
         if manifest["format"] != FORMAT or manifest["version"] != VERSION:
             raise IncompatibleCheckpointError(
-                f"{path}: format {manifest['format']!r:.40} version {manifest['version']!r:.40} is not one that this "
+                f"{path}: format {show(manifest['format'])} version {show(manifest['version'])} is not one that this "
                 f"release reads ({FORMAT} {VERSION})"
             )
         files = {name: _file(name, entry) for name, entry in manifest["files"].items()}
@@ -105,7 +106,9 @@ def read_manifest(folder: Path) -> tuple[Files, Tensors]:
             for kind, group in manifest["tensors"].items()
             for name, entry in group.items()
         }
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except ValueError as error:
+        raise CheckpointError(f"{path}: malformed manifest ({error})") from None
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: malformed manifest ({error!r})") from None
     _check_boxes(path, files, tensors)
     return files, tensors
@@ -130,13 +133,13 @@ def _check_boxes(path: Path, files: Files, tensors: Tensors) -> None:
 
 def _file(name: str, entry: Any) -> dict[str, Any]:
     if not is_safe_name(name):
-        raise ValueError(f"{name!r:.100} is not a file name inside the checkpoint")
+        raise ValueError(f"{show(name)} is not a file name inside the checkpoint")
     return {"bytes": _count(entry["bytes"]), "sha256": _name(entry["sha256"])}
 
 
 def _tensor(entry: Any) -> StoredTensor:
     if entry["dtype"] not in _ITEM_SIZES:
-        raise ValueError(f"{entry['dtype']!r:.40} is not a type that checkpoints hold")
+        raise ValueError(f"{show(entry['dtype'])} is not a type that checkpoints hold")
     boxes = [
         StoredBox(_name(file), _name(key), _box(_counts(offset), _counts(shape)))
         for file, key, offset, shape in entry["boxes"]
@@ -153,23 +156,23 @@ def _box(offset: tuple[int, ...], shape: tuple[int, ...]) -> Box:
 def _counts(values: Any) -> tuple[int, ...]:
     """A shape or an offset, of which a tensor can be made."""
     if not isinstance(values, list):
-        raise ValueError(f"{values!r:.40} is not a list")
+        raise ValueError(f"{show(values)} is not a list")
     counts = tuple(map(_count, values))
     if len(counts) > _MOST_DIMENSIONS or not is_count(math.prod(n or 1 for n in counts)):
-        raise ValueError(f"{counts!r:.100} is too large a shape")
+        raise ValueError(f"{show(counts)} is too large a shape")
     return counts
 
 
 def _count(value: Any) -> int:
     if not is_count(value):
-        raise ValueError(f"{value!r:.40} is not a size")
+        raise ValueError(f"{show(value)} is not a size")
     return value
 
 
 def _name(value: Any) -> str:
-    """A name that can be shown on a terminal and handed to any library."""
-    if not isinstance(value, str) or not value.isprintable() or len(value) > _LONGEST_NAME:
-        raise ValueError(f"{value!r:.100} is not a name")
+    """A name that can be shown on a terminal and handed to any library; one is safetensors' own."""
+    if not isinstance(value, str) or not value.isprintable() or len(value) > _LONGEST_NAME or value == "__metadata__":
+        raise ValueError(f"{show(value)} is not a name")
     return value
 
 

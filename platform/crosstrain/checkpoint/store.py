@@ -190,8 +190,9 @@ class Reader:
                             continue
                         if where.file not in opened:
                             opened[where.file] = stack.enter_context(_open_safetensors(self.folder / where.file))
-                        data = _read(opened[where.file], self.folder / where.file, where, stored.dtype, common)
-                        piece.data[common.slices_in(piece.box)].copy_(data)
+                        piece.data[common.slices_in(piece.box)].copy_(
+                            _read(opened[where.file], self.folder / where.file, where, stored.dtype, common)
+                        )
 
 
 def _open_safetensors(path: Path) -> Any:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 from crosstrain import assembly
 from crosstrain.checkpoint import folders
-from crosstrain.checkpoint.checkpointer import load_state
+from crosstrain.checkpoint.boxes import Shard
+from crosstrain.checkpoint.checkpointer import load_shards, load_state
+from crosstrain.checkpoint.store import Reader
 from crosstrain.config import Config, load_config
-from crosstrain.errors import CheckpointError, ConfigError, UserError
+from crosstrain.construct import parameters_on_meta
+from crosstrain.errors import CheckpointError, ConfigError, UserError, printable, sentence
 from crosstrain.evaluation import evaluate_loss
 from crosstrain.generation import Sampling, generate
 from crosstrain.launch import Launch, launch
@@ -47,6 +52,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     runner = registry.get_runner_class(config.runner.name)
     runner.data_parallel_size(config.runner.options, how.world_size)  # raises where the layout does not fit
+    _check_model(config, checkpoint)
     if splits:
         assembly.prepare_data(config)
         for split in splits:
@@ -61,25 +67,47 @@ def _config(checkpoint: Path, arguments: argparse.Namespace) -> Config:
     saved = load_state(checkpoint).get("config")
     if not isinstance(saved, dict):
         raise CheckpointError(f"{checkpoint}: its state has no configuration; name one with --cfg-path")
-    return Config.from_plain(_without_code(saved, checkpoint), arguments.options)
+    try:
+        return Config.from_plain(_without_harm(saved, checkpoint), arguments.options)
+    except RecursionError:
+        raise CheckpointError(f"{checkpoint}: its configuration is nested too deep") from None
 
 
-def _without_code(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """A checkpoint's configuration without what would run code or write files on its behalf: it may be anybody's."""
+def _without_harm(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """A checkpoint's configuration without what would run code, write files or start processes: it may be anybody's."""
     run, datasets = saved.get("run"), saved.get("datasets")
-    if isinstance(run, dict) and run.get("plugins"):
-        folders_named = ",".join(map(str, run["plugins"]))
-        print(
-            f"note: {checkpoint} names plugin folders, which are code and not imported on a checkpoint's word; if you "
-            f"trust them: --options run.plugins=[{folders_named}]",
-            file=sys.stderr,
-        )
-        run["plugins"] = []
+    if isinstance(run, dict):
+        if plugins := run.get("plugins"):
+            named = ",".join(map(str, plugins)) if isinstance(plugins, list) else plugins
+            note = (
+                f"note: {checkpoint} names plugin folders, which are code and not imported on a checkpoint's word; if "
+                f"you trust them: --options {shlex.quote(f'run.plugins=[{named}]')}"  # somebody may paste it
+            )
+            print(sentence(note), file=sys.stderr)
+            run["plugins"] = []
+        if isinstance(run.get("num_workers"), int):
+            run["num_workers"] = min(run["num_workers"], os.cpu_count() or 1)
     if isinstance(datasets, dict):
         for dataset in datasets.values():
             if isinstance(dataset, dict):
                 dataset.pop("prepare", None)
     return saved
+
+
+def _check_model(config: Config, checkpoint: Path) -> None:
+    """CheckpointError unless the configured model has the checkpoint's parameters; found out before it takes memory."""
+    # Tied parameters are registered more than once, and libraries may build modules that they then replace.
+    most = 100 + 4 * len(Reader.open(checkpoint).names("param"))
+    try:
+        with parameters_on_meta(most):
+            model = assembly.make_model(config)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a library's constructor makes of absurd sizes
+        reason = _first_line(error)
+        raise CheckpointError(f"{checkpoint}: the model of its configuration cannot be built ({reason})") from error
+    shapes = {name: tuple(model.logical_shape(name, p.shape)) for name, p in model.canonical_parameters().items()}
+    load_shards(checkpoint, [Shard("param", name, shape, []) for name, shape in shapes.items()])
 
 
 def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], sampling: Sampling) -> int:
@@ -127,7 +155,14 @@ def _tokenizer(checkpoint: Path) -> Any:
             f"{checkpoint}: no tokenizer is stored with it, so text is not possible; train with one "
             f"(datasets.<name>.tokenizer)"
         )
-    return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+    try:
+        return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # of many kinds, from Python and from Rust
+        raise CheckpointError(f"{checkpoint}: its tokenizer cannot be loaded ({_first_line(error)})") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _complete(runner: Any, tokenizer: Any, prompt: str, sampling: Sampling, *, show: bool) -> list[str]:
@@ -135,7 +170,7 @@ def _complete(runner: Any, tokenizer: Any, prompt: str, sampling: Sampling, *, s
     streaming = show and sampling.num_completions == 1
 
     def on_text(_completion: int, piece: str) -> None:
-        sys.stdout.write(piece)
+        sys.stdout.write(printable(piece))
         sys.stdout.flush()
 
     if streaming:
@@ -145,7 +180,7 @@ def _complete(runner: Any, tokenizer: Any, prompt: str, sampling: Sampling, *, s
         sys.stdout.write("\n")
     elif show:
         for number, text in enumerate(texts, 1):
-            print(f"--- completion {number}\n{prompt}{text}")
+            print(printable(f"--- completion {number}\n{prompt}{text}"))
     return texts
 
 
@@ -161,6 +196,6 @@ def _converse(runner: Any, tokenizer: Any, sampling: Sampling, completions: list
         try:
             texts = _complete(runner, tokenizer, prompt, sampling, show=True)
         except UserError as error:  # too long a prompt should not end the conversation
-            print(f"error: {error}")
+            print(f"error: {sentence(error)}")
             continue
         completions.append({"prompt": prompt, "completions": texts})

@@ -11,12 +11,6 @@ from crosstrain.checkpoint.export import export as write
 from crosstrain.errors import UserError
 from crosstrain.precision import DTYPES
 
-_UNITS = {
-    "": 1,
-    **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
-    **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)},
-}
-
 
 def export(arguments: argparse.Namespace) -> int:
     """Write `arguments.checkpoint` to `arguments.output`; returns the exit code."""
@@ -33,8 +27,9 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def _bytes(size: str) -> int:
-    """A size such as 5GB (10^9) or 5GiB (2^30); UserError for anything else."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([a-z]*)", size.strip(), re.IGNORECASE)
-    if not match or match[2].upper() not in _UNITS or float(match[1]) <= 0:
+    """A size such as 5GB (5 * 10^9) or 500MiB (500 * 2^20); UserError for anything else."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?) ?([KMGT]?)(i?)B", size, re.ASCII)
+    count = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")) if match else 0
+    if count < 1:
         raise UserError(f"--max-shard-size: {size!r} is not a size such as 5GB or 500MiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return count

@@ -9,6 +9,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from crosstrain.errors import printable
+
 log = logging.getLogger("crosstrain")
 
 
@@ -20,17 +22,24 @@ class _AboveBar(logging.Handler):
         sys.stdout.flush()
 
 
+class _Printable(logging.Formatter):
+    """Lets nothing through that would steer a terminal: names in a checkpoint and generated text may be anything."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def set_up_logging(log_file: Path | None, quiet: bool) -> None:
     """Log to the console and to `log_file`; `quiet` (every rank but the first) logs nothing but warnings."""
     log.setLevel(logging.WARNING if quiet else logging.INFO)
     log.propagate = False
     log.handlers.clear()
     console = _AboveBar()
-    console.setFormatter(logging.Formatter("%(message)s"))
+    console.setFormatter(_Printable("%(message)s"))
     log.addHandler(console)
     if log_file is not None:
         file = logging.FileHandler(log_file, encoding="utf-8")
-        file.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
+        file.setFormatter(_Printable("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
         log.addHandler(file)
 
 

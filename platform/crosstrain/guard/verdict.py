@@ -1,0 +1,278 @@
+"""Who never entered a collective: judged from what every rank has called so far.
+
+Ranks pair the calls of a process group by their order: the n-th of one rank meets the n-th of every other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from crosstrain import paths
+
+SETTLED = 2.0  # seconds without a move before ranks are judged: calls that truly differ never complete
+LOCKED = 10.0  # seconds for which two ranks have to wait for each other in different groups
+
+_OURS = tuple(f"{folder}{os.sep}" for folder in (Path(paths.__file__).resolve().parent, paths.home() / "plugins"))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of code."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{paths.show(Path(self.file))}:{self.line} in {self.function}"
+
+    @property
+    def is_plugged_in(self) -> bool:
+        """Whether it does not come with Crosstrain."""
+        return not self.file.startswith(_OURS)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a collective, as far as ranks can compare it."""
+
+    operation: str
+    size: str  # such as "7 float32"; empty where ranks may differ
+    place: Place
+
+    def fits(self, other: Call) -> bool:
+        """Whether the two can be one collective. Their places may differ: code may branch on the rank around both."""
+        return (self.operation, self.size) == (other.operation, other.size)
+
+    def __str__(self) -> str:
+        return f"{self.operation} of {self.size}" if self.size else self.operation
+
+
+@dataclass
+class History:
+    """The latest calls of one rank on one process group."""
+
+    ranks: list[int]  # members of the group
+    first: int  # number of calls[0]
+    calls: list[Call]
+    in_background: bool = False  # whether the last one was made by a thread beside training's
+
+    @property
+    def next(self) -> int:
+        return self.first + len(self.calls)
+
+    def get(self, number: int) -> Call | None:
+        return self.calls[number - self.first] if self.first <= number < self.next else None
+
+
+@dataclass
+class Waiting:
+    """The collective in which the main thread is."""
+
+    group: str
+    number: int
+    seconds: float
+
+
+@dataclass
+class State:
+    """What one rank says of itself."""
+
+    rank: int
+    answers: int  # the last question that it had heard
+    at: Place  # of the main thread
+    caller: Place | None  # the plugged-in code that called `at`, if `at` is Crosstrain's own
+    still: float  # seconds for which the main thread has been at that very instruction
+    waiting: Waiting | None
+    histories: dict[str, History] = field(default_factory=dict)  # by group
+
+    def call(self, group: str, number: int) -> Call | None:
+        """This rank's call at a position; None if it has not come so far, or it is forgotten."""
+        return self.histories[group].get(number) if group in self.histories else None
+
+    def count(self, group: str) -> int:
+        """How many calls this rank has made."""
+        return self.histories[group].next if group in self.histories else 0
+
+    def waits_at(self, group: str, number: int) -> bool:
+        return self.waiting is not None and (self.waiting.group, self.waiting.number) == (group, number)
+
+    def dumps(self) -> str:
+        """As JSON, in which equal calls stand once."""
+        calls = list({call: None for history in self.histories.values() for call in history.calls})
+        index = {call: i for i, call in enumerate(calls)}
+        document = asdict(self) | {"calls": [asdict(call) for call in calls]}
+        for name, history in self.histories.items():
+            document["histories"][name]["calls"] = [index[call] for call in history.calls]
+        return json.dumps(document)
+
+    @classmethod
+    def loads(cls, text: str | bytes) -> State:
+        document = json.loads(text)
+        calls = [Call(**call | {"place": Place(**call["place"])}) for call in document.pop("calls")]
+        for name, history in document["histories"].items():
+            document["histories"][name] = History(**history | {"calls": [calls[i] for i in history["calls"]]})
+        for name, kind in (("at", Place), ("caller", Place), ("waiting", Waiting)):
+            document[name] = kind(**document[name]) if document[name] else None
+        return cls(**document)
+
+
+def mismatch(mine: State, others: list[State], *, failed: bool = False, mispaired: str | None = None) -> str | None:
+    """What is wrong if another rank's call cannot be the one that this rank made at the same position, else None.
+
+    Ranks that still move are not judged, unless `failed` says that a collective did. `mispaired` names a group whose
+    latest calls are known not to belong together, though nothing but their places may differ.
+    """
+    for group, here in mine.histories.items():
+        for other in others:
+            there = other.histories.get(group)
+            if there is None or there.ranks != here.ranks:
+                continue
+            if not failed and min(mine.still, other.still) < SETTLED:
+                continue
+            numbers = range(max(here.first, there.first), min(here.next, there.next))
+            pairs = [(n, here.calls[n - here.first], there.calls[n - there.first]) for n in numbers]
+            evidence = [n for n, a, b in pairs if not a.fits(b)][:1]
+            if not evidence and group == mispaired:
+                evidence = [n for n, a, b in pairs if a != b][-1:]
+            if evidence:
+                return _explain(group, evidence[0], mine, other, others)
+    return None
+
+
+def deadlock(mine: State, others: list[State]) -> str | None:
+    """What is wrong if another rank waits for this one in a group while this one waits for it in another."""
+    for other in others:
+        if (ours := _waits_for(mine, other)) and (theirs := _waits_for(other, mine)):
+            both = sorted([(mine, ours, other), (other, theirs, mine)], key=lambda item: item[0].rank)
+            odd, waiting, _ = max(both, key=lambda item: _oddity(item[0], item[1].group, item[1].number, [item[2]]))
+            return _never_entered(odd, waiting.group, waiting.number, [mine, *others])
+    return None
+
+
+def absence(mine: State, others: list[State], silent: list[int]) -> str | None:
+    """Which ranks have not entered a collective that this one has, None if there are none.
+
+    `silent` are ranks of which nothing is known.
+    """
+    for group, here in mine.histories.items():
+        if here.in_background or (mine.waiting and mine.waiting.group != group):
+            continue
+        members = [state for state in others if state.rank in here.ranks]
+        behind = [state.count(group) for state in members if state.count(group) < here.next]
+        lost = [rank for rank in silent if rank in here.ranks]
+        if behind or lost:
+            number = max(min(behind, default=here.next - 1), here.first)
+            return _never_entered(mine, group, number, [mine, *members], lost)
+    return None
+
+
+def _waits_for(one: State, other: State) -> Waiting | None:
+    """The collective in which one rank has waited for another for long, if it does."""
+    waiting = one.waiting
+    if waiting is None or waiting.seconds < LOCKED or other.rank not in one.histories[waiting.group].ranks:
+        return None
+    return waiting if other.count(waiting.group) <= waiting.number else None
+
+
+def _explain(group: str, evidence: int, mine: State, other: State, others: list[State]) -> str:
+    everyone = sorted([mine, *others], key=lambda state: state.rank)
+    number, owner = _parting(group, evidence, mine, other, everyone)
+    call, theirs = owner.call(group, number), (other if owner is mine else mine).call(group, number)
+    assert call is not None
+    assert theirs is not None
+    if (call.operation, call.place) == (theirs.operation, theirs.place):
+        a, b = sorted((mine, other), key=lambda state: state.rank)
+        return (
+            f"rank {a.rank} entered {a.call(group, number)} and rank {b.rank} {b.call(group, number)}, both at "
+            f"{call.place}; what a collective exchanges must have one size on every rank"
+        )
+    return _never_entered(owner, group, number, everyone, strictly=call.fits(theirs))
+
+
+def _parting(group: str, evidence: int, mine: State, other: State, everyone: list[State]) -> tuple[int, State]:
+    """At which call two ranks went apart, not after `evidence`, and whose of the two calls is the odd one.
+
+    It is the one without which the ranks' further calls agree. Where nothing follows yet, the likelier one.
+    """
+    a, b = sorted((mine, other), key=lambda state: state.rank)
+    number, agreeing = evidence, 0
+    owner = max((a, b), key=lambda state: _oddity(state, group, evidence, everyone))
+    for odd, even in ((a, b), (b, a)):
+        longer, shorter = odd.histories[group], even.histories[group]
+        for n in range(max(longer.first, shorter.first), evidence + 1):
+            if longer.get(n) == shorter.get(n):
+                continue
+            moved = 0
+            while (call := shorter.get(n + moved)) and call == longer.get(n + 1 + moved):
+                moved += 1
+            if moved > agreeing:
+                number, owner, agreeing = n, odd, moved
+    return number, owner
+
+
+def _oddity(state: State, group: str, number: int, everyone: list[State]) -> tuple[bool, int, int]:
+    """How likely a rank's call is the odd one: others never made it, plugged-in code did, and on few ranks."""
+    call = state.call(group, number)
+    assert call is not None
+    others = [other for other in everyone if other is not state and other.call(group, number) != call]
+    unknown = not any(call in other.histories[group].calls for other in others if group in other.histories)
+    called_from_outside = state.waits_at(group, number) and state.caller is not None
+    return unknown, 2 * call.place.is_plugged_in or int(called_from_outside), len(others)
+
+
+def _never_entered(
+    owner: State, group: str, number: int, everyone: list[State], lost: list[int] | None = None, strictly: bool = False
+) -> str:
+    """The sentence about ranks that did not enter the call of `owner`; `strictly` tells calls apart by place alone."""
+    call = owner.call(group, number)
+    assert call is not None
+    here: list[int] = []
+    late: list[State] = []
+    for state in everyone:
+        if state.rank not in owner.histories[group].ranks:
+            continue
+        theirs = state.call(group, number)
+        if theirs == call or (theirs and theirs.fits(call) and not strictly):
+            here.append(state.rank)
+        elif theirs or state.count(group) <= number:
+            late.append(state)
+    if owner.waits_at(group, number):
+        assert owner.waiting is not None
+        did = f"waited in for {owner.waiting.seconds:.0f} s"
+        place = f"{call.place}{_called(owner)}"
+    else:
+        did = f"called over {owner.still:.0f} s ago" if owner.still >= SETTLED else "called"
+        place = str(call.place)
+    doing: dict[str, list[int]] = {}
+    for state in late:
+        doing.setdefault(_instead(state, group, number), []).append(state.rank)
+    absent = _ranks([state.rank for state in late] + (lost or []))
+    clauses = [f"{absent} never entered {call}, which {_ranks(here)} {did} ({place})"]
+    clauses += [f"{_ranks(ranks)} {text}" for text, ranks in list(doing.items())[:3]]
+    if lost:
+        clauses.append(f"{_ranks(lost)} did not answer")
+    return "; ".join([*clauses, "a collective must be called by every rank"])
+
+
+def _instead(state: State, group: str, number: int) -> str:
+    """Where a rank is that should be in a call."""
+    if state.waiting and (call := state.call(state.waiting.group, state.waiting.number)):
+        return f"waits in {call} ({call.place}{_called(state)})"
+    if call := state.call(group, number):
+        return f"called {call} instead ({call.place})"
+    return f"stands at {state.at}{_called(state)}"
+
+
+def _called(state: State) -> str:
+    return f", called at {state.caller}" if state.caller else ""
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = [str(rank) for rank in sorted(ranks)]
+    if len(shown) > 8:
+        shown = [*shown[:7], f"{len(shown) - 7} others"]
+    return f"rank {shown[0]}" if len(shown) == 1 else f"ranks {', '.join(shown[:-1])} and {shown[-1]}"

@@ -1,0 +1,271 @@
+"""`crosstrain export`: any checkpoint becomes a plain Hugging Face folder, in little memory, whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from conftest import ENVIRONMENT, ROOT, kill, wait_until
+from crosstrain.checkpoint import export as exporting
+from crosstrain.checkpoint import folders
+from crosstrain.checkpoint.boxes import Box, Piece, Shard, flat_range_pieces, whole_pieces
+from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
+from crosstrain.cli import main
+from crosstrain.distributed import Group
+
+MB = 2**20
+
+
+class Thread(Group):
+    """A rank that is a thread of this process."""
+
+    def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.size, self.process_group = rank, len(values), None
+        self.values, self.barrier = values, barrier
+
+    def all_gather(self, value: Any) -> list[Any]:
+        self.values[self.rank] = value
+        self.barrier.wait()
+        values = list(self.values)
+        self.barrier.wait()
+        return values
+
+
+def save(root: Path, by_rank: list[list[Shard]], write_config: Callable[[Path], object], step: int = 1) -> Path:
+    """A checkpoint written by as many ranks as there are lists of shards."""
+    values, barrier = [None] * len(by_rank), threading.Barrier(len(by_rank))
+
+    def write(rank: int) -> None:
+        keeper = Checkpointer(root, Thread(rank, values, barrier), Retention(), lambda f: write_config(f) and None)
+        keeper.save(step, by_rank[rank], {"step": step}, best=True)
+        keeper.wait()
+
+    with ThreadPoolExecutor(len(by_rank)) as ranks:
+        list(ranks.map(write, range(len(by_rank))))
+    return folders.step_folder(root, step)
+
+
+def cut_in_two(weights: dict[str, torch.Tensor]) -> list[list[Shard]]:
+    """What two ranks hold of weights and of moments whose flattened elements they share unevenly."""
+    ranks: list[list[Shard]] = [[], []]
+    for name, weight in weights.items():
+        flat, cut, shape = weight.reshape(-1), weight.numel() * 3 // 8 + 5, tuple(weight.shape)
+        for kind, data in (("param", flat), ("exp_avg", flat * 2)):
+            ranks[0].append(Shard(kind, name, shape, flat_range_pieces(data[:cut], shape, 0)))
+            ranks[1].append(Shard(kind, name, shape, flat_range_pieces(data[cut:], shape, cut)))
+    return ranks
+
+
+@pytest.fixture(scope="module")
+def theirs() -> GPT2LMHeadModel:
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": 300}
+    return GPT2LMHeadModel(GPT2Config(**sizes, architectures=["GPT2LMHeadModel"])).eval()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, theirs: GPT2LMHeadModel, tokenizer: Path) -> Path:
+    """A GPT-2 with its tokenizer, no tensor of which is whole in any file."""
+
+    def write_assets(folder: Path) -> None:
+        theirs.config.save_pretrained(folder)
+        for path in tokenizer.iterdir():
+            (folder / path.name).write_bytes(path.read_bytes())
+
+    weights = {name: parameter.detach() for name, parameter in theirs.named_parameters()}
+    return save(tmp_path_factory.mktemp("checkpoints"), cut_in_two(weights), write_assets)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """24 tensors of 16 MB, cut like the others."""
+    weights = {f"w{i:02d}": torch.full((2048, 2048), float(i)) for i in range(24)}
+    ranks = [[s for s in shards if s.kind == "param"] for shards in cut_in_two(weights)]
+    return save(tmp_path_factory.mktemp("large"), ranks, lambda folder: None)
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line that a refused export prints."""
+    assert main(["export", *map(str, arguments)]) == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def assert_same_weights(folder: Path, theirs: GPT2LMHeadModel, dtype: torch.dtype = torch.float32) -> None:
+    opened = GPT2LMHeadModel.from_pretrained(folder)
+    assert opened.dtype == dtype
+    for (name, ours), expected in zip(opened.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(ours, expected.to(dtype)), name
+
+
+def test_a_checkpoint_cut_over_two_ranks_opens_in_transformers(
+    tmp_path: Path, checkpoint: Path, theirs: GPT2LMHeadModel, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not list(checkpoint.glob("model*")), "the checkpoint itself is no model folder"
+    out = tmp_path / "new" / "out"
+    assert main(["export", "--checkpoint", str(checkpoint), "--output", str(out)]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("model.safetensors ")
+    assert f"GPT2LMHeadModel.from_pretrained('{out}')" in lines[-1]
+    assert f"{sum(p.numel() for p in theirs.parameters()):,} parameters" in lines[-1]
+    assert_same_weights(out, theirs)
+    assert load_file(out / "model.safetensors").keys() == {name for name, _ in theirs.named_parameters()}
+    others = {path.name for path in tokenizer.iterdir()} | {"config.json"}
+    assert {path.name for path in out.iterdir()} == others | {"model.safetensors"}
+    assert all((out / name).read_bytes() == (checkpoint / name).read_bytes() for name in others)
+    assert AutoTokenizer.from_pretrained(out)("the cat")["input_ids"]
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_files_end_where_they_would_exceed_the_size(
+    tmp_path: Path, checkpoint: Path, theirs: GPT2LMHeadModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    command = ["export", "--checkpoint", str(checkpoint), "--output", str(out), "--max-shard-size", "20KB"]
+    assert main(command) == 0
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert len(files) > 3
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert set(index["weight_map"].values()) == set(files)
+    assert index["metadata"]["total_size"] == sum(4 * p.numel() for p in theirs.parameters())
+    for file in files:
+        tensors = load_file(out / file)
+        assert {name for name, there in index["weight_map"].items() if there == file} == tensors.keys()
+        assert len(tensors) == 1 or sum(4 * t.numel() for t in tensors.values()) <= 20_000
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[:-1]] == files
+    assert_same_weights(out, theirs)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_another_type(tmp_path: Path, checkpoint: Path, theirs: GPT2LMHeadModel, name: str, dtype: torch.dtype) -> None:
+    out = tmp_path / "out"
+    # By way of the pointer; a checkpoint may be named as it may for evaluation.
+    command = ["export", "--checkpoint", str(checkpoint.parent / "best"), "--output", str(out), "--dtype", name]
+    assert main(command) == 0
+    assert json.loads((out / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    assert_same_weights(out, theirs, dtype)
+
+
+def test_only_floating_point_is_converted(tmp_path: Path) -> None:
+    tensors = {"count": torch.arange(3), "scalar": torch.tensor(0.5), "empty": torch.zeros(0, 2), "half": torch.ones(2)}
+    shards = [Shard("param", name, tuple(t.shape), [Piece(Box.whole(t.shape), t)]) for name, t in tensors.items()]
+    folder = save(tmp_path / "checkpoints", [shards], lambda folder: None)
+    exporting.export(folder, tmp_path / "out", torch.float16, 1 << 30, lambda line: None)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    types = {name: t.dtype for name, t in found.items()}
+    assert types == dict.fromkeys(tensors, torch.float16) | {"count": torch.int64}
+    assert all(torch.equal(found[name].to(t.dtype), t) for name, t in tensors.items())
+
+
+def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, large: Path) -> None:
+    program = f"""
+import re
+from crosstrain import cli
+from crosstrain.commands import export
+
+def peak():  # of resident memory; getrusage would give the parent's, which a child inherits when it is forked
+    with open("/proc/self/status") as file:
+        return int(re.search(r"VmHWM:\\s+(\\d+) kB", file.read())[1]) * 1024
+
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # forgets the peak of the imports
+before = peak()
+assert cli.main(["export", "--checkpoint", {str(large)!r}, "--output", {str(tmp_path / "out")!r}]) == 0
+print("PEAK", peak() - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True,
+        env=ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    used = int(done.stdout.split("PEAK")[1])
+    # The tensor itself, and its boxes in the mapped files, which count while they are mapped: twice 16 MB. A second
+    # copy would make it three times, all 24 tensors 384 MB. The rest is for what a first call imports and allocates.
+    assert used < (3 * 16 + 8) * MB, f"{used / MB:.1f} MB"
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(found[f"w{i:02d}"].eq(i).all() for i in range(24))
+
+
+def test_killed_it_leaves_nothing_that_looks_finished(tmp_path: Path, large: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ["export", "--checkpoint", str(large), "--output", str(out), "--max-shard-size", "16MiB"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "crosstrain", *arguments], env=ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform")},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    wait_until(lambda: any(tmp_path.glob(".out.export/model-00002*")), process)
+    kill(process)
+    assert not out.exists()
+    assert [path.name for path in tmp_path.iterdir()] == [".out.export"]
+
+    assert main(arguments) == 0
+    assert len(list(out.glob("model-*-of-00024.safetensors"))) == 24
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_damaged_checkpoint_is_refused(
+    tmp_path: Path, checkpoint: Path, theirs: GPT2LMHeadModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    victim = checkpoint / "training-00001.safetensors"
+    whole = victim.read_bytes()
+    victim.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    try:
+        line = complaint(capsys, "--checkpoint", checkpoint, "--output", tmp_path / "out")
+    finally:
+        victim.write_bytes(whole)
+    assert f"{victim}: contents differ" in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_overwritten(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    (tmp_path / "file").write_text("x")
+    for name in ("mine", "file"):
+        assert "not an empty folder" in complaint(capsys, "--checkpoint", checkpoint, "--output", tmp_path / name)
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "mine"]
+    (tmp_path / "empty").mkdir()
+    assert main(["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "empty")]) == 0
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(exporting, "write_safetensors", full)
+    assert "No space left" in complaint(capsys, "--checkpoint", checkpoint, "--output", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("size", ["big", "0GB", "5 XB", "-1GB", "1e3", "9" * 400])
+def test_a_size_that_is_none(capsys: pytest.CaptureFixture[str], size: str) -> None:
+    arguments = ("--checkpoint", "x", "--output", "y", f"--max-shard-size={size}")
+    assert "such as 5GB" in complaint(capsys, *arguments)
+
+
+def test_code_and_pickles_are_not_handed_on(tmp_path: Path) -> None:
+    def write_config(folder: Path) -> None:
+        for name in ("modeling_trap.py", "pytorch_model.bin", "training.pt", "vocab.txt"):
+            (folder / name).write_text("anything")
+
+    weight = torch.ones(2)
+    folder = save(tmp_path / "checkpoints", [[Shard("param", "w", (2,), whole_pieces(weight, (2,)))]], write_config)
+    exporting.export(folder, tmp_path / "out", None, 1 << 30, lambda line: None)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.safetensors", "vocab.txt"]
