@@ -2,9 +2,9 @@
 
 import contextlib
 
-import torch  # noqa: F401
+import torch
 import torch.distributed.fsdp
-import torch.distributed.tensor  # noqa: F401
+import torch.distributed.tensor
 import torch.utils.tensorboard  # noqa: F401
 import transformers
 from transformers import GPT2LMHeadModel  # noqa: F401

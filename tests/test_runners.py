@@ -90,7 +90,9 @@ def _follow(project: str, options: tuple[str, ...]) -> dict[str, tuple[tuple[int
     def first_step(apply: bool = True) -> Any:
         if not held:
             for shard in runner.gradients():
-                boxes = [(p.box.offset, p.box.shape, p.data.cpu().numpy() / runner.gradient_scale) for p in shard.pieces]
+                boxes = [
+                    (p.box.offset, p.box.shape, p.data.cpu().numpy() / runner.gradient_scale) for p in shard.pieces
+                ]
                 held[shard.name] = (shard.shape, boxes)
         return step(apply)
 
@@ -170,10 +172,7 @@ HALF = ("run.max_iters=20", "run.micro_batch_size=2", "run.global_batch_size=8",
 @pytest.fixture(scope="module")
 def half(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Any:
     workspace = Workspace(tmp_path_factory.mktemp("half"), dataset)
-    return workspace, {
-        dtype: follow(workspace, "ddp@1", *HALF, amp, label=dtype)
-        for dtype, amp in AMP.items()
-    }
+    return workspace, {dtype: follow(workspace, "ddp@1", *HALF, amp, label=dtype) for dtype, amp in AMP.items()}
 
 
 # fp16 begins where the first steps overflow, and grows again soon.

@@ -83,10 +83,25 @@ def _parser() -> _Parser:
     prepare.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
     prepare.set_defaults(run=_prepare)
 
+    compare = verbs.add_parser("compare", help="prove that runners train alike, on your own project")
+    _add_config(compare, required=True)
+    compare.add_argument("--runners", nargs="+", required=True, metavar="RUNNER[@N]",
+                         help="runners or presets and their number of workers; the first is the reference")  # fmt: skip
+    compare.add_argument("--steps", type=_positive, default=5, metavar="K", help="steps under each (default: 5)")
+    compare.add_argument("--scratch", metavar="DIR", help="where the reference's gradients are kept meanwhile")
+    compare.add_argument("--output", metavar="FILE", help="write everything that was measured as JSON")
+    compare.set_defaults(run=_compare)
+
     listing = verbs.add_parser("list", help="everything that a project file can name")
     listing.add_argument("kind", nargs="?", help="runner, model, dataset, ...")
     listing.set_defaults(run=_list)
     return parser
+
+
+def _positive(text: str) -> int:
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
 
 
 def _add_config(parser: argparse.ArgumentParser, *, required: bool) -> None:
@@ -105,6 +120,12 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from crosstrain.commands.evaluate import evaluate
 
     return evaluate(arguments)
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from crosstrain.commands.compare import compare
+
+    return compare(arguments)
 
 
 def _export(arguments: argparse.Namespace) -> int:

@@ -64,7 +64,9 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     gradients = [p.grad for p in parameters]  # an engine may keep buffers there
     for p in parameters:
         p.grad = torch.zeros_like(p)
-    settings = [{key: group[key] for key in ("lr", "weight_decay") if key in group} for group in optimizer.param_groups]
+    settings: list[dict[str, Any]] = [
+        {key: group[key] for key in ("lr", "weight_decay") if key in group} for group in optimizer.param_groups
+    ]
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
         group.update(dict.fromkeys(kept, 0.0))  # decay would enter a momentum
     optimizer.step()

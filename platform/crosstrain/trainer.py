@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,10 @@ def run_length(config: Config, plan: BatchPlan, dataset: Dataset) -> int:
 class Trainer:
     """Trains what a configuration says, from where its folder says.
 
-    Collective: every rank makes one and calls `fit`.
+    Collective: every rank makes one and calls `fit`. With `quiet` nothing is said but warnings.
     """
 
-    def __init__(self, config: Config, runner: Runner, stop: StopRequest) -> None:
+    def __init__(self, config: Config, runner: Runner, stop: StopRequest, quiet: bool = False) -> None:
         self.config, self.runner, self.stop = config, runner, stop
         run = self.run = config.run
         self.folder = RunFolder(run.output_dir)
@@ -48,7 +49,7 @@ class Trainer:
         if self.is_main:
             self.folder.create()
             self.folder.write_config(config.plain)
-        set_up_logging(self.folder.log if self.is_main else None, quiet=not self.is_main)
+        set_up_logging(self.folder.log if self.is_main else None, quiet=quiet or not self.is_main)
 
         self.dataset = assembly.open_split(config, "train")
         self.val_dataset = assembly.open_split(config, "val") if run.eval_interval else None
@@ -128,17 +129,14 @@ class Trainer:
 
     def fit(self) -> State:
         """Train to `max_iters` or until a stop is asked for, and save; returns the final state."""
-        batches = training_steps(
-            self.dataset, self.plan, seed=self.run.seed, start=self.state.samples,
-            dp_rank=self.runner.dp.rank, num_workers=self.run.num_workers,
-        )  # fmt: skip
+        batches = self.batches()
         self.reporter.begin_interval()
         try:
             while self.state.step < self.max_iters:
                 self.stopped = self._stop_agreed()
                 if self.stopped:
                     break
-                row = self._train_step(batches)
+                row = self.train_step(batches)
                 self.last_validation = None
                 self.reporter.advance(row)
                 if self._logs(self.state.step):
@@ -164,7 +162,14 @@ class Trainer:
             log.info("stopped at step %d; the same command goes on from there", self.state.step)
         return self.state
 
-    def _train_step(self, batches: Any) -> dict[str, Any]:
+    def batches(self) -> Iterator[list[MicroBatch]]:
+        """This rank's micro batches, step by step, from where the state stands."""
+        return training_steps(
+            self.dataset, self.plan, seed=self.run.seed, start=self.state.samples,
+            dp_rank=self.runner.dp.rank, num_workers=self.run.num_workers,
+        )  # fmt: skip
+
+    def train_step(self, batches: Iterator[list[MicroBatch]]) -> dict[str, Any]:
         """One attempted step; its numbers."""
         state, runner, timers = self.state, self.runner, self.runner.timers
         timers.reset(synchronize=self._logs(state.step + 1))

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -103,12 +104,15 @@ def flat_range_pieces(
 def dtensor_pieces(tensor: DTensor, shape: tuple[int, ...]) -> list[Piece]:
     """The piece of a rank whose part of a tensor is a DTensor's local one."""
     local_shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return _cut([Piece(Box(tuple(offset), tuple(local_shape)), tensor.detach().to_local())], shape)
+    local = tensor.to_local().detach()
+    return _cut([Piece(Box(tuple(offset), tuple(local_shape)), local)], shape)
 
 
 def _cut(pieces: list[Piece], shape: tuple[int, ...]) -> list[Piece]:
     """Pieces without what lies beyond the logical `shape`, which is padding."""
     logical = Box.whole(tuple(shape))
+    if logical.numel == 0:  # every rank holds all of nothing
+        return [Piece(logical, torch.empty(logical.shape))]
     cut = [(piece, piece.box.intersect(logical)) for piece in pieces]
     return [Piece(box, piece.data[box.slices_in(piece.box)]) for piece, box in cut if box is not None]
 

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -26,6 +26,7 @@ from crosstrain import launch
 from crosstrain.errors import TrainingError
 from crosstrain.guard.recorder import Recorder, whereabouts
 from crosstrain.guard.verdict import SETTLED, State, absence, deadlock, mismatch
+from crosstrain.monitor.console import log
 
 _TICK = 0.5  # seconds between two looks at training
 _ANSWERING = 1.5  # seconds that other ranks have to say where they are
@@ -48,7 +49,10 @@ def install(limit: float | None) -> None:
     global _guard
     remove()
     if limit is not None and dist.get_world_size() > 1:
-        _guard = Guard(limit)
+        try:
+            _guard = Guard(limit)
+        except RuntimeError as error:
+            log.warning("collectives are not watched, because the ranks' store cannot be reached (%s)", error)
 
 
 def remove() -> None:
@@ -59,14 +63,17 @@ def remove() -> None:
         _guard = None
 
 
-def mispaired(group: dist.ProcessGroup) -> None:
-    """For ranks that met on `group` in different collectives: ends the run and says in which.
+def mispaired(group: dist.ProcessGroup) -> NoReturn:
+    """For a collective on `group` that met others: ends the run and says which.
 
     Raises TrainingError where that cannot be found out.
     """
     if _guard is not None:
         _guard.explain(mispaired=group.group_name)
-    raise TrainingError("the ranks met in different collectives; a collective must be called by every rank")
+    at, _ = whereabouts(sys._getframe(1))
+    raise TrainingError(
+        f"the ranks met in different collectives, one of them at {at}; each must be called by every rank"
+    )
 
 
 class Guard:

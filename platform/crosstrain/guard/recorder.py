@@ -12,19 +12,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import CellType, FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.compiler import is_compiling
 from torch.distributed import distributed_c10d
 
 from crosstrain import launch
 from crosstrain.guard.verdict import Call, History, Place, Waiting
 
-_REMEMBERED = 256  # calls per group
+_REMEMBERED = 2048  # calls per group
 
 # Collectives, each with the argument that has one size on every rank, if there is such a one.
 _COLLECTIVES: dict[str, str | None] = {
@@ -65,7 +65,8 @@ class Recorder:
 
     def histories(self, training: int) -> dict[str, History]:
         """By group; `training` is the thread that is not in the background."""
-        background = {thread.ident for thread in threading.enumerate()} - {training}
+        threads = (thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread))
+        background = {thread.ident for thread in threads} - {training}  # autograd's threads are no part of it
         return {name: log.history(background) for name, log in list(self._logs.items()) if log.calls}
 
     def _noting(self, operation: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,8 +78,8 @@ class Recorder:
 
         @functools.wraps(function)
         def noted(*args: Any, **kwargs: Any) -> Any:
-            # The compiler looks no further than the first; the second is a collective that is built of others.
-            if is_compiling() or (thread := here()) in inside:
+            thread = here()
+            if thread in inside:  # a collective that is built of others
                 return function(*args, **kwargs)
             log = self._log(args[group_at] if len(args) > group_at else kwargs.get("group"))
             if log is None:
@@ -96,7 +97,7 @@ class Recorder:
             finally:
                 del inside[thread]
 
-        return noted
+        return _opaque(noted)
 
     def _log(self, group: Any) -> _Log | None:
         if group is None:
@@ -171,6 +172,20 @@ def whereabouts(innermost: FrameType) -> tuple[Place, Place | None]:
         frame = frame.f_back
     at = places[0] if places else Place(*_line(innermost))
     return at, None if at.is_plugged_in else next((place for place in places if place.is_plugged_in), None)
+
+
+def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` marked so that torch.compile does not look into it.
+
+    That is what `torch.compiler.disable` is for; this costs nothing per call and does not load the compiler.
+    """
+    function.__dict__["_torchdynamo_disable"] = True
+    with suppress(AttributeError, ImportError, TypeError):  # another version of torch, which may look into it
+        from torch._C._dynamo import eval_frame as frames
+
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+        frames.set_code_exec_strategy(function.__code__, skip)
+    return function
 
 
 def _hook(name: str, noting: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:

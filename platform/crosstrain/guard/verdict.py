@@ -14,6 +14,7 @@ from crosstrain import paths
 
 SETTLED = 2.0  # seconds without a move before ranks are judged: calls that truly differ never complete
 LOCKED = 10.0  # seconds for which two ranks have to wait for each other in different groups
+FAR = 1024  # calls after which ranks have shown that they get along, whatever one of them failed to note
 
 _OURS = tuple(f"{folder}{os.sep}" for folder in (Path(paths.__file__).resolve().parent, paths.home() / "plugins"))
 
@@ -104,10 +105,11 @@ class State:
         """As JSON, in which equal calls stand once."""
         calls = list({call: None for history in self.histories.values() for call in history.calls})
         index = {call: i for i, call in enumerate(calls)}
-        document = asdict(self) | {"calls": [asdict(call) for call in calls]}
-        for name, history in self.histories.items():
-            document["histories"][name]["calls"] = [index[call] for call in history.calls]
-        return json.dumps(document)
+        histories = {
+            name: vars(history) | {"calls": [index[call] for call in history.calls]}
+            for name, history in self.histories.items()
+        }
+        return json.dumps(vars(self) | {"histories": histories, "calls": calls}, default=asdict)
 
     @classmethod
     def loads(cls, text: str | bytes) -> State:
@@ -136,6 +138,8 @@ def mismatch(mine: State, others: list[State], *, failed: bool = False, mispaire
             numbers = range(max(here.first, there.first), min(here.next, there.next))
             pairs = [(n, here.calls[n - here.first], there.calls[n - there.first]) for n in numbers]
             evidence = [n for n, a, b in pairs if not a.fits(b)][:1]
+            if evidence and evidence[0] < numbers.stop - FAR:
+                continue
             if not evidence and group == mispaired:
                 evidence = [n for n, a, b in pairs if a != b][-1:]
             if evidence:
@@ -164,7 +168,7 @@ def absence(mine: State, others: list[State], silent: list[int]) -> str | None:
         members = [state for state in others if state.rank in here.ranks]
         behind = [state.count(group) for state in members if state.count(group) < here.next]
         lost = [rank for rank in silent if rank in here.ranks]
-        if behind or lost:
+        if behind or (lost and mine.waiting):
             number = max(min(behind, default=here.next - 1), here.first)
             return _never_entered(mine, group, number, [mine, *members], lost)
     return None
@@ -180,11 +184,11 @@ def _waits_for(one: State, other: State) -> Waiting | None:
 
 def _explain(group: str, evidence: int, mine: State, other: State, others: list[State]) -> str:
     everyone = sorted([mine, *others], key=lambda state: state.rank)
-    number, owner = _parting(group, evidence, mine, other, everyone)
+    number, owner, proven = _parting(group, evidence, mine, other, everyone)
     call, theirs = owner.call(group, number), (other if owner is mine else mine).call(group, number)
     assert call is not None
     assert theirs is not None
-    if (call.operation, call.place) == (theirs.operation, theirs.place):
+    if not proven and (call.operation, call.place) == (theirs.operation, theirs.place):
         a, b = sorted((mine, other), key=lambda state: state.rank)
         return (
             f"rank {a.rank} entered {a.call(group, number)} and rank {b.rank} {b.call(group, number)}, both at "
@@ -193,8 +197,8 @@ def _explain(group: str, evidence: int, mine: State, other: State, others: list[
     return _never_entered(owner, group, number, everyone, strictly=call.fits(theirs))
 
 
-def _parting(group: str, evidence: int, mine: State, other: State, everyone: list[State]) -> tuple[int, State]:
-    """At which call two ranks went apart, not after `evidence`, and whose of the two calls is the odd one.
+def _parting(group: str, evidence: int, mine: State, other: State, everyone: list[State]) -> tuple[int, State, bool]:
+    """At which call two ranks went apart, not after `evidence`, whose of the two calls is the odd one, and if for sure.
 
     It is the one without which the ranks' further calls agree. Where nothing follows yet, the likelier one.
     """
@@ -211,7 +215,7 @@ def _parting(group: str, evidence: int, mine: State, other: State, everyone: lis
                 moved += 1
             if moved > agreeing:
                 number, owner, agreeing = n, odd, moved
-    return number, owner
+    return number, owner, agreeing > 0
 
 
 def _oddity(state: State, group: str, number: int, everyone: list[State]) -> tuple[bool, int, int]:

@@ -1,0 +1,195 @@
+"""What two recorded trainings have in common, and the first thing in which they differ, with a hint."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from crosstrain.errors import UserError
+
+Sums = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest relative differences that are rounding.
+
+    `numbers` for losses and gradient norms of every step, `gradients` for each tensor in the first step, relative to
+    its norm. fp32: four times the noise of one process that takes its micro batches in reverse order is below 2e-6 on
+    small models (docs/compare.md has the measurements); where a run measures more, its own figure counts. bf16 and
+    fp16: the same runs are within 1.1e-4, because a last bit moves a rounded activation now and then.
+    """
+
+    numbers: float
+    gradients: float
+
+    @staticmethod
+    def of(dtype: str, noise: float = 0.0) -> Tolerance:
+        if dtype == "fp32":
+            return Tolerance(max(2e-6, 4 * noise), 1e-5)
+        return Tolerance(max(5e-4, 4 * noise), 1e-2)
+
+
+@dataclass
+class Record:
+    """What a contestant's rank 0 wrote down; see worker.py."""
+
+    name: str
+    data: dict[str, Any]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return self.data["rows"]
+
+    def sums(self, step: int) -> dict[str, Sums]:
+        return {name: tuple(sums) for name, sums in self.data["gradients"][step - 1].items()}
+
+
+def difference(a: float | None, b: float | None) -> float:
+    """Relative to `b`; None, a number that is not finite, equals only itself."""
+    if a is None or b is None:
+        return 0.0 if a is b else math.inf
+    return abs(a - b) / max(abs(b), 1e-30)
+
+
+def gradient_difference(sums: Sums) -> float:
+    """|g - r| / |r|."""
+    dd, gg, _, rr = sums
+    if rr == 0.0 or not math.isfinite(gg):
+        return 0.0 if gg == rr else math.inf
+    return math.sqrt(dd / rr)
+
+
+def largest(record: Record, step: int) -> tuple[float, str]:
+    """The largest gradient difference of a step, and whose it is."""
+    return max(((gradient_difference(s), name) for name, s in record.sums(step).items()), default=(0.0, ""))
+
+
+def number_difference(record: Record, reference: Record, key: str) -> float:
+    """The largest difference of a number over all steps."""
+    return max(difference(a[key], b[key]) for a, b in zip(record.rows, reference.rows, strict=True))
+
+
+def diagnose(record: Record, reference: Record, tolerance: Tolerance) -> str | None:
+    """None if the two trained alike; otherwise one sentence: the first thing that differs, and a hint."""
+    checks = (_samples, _forward, _dropout, _replicas, _gradients, _rates, _steps)
+    return next((found for check in checks if (found := check(record, reference, tolerance))), None)
+
+
+def _samples(record: Record, reference: Record, _: Tolerance) -> str | None:
+    for mine, theirs in zip(record.rows, reference.rows, strict=True):
+        if mine["samples"] != theirs["samples"]:
+            return f"step {mine['step']} ended at sample {mine['samples']} instead of {theirs['samples']}"
+    return None
+
+
+def _forward(record: Record, reference: Record, tolerance: Tolerance) -> str | None:
+    mine, theirs = record.data["plain_loss"], reference.data["plain_loss"]
+    if difference(mine, theirs) <= tolerance.numbers:
+        return None
+    return (
+        f"before the first step, in evaluation mode, the loss is {mine:.7g} instead of {theirs:.7g}: the weights or "
+        f"the forward differ; look at construct, shards and loaded"
+    )
+
+
+def _dropout(record: Record, reference: Record, tolerance: Tolerance) -> str | None:
+    mine, theirs = record.rows[0]["loss"], reference.rows[0]["loss"]
+    if difference(mine, theirs) <= tolerance.numbers:
+        return None
+    return (
+        f"the loss of step 1 is {mine} instead of {theirs}, although in evaluation mode the losses agree: random "
+        f"numbers (dropout) differ; a runner must not seed them, by rank for example"
+    )
+
+
+def _replicas(record: Record, _: Record, tolerance: Tolerance) -> str | None:
+    apart = [name for name in record.data["names"] if record.data["spread"].get(name, 0.0) > tolerance.gradients]
+    if not apart:
+        return None
+    return (
+        f"in step 1 the ranks hold different gradients of {_list(apart)}: a missing all-reduce, so each rank trains a "
+        f"model of its own"
+    )
+
+
+def _gradients(record: Record, reference: Record, tolerance: Tolerance) -> str | None:
+    sums = record.sums(1)
+    lacking = sorted(reference.sums(1).keys() - sums.keys())
+    if lacking:
+        return f"in step 1 there is no gradient of {_list(lacking)}"
+    wrong = [
+        name for name in record.data["names"] if name in sums and gradient_difference(sums[name]) > tolerance.gradients
+    ]
+    if not wrong:
+        return None
+    ratios = {name: sums[name][2] / sums[name][3] if sums[name][3] else math.inf for name in wrong}
+    straight = {n for n, ratio in ratios.items() if _residual(sums[n], ratio) <= 10 * tolerance.gradients * abs(ratio)}
+    common = len(straight) == len(wrong) and max(ratios.values()) - min(ratios.values()) <= 1e-3 * abs(ratios[wrong[0]])
+    if common and len(wrong) == len(sums):
+        return (
+            f"in step 1 every gradient is {ratios[wrong[0]]:.4g} times the reference's: {_scale_hint(ratios, record)}"
+        )
+    tied = [name for name in wrong if name in straight and name in record.data["tied"]]
+    if tied and len(tied) == len(wrong):
+        return (
+            f"in step 1 the gradient of {_list(tied)}, a tied weight, is {ratios[tied[0]]:.4g} times the reference's "
+            f"and all others agree: it is counted once for each of its uses"
+        )
+    size, worst = max((gradient_difference(sums[name]), name) for name in wrong)
+    return (
+        f"in step 1 the gradient of {wrong[0]} differs first (by {gradient_difference(sums[wrong[0]]):.1e} of its "
+        f"norm), {len(wrong)} of {len(sums)} do, most that of {worst} (by {size:.1e}): the backward of that module"
+    )
+
+
+def _scale_hint(ratios: dict[str, float], record: Record) -> str:
+    ratio = next(iter(ratios.values()))
+    dp, accumulation = record.data["dp_size"], record.data["accumulation"]
+    if dp > 1 and math.isclose(ratio, dp, rel_tol=1e-3):
+        return f"they were summed over the {dp} data-parallel ranks instead of averaged"
+    if dp > 1 and math.isclose(ratio, 1 / dp, rel_tol=1e-3):
+        return f"they were divided by the {dp} data-parallel ranks once more than summed"
+    if accumulation > 1 and math.isclose(ratio, 1 / accumulation, rel_tol=1e-3):
+        return f"the engine divides by the {accumulation} accumulated micro batches once more"
+    return "the loss is scaled differently"
+
+
+def _residual(sums: Sums, ratio: float) -> float:
+    """|g - ratio r| / |r|."""
+    _, gg, gr, rr = sums
+    return math.sqrt(max(gg - 2 * ratio * gr + ratio * ratio * rr, 0.0) / rr)
+
+
+def _rates(record: Record, reference: Record, _: Tolerance) -> str | None:
+    for step, (mine, theirs) in enumerate(zip(record.data["rates"], reference.data["rates"], strict=True), 1):
+        if difference(mine, theirs) > 1e-9:
+            return (
+                f"step {step} is made with the learning rate {mine:.6g} instead of {theirs:.6g}: the schedule must "
+                f"advance once for each applied step, not for each micro batch "
+                f"({record.data['accumulation']} here) or rank"
+            )
+    return None
+
+
+def _steps(record: Record, reference: Record, tolerance: Tolerance) -> str | None:
+    for mine, theirs in zip(record.rows, reference.rows, strict=True):
+        for key in ("loss", "grad_norm"):
+            if difference(mine[key], theirs[key]) > tolerance.numbers:
+                step, what = mine["step"], key.replace("grad_norm", "gradient norm")
+                if step == 1:
+                    return f"the {what} of step 1 is {mine[key]} instead of {theirs[key]} over equal gradients"
+                return (
+                    f"the {what} of step {step} is {mine[key]} instead of {theirs[key]}, after gradients in step 1 and "
+                    f"learning rates that agree: look at clipping, the optimizer and what reaches the other ranks"
+                )
+    return None
+
+
+def _list(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more parameters"
+
+
+class Disagreement(UserError):
+    """Runners were compared and do not train alike."""

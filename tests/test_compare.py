@@ -1,0 +1,73 @@
+"""`crosstrain compare` finds what is wrong with a runner, and says so; and that nothing is, where nothing is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ENVIRONMENT, ROOT, Workspace
+
+PLUGINS = ROOT / "tests" / "third_party"
+
+
+def compare(workspace: Workspace, *runners: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [
+            sys.executable, "-m", "crosstrain", "compare", "--cfg-path", str(workspace.project), "--steps", "3",
+            "--output", "compare.json", "--runners", *runners,
+            "--options", f"run.plugins=[{PLUGINS}]", "run.global_batch_size=8", "run.micro_batch_size=2", *options,
+        ],
+        cwd=workspace.path, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform")},
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+
+
+FOUND = {
+    "dropout": "random numbers (dropout) differ",
+    "tied": "transformer.wte.weight, a tied weight, is 2 times the reference's",
+    "missing": "different gradients of transformer.wte.weight and 27 more parameters: a missing all-reduce",
+    "partly_missing": "the ranks hold different gradients of transformer.h.1.mlp.c_fc.weight and 3 more",
+    "schedule": "not for each micro batch (2 here)",
+    "sum": "every gradient is 2 times the reference's: they were summed over the 2 data-parallel ranks",
+    "clipping": "look at clipping, the optimizer",
+}
+
+
+def test_planted_bugs_are_named_and_healthy_runners_pass(workspace: Workspace) -> None:
+    wrong = {bug: f"{{name: wrong, bug: {bug}}}@2" for bug in FOUND}
+    done = compare(workspace, "ddp@1", "wrong@2", *wrong.values(), options=("model.dropout=0.1",))
+
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {len(FOUND)} of {len(FOUND) + 1} do not train as ddp@1: ")
+    assert "wrong@2\n" in done.stdout
+    results = json.loads((workspace.path / "compare.json").read_text())
+    assert results["wrong@2"]["problem"] is None
+    for bug, sentence in FOUND.items():
+        assert sentence in results[wrong[bug]]["problem"], bug
+
+
+def test_engines_agree(workspace: Workspace) -> None:
+    done = compare(workspace, "ddp@1", "fsdp@2", "zero3@2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("all train as ddp@1\n")
+    assert done.stdout.count("trains alike") == 2
+
+
+@pytest.mark.parametrize(
+    ("runners", "sentence"),
+    [
+        (("ddp@1",), "--runners: name at least two"),
+        (("ddp@1", "zero2@x"), "'zero2@x' is not a runner"),
+        (("ddp@1", "zero9@2"), "there is no runner called 'zero9'"),
+        (("ddp@1", "ddp@3"), "global_batch_size: 8 is not a multiple of"),
+    ],
+)
+def test_mistakes_are_one_sentence(workspace: Workspace, runners: tuple[str, ...], sentence: str) -> None:
+    done = compare(workspace, *runners)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert sentence in done.stderr

@@ -1,0 +1,46 @@
+"""Runners with a bug each, for `compare` to find."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.distributed as dist
+
+from crosstrain.registry import registry
+from crosstrain.runner import Runner
+
+
+@registry.register_runner("wrong")
+class Wrong(Runner):
+    """Data parallel by hand, with a chosen mistake."""
+
+    @dataclass
+    class Options:
+        bug: Literal["none", "dropout", "tied", "missing", "partly_missing", "schedule", "sum", "clipping"] = "none"
+
+    def forward_backward(self, micro_batches, num_targets):
+        if self.options.bug == "schedule":
+            self.ticks = getattr(self, "ticks", 0) + len(micro_batches)
+            self.set_learning_rate(self.run.init_lr * (1 - self.ticks / 100))
+        loss = super().forward_backward(micro_batches, num_targets)
+        names = self.model.canonical_parameters()
+        for name, p in names.items():
+            if self.options.bug == "missing" or (self.options.bug == "partly_missing" and "h.1.mlp" in name):
+                continue
+            dist.all_reduce(p.grad)
+            if self.options.bug != "sum":
+                p.grad /= self.dp.size
+            if self.options.bug == "tied" and name == "transformer.wte.weight":
+                p.grad *= 2
+        return loss
+
+    def compute_loss(self, batch):
+        if self.options.bug == "dropout":
+            import torch
+
+            torch.manual_seed(self.world.rank)
+        return super().compute_loss(batch)
+
+    def optimizer_step(self, apply=True):
+        if self.options.bug == "clipping":
+            self.run.grad_norm_clip = 0.1
+        return super().optimizer_step(apply)
