@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved rounds of child processes, and ratios with their spread."""
+"""What the benchmarks share: a project to train, interleaved rounds, and ratios with their spread."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,39 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "platform"))
 
 Result = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A GPT-2, and the sequences that it sees."""
+
+    layers: int = 6
+    hidden: int = 384
+    heads: int = 6
+    length: int = 256
+    vocabulary: int = 50257  # the model pads it to 50,304
+
+    def samples(self) -> Any:
+        """Random tokens of 64 sequences, each with one token more, its last target."""
+        import numpy as np
+
+        return np.random.default_rng(0).integers(0, self.vocabulary, (64, self.length + 1))
+
+
+def write_project(folder: Path, sizes: Sizes, run: dict[str, Any]) -> Path:
+    """A project file that trains a GPT-2 on random tokens, which are written beside it."""
+    from crosstrain.data.tokens import TokenWriter, best_dtype
+
+    with TokenWriter(folder / "tokens", best_dtype(sizes.vocabulary)) as writer:
+        writer.add([sizes.samples().reshape(-1).tolist()])
+    model = {
+        "arch": "gpt2", "n_layer": sizes.layers, "n_embd": sizes.hidden, "n_head": sizes.heads,
+        "n_positions": sizes.length, "vocab_size": sizes.vocabulary,
+    }  # fmt: skip
+    random = {"name": "text", "path": f"{folder}/tokens", "seq_length": sizes.length, "split": [1, 0, 0]}
+    project = folder / "project.yaml"
+    project.write_text(json.dumps({"model": model, "datasets": {"random": random}, "run": run}))  # JSON is YAML
+    return project
 
 
 def child(script: str, *arguments: str, env: dict[str, str] | None = None) -> Result:
@@ -44,6 +78,15 @@ def ratio(ours: list[Result], theirs: list[Result], key: str) -> str:
     """Median of the pairwise ratios ours / theirs, with the smallest and the largest."""
     pairs = [a[key] / b[key] for a, b in zip(ours, theirs, strict=True)]
     return f"{statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})"
+
+
+def interval(pairs: Sequence[float], draws: int = 10_000) -> str:
+    """Median of ratios, with its 95 % confidence interval by bootstrap."""
+    import numpy as np
+
+    drawn = np.random.default_rng(0).choice(np.asarray(pairs), (draws, len(pairs)))
+    low, high = np.percentile(np.median(drawn, axis=1), (2.5, 97.5))
+    return f"{statistics.median(pairs):.3f} ({low:.3f} to {high:.3f})"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -21,11 +21,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, Result, child, ratio, rounds, table
+from common import ROOT, Result, Sizes, child, ratio, rounds, table, write_project
 
-LAYERS, HIDDEN, HEADS, LENGTH, BATCH, VOCABULARY = 6, 384, 6, 256, 8, 50257
-PADDED = 50304
-TOKENS = LENGTH * BATCH
+SIZES = Sizes()
+BATCH, PADDED = 8, 50304
+TOKENS = SIZES.length * BATCH
 
 
 class Clock:
@@ -58,18 +58,13 @@ class Clock:
         }
 
 
-def samples() -> Any:
-    import numpy as np
-
-    return np.random.default_rng(0).integers(0, VOCABULARY, (64, LENGTH + 1))
-
-
 def reference_model() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=LAYERS, n_embd=HIDDEN, n_head=HEADS, n_positions=LENGTH, vocab_size=PADDED, use_cache=False
-    )
+        n_layer=SIZES.layers, n_embd=SIZES.hidden, n_head=SIZES.heads, n_positions=SIZES.length, vocab_size=PADDED,
+        use_cache=False,
+    )  # fmt: skip
     return GPT2LMHeadModel(config)
 
 
@@ -80,7 +75,7 @@ def bare(steps: int, precision: str, device: str) -> Result:
     model = reference_model().to(device).train()
     clock = Clock()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
-    data = torch.as_tensor(samples())
+    data = torch.as_tensor(SIZES.samples())
     autocast = torch.autocast(device, torch.bfloat16, enabled=precision == "bf16")
     for step in range(steps):
         rows = torch.arange(step * BATCH, (step + 1) * BATCH) % len(data)
@@ -108,7 +103,7 @@ def hf_trainer(steps: int, precision: str, device: str) -> Result:
         def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
             clock.step()
 
-    data = [{"input_ids": torch.as_tensor(row[:-1]), "labels": torch.as_tensor(row[:-1])} for row in samples()]
+    data = [{"input_ids": torch.as_tensor(row[:-1]), "labels": torch.as_tensor(row[:-1])} for row in SIZES.samples()]
     arguments = TrainingArguments(
         output_dir=tempfile.mkdtemp(), max_steps=steps, per_device_train_batch_size=BATCH, learning_rate=1e-4,
         weight_decay=0.01, max_grad_norm=1.0, bf16=precision == "bf16", use_cpu=device == "cpu", report_to=[],
@@ -125,7 +120,6 @@ def crosstrain(steps: int, precision: str, device: str) -> Result:
     import transformers  # noqa: F401
 
     import crosstrain.commands.train
-    from crosstrain.data.tokens import TokenWriter
     from crosstrain.monitor.trackers import JsonlTracker
 
     clock = Clock()
@@ -137,16 +131,11 @@ def crosstrain(steps: int, precision: str, device: str) -> Result:
 
     JsonlTracker.log = stamped  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
-        with TokenWriter(Path(folder, "tokens"), samples().astype("uint16").dtype) as writer:
-            writer.add([samples().reshape(-1).tolist()])
-        project = Path(folder, "project.yaml")
-        project.write_text(
-            f"model: {{arch: gpt2, n_layer: {LAYERS}, n_embd: {HIDDEN}, n_head: {HEADS}, n_positions: {LENGTH},"
-            f" vocab_size: {VOCABULARY}}}\n"
-            f"datasets: {{random: {{name: text, path: {folder}/tokens, seq_length: {LENGTH}, split: [1, 0, 0]}}}}\n"
-            f"run: {{output_dir: {folder}/out, max_iters: {steps}, micro_batch_size: {BATCH}, amp: {precision},"
-            f" device: {device}, log_interval: 1}}\n"
-        )
+        run = {
+            "output_dir": f"{folder}/out", "max_iters": steps, "micro_batch_size": BATCH, "amp": precision,
+            "device": device, "log_interval": 1,
+        }  # fmt: skip
+        project = write_project(Path(folder), SIZES, run)
         sys.stdout, real = open(os.devnull, "w"), sys.stdout  # noqa: SIM115
         code = crosstrain.commands.train.train(str(project), [], 1, False)
         sys.stdout = real

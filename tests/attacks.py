@@ -19,8 +19,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from crosstrain.checkpoint import folders
+from crosstrain.checkpoint.base import load_shards
 from crosstrain.checkpoint.boxes import Box, Piece, Shard
-from crosstrain.checkpoint.checkpointer import Checkpointer, Retention, load_shards
+from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
 from crosstrain.checkpoint.store import Reader, file_sum
 from crosstrain.distributed import Group
 from crosstrain.errors import CheckpointError
@@ -84,7 +85,7 @@ def opened(folder: Path) -> list[Shard]:
     found = folders.find_checkpoint(folder)
     Reader.open(found).verify()
     mine = shards()
-    load_shards(found, mine)
+    load_shards(Reader.open(found), mine)
     State.load(found)
     return mine
 

@@ -37,7 +37,7 @@ def test_the_core_names_no_plugin() -> None:
     from crosstrain.registry import KINDS, registry
 
     allowed = {"text"}  # an English word before it is a dataset
-    packages = {"extras.py"}  # names packages, one of which a runner is called after
+    packages = {"extras.py", "recorder.py"}  # name packages, one of which a runner is called after
     defaults = {"ddp", "adamw", "cosine"}  # what a project file that says nothing gets
     for kind in KINDS:
         for name in set(registry.names(kind)) - allowed:

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 
 from conftest import ENVIRONMENT, ROOT
 from crosstrain.checkpoint import folders
+from crosstrain.checkpoint.base import load_shards
 from crosstrain.checkpoint.boxes import Piece, Shard, flat_range_pieces, whole_pieces
-from crosstrain.checkpoint.checkpointer import Checkpointer, Retention, load_shards, load_state
+from crosstrain.checkpoint.checkpointer import Checkpointer, Retention, load_state
 from crosstrain.checkpoint.store import Reader, write_safetensors
 from crosstrain.distributed import Group
 from crosstrain.errors import CheckpointError
@@ -166,18 +167,18 @@ def test_a_key_whose_stored_shape_differs_is_refused(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     write_safetensors(folder / "model.safetensors", {"layer.weight": torch.zeros(4, 6), "layer.bias": torch.zeros(3)})
     with pytest.raises(CheckpointError, match=r"layer\.weight has shape"):
-        load_shards(folder, shards(1))
+        load_shards(Reader.open(folder), shards(1))
 
 
 def test_model_and_checkpoint_must_hold_the_same(tmp_path: Path) -> None:
     folder = saved(tmp_path)
     with pytest.raises(CheckpointError, match=r"parameters that the model lacks, such as layer\.bias"):
-        load_shards(folder, shards()[:1])
+        load_shards(Reader.open(folder), shards()[:1])
     with pytest.raises(CheckpointError, match="holds no param head"):
-        load_shards(folder, [*shards(), Shard("param", "head", (3,), whole_pieces(torch.zeros(3), (3,)))])
+        load_shards(Reader.open(folder), [*shards(), Shard("param", "head", (3,), whole_pieces(torch.zeros(3), (3,)))])
     wide = Shard("param", "layer.bias", (4,), whole_pieces(torch.zeros(4), (4,)))
     with pytest.raises(CheckpointError, match=r"\[3\] there and \[4\] in the model"):
-        load_shards(folder, [shards()[0], wide])
+        load_shards(Reader.open(folder), [shards()[0], wide])
 
 
 @pytest.mark.parametrize("damage", ["truncate", "delete", "flip"])

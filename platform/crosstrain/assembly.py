@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 from pathlib import Path
 
 from crosstrain import recompute
-from crosstrain.checkpoint.checkpointer import load_shards
+from crosstrain.checkpoint.base import Base, check_frozen, fingerprints, load_shards
+from crosstrain.checkpoint.manifest import Frozen
 from crosstrain.checkpoint.store import Reader
 from crosstrain.compilation import compile_model
 from crosstrain.config import Component, Config
@@ -63,40 +65,63 @@ def check_fit(model: Model, dataset: Dataset) -> None:
         )
 
 
-def build(config: Config, runner: Runner, checkpoint: Path | None, *, for_training: bool) -> None:
+def freeze(model: Model, patterns: list[str]) -> None:
+    """Exclude from training the parameters whose canonical names match one of the patterns (`transformer.h.0.*`).
+
+    Raises ConfigError for a pattern that matches nothing, and where nothing is left to train.
+    """
+    parameters = model.canonical_parameters()
+    for pattern in patterns:
+        names = fnmatch.filter(parameters, pattern)
+        if not names:
+            raise ConfigError(f"run.freeze: {pattern!r} matches no parameter; names are like {next(iter(parameters))}")
+        for name in names:
+            parameters[name].requires_grad_(False)
+    if not any(p.requires_grad for p in parameters.values()):
+        raise ConfigError("run.freeze: every parameter is frozen, so there is nothing to train")
+
+
+def build(config: Config, runner: Runner, checkpoint: Path | None, *, for_training: bool) -> dict[str, Frozen]:
     """Set up the runner with the model, and the optimizer if it is to train, and fill in what it holds.
 
     Weights, and when training moments, come from `checkpoint` if given, else the model's pretrained folder, else
-    initial values.
+    initial values. Returns the frozen parameters that stem from the pretrained folder, which checkpoints need not hold.
     """
     model = runner.construct(lambda: make_model(config))
     if for_training:
+        freeze(model, config.run.freeze)
         recompute.apply(model.blocks(), config.run.gradient_checkpointing, runner.precision.autocast)
     compile_model(model, config.run.compile)
     runner.prepare(model, optimizer_factory(config) if for_training else None)
 
     shards = runner.shards()
-    pretrained = model.pretrained_weights()
-    if checkpoint is not None:
+    parameters = [s for s in shards if s.kind == "param"]
+    frozen = {name for name, p in model.canonical_parameters().items() if not p.requires_grad}
+    reader = Reader.open(checkpoint) if checkpoint is not None else None
+    base, borrowed = Base.of(model), set[str]()
+    if reader is not None:
         keep = for_training and config.run.resume_optimizer
         if keep:
-            _check_optimizer(checkpoint, {s.kind for s in shards}, config)
-        load_shards(checkpoint, [s for s in shards if keep or s.kind == "param"])
-    elif pretrained is not None:
-        reader = Reader.open_hugging_face(pretrained)
-        names = reader.names("param")
-        reader.fill([s for s in shards if s.kind == "param"], lambda name: model.pretrained_name(name, names))
+            _check_optimizer(reader, {s.kind for s in shards}, config)
+        borrowed = load_shards(reader, shards if keep else parameters, base)
+    elif base is not None:
+        base.fill(parameters)
+        borrowed = {s.name for s in parameters} & frozen
     else:
         fill_initial(model, shards, config.run.seed)
+    hashes = fingerprints([s for s in parameters if s.name in borrowed], runner.world)
+    if reader is not None:
+        check_frozen(reader, hashes)
     runner.loaded()
+    return {name: recorded for name, recorded in hashes.items() if name in frozen}
 
 
-def _check_optimizer(checkpoint: Path, kinds: set[str], config: Config) -> None:
+def _check_optimizer(reader: Reader, kinds: set[str], config: Config) -> None:
     """CheckpointError unless the checkpoint holds just the kinds of state that the optimizer keeps."""
-    there, here = Reader.open(checkpoint).kinds() - {"param"}, kinds - {"param"}
+    there, here = reader.kinds() - {"param"}, kinds - {"param"}
     if there != here:
         raise CheckpointError(
-            f"{checkpoint}: holds {_list(there)} of an optimizer, and {config.optimizer.name} keeps {_list(here)}; "
+            f"{reader.folder}: holds {_list(there)} of an optimizer, and {config.optimizer.name} keeps {_list(here)}; "
             f"resume with the optimizer that was used, or start its state anew with run.resume_optimizer=false"
         )
 

@@ -59,6 +59,8 @@ class RunOptions:
     warmup_fraction: float | None = None  # or the same as a fraction of lr_decay_iters; neither: no warmup
     lr_decay_iters: int | None = None  # step at which the schedule reaches min_lr; None: the last one
 
+    freeze: list[str] = field(default_factory=list)  # patterns of parameter names that are not trained
+
     # Precision and memory
     amp: AmpOptions = field(default_factory=AmpOptions)
     gradient_checkpointing: Literal["none", "full", "selective", "offload"] = "none"

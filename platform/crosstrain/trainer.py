@@ -58,7 +58,7 @@ class Trainer:
         self.schedule = make_schedule(config, self.max_iters)
 
         start = self._starting_point()
-        assembly.build(config, runner, start, for_training=True)
+        self.frozen = assembly.build(config, runner, start, for_training=True)
         self.state = self._restore(start)
         self.checkpointer = Checkpointer(
             self.folder.checkpoints, runner.new_group(), Retention(run.keep_last, run.keep_every), self._write_assets
@@ -245,7 +245,8 @@ class Trainer:
         state.scaler = self.runner.precision.scaler.state()
         document = state.document(world_size=self.runner.world.size, config=self.config.plain)
         with self.reporter.paused():
-            self.checkpointer.save(state.step, self.runner.shards(), document, best=best)
+            shards = [s for s in self.runner.shards() if s.name not in self.frozen]
+            self.checkpointer.save(state.step, shards, document, frozen=self.frozen, best=best)
         self._saved_step = state.step
         log.info("saving %s", folders.step_folder(self.folder.checkpoints, state.step))
 

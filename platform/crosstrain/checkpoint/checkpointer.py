@@ -21,7 +21,7 @@ from torch import Tensor
 
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.boxes import Shard
-from crosstrain.checkpoint.manifest import FORMAT, MANIFEST, STATE, VERSION, is_count, read_json
+from crosstrain.checkpoint.manifest import FORMAT, MANIFEST, STATE, VERSION, Frozen, is_count, read_json
 from crosstrain.checkpoint.plan import Assignment, assign, holdings
 from crosstrain.checkpoint.store import Reader, file_sum, fsync, write_json, write_safetensors
 from crosstrain.distributed import Group
@@ -36,6 +36,17 @@ class Retention:
 
     keep_last: int | None = 3
     keep_every: int | None = None
+
+
+@dataclass
+class _Save:
+    """What a save writes beside the tensors that this rank holds."""
+
+    step: int
+    plan: list[Assignment]
+    state: dict[str, Any]
+    frozen: dict[str, Frozen]
+    best: bool
 
 
 class Checkpointer:
@@ -58,8 +69,18 @@ class Checkpointer:
 
     # ---- saving
 
-    def save(self, step: int, shards: list[Shard], state: dict[str, Any], *, best: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        shards: list[Shard],
+        state: dict[str, Any],
+        *,
+        frozen: dict[str, Frozen] | None = None,
+        best: bool = False,
+    ) -> None:
         """Start saving; returns when this rank's share is copied. Collective: every rank calls it.
+
+        `frozen` are parameters that are recorded and not written; they are not among the shards.
 
         Does not raise if the previous save failed, which was logged: the present state is worth another attempt.
         """
@@ -73,13 +94,14 @@ class Checkpointer:
             for piece in shard.pieces
             if (key := (shard.kind, shard.name, piece.box)) in mine
         }
-        self._thread = threading.Thread(target=self._write, args=(step, plan, held, state, best), name="checkpoint")
+        save = _Save(step, plan, state, frozen or {}, best)
+        self._thread = threading.Thread(target=self._write, args=(save, held), name="checkpoint")
         self._thread.start()
 
-    def _write(self, *save: Any) -> None:
+    def _write(self, save: _Save, held: dict[Assignment, Tensor]) -> None:
         self._error = None
         try:
-            self._write_together(*save)
+            self._write_together(save, held)
         except Exception as error:  # a rank is gone; `wait` tells, unless that rank's own error ends the run before
             self._error = CheckpointError(f"{self.root}: the save was broken off ({error}); earlier ones are intact")
         if self._error is not None and self.group.rank == 0:
@@ -96,18 +118,16 @@ class Checkpointer:
             self._thread.join()
             self._thread = None
 
-    def _write_together(
-        self, step: int, plan: list[Assignment], held: dict[Assignment, Tensor], state: dict, best: bool
-    ) -> None:
-        final = folders.step_folder(self.root, step)
+    def _write_together(self, save: _Save, held: dict[Assignment, Tensor]) -> None:
+        final = folders.step_folder(self.root, save.step)
         temporary = self.root / f".{final.name}.tmp"
         files: dict[str, Any] = {}
         problem = self._attempt(lambda: self._begin(temporary))
         if not problem:
-            problem = self._attempt(lambda: files.update(self._write_share(temporary, plan, held)))
+            problem = self._attempt(lambda: files.update(self._write_share(temporary, save, held)))
         if not problem:
             shares = self.group.all_gather(files)
-            problem = self._attempt(lambda: self._publish(temporary, final, plan, shares, state, best))
+            problem = self._attempt(lambda: self._publish(temporary, final, save, shares))
         if problem:
             if self.group.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -129,36 +149,37 @@ class Checkpointer:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
 
-    def _write_share(self, temporary: Path, plan: list[Assignment], held: dict[Assignment, Tensor]) -> dict[str, Any]:
-        names = _file_names(plan)
+    def _write_share(self, temporary: Path, save: _Save, held: dict[Assignment, Tensor]) -> dict[str, Any]:
+        names = _file_names(save)
         by_file: dict[str, dict[str, Tensor]] = {}
         for assignment in sorted(held, key=lambda a: (a.kind, a.name, a.box.offset)):
             by_file.setdefault(names[assignment], {})[assignment.key] = held.pop(assignment)
         return {name: write_safetensors(temporary / name, tensors) for name, tensors in by_file.items()}
 
-    def _publish(
-        self, temporary: Path, final: Path, plan: list[Assignment], shares: list[dict], state: dict, best: bool
-    ) -> None:
+    def _publish(self, temporary: Path, final: Path, save: _Save, shares: list[dict]) -> None:
         if self.group.rank != 0:
             return
         files = {name: entry for share in shares for name, entry in share.items()}
-        names = _file_names(plan)
-        index = {a.key: names[a] for a in plan if a.kind == "param" and names[a].startswith("model-")}
+        names = _file_names(save)
+        index = {a.key: names[a] for a in save.plan if a.kind == "param" and names[a].startswith("model-")}
         if index:
             size = sum(files[name]["bytes"] for name in set(index.values()))
             document = {"metadata": {"total_size": size}, "weight_map": index}
             write_json(temporary / "model.safetensors.index.json", document)
         self.write_model_config(temporary)
-        write_json(temporary / STATE, state)
+        write_json(temporary / STATE, save.state)
         for path in temporary.iterdir():
             if path.name not in files:
                 fsync(path)
                 files[path.name] = file_sum(path)
         tensors: dict[str, dict[str, Any]] = {}
-        for a in sorted(plan, key=lambda a: (a.kind, a.name, a.box.offset)):
+        for a in sorted(save.plan, key=lambda a: (a.kind, a.name, a.box.offset)):
             entry = tensors.setdefault(a.kind, {}).setdefault(a.name, {"shape": a.shape, "dtype": a.dtype, "boxes": []})
             entry["boxes"].append([names[a], a.key, a.box.offset, a.box.shape])
-        write_json(temporary / MANIFEST, {"format": FORMAT, "version": VERSION, "files": files, "tensors": tensors})
+        manifest = {"format": FORMAT, "version": VERSION, "files": files, "tensors": tensors}
+        if save.frozen:
+            manifest["frozen"] = {name: {"shape": f.shape, "hash": f.hash} for name, f in save.frozen.items()}
+        write_json(temporary / MANIFEST, manifest)
         Reader.open(temporary)  # refuses a plan that leaves a hole, before anything depends on it
         fsync(temporary)
         if final.exists():  # one that was damaged, so that the run went on from an earlier one
@@ -168,10 +189,10 @@ class Checkpointer:
         os.rename(temporary, final)
         fsync(self.root)
         try:
-            folders.point(self.root, "latest", state["step"])
-            if best:
-                folders.point(self.root, "best", state["step"])
-            folders.prune(self.root, state["step"], self.retention.keep_last, self.retention.keep_every)
+            folders.point(self.root, "latest", save.step)
+            if save.best:
+                folders.point(self.root, "best", save.step)
+            folders.prune(self.root, save.step, self.retention.keep_last, self.retention.keep_every)
         except OSError as error:  # the checkpoint is there; tidying up can wait for the next one
             _log.warning("%s: pointers or old checkpoints could not be brought up to date (%s)", self.root, error)
 
@@ -184,25 +205,11 @@ def load_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def load_shards(folder: Path, shards: list[Shard]) -> None:
-    """Fill every piece from the checkpoint; nothing is gathered.
-
-    Raises CheckpointError where model and checkpoint do not hold the same parameters.
-    """
-    reader = Reader.open(folder)
-    extra = reader.names("param") - {shard.name for shard in shards if shard.kind == "param"}
-    if extra:
-        raise CheckpointError(
-            f"{folder}: holds {len(extra)} parameters that the model lacks, such as {min(extra)}: is `model` the "
-            f"one that was trained?"
-        )
-    reader.fill(shards)
-
-
-def _file_names(plan: list[Assignment]) -> dict[Assignment, str]:
+def _file_names(save: _Save) -> dict[Assignment, str]:
     """File of every assignment: Hugging Face's names for whole parameters, one more file per rank for the rest."""
-    # A rank may hold some parameters whole though others are cut: half a Hugging Face folder would be worse than none.
-    whole = all(a.box.shape == a.shape for a in plan if a.kind == "param")
+    plan = save.plan
+    # Some parameters may be whole though others are cut, or absent: half a Hugging Face folder is worse than none.
+    whole = not save.frozen and all(a.box.shape == a.shape for a in plan if a.kind == "param")
     writers = sorted({a.rank for a in plan if a.kind == "param"}) if whole else []
     count = len(writers)
     model = {

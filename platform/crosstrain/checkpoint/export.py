@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from crosstrain.checkpoint.base import Base, check_frozen, fingerprints
 from crosstrain.checkpoint.boxes import Shard, whole_pieces
 from crosstrain.checkpoint.manifest import DTYPES, MANIFEST, STATE, read_json
 from crosstrain.checkpoint.store import Reader, fsync, write_json, write_safetensors
-from crosstrain.errors import UserError
+from crosstrain.distributed import Group
+from crosstrain.errors import CheckpointError, UserError
 
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 _OWN = (MANIFEST, STATE, _INDEX)  # what is of the checkpoint's format, or written anew
@@ -40,11 +42,17 @@ class Exported:
 
 
 def export(
-    checkpoint: Path, output: Path, dtype: torch.dtype | None, max_shard_bytes: int, progress: Callable[[str], None]
+    checkpoint: Path,
+    output: Path,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    progress: Callable[[str], None],
+    base: Base | None = None,
 ) -> Exported:
     """Write the model in `checkpoint`, which was verified, into the folder `output`, which appears when it is complete.
 
-    `dtype` is what floating-point tensors become; None leaves them. `progress` is told each file and its size. Raises
+    `dtype` is what floating-point tensors become; None leaves them. `progress` is told each file and its size. `base`
+    has the parameters that the checkpoint records without holding them. Raises
     UserError where `output` holds something or cannot be written, and CheckpointError for a malformed checkpoint.
     """
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
@@ -56,7 +64,7 @@ def export(
         final.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)  # what an earlier attempt left that was killed
         temporary.mkdir()
-        exported = _write(reader, temporary, dtype, max_shard_bytes, progress)
+        exported = _write(_Source(reader, base), temporary, dtype, max_shard_bytes, progress)
         for path in (*temporary.iterdir(), temporary):
             fsync(path)
         os.rename(temporary, final)
@@ -68,10 +76,46 @@ def export(
     return exported
 
 
+class _Source:
+    """Where the parameters of a checkpoint come from: itself, or for frozen ones the pretrained weights."""
+
+    def __init__(self, reader: Reader, base: Base | None) -> None:
+        self.reader, self.base = reader, base
+        if reader.frozen and base is None:
+            raise CheckpointError(
+                f"{reader.folder}: {next(iter(reader.frozen))} was frozen and its source is not known"
+            )
+
+    def outlines(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """Type and shape of every exported parameter, without memory."""
+        here = {
+            name: (t.shape, _BY_NAME[t.dtype]) for (kind, name), t in self.reader.tensors.items() if kind == "param"
+        }
+        here |= {name: (frozen.shape, torch.float32) for name, frozen in self.reader.frozen.items()}
+        return {
+            name: torch.empty(shape, dtype=dtype if dtype and there.is_floating_point else there, device="meta")
+            for name, (shape, there) in here.items()
+        }
+
+    def read(self, name: str, outline: Tensor, memory: Tensor) -> Tensor:
+        """The data of a parameter, in the type and shape of `outline`, at the beginning of `memory`."""
+        value = memory[: _size(outline)].view(outline.dtype).view(outline.shape)
+        shape = tuple(value.shape)
+        if name not in self.reader.frozen:
+            self.reader.fill([Shard("param", name, shape, whole_pieces(value, shape))])
+            return value
+        assert self.base is not None
+        whole = torch.empty(shape)
+        shard = Shard("param", name, shape, whole_pieces(whole, shape))
+        self.base.fill([shard])
+        check_frozen(self.reader, fingerprints([shard], Group()))
+        return value.copy_(whole)
+
+
 def _write(
-    reader: Reader, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int, progress: Callable[[str], None]
+    source: _Source, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int, progress: Callable[[str], None]
 ) -> Exported:
-    tensors = {name: _outline(reader, name, dtype) for kind, name in reader.tensors if kind == "param"}
+    tensors = source.outlines(dtype)
     shards = _shards(tensors, max_shard_bytes)
     memory = torch.empty(max(map(_size, tensors.values()), default=0), dtype=torch.uint8)  # of one tensor after another
     weight_map: dict[str, str] = {}
@@ -79,32 +123,19 @@ def _write(
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         outlines = {name: tensors[name] for name in names}
         entry = write_safetensors(
-            folder / file, outlines, produce=lambda name: _read(reader, name, tensors[name], memory)
+            folder / file, outlines, produce=lambda name: source.read(name, tensors[name], memory)
         )
         weight_map |= dict.fromkeys(names, file)
         progress(f"{file}  {entry['bytes'] / 1e6:,.1f} MB")
     size = sum(map(_size, tensors.values()))
     if len(shards) > 1:
         write_json(folder / _INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
-    for name in reader.files:
+    there = source.reader
+    for name in there.files:
         if name not in _OWN and not name.endswith((".safetensors", *_EXECUTABLE)):
-            shutil.copyfile(reader.folder / name, folder / name)
+            shutil.copyfile(there.folder / name, folder / name)
     config = _write_config(folder, dtype)
     return Exported(sum(t.numel() for t in tensors.values()), size, len(shards), _architecture(config))
-
-
-def _outline(reader: Reader, name: str, dtype: torch.dtype | None) -> Tensor:
-    """Type and shape of an exported parameter, without memory."""
-    stored = reader.tensors["param", name]
-    there = _BY_NAME[stored.dtype]
-    return torch.empty(stored.shape, dtype=dtype if dtype and there.is_floating_point else there, device="meta")
-
-
-def _read(reader: Reader, name: str, outline: Tensor, memory: Tensor) -> Tensor:
-    """The data of a parameter, in the type and shape of `outline`, at the beginning of `memory`."""
-    value = memory[: _size(outline)].view(outline.dtype).view(outline.shape)
-    reader.fill([Shard("param", name, tuple(value.shape), whole_pieces(value, tuple(value.shape)))])
-    return value
 
 
 def _shards(tensors: dict[str, Tensor], limit: int) -> list[list[str]]:

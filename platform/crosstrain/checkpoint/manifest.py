@@ -54,6 +54,14 @@ class StoredTensor:
     boxes: list[StoredBox]
 
 
+@dataclass(frozen=True)
+class Frozen:
+    """A parameter that the checkpoint does not hold, because it was never trained: base.py says where it comes from."""
+
+    shape: tuple[int, ...]
+    hash: str
+
+
 Files = dict[str, dict[str, Any]]  # name -> {"bytes", "sha256"}
 Tensors = dict[tuple[str, str], StoredTensor]  # (kind, name) -> where
 
@@ -86,8 +94,8 @@ def read_json(path: Path, most_bytes: int = _MOST_BYTES) -> Any:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None
 
 
-def read_manifest(folder: Path) -> tuple[Files, Tensors]:
-    """The files and tensors that the manifest of `folder` lists.
+def read_manifest(folder: Path) -> tuple[Files, Tensors, dict[str, Frozen]]:
+    """The files, the tensors and the frozen parameters that the manifest of `folder` lists.
 
     Raises CheckpointError where it is missing, malformed or names a path outside the folder, where the boxes of a
     tensor do not tile it exactly once, and where those in a file are larger than the file.
@@ -106,12 +114,19 @@ def read_manifest(folder: Path) -> tuple[Files, Tensors]:
             for kind, group in manifest["tensors"].items()
             for name, entry in group.items()
         }
+        frozen = {
+            _name(name): Frozen(_counts(entry["shape"]), _name(entry["hash"]))
+            for name, entry in manifest.get("frozen", {}).items()
+        }
     except ValueError as error:
         raise CheckpointError(f"{path}: malformed manifest ({error})") from None
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: malformed manifest ({error!r})") from None
     _check_boxes(path, files, tensors)
-    return files, tensors
+    for name in frozen:
+        if ("param", name) in tensors:
+            raise CheckpointError(f"{path}: {name} is listed both as frozen and as stored")
+    return files, tensors, frozen
 
 
 def _check_boxes(path: Path, files: Files, tensors: Tensors) -> None:

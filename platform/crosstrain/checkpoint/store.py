@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from crosstrain.checkpoint.boxes import Box, Shard
-from crosstrain.checkpoint.manifest import DTYPES, Files, StoredBox, StoredTensor, Tensors, read_manifest
+from crosstrain.checkpoint.manifest import DTYPES, Files, Frozen, StoredBox, StoredTensor, Tensors, read_manifest
 from crosstrain.errors import CheckpointError
 
 # ---------------------------------------------------------------------------------------------------------- writing
@@ -115,6 +115,7 @@ class Reader:
     folder: Path
     tensors: Tensors
     files: Files = field(default_factory=dict)
+    frozen: dict[str, Frozen] = field(default_factory=dict)  # parameters that are not here
 
     @staticmethod
     def open(folder: Path) -> Reader:
@@ -122,8 +123,8 @@ class Reader:
 
         Raises CheckpointError for a manifest that `read_manifest` refuses.
         """
-        files, tensors = read_manifest(folder)
-        return Reader(folder, tensors, files)
+        files, tensors, frozen = read_manifest(folder)
+        return Reader(folder, tensors, files, frozen)
 
     @staticmethod
     def open_hugging_face(folder: Path) -> Reader:

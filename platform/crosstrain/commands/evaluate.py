@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 from crosstrain import assembly
 from crosstrain.checkpoint import folders
+from crosstrain.checkpoint.base import Base, load_shards
 from crosstrain.checkpoint.boxes import Shard
-from crosstrain.checkpoint.checkpointer import load_shards, load_state
 from crosstrain.checkpoint.store import Reader
+from crosstrain.commands.saved import saved_config
 from crosstrain.config import Config, load_config
 from crosstrain.construct import parameters_on_meta
 from crosstrain.errors import CheckpointError, ConfigError, UserError, printable, sentence
@@ -64,40 +63,14 @@ def _config(checkpoint: Path, arguments: argparse.Namespace) -> Config:
     """The run's own configuration; a project file replaces it, --options override either."""
     if arguments.cfg_path:
         return load_config(arguments.cfg_path, arguments.options)
-    saved = load_state(checkpoint).get("config")
-    if not isinstance(saved, dict):
-        raise CheckpointError(f"{checkpoint}: its state has no configuration; name one with --cfg-path")
-    try:
-        return Config.from_plain(_without_harm(saved, checkpoint), arguments.options)
-    except RecursionError:
-        raise CheckpointError(f"{checkpoint}: its configuration is nested too deep") from None
-
-
-def _without_harm(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """A checkpoint's configuration without what would run code, write files or start processes: it may be anybody's."""
-    run, datasets = saved.get("run"), saved.get("datasets")
-    if isinstance(run, dict):
-        if plugins := run.get("plugins"):
-            named = ",".join(map(str, plugins)) if isinstance(plugins, list) else plugins
-            note = (
-                f"note: {checkpoint} names plugin folders, which are code and not imported on a checkpoint's word; if "
-                f"you trust them: --options {shlex.quote(f'run.plugins=[{named}]')}"  # somebody may paste it
-            )
-            print(sentence(note), file=sys.stderr)
-            run["plugins"] = []
-        if isinstance(run.get("num_workers"), int):
-            run["num_workers"] = min(run["num_workers"], os.cpu_count() or 1)
-    if isinstance(datasets, dict):
-        for dataset in datasets.values():
-            if isinstance(dataset, dict):
-                dataset.pop("prepare", None)
-    return saved
+    return saved_config(checkpoint, arguments.options)
 
 
 def _check_model(config: Config, checkpoint: Path) -> None:
     """CheckpointError unless the configured model has the checkpoint's parameters; found out before it takes memory."""
     # Tied parameters are registered more than once, and libraries may build modules that they then replace.
-    most = 100 + 4 * len(Reader.open(checkpoint).names("param"))
+    reader = Reader.open(checkpoint)
+    most = 100 + 4 * (len(reader.names("param")) + len(reader.frozen))
     try:
         with parameters_on_meta(most):
             model = assembly.make_model(config)
@@ -107,7 +80,7 @@ def _check_model(config: Config, checkpoint: Path) -> None:
         reason = _first_line(error)
         raise CheckpointError(f"{checkpoint}: the model of its configuration cannot be built ({reason})") from error
     shapes = {name: tuple(model.logical_shape(name, p.shape)) for name, p in model.canonical_parameters().items()}
-    load_shards(checkpoint, [Shard("param", name, shape, []) for name, shape in shapes.items()])
+    load_shards(reader, [Shard("param", name, shape, []) for name, shape in shapes.items()], Base.of(model))
 
 
 def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], sampling: Sampling) -> int:

@@ -6,8 +6,13 @@ import argparse
 import re
 from pathlib import Path
 
+from crosstrain import assembly
 from crosstrain.checkpoint import folders
+from crosstrain.checkpoint.base import Base
 from crosstrain.checkpoint.export import export as write
+from crosstrain.checkpoint.store import Reader
+from crosstrain.commands.saved import saved_config
+from crosstrain.construct import parameters_on_meta
 from crosstrain.errors import UserError
 from crosstrain.precision import DTYPES
 
@@ -17,13 +22,23 @@ def export(arguments: argparse.Namespace) -> int:
     limit = _bytes(arguments.max_shard_size)
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     checkpoint = folders.find_checkpoint(Path(arguments.checkpoint))
-    exported = write(checkpoint, Path(arguments.output), dtype, limit, lambda line: print(line, flush=True))
+    exported = write(
+        checkpoint, Path(arguments.output), dtype, limit, lambda line: print(line, flush=True), _base(checkpoint)
+    )
     print(
         f"{arguments.output}: {exported.parameters:,} parameters of {checkpoint}, {exported.bytes / 1e6:,.1f} MB in "
         f"{exported.files} file(s); open it with transformers' "
         f"{exported.architecture or 'AutoModel'}.from_pretrained({arguments.output!r})"
     )
     return 0
+
+
+def _base(checkpoint: Path) -> Base | None:
+    """What the configured model starts from, if the checkpoint leaves out what was frozen."""
+    if not Reader.open(checkpoint).frozen:
+        return None
+    with parameters_on_meta():
+        return Base.of(assembly.make_model(saved_config(checkpoint, [])))
 
 
 def _bytes(size: str) -> int:

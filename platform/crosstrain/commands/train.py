@@ -39,7 +39,9 @@ def check(config: Config, world_size: int) -> None:
     if config.run.eval_interval:
         assembly.open_split(config, "val")
     with parameters_on_meta():
-        assembly.check_fit(assembly.make_model(config), dataset)
+        model = assembly.make_model(config)
+    assembly.check_fit(model, dataset)
+    assembly.freeze(model, config.run.freeze)
     make_schedule(config, run_length(config, plan, dataset))
 
 

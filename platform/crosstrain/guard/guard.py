@@ -17,7 +17,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -25,7 +27,8 @@ import torch.distributed as dist
 from crosstrain import launch
 from crosstrain.errors import TrainingError
 from crosstrain.guard.recorder import Recorder, whereabouts
-from crosstrain.guard.verdict import SETTLED, State, absence, deadlock, mismatch
+from crosstrain.guard.state import State
+from crosstrain.guard.verdict import SETTLED, absence, deadlock, elsewhere, mismatch
 from crosstrain.monitor.console import log
 
 _TICK = 0.5  # seconds between two looks at training
@@ -109,7 +112,9 @@ class Guard:
         """End the run if the ranks' calls show why a collective failed; else return."""
         try:
             states, _ = self._ask(2 * _ANSWERING)
-            if problem := mismatch(self._state(), states, failed=True, mispaired=mispaired):
+            mine = self._state()
+            problem = mismatch(mine, states, failed=True, mispaired=mispaired) or elsewhere(mine, states, failed=True)
+            if problem is not None:
                 self._report(problem)
         except RuntimeError:  # the store went with the process that kept it
             return
@@ -122,9 +127,9 @@ class Guard:
             while not self._stop.wait(_TICK):
                 self._answer()
                 still = self._still()
-                if still < SETTLED:
+                if still < SETTLED and not (still and _is_aborting()):
                     due = patience
-                elif still >= due:
+                elif still >= due or still < SETTLED:
                     self._judge()
                     due = self._limit if still < self._limit < 2 * still else 2 * still
         except RuntimeError:  # the store went with the process that kept it
@@ -134,7 +139,7 @@ class Guard:
         states, silent = self._ask(_ANSWERING)
         answered = [state for state in states if state.rank not in silent]
         mine = self._state()
-        problem = mismatch(mine, states) or deadlock(mine, answered)
+        problem = mismatch(mine, states) or elsewhere(mine, answered) or deadlock(mine, answered)
         if problem is None and mine.still >= self._limit:
             problem = absence(mine, answered, silent)
         if problem is not None:
@@ -151,7 +156,7 @@ class Guard:
     def _state(self) -> State:
         at, caller = whereabouts(sys._current_frames()[self._main])
         waiting, histories = self._recorder.waiting(self._main), self._recorder.histories(self._main)
-        return State(self._rank, self._heard, at, caller, self._still(), waiting, histories)
+        return State(self._rank, self._heard, at, caller, self._still(), _is_aborting(), waiting, histories)
 
     # ---- talking with the other ranks' guards
 
@@ -201,3 +206,13 @@ def _delay_abort() -> Callable[[], None]:
     handle = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(("signal", libc))
     before = handle(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
     return lambda: handle(signal.SIGABRT, before)
+
+
+def _is_aborting() -> bool:
+    """Whether a thread of gloo's is in the signal handler of `_delay_abort`, where the system tells (Linux)."""
+    for task in Path("/proc/self/task").glob("*/status"):
+        with suppress(OSError, KeyError):  # a thread that has just ended
+            status = dict(line.split(":\t", 1) for line in task.read_text().splitlines() if ":\t" in line)
+            if status["Name"].startswith("gloo") and int(status["SigBlk"], 16) >> (signal.SIGABRT - 1) & 1:
+                return True
+    return False

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from crosstrain import launch
-from crosstrain.guard.verdict import Call, History, Place, Waiting
+from crosstrain.guard.state import Call, History, Place, Waiting
 
 _REMEMBERED = 2048  # calls per group
 
@@ -49,10 +49,12 @@ class Recorder:
         self._logs: dict[str, _Log] = {}  # by group
         self._inside: dict[int, tuple[str, int, float]] = {}  # by thread: group and number of its call, since when
         self._restore = [_hook(name, self._noting) for name in _COLLECTIVES]
+        self._restore += [self._hook_between_two(name) for name in ("send", "recv", "recv_anysource")]
 
     def close(self) -> None:
         for restore in self._restore:
             restore()
+        self._logs.clear()
 
     def waiting(self, thread: int) -> Waiting | None:
         """The collective in which a thread is."""
@@ -87,7 +89,7 @@ class Recorder:
             tensor = (args[sized_at] if len(args) > sized_at else kwargs.get(sized)) if sized else None
             size = (tensor.numel(), tensor.dtype) if isinstance(tensor, torch.Tensor) else None
             number = next(log.numbers)
-            log.calls.append((number, operation, size, _calling_line(), thread))
+            log.calls.append((number, operation, size, _calling_line(), thread, log.begun()))
             inside[thread] = (log.group, number, now())
             try:
                 return function(*args, **kwargs)
@@ -106,22 +108,48 @@ class Recorder:
         if name is None:  # of a rank that is not in the group
             return None
         log = self._logs.get(name)
-        return log if log is not None else self._logs.setdefault(name, _Log(name, dist.get_process_group_ranks(group)))
+        return log if log is not None else self._logs.setdefault(name, _Log(name, group))
+
+    def _hook_between_two(self, name: str) -> Callable[[], None]:
+        """Note where two ranks talk with each other alone: backends count that, on these two."""
+        function = getattr(dist.ProcessGroup, name)
+
+        def noted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            if (log := self._log(group)) is not None:
+                log.between_two = True
+            return function(group, *args, **kwargs)
+
+        setattr(dist.ProcessGroup, name, _opaque(noted))
+        return lambda: setattr(dist.ProcessGroup, name, function)
 
 
 class _Log:
     """This rank's calls on one process group."""
 
-    def __init__(self, group: str, ranks: list[int]) -> None:
-        self.group, self.ranks = group, ranks
+    def __init__(self, name: str, group: dist.ProcessGroup) -> None:
+        self.group, self.ranks = name, dist.get_process_group_ranks(group)
         self.numbers = itertools.count()
         self.calls: deque[Any] = deque(maxlen=_REMEMBERED)
+        self.begun = _counter(group)
+        self.between_two = self.begun() < 0
 
     def history(self, background: set[int | None]) -> History:
         noted = sorted(self.calls.copy())  # of two threads the one with the higher number may have been first,
         noted = [call for i, call in enumerate(noted) if call[0] == noted[0][0] + i]  # and the other yet to come
-        calls = [Call(name, _size(name, size), Place(*line)) for _, name, size, line, _ in noted]
-        return History(self.ranks, noted[0][0], calls, noted[-1][-1] in background)
+        calls = [Call(call[1], _size(call[1], call[2]), Place(*call[3])) for call in noted]
+        begun = None if self.between_two else self.begun()
+        return History(self.ranks, noted[0][0], calls, [call[5] for call in noted], begun, noted[-1][4] in background)
+
+
+def _counter(group: dist.ProcessGroup) -> Callable[[], int]:
+    """What tells how many collectives the backends of a group have begun; negative where they do not count."""
+    try:
+        backends: dict[int, Any] = {id(b): b for b in (group._get_backend(device) for device in group._device_types)}
+        counters = [backend._get_sequence_number_for_group for backend in backends.values()]
+        counters[0]()
+    except (AttributeError, IndexError, RuntimeError):
+        return lambda: -1
+    return counters[0] if len(counters) == 1 else lambda: sum(counter() for counter in counters)
 
 
 def _size(operation: str, size: tuple[Any, torch.dtype] | None) -> str:

@@ -5,121 +5,11 @@ Ranks pair the calls of a process group by their order: the n-th of one rank mee
 
 from __future__ import annotations
 
-import json
-import os
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-
-from crosstrain import paths
+from crosstrain.guard.state import State, Waiting
 
 SETTLED = 2.0  # seconds without a move before ranks are judged: calls that truly differ never complete
-LOCKED = 10.0  # seconds for which two ranks have to wait for each other in different groups
+LOCKED = 6.0  # the same, where they may yet turn out to wait for a third
 FAR = 1024  # calls after which ranks have shown that they get along, whatever one of them failed to note
-
-_OURS = tuple(f"{folder}{os.sep}" for folder in (Path(paths.__file__).resolve().parent, paths.home() / "plugins"))
-
-
-@dataclass(frozen=True)
-class Place:
-    """A line of code."""
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{paths.show(Path(self.file))}:{self.line} in {self.function}"
-
-    @property
-    def is_plugged_in(self) -> bool:
-        """Whether it does not come with Crosstrain."""
-        return not self.file.startswith(_OURS)
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of a collective, as far as ranks can compare it."""
-
-    operation: str
-    size: str  # such as "7 float32"; empty where ranks may differ
-    place: Place
-
-    def fits(self, other: Call) -> bool:
-        """Whether the two can be one collective. Their places may differ: code may branch on the rank around both."""
-        return (self.operation, self.size) == (other.operation, other.size)
-
-    def __str__(self) -> str:
-        return f"{self.operation} of {self.size}" if self.size else self.operation
-
-
-@dataclass
-class History:
-    """The latest calls of one rank on one process group."""
-
-    ranks: list[int]  # members of the group
-    first: int  # number of calls[0]
-    calls: list[Call]
-    in_background: bool = False  # whether the last one was made by a thread beside training's
-
-    @property
-    def next(self) -> int:
-        return self.first + len(self.calls)
-
-    def get(self, number: int) -> Call | None:
-        return self.calls[number - self.first] if self.first <= number < self.next else None
-
-
-@dataclass
-class Waiting:
-    """The collective in which the main thread is."""
-
-    group: str
-    number: int
-    seconds: float
-
-
-@dataclass
-class State:
-    """What one rank says of itself."""
-
-    rank: int
-    answers: int  # the last question that it had heard
-    at: Place  # of the main thread
-    caller: Place | None  # the plugged-in code that called `at`, if `at` is Crosstrain's own
-    still: float  # seconds for which the main thread has been at that very instruction
-    waiting: Waiting | None
-    histories: dict[str, History] = field(default_factory=dict)  # by group
-
-    def call(self, group: str, number: int) -> Call | None:
-        """This rank's call at a position; None if it has not come so far, or it is forgotten."""
-        return self.histories[group].get(number) if group in self.histories else None
-
-    def count(self, group: str) -> int:
-        """How many calls this rank has made."""
-        return self.histories[group].next if group in self.histories else 0
-
-    def waits_at(self, group: str, number: int) -> bool:
-        return self.waiting is not None and (self.waiting.group, self.waiting.number) == (group, number)
-
-    def dumps(self) -> str:
-        """As JSON, in which equal calls stand once."""
-        calls = list({call: None for history in self.histories.values() for call in history.calls})
-        index = {call: i for i, call in enumerate(calls)}
-        histories = {
-            name: vars(history) | {"calls": [index[call] for call in history.calls]}
-            for name, history in self.histories.items()
-        }
-        return json.dumps(vars(self) | {"histories": histories, "calls": calls}, default=asdict)
-
-    @classmethod
-    def loads(cls, text: str | bytes) -> State:
-        document = json.loads(text)
-        calls = [Call(**call | {"place": Place(**call["place"])}) for call in document.pop("calls")]
-        for name, history in document["histories"].items():
-            document["histories"][name] = History(**history | {"calls": [calls[i] for i in history["calls"]]})
-        for name, kind in (("at", Place), ("caller", Place), ("waiting", Waiting)):
-            document[name] = kind(**document[name]) if document[name] else None
-        return cls(**document)
 
 
 def mismatch(mine: State, others: list[State], *, failed: bool = False, mispaired: str | None = None) -> str | None:
@@ -133,7 +23,7 @@ def mismatch(mine: State, others: list[State], *, failed: bool = False, mispaire
             there = other.histories.get(group)
             if there is None or there.ranks != here.ranks:
                 continue
-            if not failed and min(mine.still, other.still) < SETTLED:
+            if not (failed or _settled(mine, other, SETTLED)):
                 continue
             numbers = range(max(here.first, there.first), min(here.next, there.next))
             pairs = [(n, here.calls[n - here.first], there.calls[n - there.first]) for n in numbers]
@@ -144,6 +34,24 @@ def mismatch(mine: State, others: list[State], *, failed: bool = False, mispaire
                 evidence = [n for n, a, b in pairs if a != b][-1:]
             if evidence:
                 return _explain(group, evidence[0], mine, other, others)
+    return None
+
+
+def elsewhere(mine: State, others: list[State], *, failed: bool = False) -> str | None:
+    """What is wrong if one rank waits in a noted collective, and another is in one that is not, at the same position.
+
+    The backend counts those too that torch calls by itself, such as the gradients of DistributedDataParallel.
+    """
+    for other in others:
+        for one, two in ((mine, other), (other, mine)):
+            if one.waiting is None or not (failed or _settled(one, two, LOCKED)):
+                continue
+            group, number = one.waiting.group, one.waiting.number
+            here, there = one.histories[group], two.histories.get(group)
+            if there is None or there.ranks != here.ranks or there.next > number or not here.keeps_step(there):
+                continue
+            if there.begun is not None and there.begun > here.positions[number - here.first]:
+                return _never_entered(one, group, number, [mine, *others])
     return None
 
 
@@ -172,6 +80,11 @@ def absence(mine: State, others: list[State], silent: list[int]) -> str | None:
             number = max(min(behind, default=here.next - 1), here.first)
             return _never_entered(mine, group, number, [mine, *members], lost)
     return None
+
+
+def _settled(one: State, other: State, seconds: float) -> bool:
+    """Whether both have stopped for good: for long, or because one is dying."""
+    return one.aborting or other.aborting or min(one.still, other.still) >= seconds
 
 
 def _waits_for(one: State, other: State) -> Waiting | None:
@@ -256,7 +169,7 @@ def _never_entered(
         doing.setdefault(_instead(state, group, number), []).append(state.rank)
     absent = _ranks([state.rank for state in late] + (lost or []))
     clauses = [f"{absent} never entered {call}, which {_ranks(here)} {did} ({place})"]
-    clauses += [f"{_ranks(ranks)} {text}" for text, ranks in list(doing.items())[:3]]
+    clauses += [f"{_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} {text}" for text, ranks in doing.items()][:3]
     if lost:
         clauses.append(f"{_ranks(lost)} did not answer")
     return "; ".join([*clauses, "a collective must be called by every rank"])
@@ -265,10 +178,10 @@ def _never_entered(
 def _instead(state: State, group: str, number: int) -> str:
     """Where a rank is that should be in a call."""
     if state.waiting and (call := state.call(state.waiting.group, state.waiting.number)):
-        return f"waits in {call} ({call.place}{_called(state)})"
+        return f"in {call} ({call.place}{_called(state)})"
     if call := state.call(group, number):
-        return f"called {call} instead ({call.place})"
-    return f"stands at {state.at}{_called(state)}"
+        return f"in {call} ({call.place})"
+    return f"at {state.at}{_called(state)}"
 
 
 def _called(state: State) -> str:

@@ -1,0 +1,264 @@
+"""The same training twice: through the platform, and by the engine's own interface in the loop that anyone would write.
+
+Each is what a rank of a `ranks.Contestant` runs. An order is to take some steps and to save every so many of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from common import Result
+from ranks import Line
+from torch import Tensor
+
+from crosstrain import assembly
+from crosstrain.checkpoint.boxes import Shard, whole_pieces
+from crosstrain.config import Config, load_config, plan_batch
+from crosstrain.construct import fill_initial
+from crosstrain.data.dataset import Batch
+from crosstrain.data.stream import training_steps
+from crosstrain.model import Model
+from crosstrain.optim import parameter_groups
+from crosstrain.precision import DTYPES
+from crosstrain.signals import StopRequest
+from crosstrain.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Order:
+    """Take `steps` steps, saving after each whose number is a multiple of `every`; the last save belongs to the time.
+
+    What is still in memory then is written to the disk before anybody's next turn, and belongs to nobody's time.
+    """
+
+    steps: int
+    every: int | None = None
+
+
+class Clock:
+    """Seconds of a turn: from where all ranks have met to where this one's device has finished."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        dist.barrier()
+        self.started = time.perf_counter()
+
+    def stop(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - self.started
+
+
+# -------------------------------------------------------------------------------------------------------- the platform
+
+
+class Gate(StopRequest):
+    """Lets `Trainer.fit` take as many steps as were ordered; between two steps it is asked whether to stop."""
+
+    trainer: Trainer
+    clock: Clock | None = None
+
+    def __init__(self, line: Line) -> None:
+        self.received = None
+        self.line = line
+        self.left = 0
+        self.result: Result = {}
+
+    def watch(self, trainer: Trainer) -> None:
+        """Note the losses of `trainer`, and for how long its loop stands still to save."""
+        self.trainer = trainer
+        advance, paused = trainer.reporter.advance, trainer.reporter.paused
+
+        def noted(row: dict[str, Any]) -> None:
+            self.result["loss"] = row["loss"]
+            advance(row)
+
+        @contextmanager
+        def timed() -> Iterator[None]:
+            started = time.perf_counter()
+            with paused():
+                yield
+            self.result["stalled"] += time.perf_counter() - started
+
+        trainer.reporter.advance = noted  # type: ignore[method-assign]
+        trainer.reporter.paused = timed  # type: ignore[method-assign]
+
+    def __bool__(self) -> bool:
+        if self.left:
+            self.left -= 1
+            return False
+        if self.clock is not None:
+            self.trainer.checkpointer.wait()
+            self.result["seconds"] = self.clock.stop()
+            if self.trainer.run.save_interval:
+                os.sync()
+        self.line.report(self.result)
+        order = self.line.order()
+        if order is None:
+            return True
+        self.trainer.run.save_interval = order.every
+        self.left = order.steps - 1
+        self.result = {"stalled": 0.0}
+        self.clock = Clock(self.trainer.runner.device)
+        return False
+
+
+def platform(line: Line, project: str, options: list[str]) -> None:
+    """`crosstrain train`, from the tokens on disk to the log, TensorBoard and the guard of collectives."""
+    config = load_config(project, options)
+    runner = assembly.make_runner(config)
+    runner.setup()
+    gate = Gate(line)
+    trainer = Trainer(config, runner, gate)
+    gate.watch(trainer)
+    trainer.fit()
+    runner.close()
+
+
+# ---------------------------------------------------------------------------------------------------------- the engines
+
+
+def direct(line: Line, project: str, options: list[str]) -> None:
+    """The engine alone: nothing is logged, counted or agreed upon, and the batches lie in memory."""
+    config = load_config(project, options)
+    device = torch.device(config.run.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", dist.get_node_local_rank())
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    engine = ZeRO(config, device) if config.runner.name == "deepspeed" else FSDP(config, device)
+    plan = plan_batch(config.run, dist.get_world_size())
+    stream = training_steps(
+        assembly.open_split(config, "train"), plan, seed=config.run.seed, start=0, dp_rank=dist.get_rank()
+    )
+    batches = itertools.cycle([[micro_batch.data for micro_batch in next(stream)] for _ in range(8)])
+    folder = Path(config.run.output_dir)
+
+    line.report({})
+    step = 0
+    while (order := line.order()) is not None:
+        stalled, loss = 0.0, torch.zeros(())
+        clock = Clock(device)
+        for _ in range(order.steps):
+            loss = engine.step([{k: v.to(device, non_blocking=True) for k, v in b.items()} for b in next(batches)])
+            step += 1
+            if order.every and step % order.every == 0:
+                before = time.perf_counter()
+                engine.save(folder, step)
+                stalled += time.perf_counter() - before
+        result = {"seconds": clock.stop(), "loss": loss.item(), "stalled": stalled}
+        if order.every:
+            os.sync()
+            dist.barrier()
+            shutil.rmtree(folder, ignore_errors=True)
+        line.report(result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class ZeRO:
+    """`deepspeed.initialize`, `engine`, `engine.backward`, `engine.step`, `engine.save_checkpoint`."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        import deepspeed
+
+        # What it would compile here, for half a minute, serves inference alone.
+        with patch("deepspeed.comm.torch.build_shm_op", lambda: None):
+            deepspeed.init_distributed(dist.get_backend(), verbose=False)
+        plan = plan_batch(config.run, dist.get_world_size())
+        zero = config.runner.options.zero()
+        settings = {
+            "train_micro_batch_size_per_gpu": plan.micro_batch,
+            "gradient_accumulation_steps": plan.accumulation,
+            "gradient_clipping": config.run.grad_norm_clip,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        sharded = zero["stage"] == 3
+        with deepspeed.zero.Init(config_dict_or_path=settings, enabled=sharded):
+            model = assembly.make_model(config)
+        for name, parameter in model.canonical_parameters().items():
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=sharded):
+                _fill(model, name, parameter, config.run.seed)
+        _autocast_forward(model, config, device)
+        optimizer = _optimizer(model, config)
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+
+    def step(self, batches: list[Batch]) -> Tensor:
+        for batch in batches:
+            loss = self.engine(**batch) / batch["labels"].numel()
+            self.engine.backward(loss)
+            self.engine.step()
+        return loss.detach()
+
+    def save(self, folder: Path, step: int) -> None:
+        self.engine.save_checkpoint(str(folder), tag=str(step))
+
+
+class FSDP:
+    """`fully_shard` of every block and the whole, `clip_grad_norm_`, AdamW."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        model = assembly.make_model(config)
+        for name, parameter in model.canonical_parameters().items():
+            _fill(model, name, parameter, config.run.seed)
+        model.to(device)
+        _autocast_forward(model, config, device)
+        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+        for block in model.blocks():
+            fully_shard(block, mesh=mesh)
+        self.model = fully_shard(model, mesh=mesh)
+        self.optimizer = _optimizer(model, config)
+        self.clip = config.run.grad_norm_clip
+
+    def step(self, batches: list[Batch]) -> Tensor:
+        for i, batch in enumerate(batches, 1):
+            self.model.set_requires_gradient_sync(i == len(batches))
+            self.model.set_is_last_backward(i == len(batches))
+            loss = self.model(**batch) / batch["labels"].numel()
+            (loss / len(batches)).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def save(self, folder: Path, step: int) -> None:
+        raise NotImplementedError
+
+
+def _fill(model: Model, name: str, parameter: Tensor, seed: int) -> None:
+    """Put the platform's initial value into one whole parameter; nothing where another rank fills it."""
+    if parameter.numel():
+        parameter.data.zero_()
+        shape = tuple(model.logical_shape(name, parameter.shape))
+        fill_initial(model, [Shard("param", name, shape, whole_pieces(parameter.data, shape))], seed)
+
+
+def _optimizer(model: Model, config: Config) -> torch.optim.Optimizer:
+    groups = parameter_groups(
+        model.named_parameters(), config.run.weight_decay, lambda p: getattr(p, "ds_shape", p.shape)
+    )
+    return torch.optim.AdamW(groups, lr=config.run.init_lr, fused=True)
+
+
+def _autocast_forward(model: Model, config: Config, device: torch.device) -> None:
+    """Lower the forward's matrix products, and nothing else, as the platform does: DeepSpeed's own modes do more."""
+    dtype = DTYPES[config.run.amp.dtype]
+    if dtype != torch.float32:
+        model.forward = torch.autocast(device.type, dtype)(model.forward)  # type: ignore[method-assign]

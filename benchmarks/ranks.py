@@ -1,0 +1,106 @@
+"""Contestants that live side by side and take turns: each is a number of ranks, processes of their own.
+
+Whatever one does to its processes (hooks, threads, global state of an engine) does not reach the other, and yet a step
+of the one and a step of the other are moments apart. Those whose turn it is not wait and use no processor.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import socket
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+from unittest.mock import patch
+
+from common import Result
+
+
+class Line:
+    """A rank's end: orders come in, results go out."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def report(self, result: Result) -> None:
+        """Answer the last order, or say that this rank is ready for the first."""
+        self.connection.send(result)
+
+    def order(self) -> Any:
+        """The next order; None when there is none left."""
+        # Two lines wait in turn, because a rank that stays at one of them for two seconds looks stuck to its guard,
+        # which would question the other ranks in the other contestant's time.
+        while True:
+            if select.select([self.connection], [], [], 0.3)[0]:
+                break
+            if select.select([self.connection], [], [], 0.3)[0]:
+                break
+        try:
+            return self.connection.recv()
+        except EOFError:
+            return None
+
+
+class Contestant:
+    """Ranks that run `work(line, *args)`, which can be imported; they are ready when this has been made."""
+
+    def __init__(self, work: Callable[..., None], *args: Any, ranks: int, env: dict[str, str]) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        env = env | {
+            "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1",
+        }  # fmt: skip
+        context = multiprocessing.get_context("spawn")
+        self._processes, self._lines = [], []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_rank, args=(theirs, work, args))
+            with patch.dict(os.environ, env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}):
+                process.start()  # here, because torch reads some of it when it is imported
+            theirs.close()
+            self._processes.append(process)
+            self._lines.append(ours)
+        self._answers()
+
+    def turn(self, order: Any) -> Result:
+        """Have every rank carry out `order`; the largest of each of their numbers."""
+        for line in self._lines:
+            line.send(order)
+        answers = self._answers()
+        return {key: max(answer[key] for answer in answers) for key in answers[0]}
+
+    def _answers(self) -> list[Result]:
+        answers: list[Result] = []
+        waiting = list(self._lines)
+        while waiting:
+            for line in wait(waiting):
+                try:
+                    answers.append(line.recv())  # type: ignore[union-attr]
+                except EOFError:
+                    self._kill()
+                    raise SystemExit("a rank failed; what it said is above") from None
+                waiting.remove(line)  # type: ignore[arg-type]
+        return answers
+
+    def close(self) -> None:
+        """Let the ranks leave together."""
+        for line in self._lines:
+            line.close()
+        for process in self._processes:
+            process.join(timeout=60)
+        self._kill()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _rank(connection: Connection, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    work(Line(connection), *args)

@@ -1,0 +1,81 @@
+"""Saving and loading a checkpoint, and the plainest ways to write and read as many bytes in the same folder.
+
+It is what a rank of a `ranks.Contestant` runs. Orders: "save", "write", "load", "read", and "evict", after which nothing
+that was written is in the page cache.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from ranks import Line
+
+from crosstrain import assembly
+from crosstrain.checkpoint import folders
+from crosstrain.checkpoint.checkpointer import Checkpointer, Retention, load_shards
+from crosstrain.config import load_config
+
+
+def storage(line: Line, project: str, options: list[str]) -> None:
+    """Carry out orders; reports the seconds, and the bytes of all ranks together."""
+    config = load_config(project, options)
+    runner = assembly.make_runner(config)
+    runner.setup()
+    assembly.build(config, runner, None, for_training=True)
+    rank, size = runner.world.rank, runner.world.size
+    folder = Path(config.run.output_dir)
+    # The earlier checkpoint is deleted while the next one is saved, as in a run.
+    keeper = Checkpointer(folder, runner.new_group(), Retention(keep_last=1), runner.model.save_config)
+    held = sum(piece.data.numel() * piece.data.element_size() for s in runner.shards() for piece in s.pieces)
+    everything = runner.world.all_reduce_sum(held)[0]
+    step, checkpoint, saved = 0, folder, 0.0
+    plain = [folder / f"plain-{r}" for r in range(size)]
+    content, room = memoryview(b""), bytearray(held)
+
+    def save() -> None:
+        keeper.save(step, runner.shards(), {"step": step})
+        keeper.wait()
+
+    def write() -> None:
+        with open(plain[rank], "xb", buffering=0) as file:
+            _whole(file.write, content)
+            os.fsync(file.fileno())
+
+    def load() -> None:
+        load_shards(checkpoint, runner.shards())
+
+    def read() -> None:
+        """As many bytes as this rank's state has, from its own plain file on, as far as needed."""
+        free = memoryview(room)
+        for path in plain[rank:] + plain[:rank]:
+            with open(path, "rb", buffering=0) as file:
+                free = _whole(file.readinto, free[: path.stat().st_size]) or free[path.stat().st_size :]
+
+    def evict() -> None:
+        for path in [*plain, *checkpoint.iterdir()]:
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    actions: dict[str, Callable[[], None]] = {f.__name__: f for f in (save, write, load, read, evict)}
+    line.report({})
+    while (order := line.order()) is not None:
+        if order == "save":
+            step += 1
+        elif order == "write":
+            plain[rank].unlink(missing_ok=True)
+            if not content:
+                content = memoryview(np.random.default_rng(rank).bytes(round(saved / size)))
+        runner.world.barrier()
+        started = time.perf_counter()
+        actions[order]()
+        seconds = time.perf_counter() - started
+        if order == "save":
+            checkpoint = folders.step_folder(folder, step)
+            saved = sum(path.stat().st_size for path in checkpoint.iterdir())
+        moved = {"save": saved, "write": saved, "load": everything, "read": everything, "evict": 0.0}[order]
+        line.report({"seconds": seconds, "bytes": moved})
+    runner.close()

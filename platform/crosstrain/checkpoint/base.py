@@ -1,0 +1,126 @@
+"""Frozen parameters: a checkpoint says by a hash which they were, and they come from where they came from before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from crosstrain.checkpoint.boxes import Box, Shard
+from crosstrain.checkpoint.manifest import Frozen
+from crosstrain.checkpoint.store import Reader
+from crosstrain.distributed import Group
+from crosstrain.errors import CheckpointError
+from crosstrain.model import Model
+
+_ELEMENTS = 1 << 20  # hashed at a time, which takes some tens of bytes for each
+_WORD = (1 << 64) - 1
+
+
+@dataclass
+class Base:
+    """The pretrained folder that a model starts from."""
+
+    reader: Reader
+    source_name: Callable[[str], str]
+
+    @staticmethod
+    def of(model: Model) -> Base | None:
+        """The model's, if it has one. Raises CheckpointError for a folder without safetensors files."""
+        folder = model.pretrained_weights()
+        if folder is None:
+            return None
+        reader = Reader.open_hugging_face(folder)
+        names = reader.names("param")
+        return Base(reader, lambda name: model.pretrained_name(name, names))
+
+    def fill(self, shards: list[Shard]) -> None:
+        """Fill parameter shards; raises CheckpointError for one that is missing or has another shape."""
+        self.reader.fill(shards, self.source_name)
+
+
+def load_shards(reader: Reader, shards: list[Shard], base: Base | None = None) -> set[str]:
+    """Fill every piece from a checkpoint, nothing is gathered; returns the parameters that came from `base`.
+
+    Raises CheckpointError where model and checkpoint do not hold the same parameters, or a frozen one has no base to
+    come from. That the base is the right one is for `check_frozen` to say.
+    """
+    extra = (reader.names("param") | reader.frozen.keys()) - {s.name for s in shards if s.kind == "param"}
+    if extra:
+        raise CheckpointError(
+            f"{reader.folder}: holds {len(extra)} parameters that the model lacks, such as {min(extra)}: is `model` "
+            f"the one that was trained?"
+        )
+    borrowed = [s for s in shards if s.kind == "param" and s.name in reader.frozen]
+    if borrowed and base is None:
+        raise CheckpointError(
+            f"{reader.folder}: {borrowed[0].name} was frozen and is not in the checkpoint; name in `model` the "
+            f"pretrained weights that it came from"
+        )
+    for shard in shards:
+        if shard.kind != "param" and shard.name in reader.frozen:
+            raise CheckpointError(
+                f"{reader.folder}: {shard.name} was frozen, so it has no optimizer state there; start that anew with "
+                f"run.resume_optimizer=false"
+            )
+    if base is not None:
+        base.fill(borrowed)
+    reader.fill([s for s in shards if s.kind != "param" or s.name not in reader.frozen])
+    return {s.name for s in borrowed}
+
+
+def check_frozen(reader: Reader, hashes: dict[str, Frozen]) -> None:
+    """CheckpointError for the first of these parameters that is not what it was when the checkpoint was written."""
+    for name, now in hashes.items():
+        if reader.frozen.get(name, now) != now:
+            raise CheckpointError(
+                f"{reader.folder}: {name} is frozen and differs from what the run was trained with: are the pretrained "
+                f"weights that `model` names the same?"
+            )
+
+
+def fingerprints(shards: list[Shard], group: Group) -> dict[str, Frozen]:
+    """Hash of every parameter in `shards`, from whatever pieces the ranks of `group` hold. Collective.
+
+    The hash is the sum, modulo 2^64, over a tensor's elements of a mix of the element's position and value; so ranks
+    add up what they hold. It tells other weights from the same ones; it is not made to withstand an attacker.
+    """
+    mine = {(s.name, p.box): fingerprint(p.data, p.box, s.shape) for s in shards for p in s.pieces}
+    boxes = {key: value for held in group.all_gather(mine) for key, value in held.items()}
+    shapes = {shard.name: shard.shape for shard in shards}
+    sums = dict.fromkeys(shapes, 0)
+    for (name, _), value in boxes.items():
+        sums[name] = (sums[name] + value) & _WORD
+    return {name: Frozen(shapes[name], f"{value:016x}") for name, value in sums.items()}
+
+
+def fingerprint(data: Tensor, box: Box, shape: tuple[int, ...]) -> int:
+    """What a box adds to the hash of its tensor; `data` is compared as fp32."""
+    total = 0
+    rows = max(1, _ELEMENTS // max(1, data[0].numel())) if data.ndim else 1
+    for start in range(0, data.shape[0] if data.ndim else 1, rows):
+        part = data[start : start + rows] if data.ndim else data
+        position = torch.zeros((), dtype=torch.int64, device=data.device)
+        stride = 1
+        for d in reversed(range(part.ndim)):
+            first = box.offset[d] + (start if d == 0 else 0)
+            index = torch.arange(first, first + part.shape[d], device=data.device) * stride
+            position = position + index.view(-1, *[1] * (part.ndim - 1 - d))
+            stride *= shape[d]
+        bits = part.detach().float().contiguous().view(torch.int32).to(torch.int64)
+        total += int(_mix(position * 0x9E3779B97F4A7C1 + bits).sum())
+    return total & _WORD
+
+
+def _mix(z: Tensor) -> Tensor:
+    """The finalizer of splitmix64 (Steele, Lea & Flood, 2014), in wrapping 64-bit arithmetic."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ _shifted(z, shift)) * (factor - (1 << 64))
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: Tensor, by: int) -> Tensor:
+    """Logical shift to the right; torch's keeps the sign."""
+    return (z >> by) & ((1 << (64 - by)) - 1)
