@@ -1,6 +1,6 @@
 """The same training twice: through the platform, and by the engine's own interface in the loop that anyone would write.
 
-Each is what a rank of a `ranks.Contestant` runs. An order is to take some steps and to save every so many of them.
+Each is what a rank of a `turns.Contestant` runs. An order is to take some steps and to save every so many of them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from common import Result
-from ranks import Line
 from torch import Tensor
+from turns import Line
 
 from crosstrain import assembly
 from crosstrain.checkpoint.boxes import Shard, whole_pieces
@@ -130,7 +130,7 @@ def platform(line: Line, project: str, options: list[str]) -> None:
 
 
 def direct(line: Line, project: str, options: list[str]) -> None:
-    """The engine alone: nothing is logged, counted or agreed upon, and the batches lie in memory."""
+    """The engine alone: nothing is logged, counted or agreed upon, and batches of eight steps lie in memory."""
     config = load_config(project, options)
     device = torch.device(config.run.device)
     if device.type == "cuda":
@@ -150,7 +150,7 @@ def direct(line: Line, project: str, options: list[str]) -> None:
     line.report({})
     step = 0
     while (order := line.order()) is not None:
-        stalled, loss = 0.0, torch.zeros(())
+        stalled = 0.0
         clock = Clock(device)
         for _ in range(order.steps):
             loss = engine.step([{k: v.to(device, non_blocking=True) for k, v in b.items()} for b in next(batches)])
@@ -159,7 +159,9 @@ def direct(line: Line, project: str, options: list[str]) -> None:
                 before = time.perf_counter()
                 engine.save(folder, step)
                 stalled += time.perf_counter() - before
-        result = {"seconds": clock.stop(), "loss": loss.item(), "stalled": stalled}
+        seconds = clock.stop()
+        dist.all_reduce(loss)
+        result = {"seconds": seconds, "loss": loss.item() / dist.get_world_size(), "stalled": stalled}
         if order.every:
             os.sync()
             dist.barrier()
@@ -199,11 +201,13 @@ class ZeRO:
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
 
     def step(self, batches: list[Batch]) -> Tensor:
+        total = torch.zeros((), device=self.engine.device)
         for batch in batches:
             loss = self.engine(**batch) / batch["labels"].numel()
             self.engine.backward(loss)
             self.engine.step()
-        return loss.detach()
+            total += loss.detach()
+        return total / len(batches)
 
     def save(self, folder: Path, step: int) -> None:
         self.engine.save_checkpoint(str(folder), tag=str(step))
@@ -225,18 +229,20 @@ class FSDP:
             fully_shard(block, mesh=mesh)
         self.model = fully_shard(model, mesh=mesh)
         self.optimizer = _optimizer(model, config)
-        self.clip = config.run.grad_norm_clip
+        self.clip, self.device = config.run.grad_norm_clip, device
 
     def step(self, batches: list[Batch]) -> Tensor:
+        total = torch.zeros((), device=self.device)
         for i, batch in enumerate(batches, 1):
             self.model.set_requires_gradient_sync(i == len(batches))
             self.model.set_is_last_backward(i == len(batches))
-            loss = self.model(**batch) / batch["labels"].numel()
-            (loss / len(batches)).backward()
+            loss = self.model(**batch) / batch["labels"].numel() / len(batches)
+            loss.backward()
+            total += loss.detach()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return total
 
     def save(self, folder: Path, step: int) -> None:
         raise NotImplementedError

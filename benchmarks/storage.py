@@ -1,7 +1,7 @@
 """Saving and loading a checkpoint, and the plainest ways to write and read as many bytes in the same folder.
 
-It is what a rank of a `ranks.Contestant` runs. Orders: "save", "write", "load", "read", and "evict", after which nothing
-that was written is in the page cache.
+It is what a rank of a `turns.Contestant` runs. Orders: "save", "write", "load", "read", and "evict", after which
+nothing that was written is in the page cache.
 """
 
 from __future__ import annotations
@@ -12,12 +12,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from ranks import Line
+from turns import Line
 
 from crosstrain import assembly
 from crosstrain.checkpoint import folders
-from crosstrain.checkpoint.checkpointer import Checkpointer, Retention, load_shards
+from crosstrain.checkpoint.base import load_shards
+from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
+from crosstrain.checkpoint.store import Reader
 from crosstrain.config import load_config
+
+
+def _move(move: Callable[[memoryview], int | None], data: memoryview) -> None:
+    """All of `data` with a raw `write` or `readinto`, which may move less than it is given."""
+    while data:
+        data = data[move(data) or 0 :]
 
 
 def storage(line: Line, project: str, options: list[str]) -> None:
@@ -42,18 +50,20 @@ def storage(line: Line, project: str, options: list[str]) -> None:
 
     def write() -> None:
         with open(plain[rank], "xb", buffering=0) as file:
-            _whole(file.write, content)
+            _move(file.write, content)
             os.fsync(file.fileno())
 
     def load() -> None:
-        load_shards(checkpoint, runner.shards())
+        load_shards(Reader.open(checkpoint), runner.shards())
 
     def read() -> None:
         """As many bytes as this rank's state has, from its own plain file on, as far as needed."""
         free = memoryview(room)
         for path in plain[rank:] + plain[:rank]:
+            part = free[: path.stat().st_size]
             with open(path, "rb", buffering=0) as file:
-                free = _whole(file.readinto, free[: path.stat().st_size]) or free[path.stat().st_size :]
+                _move(file.readinto, part)
+            free = free[len(part) :]
 
     def evict() -> None:
         for path in [*plain, *checkpoint.iterdir()]:

@@ -26,7 +26,10 @@ class OptionError(ConfigError):
 
 @dataclass
 class NoOptions:
-    """Options of a component that has none."""
+    """Options of a component that has none.
+
+    Any options dataclass may have a ClassVar `elsewhere`: keys that people write there, and what to do instead.
+    """
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,8 @@ class Checker:
         known = {f.name: f for f in fields(cls) if f.init}
         for name in value:
             if name not in known:
+                if instead := getattr(cls, "elsewhere", {}).get(name):
+                    self.fail((*key, str(name)), f"not an option here: {instead}")
                 self.unknown_key((*key, str(name)), known)
         arguments = {}
         for name, field in known.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -83,6 +83,31 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
                         f"which checkpoints cannot restore before its first step; use another optimizer"
                     )
                 value.zero_()
+
+
+def check_elementwise(make_optimizer: MakeOptimizer) -> None:
+    """For runners that flatten and cut parameters: ConfigError unless the optimizer updates each element by itself.
+
+    Found out by trying: a matrix and the same numbers in two pieces must move alike.
+    """
+    numbers = torch.randn(4, 4, 4, generator=torch.Generator().manual_seed(0))
+
+    def moved(cut: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> torch.Tensor:
+        parameters = [nn.Parameter(part.clone()) for part in cut(numbers[0])]
+        optimizer = make_optimizer(((str(i), p) for i, p in enumerate(parameters)), lambda _: numbers[0].shape)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1
+        for gradient in numbers[1:]:
+            for p, part in zip(parameters, cut(gradient), strict=True):
+                p.grad = part.clone()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in parameters])
+
+    if not torch.allclose(moved(lambda t: [t]), moved(lambda t: t.flatten().split(8)), rtol=1e-5):
+        raise ConfigError(
+            "run.optimizer: it treats a parameter as a whole, and the runner cuts parameters into pieces; use an "
+            "optimizer such as adamw or sgd, or a runner such as ddp"
+        )
 
 
 @dataclass

@@ -122,7 +122,11 @@ class Runner:
         """For `prepare`: the optimizer over the model's parameters as they are now, its state allocated."""
         if make_optimizer is not None:
             self.optimizer = make_optimizer(self.model.named_parameters(), self.full_shape)
-            create_state(self.optimizer)
+            try:
+                create_state(self.optimizer)
+            except RuntimeError as error:  # an operation that the parameters' kind of tensor does not have
+                reason = str(error).splitlines()[0]
+                raise ConfigError(f"run.optimizer: {self.run.optimizer.name} fails under this runner: {reason}") from error
 
     # ---- training
 

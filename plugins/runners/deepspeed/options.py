@@ -103,6 +103,8 @@ class _Base:
     elsewhere: ClassVar[dict[str, str]] = _ELSEWHERE
 
     def __post_init__(self) -> None:
+        if self.steps_per_print is not None and self.steps_per_print < 1:
+            raise OptionError("steps_per_print", f"expected at least 1 or null, got {self.steps_per_print}")
         for key in self.given():
             if not self._used(key):
                 raise OptionError(key, f"ZeRO stage {self.stage} ignores it; remove it, or choose another stage")

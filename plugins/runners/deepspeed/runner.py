@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,7 @@ from crosstrain.data.dataset import Batch
 from crosstrain.data.stream import MicroBatch
 from crosstrain.model import Model
 from crosstrain.monitor.console import log
-from crosstrain.optim import MakeOptimizer, create_state
+from crosstrain.optim import MakeOptimizer, check_elementwise, create_state
 from crosstrain.options import plan_batch
 from crosstrain.registry import registry
 from crosstrain.runner import Runner, StepResult
@@ -47,6 +48,7 @@ class DeepSpeedRunner(Runner):
     def setup(self) -> None:
         super().setup()
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        os.environ.setdefault("LOCAL_RANK", "0")  # which DeepSpeed reads even where no launcher was needed
         if get_accelerator().device_name() != self.device.type:
             from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
@@ -74,6 +76,8 @@ class DeepSpeedRunner(Runner):
         self.model = self.module = model
         plan = None
         if make_optimizer is not None:
+            if self.options.stage > 0:
+                check_elementwise(make_optimizer)
             self.optimizer = make_optimizer(model.named_parameters(), self.full_shape)
             plan = plan_batch(self.run, self.dp.size)
         elif self.options.stage < 3:

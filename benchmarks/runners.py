@@ -1,0 +1,187 @@
+"""Runners against the engines that they drive: a training step, saving while training, saving and loading alone.
+
+    python benchmarks/runners.py [--parts step save bandwidth] [--runners zero1 zero2 zero3 fsdp] [--device cpu]
+
+Step: the platform, as its users run it, against the engine's own interface in a bare loop, with the same model class,
+loss, optimizer, options of the engine, clipping and accumulation. Both are alive at once, each with `ranks` processes
+of its own, and take turns of one step, in changing order. (--turn makes turns longer: on a GPU each ends with a wait
+for the device.) Given are the median of the ratios of neighbouring turns with its 95 % confidence interval, and the
+ratio of all the time, in which every tenth step's log line shows too. --control lets the bare loop run against itself:
+what comes out is noise.
+
+Save: turns of some steps with and without saves. The platform's are on disk, hashed and flushed, when the clock stops;
+what DeepSpeed's `save_checkpoint` wrote is still in memory.
+
+Bandwidth: `Checkpointer.save` and `wait` against one file per rank with as many bytes, written at once and flushed;
+`load_shards` against `readinto` of as many bytes as each rank holds, both from the page cache and after eviction from
+it (which does not reach the cache of a host below a virtual machine).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from common import Result, Sizes, interval, ratio, rounds, table, write_project
+from engines import Order, direct, platform
+from storage import storage
+from turns import Contestant
+
+WARM_UP = 3  # turns
+
+
+class Benchmark:
+    """What the command line asked for, and the contestants that follow from it."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self.arguments, self.folder = arguments, folder
+        sizes = Sizes(
+            arguments.layers, arguments.hidden, arguments.heads, arguments.sequence, arguments.vocabulary
+        )  # fmt: skip
+        run = {"output_dir": str(folder), "max_iters": 10**6, "micro_batch_size": arguments.micro_batch}
+        self.project = write_project(folder, sizes, run | {"device": arguments.device})
+
+    @contextmanager
+    def contestants(self, *works: Callable[..., None], **run: Any) -> Iterator[list[Contestant]]:
+        """One for each of `works`, with options of the section `run`; each has a folder, which goes when they go."""
+        env = {"OMP_NUM_THREADS": str(self.arguments.threads), "DS_ACCELERATOR": self.arguments.device}
+        alive: list[Contestant] = []
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            try:
+                for i, work in enumerate(works):
+                    options = [f"run.{key}={value}" for key, value in run.items()] + [f"run.output_dir={folder}/{i}"]
+                    alive.append(
+                        Contestant(work, str(self.project), options, ranks=self.arguments.ranks, env=env)
+                    )  # fmt: skip
+                yield alive
+            finally:
+                for contestant in alive:
+                    contestant.close()
+
+    # ---- the three parts
+
+    def step(self) -> str:
+        """Time of a step, platform / engine alone."""
+        rows = []
+        for precision, accumulation, runner in product(
+            self.arguments.precisions, self.arguments.accumulations, self.arguments.runners
+        ):
+            ours, theirs = list[float](), list[float]()
+            for _ in range(self.arguments.launches):
+                for a, b in self._pairs(runner=runner, amp=precision, accum_grad_iters=accumulation):
+                    ours.append(a)
+                    theirs.append(b)
+                pairs = [a / b for a, b in zip(ours, theirs, strict=True)]
+                _say(f"{runner} {precision} accumulation {accumulation}: {interval(pairs[-self.arguments.pairs :])}")
+            rows.append([runner, precision, accumulation, interval(pairs), f"{sum(ours) / sum(theirs):.3f}"])
+        sides = "bare loop / bare loop" if self.arguments.control else "platform / engine alone"
+        return table(["runner", "precision", "accumulation", f"step time, {sides}", "all steps"], rows)
+
+    def _pairs(self, **run: Any) -> Iterator[tuple[float, float]]:
+        """Seconds of neighbouring turns of the platform and the bare loop."""
+        order = Order(self.arguments.turn)
+        with self.contestants(direct if self.arguments.control else platform, direct, **run) as sides:
+            first = [side.turn(order) for side in sides]
+            if abs(first[0]["loss"] / first[1]["loss"] - 1) > 0.02:
+                raise SystemExit(f"{run}: they do not train the same: losses {[side['loss'] for side in first]}")
+            for number in range(WARM_UP - 1 + self.arguments.pairs):
+                turns = [0, 1] if number % 2 else [1, 0]
+                seconds = {i: sides[i].turn(order)["seconds"] for i in turns}
+                if number >= WARM_UP - 1:
+                    yield seconds[0], seconds[1]
+
+    def save(self) -> str:
+        """Wall time of a run with saves / without, and how long its loop stands still."""
+        steps, every = self.arguments.save_steps, self.arguments.save_every
+        rows = []
+        for precision, runner in product(self.arguments.precisions[:1], self.arguments.save_runners):
+            with self.contestants(platform, direct, runner=runner, amp=precision) as sides:
+                ways = {
+                    f"{name}, {'saves' if k else 'no save'}": (side, Order(steps, k))
+                    for name, side in zip(("platform", "DeepSpeed"), sides, strict=True)
+                    for k in (None, every)
+                }
+                for side in sides:
+                    side.turn(Order(every, every))
+                results = rounds(list(ways), lambda way, w=ways: w[way][0].turn(w[way][1]), self.arguments.rounds)
+            ours, theirs = results["platform, saves"], results["DeepSpeed, saves"]
+            row = [runner, precision]
+            for name, saved in (("platform", ours), ("DeepSpeed", theirs)):
+                row.append(ratio(saved, results[f"{name}, no save"], "seconds"))
+            for name, saved in (("platform", ours), ("DeepSpeed", theirs)):
+                bare = statistics.median(r["seconds"] for r in results[f"{name}, no save"]) / steps
+                row.append(f"{statistics.median(r['stalled'] for r in saved) / (steps // every) / bare:.2f}")
+            rows.append([*row, ratio(ours, theirs, "stalled")])
+        head = f"{steps // every} saves in {steps} steps"
+        columns = ["platform: wall time / no save", "DeepSpeed: wall time / no save"]
+        columns += ["platform: stall per save, in steps", "DeepSpeed: the same", "stall, platform / DeepSpeed"]
+        return table([head, "precision", *columns], rows)
+
+    def bandwidth(self) -> str:
+        """Bytes per second, platform / plain."""
+        rows = []
+        for runner in self.arguments.bandwidth_runners:
+            with self.contestants(storage, runner=runner) as (side,):
+                for way in ("save", "write", "load", "read"):
+                    side.turn(way)
+
+                def run(way: str, side: Contestant = side) -> Result:
+                    if way.endswith("evicted"):
+                        side.turn("evict")
+                    result = side.turn(way.split()[0])
+                    return {"gb_per_second": result["bytes"] / result["seconds"] / 1e9}
+
+                ways = ["save", "write", "load", "read", "load evicted", "read evicted"]
+                results = rounds(ways, run, self.arguments.repetitions)
+            medians = {way: statistics.median(r["gb_per_second"] for r in results[way]) for way in ways}
+            pairs = {"save": "write", "load": "read", "load evicted": "read evicted"}
+            rows.append([runner, *(f"{medians[ours] / medians[theirs]:.2f}" for ours, theirs in pairs.items())])
+        columns = ["save / plain write", "load / plain read, from the page cache", "the same, evicted before"]
+        return table([f"bytes per second, {self.arguments.ranks} ranks", *columns], rows)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    parts = ("step", "save", "bandwidth")
+    add("--parts", nargs="+", choices=parts, default=parts)
+    add("--device", default="cpu", choices=["cpu", "cuda"])
+    add("--ranks", type=int, default=2)
+    add("--threads", type=int, default=1, help="of a rank on the CPU")
+    add("--folder", help="where files are written; a temporary folder")
+    for name, default in vars(Sizes()).items():
+        add(f"--{'sequence' if name == 'length' else name}", type=int, default=default)
+    add("--micro-batch", type=int, default=4)
+    add("--precisions", nargs="+", default=["fp32"], help="of the steps; saving takes the first")
+    add("--runners", nargs="+", default=["zero1", "zero2", "zero3", "fsdp"], help="whose steps are measured")
+    add("--accumulations", nargs="+", type=int, default=[1, 2])
+    add("--pairs", type=int, default=40, help="pairs of turns of each launch")
+    add("--launches", type=int, default=2, help="times that both sides are started afresh")
+    add("--turn", type=int, default=1, help="steps of a turn")
+    add("--control", action="store_true", help="the bare loop on both sides")
+    add("--save-runners", nargs="+", default=["zero2", "zero3"])
+    add("--save-steps", type=int, default=24)
+    add("--save-every", type=int, default=6)
+    add("--rounds", type=int, default=3, help="of runs with and without saves")
+    add("--bandwidth-runners", nargs="+", default=["zero3", "ddp"])
+    add("--repetitions", type=int, default=7, help="of saving and loading")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        benchmark = Benchmark(arguments, Path(folder))
+        for part in arguments.parts:
+            print(getattr(benchmark, part)(), end="\n\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
