@@ -129,13 +129,14 @@ class Benchmark:
         rows = []
         for runner in self.arguments.bandwidth_runners:
             with self.contestants(storage, runner=runner) as (side,):
-                for way in ("save", "write", "load", "read"):
+                for way in ("save", "write"):
                     side.turn(way)
 
                 def run(way: str, side: Contestant = side) -> Result:
-                    if way.endswith("evicted"):
-                        side.turn("evict")
-                    result = side.turn(way.split()[0])
+                    action = way.removesuffix(" evicted")
+                    if action in ("load", "read"):
+                        side.turn(action if way == action else "evict")
+                    result = side.turn(action)
                     return {"gb_per_second": result["bytes"] / result["seconds"] / 1e9}
 
                 ways = ["save", "write", "load", "read", "load evicted", "read evicted"]

@@ -29,7 +29,13 @@ LISTINGS: dict[int, dict[str, Any]] = {
 }  # fmt: skip
 NVME = {
     "offload_optimizer": {"device": "nvme", "nvme_path": "/dev/shm", "buffer_count": 4, "fast_init": False},
-    "offload_param": {"device": "nvme", "nvme_path": "/dev/shm", "buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 1e9},
+    "offload_param": {
+        "device": "nvme",
+        "nvme_path": "/dev/shm",
+        "buffer_count": 5,
+        "buffer_size": 1e8,
+        "max_in_cpu": 1e9,
+    },
 }
 
 

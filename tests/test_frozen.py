@@ -115,7 +115,10 @@ def test_evaluation_and_export_find_the_base(partly: tuple[Workspace, Run]) -> N
         [sys.executable, "-m", "crosstrain", "export", "--checkpoint", str(one.folder), "--output", str(out)],
         check=True, cwd=workspace.path, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform")},
     )  # fmt: skip
-    weights, base = GPT2LMHeadModel.from_pretrained(out).state_dict(), load_file(workspace.path / "base/model.safetensors")
+    weights, base = (
+        GPT2LMHeadModel.from_pretrained(out).state_dict(),
+        load_file(workspace.path / "base/model.safetensors"),
+    )
     trained = {k: v for f in one.checkpoint(12).glob("training*") for k, v in load_file(f).items()}
     for name in base:
         assert weights[name].equal(base[name] if is_frozen(name) else trained[name]), name

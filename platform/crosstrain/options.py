@@ -75,6 +75,7 @@ class RunOptions:
 
     # Checkpoints: one is always saved after the last step.
     save_interval: int | None = None  # steps; None: only after the last one
+    save_in_background: bool = True  # training goes on meanwhile, beside a copy of each rank's share in host memory
     keep_last: int | None = 3  # older ones are deleted; None: keep all
     keep_every: int | None = None  # those at multiples of this many steps are never deleted
     save_best: bool = True  # also keep the one with the lowest validation loss

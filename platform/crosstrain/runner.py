@@ -126,7 +126,9 @@ class Runner:
                 create_state(self.optimizer)
             except RuntimeError as error:  # an operation that the parameters' kind of tensor does not have
                 reason = str(error).splitlines()[0]
-                raise ConfigError(f"run.optimizer: {self.run.optimizer.name} fails under this runner: {reason}") from error
+                raise ConfigError(
+                    f"run.optimizer: {self.run.optimizer.name} fails under this runner: {reason}"
+                ) from error
 
     # ---- training
 

@@ -150,8 +150,8 @@ class Trainer:
                 if row:
                     self.reporter.track({"step": self.state.step} | row)
                 if self._due(self.run.save_interval) or (improved and self.run.save_best):
-                    self._save(best=improved and self.run.save_best)
-            self._save(best=False)
+                    self._save(best=improved and self.run.save_best, background=self.run.save_in_background)
+            self._save(best=False, background=False)
             self.checkpointer.wait()
         except TrainingError:  # raised on every rank alike; what was being saved is worth having
             self.checkpointer.wait()
@@ -237,7 +237,7 @@ class Trainer:
         self.last_validation = metrics
         return metrics, self.state.improves(metrics.loss)
 
-    def _save(self, *, best: bool) -> None:
+    def _save(self, *, best: bool, background: bool) -> None:
         """Save the present state unless it is saved already."""
         if self.state.step == self._saved_step:
             return
@@ -246,7 +246,7 @@ class Trainer:
         document = state.document(world_size=self.runner.world.size, config=self.config.plain)
         with self.reporter.paused():
             shards = [s for s in self.runner.shards() if s.name not in self.frozen]
-            self.checkpointer.save(state.step, shards, document, frozen=self.frozen, best=best)
+            self.checkpointer.save(state.step, shards, document, frozen=self.frozen, best=best, background=background)
         self._saved_step = state.step
         log.info("saving %s", folders.step_folder(self.folder.checkpoints, state.step))
 

@@ -1,9 +1,9 @@
-"""Saving in the background and loading anywhere.
+"""Saving, in the background or not: nothing is gathered, and a checkpoint exists whole or not at all.
 
-Saving has two halves. In the foreground every rank says what it holds, all agree who writes which box, and each copies
-its own share: training may go on. In the background each writes its file; when all have succeeded, rank 0 writes the
-manifest and renames the folder, which is the moment the checkpoint exists. A rank that fails tells the others, so all
-raise the same error and the previous checkpoint stays the newest.
+Every rank says what it holds, all agree who writes which box, and in the background each works on a copy of its own
+share, so that training may go on. Each writes its file; when all have succeeded, rank 0 writes the manifest and renames
+the folder, which is the moment the checkpoint exists. A rank that fails tells the others, so all raise the same error
+and the previous checkpoint stays the newest.
 """
 
 from __future__ import annotations
@@ -77,24 +77,28 @@ class Checkpointer:
         *,
         frozen: dict[str, Frozen] | None = None,
         best: bool = False,
+        background: bool = True,
     ) -> None:
         """Start saving; returns when this rank's share is copied. Collective: every rank calls it.
 
-        `frozen` are parameters that are recorded and not written; they are not among the shards.
+        `frozen` are parameters that are recorded and not written; they are not among the shards. Not in the
+        `background` nothing is copied, and the call returns when all is written.
 
         Does not raise if the previous save failed, which was logged: the present state is worth another attempt.
         """
         self._join()
         plan = assign(self.group.all_gather(holdings(shards)))
-        # Copies, because the optimizer changes these tensors in place while the files are being written.
         mine = {(a.kind, a.name, a.box): a for a in plan if a.rank == self.group.rank}
         held = {
-            mine[key]: piece.data.to("cpu", copy=True).contiguous()
+            # A copy, because the optimizer changes these tensors in place while the files are being written.
+            mine[key]: piece.data.to("cpu", copy=True) if background else piece.data
             for shard in shards
             for piece in shard.pieces
             if (key := (shard.kind, shard.name, piece.box)) in mine
         }
         save = _Save(step, plan, state, frozen or {}, best)
+        if not background:
+            return self._write(save, held)
         self._thread = threading.Thread(target=self._write, args=(save, held), name="checkpoint")
         self._thread.start()
 

@@ -32,7 +32,7 @@ def write_safetensors(
     path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None,
     produce: Callable[[str], Tensor] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Write CPU tensors one after another and return {"bytes", "sha256"}; no second copy is made in memory.
+    """Write tensors one after another and return {"bytes", "sha256"}; no second copy is made in memory.
 
     With `produce`, `tensors` are only the types and shapes (on the meta device, say), and `produce(key)` gives each
     one's data when its turn comes: one exists at a time.
@@ -61,7 +61,7 @@ def write_safetensors(
 
 def _bytes_of(tensor: Tensor, announced: Tensor) -> memoryview:
     assert (tensor.dtype, tensor.shape) == (announced.dtype, announced.shape)
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import CellType, FrameType
 from typing import Any
@@ -203,16 +202,18 @@ def whereabouts(innermost: FrameType) -> tuple[Place, Place | None]:
 
 
 def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` marked so that torch.compile does not look into it.
+    """`function`, into which and below which torch.compile does not look.
 
-    That is what `torch.compiler.disable` is for; this costs nothing per call and does not load the compiler.
+    What `torch.compiler.disable` does, without its cost per call and without loading the compiler.
     """
-    function.__dict__["_torchdynamo_disable"] = True
-    with suppress(AttributeError, ImportError, TypeError):  # another version of torch, which may look into it
+    try:
         from torch._C._dynamo import eval_frame as frames
 
-        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
         frames.set_code_exec_strategy(function.__code__, skip)
+    except (AttributeError, ImportError, TypeError):  # another version of torch
+        return torch.compiler.disable(function)
+    function.__dict__["_torchdynamo_disable"] = True
     return function
 
 
