@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from conftest import Run, Workspace
+from conftest import ENVIRONMENT, ROOT, Run, Workspace
 from crosstrain.checkpoint.base import fingerprint
 from crosstrain.checkpoint.boxes import Box, flat_range_pieces
 from crosstrain.checkpoint.store import Reader
@@ -60,7 +62,7 @@ def is_frozen(name: str) -> bool:
 
 
 def test_frozen_parameters_are_recorded_and_not_stored(partly: tuple[Workspace, Run]) -> None:
-    workspace, run = partly
+    _, run = partly
     checkpoint = run.checkpoint(12)
     names = stored(checkpoint)
     assert names
@@ -101,10 +103,6 @@ def test_another_base_is_refused_by_name(partly: tuple[Workspace, Run], tmp_path
 
 
 def test_evaluation_and_export_find_the_base(partly: tuple[Workspace, Run]) -> None:
-    import subprocess
-    import sys
-
-    from conftest import ENVIRONMENT, ROOT
     from transformers import GPT2LMHeadModel
 
     workspace, one = partly
@@ -156,7 +154,7 @@ def test_the_hash_does_not_depend_on_how_a_tensor_is_cut(data: st.DataObject) ->
     other = tensor.clone().flatten()
     other[data.draw(st.integers(0, flat.numel() - 1))] += 1.0
     assert fingerprint(other.view(shape), Box.whole(shape), shape) != whole
-    if flat.numel() > 1 and not flat[0] == flat[1]:
+    if flat.numel() > 1 and flat[0] != flat[1]:
         swapped = flat.clone()
         swapped[[0, 1]] = flat[[1, 0]]
         assert fingerprint(swapped.view(shape), Box.whole(shape), shape) != whole, "positions count"
