@@ -139,7 +139,8 @@ def direct(line: Line, project: str, options: list[str]) -> None:
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    engine = ZeRO(config, device) if config.runner.name == "deepspeed" else FSDP(config, device)
+    engines: dict[str, type[ZeRO] | type[FSDP]] = {"deepspeed": ZeRO, "fsdp": FSDP}
+    engine = engines[config.runner.name](config, device)
     plan = plan_batch(config.run, dist.get_world_size())
     stream = training_steps(
         assembly.open_split(config, "train"), plan, seed=config.run.seed, start=0, dp_rank=dist.get_rank()
@@ -227,9 +228,10 @@ class FSDP:
         mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
         for block in model.blocks():
             fully_shard(block, mesh=mesh)
-        self.model = fully_shard(model, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        self.model: Any = model
         self.optimizer = _optimizer(model, config)
-        self.clip, self.device = config.run.grad_norm_clip, device
+        self.clip, self.device = config.run.grad_norm_clip or torch.inf, device
 
     def step(self, batches: list[Batch]) -> Tensor:
         total = torch.zeros((), device=self.device)
@@ -249,11 +251,10 @@ class FSDP:
 
 
 def _fill(model: Model, name: str, parameter: Tensor, seed: int) -> None:
-    """Put the platform's initial value into one whole parameter; nothing where another rank fills it."""
-    if parameter.numel():
-        parameter.data.zero_()
-        shape = tuple(model.logical_shape(name, parameter.shape))
-        fill_initial(model, [Shard("param", name, shape, whole_pieces(parameter.data, shape))], seed)
+    """Put the platform's initial value into one whole parameter."""
+    parameter.data.zero_()
+    shape = tuple(model.logical_shape(name, parameter.shape))
+    fill_initial(model, [Shard("param", name, shape, whole_pieces(parameter.data, shape))], seed)
 
 
 def _optimizer(model: Model, config: Config) -> torch.optim.Optimizer:

@@ -42,9 +42,7 @@ class Benchmark:
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.arguments, self.folder = arguments, folder
-        sizes = Sizes(
-            arguments.layers, arguments.hidden, arguments.heads, arguments.sequence, arguments.vocabulary
-        )  # fmt: skip
+        sizes = Sizes(*(getattr(arguments, name) for name in vars(Sizes())))
         run = {"output_dir": str(folder), "max_iters": 10**6, "micro_batch_size": arguments.micro_batch}
         self.project = write_project(folder, sizes, run | {"device": arguments.device})
 
@@ -57,9 +55,7 @@ class Benchmark:
             try:
                 for i, work in enumerate(works):
                     options = [f"run.{key}={value}" for key, value in run.items()] + [f"run.output_dir={folder}/{i}"]
-                    alive.append(
-                        Contestant(work, str(self.project), options, ranks=self.arguments.ranks, env=env)
-                    )  # fmt: skip
+                    alive.append(Contestant(work, str(self.project), options, ranks=self.arguments.ranks, env=env))
                 yield alive
             finally:
                 for contestant in alive:
@@ -79,7 +75,9 @@ class Benchmark:
                     ours.append(a)
                     theirs.append(b)
                 pairs = [a / b for a, b in zip(ours, theirs, strict=True)]
-                _say(f"{runner} {precision} accumulation {accumulation}: {interval(pairs[-self.arguments.pairs :])}")
+                last = slice(-self.arguments.pairs, None)
+                times = [f"{statistics.median(side[last]) / self.arguments.turn:.4f} s" for side in (ours, theirs)]
+                print(runner, precision, accumulation, interval(pairs[last]), *times, file=sys.stderr, flush=True)
             rows.append([runner, precision, accumulation, interval(pairs), f"{sum(ours) / sum(theirs):.3f}"])
         sides = "bare loop / bare loop" if self.arguments.control else "platform / engine alone"
         return table(["runner", "precision", "accumulation", f"step time, {sides}", "all steps"], rows)
@@ -110,7 +108,11 @@ class Benchmark:
                 }
                 for side in sides:
                     side.turn(Order(every, every))
-                results = rounds(list(ways), lambda way, w=ways: w[way][0].turn(w[way][1]), self.arguments.rounds)
+
+                def run(way: str, ways: dict[str, tuple[Contestant, Order]] = ways) -> Result:
+                    return ways[way][0].turn(ways[way][1])
+
+                results = rounds(list(ways), run, self.arguments.rounds)
             ours, theirs = results["platform, saves"], results["DeepSpeed, saves"]
             row = [runner, precision]
             for name, saved in (("platform", ours), ("DeepSpeed", theirs)):
@@ -148,10 +150,6 @@ class Benchmark:
         return table([f"bytes per second, {self.arguments.ranks} ranks", *columns], rows)
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -160,14 +158,14 @@ def main() -> None:
     add("--device", default="cpu", choices=["cpu", "cuda"])
     add("--ranks", type=int, default=2)
     add("--threads", type=int, default=1, help="of a rank on the CPU")
-    add("--folder", help="where files are written; a temporary folder")
+    add("--folder", help="where files are written, instead of the system's temporary folder")
     for name, default in vars(Sizes()).items():
-        add(f"--{'sequence' if name == 'length' else name}", type=int, default=default)
+        add(f"--{name}", type=int, default=default)
     add("--micro-batch", type=int, default=4)
     add("--precisions", nargs="+", default=["fp32"], help="of the steps; saving takes the first")
     add("--runners", nargs="+", default=["zero1", "zero2", "zero3", "fsdp"], help="whose steps are measured")
     add("--accumulations", nargs="+", type=int, default=[1, 2])
-    add("--pairs", type=int, default=40, help="pairs of turns of each launch")
+    add("--pairs", type=int, default=30, help="pairs of turns of each launch")
     add("--launches", type=int, default=2, help="times that both sides are started afresh")
     add("--turn", type=int, default=1, help="steps of a turn")
     add("--control", action="store_true", help="the bare loop on both sides")

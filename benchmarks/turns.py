@@ -78,13 +78,14 @@ class Contestant:
         answers: list[Result] = []
         waiting = list(self._lines)
         while waiting:
-            for line in wait(waiting):
+            ready = wait(waiting)
+            for line in [line for line in waiting if line in ready]:
                 try:
-                    answers.append(line.recv())  # type: ignore[union-attr]
-                except EOFError:
+                    answers.append(line.recv())
+                except (EOFError, ConnectionResetError):
                     self._kill()
                     raise SystemExit("a rank failed; what it said is above") from None
-                waiting.remove(line)  # type: ignore[arg-type]
+                waiting.remove(line)
         return answers
 
     def close(self) -> None:

@@ -23,9 +23,11 @@ LISTINGS: dict[int, dict[str, Any]] = {
         "reduce_bucket_size": 3e8, "contiguous_gradients": True,
         "offload_optimizer": {"device": "cpu", "pin_memory": True}},
     3: {"offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "offload_param": {"device": "cpu", "pin_memory": True}, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": 1e6,
+        "offload_param": {"device": "cpu", "pin_memory": True}, "overlap_comm": True,
+        "contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": 1e6,
         "stage3_prefetch_bucket_size": 4e6, "stage3_param_persistence_threshold": 1e4,
-        "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9, "stage3_gather_16bit_weights_on_model_save": True},
+        "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True},
 }  # fmt: skip
 NVME = {
     "offload_optimizer": {"device": "nvme", "nvme_path": "/dev/shm", "buffer_count": 4, "fast_init": False},

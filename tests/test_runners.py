@@ -166,6 +166,19 @@ def _train_in_reverse(project: str, options: tuple[str, ...]) -> None:
     train_worker(load_config(project, options).plain, True)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", "selective", "offload"])
+@pytest.mark.parametrize("other", ["fsdp@2", "zero2@2", "zero3@2"])
+def test_gradient_checkpointing_under_sharding(reference: Any, other: str, mode: str) -> None:
+    workspace, options, one = reference
+    if (other, mode) == ("zero3@2", "selective"):
+        with pytest.raises(AssertionError, match="selective and ZeRO stage 3 exclude each other"):
+            follow(workspace, other, *options, f"run.gradient_checkpointing={mode}", label=mode)
+        return
+    many = follow(workspace, other, *options, f"run.gradient_checkpointing={mode}", label=mode)
+    assert_equal_training(one, many, TOLERANCE)
+
+
 HALF = ("run.max_iters=20", "run.micro_batch_size=2", "run.global_batch_size=8", "model.dropout=0.1")
 
 

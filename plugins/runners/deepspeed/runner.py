@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from crosstrain.checkpoint.boxes import Piece, flat_range_pieces
 from crosstrain.data.dataset import Batch
 from crosstrain.data.stream import MicroBatch
+from crosstrain.errors import ConfigError
 from crosstrain.model import Model
 from crosstrain.monitor.console import log
 from crosstrain.optim import MakeOptimizer, check_elementwise, create_state
@@ -76,6 +77,11 @@ class DeepSpeedRunner(Runner):
         self.model = self.module = model
         plan = None
         if make_optimizer is not None:
+            if self.options.stage == 3 and self.run.gradient_checkpointing == "selective":
+                raise ConfigError(
+                    "run.gradient_checkpointing: selective and ZeRO stage 3 exclude each other, because the second "
+                    "forward gathers parameters that the first one had; use full or offload"
+                )
             if self.options.stage > 0:
                 check_elementwise(make_optimizer)
             self.optimizer = make_optimizer(model.named_parameters(), self.full_shape)
@@ -87,6 +93,8 @@ class DeepSpeedRunner(Runner):
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=config)
         self.module = self.engine
         zero = self.engine.optimizer
+        if self.options.stage > 0 and self.optimizer not in (None, zero.optimizer):
+            raise ConfigError("run.optimizer: DeepSpeed puts another one in its place; use adamw or sgd")
         if self.options.stage == 3:
             stage3 = SwappedStage3 if self.options.uses_nvme else Stage3
             self.partition = stage3(zero, self.optimizer)
