@@ -214,9 +214,7 @@ class _Builder:
 
     def _preset_files(self, kind: str, key: Key) -> dict[str, Path]:
         """Files in configs/ that the name of the component at `key` may stand for."""
-        if kind not in _PRESETS or not (self.presets or names_component(self.overrides.tree, key)):
-            return {}
-        return _yaml_files(paths.home() / "configs" / _PRESETS[kind])
+        return preset_files(kind) if self.presets or names_component(self.overrides.tree, key) else {}
 
     @contextmanager
     def _located(self, key: Key) -> Iterator[None]:
@@ -225,6 +223,11 @@ class _Builder:
             yield
         except UserError as error:
             raise type(error)(self.check.sentence(key, str(error))) from error
+
+
+def preset_files(kind: str) -> dict[str, Path]:
+    """Files in configs/ that a name of this kind of component may stand for."""
+    return _yaml_files(paths.home() / "configs" / _PRESETS[kind]) if kind in _PRESETS else {}
 
 
 def _yaml_files(folder: Path) -> dict[str, Path]:

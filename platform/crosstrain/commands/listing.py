@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from crosstrain import paths
+from crosstrain.config import preset_files
 from crosstrain.errors import ConfigError
 from crosstrain.registry import KINDS, registry
 
@@ -11,10 +13,16 @@ def listing(kind: str | None) -> int:
     if kind is not None and kind not in KINDS:
         raise ConfigError(f"list: there is no kind {kind!r}; the kinds are {', '.join(KINDS)}")
     for each in [kind] if kind else KINDS:
-        entries = sorted(registry.entries(each), key=lambda e: e.name)
-        if entries:
-            print(f"{each}:")
-            width = max(len(entry.name) for entry in entries)
-            for entry in entries:
-                print(f"  {entry.name:<{width}}  {entry.summary}  [{entry.file}:{entry.line}]")
+        _show(each, [(e.name, e.summary, f"{paths.show(e.file)}:{e.line}") for e in registry.entries(each)])
+        # A preset's first line is a comment that says what it is.
+        files = {name: (file.read_text().splitlines()[0], file) for name, file in preset_files(each).items()}
+        _show(f"{each} presets", [(name, first.lstrip("# "), paths.show(f)) for name, (first, f) in files.items()])
     return 0
+
+
+def _show(title: str, rows: list[tuple[str, str, str]]) -> None:
+    if rows:
+        print(f"{title}:")
+    width = max((len(name) for name, _, _ in rows), default=0)
+    for name, summary, place in sorted(rows):
+        print(f"  {name:<{width}}  {summary}  [{place}]")
