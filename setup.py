@@ -9,7 +9,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 CARRIED = ("plugins", "configs", "projects")
 EXTRAS = {
-    "deepspeed": ["deepspeed>=0.16"],
+    "deepspeed": ["deepspeed>=0.19"],
     "vision": ["timm>=1.0", "webdataset>=0.2.100", "pillow"],
     "offload": ["fairscale>=0.4.13"],
     "parquet": ["pyarrow>=14"],
