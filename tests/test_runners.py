@@ -212,3 +212,20 @@ def test_state_on_nvme_trains_alike(workspace: Workspace) -> None:
     other = follow(workspace, "zero3_nvme@2", *options, *nvme(workspace.path)[:3])
     assert_equal_training(one, other, TOLERANCE)
     assert list((workspace.path / "nvme").rglob("*.swp")), "nothing was ever moved"
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Any:
+    workspace = Workspace(tmp_path_factory.mktemp("evaluated"), dataset)
+    options = (*COMMON, "run.eval_interval=3", "run.eval_iters=2", "model.dropout=0.1")
+    return workspace, options, follow(workspace, "ddp@1", *options)
+
+
+@pytest.mark.parametrize("other", ["fsdp@2", "zero2@2", "zero3@2"])
+def test_evaluating_between_steps_disturbs_nothing(evaluated: Any, other: str) -> None:
+    workspace, options, one = evaluated
+    many = follow(workspace, other, *options)
+    assert_equal_training(one, many, TOLERANCE)
+    validation = [[row["val_loss"] for row in run.rows if "val_loss" in row] for run in (many, one)]
+    assert len(validation[0]) == 6
+    assert relative(*validation) < TOLERANCE

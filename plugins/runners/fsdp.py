@@ -76,6 +76,8 @@ class FSDPRunner(Runner):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        with super().evaluating():
-            yield
-        self.module.reshard()  # no backward follows that would put the outermost parameters back into their shards
+        try:
+            with super().evaluating():
+                yield
+        finally:  # no backward follows that would put the outermost parameters back into their shards
+            self.module.reshard()
