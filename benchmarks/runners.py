@@ -43,8 +43,12 @@ class Benchmark:
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.arguments, self.folder = arguments, folder
         sizes = Sizes(*(getattr(arguments, name) for name in vars(Sizes())))
-        run = {"output_dir": str(folder), "max_iters": 10**6, "micro_batch_size": arguments.micro_batch}
-        self.project = write_project(folder, sizes, run | {"device": arguments.device})
+        run = {
+            "output_dir": str(folder), "max_iters": 10**6, "micro_batch_size": arguments.micro_batch,
+            "device": arguments.device,
+            "collective_timeout": 1e6,  # watched as ever, but a rank may be stopped for as long as others take
+        }  # fmt: skip
+        self.project = write_project(folder, sizes, run)
 
     @contextmanager
     def contestants(self, *works: Callable[..., None], **run: Any) -> Iterator[list[Contestant]]:

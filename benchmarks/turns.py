@@ -1,22 +1,26 @@
 """Contestants that live side by side and take turns: each is a number of ranks, processes of their own.
 
 Whatever one does to its processes (hooks, threads, global state of an engine) does not reach the other, and yet a step
-of the one and a step of the other are moments apart. Those whose turn it is not wait and use no processor.
+of the one and a step of the other are moments apart. Those whose turn it is not are stopped, with all their threads.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
-import select
+import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 from unittest.mock import patch
 
 from common import Result
+
+_STIR = 0.2  # seconds before a turn, in which threads that slept too long catch up
 
 
 class Line:
@@ -31,13 +35,6 @@ class Line:
 
     def order(self) -> Any:
         """The next order; None when there is none left."""
-        # Two lines wait in turn, because a rank that stays at one of them for two seconds looks stuck to its guard,
-        # which would question the other ranks in the other contestant's time.
-        while True:
-            if select.select([self.connection], [], [], 0.3)[0]:
-                break
-            if select.select([self.connection], [], [], 0.3)[0]:
-                break
         try:
             return self.connection.recv()
         except EOFError:
@@ -66,13 +63,22 @@ class Contestant:
             self._processes.append(process)
             self._lines.append(ours)
         self._answers()
+        self._signal(signal.SIGSTOP)
 
     def turn(self, order: Any) -> Result:
         """Have every rank carry out `order`; the largest of each of their numbers."""
+        self._signal(signal.SIGCONT)
+        time.sleep(_STIR)
         for line in self._lines:
             line.send(order)
         answers = self._answers()
+        self._signal(signal.SIGSTOP)
         return {key: max(answer[key] for answer in answers) for key in answers[0]}
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, number)
 
     def _answers(self) -> list[Result]:
         answers: list[Result] = []
@@ -90,6 +96,7 @@ class Contestant:
 
     def close(self) -> None:
         """Let the ranks leave together."""
+        self._signal(signal.SIGCONT)
         for line in self._lines:
             line.close()
         for process in self._processes:
@@ -103,5 +110,6 @@ class Contestant:
 
 
 def _rank(connection: Connection, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nobody else would end a process that is stopped
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     work(Line(connection), *args)
