@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import socket
 import subprocess
-import time
 import timeit
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from conftest import ENVIRONMENT, Run, Workspace
 from crosstrain.guard.recorder import Recorder
 from crosstrain.guard.state import Call, History, Place, State, Waiting
-from crosstrain.guard.verdict import FAR, LOCKED, SETTLED, absence, deadlock, elsewhere, mismatch
+from crosstrain.guard.verdict import FAR, LOCKED, SETTLED, absence, deadlock, mismatch
 
 PLUGIN = '''
 import time
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed import broadcast
+from torch.distributed import all_reduce, broadcast
 from torch.nn.parallel import DistributedDataParallel
 
 from crosstrain.registry import registry
@@ -52,8 +51,6 @@ class Guarded(Runner):
         how, rank = self.options.how, self.world.rank
         if how == "reduce" and rank == 0:
             torch.distributed.all_reduce(torch.zeros(7))  # reduce
-        if how == "absent" and rank != 1:
-            broadcast(torch.zeros(100_000), 0)  # absent
         if how == "barrier" and rank == 0:
             dist.barrier()  # barrier
         if how == "group" and rank == 0:
@@ -69,7 +66,7 @@ class Guarded(Runner):
                 time.sleep(6)
         loss = super().forward_backward(micro_batches, num_targets)
         if how == "silent" and rank == 0 and self.steps == 2:
-            dist.all_reduce(torch.zeros(2, dtype=torch.float64))  # silent
+            all_reduce(torch.zeros(2, dtype=torch.float64))  # silent
         return loss
 '''
 
@@ -108,25 +105,22 @@ def sentence(run: Run) -> str:
     [
         ("reduce", 2, "rank 1 never entered all_reduce of 7 float32, which rank 0 waited in for"),
         ("reduce", 3, "ranks 1 and 2 never entered all_reduce of 7 float32, which rank 0 waited in for"),
-        ("absent", 3, "rank 1 never entered broadcast of 400000 bytes, which rank"),
         ("barrier", 2, "rank 1 never entered barrier, which rank 0 waited in for"),
         ("group", 2, "rank 1 never entered all_gather_object, which rank 0 waited in for"),
         ("silent", 2, "rank 1 never entered all_reduce of 2 float64, which rank 0 called"),
     ],
 )
 def test_a_call_that_some_rank_never_makes_is_named(guarded: Workspace, how: str, workers: int, expected: str) -> None:
-    started = time.monotonic()
     said = sentence(guarded.train("out", *options(how), nproc=workers, fails=True))
     assert said.startswith(expected)
     assert f"({line(how)})" in said
     waited = re.search(r"for (\d+) s", said)
-    assert waited is None or int(waited[1]) < 15
-    assert time.monotonic() - started < 60  # of which most is the starting of processes
+    assert waited is None or int(waited[1]) < 20
 
 
 def test_a_rank_that_does_not_come_in_time_is_named_with_its_place(guarded: Workspace) -> None:
     said = sentence(guarded.train("out", *options("late"), "run.collective_timeout=8", nproc=2, fails=True))
-    assert said.startswith("rank 1 never entered all_reduce")
+    assert said.startswith("rank 1 never entered a collective which rank 0 waited in for")
     assert f"rank 1 was at {line('late')}" in said
 
 
@@ -152,8 +146,8 @@ def test_workers_of_another_launcher_say_it_once(guarded: Workspace) -> None:
 
 def test_a_healthy_run_is_not_disturbed(guarded: Workspace) -> None:
     run = guarded.train(
-        "out", *options("healthy"), "run.max_iters=12", "run.eval_interval=4", "run.eval_iters=1", "run.save_interval=3",
-        nproc=2,
+        "out", *options("healthy"), "run.max_iters=12", "run.eval_interval=4", "run.eval_iters=1",
+        "run.save_interval=3", nproc=2,
     )  # fmt: skip
     assert run.column("step")[-1] == 12
     assert run.checkpoint(12).is_dir()
@@ -201,6 +195,16 @@ def test_outermost_calls_are_noted_whatever_name_they_go_by(recorder: Recorder) 
     recorder.close()
     dist.barrier()
     assert not recorder.histories(0)
+
+
+def test_backends_count_what_is_not_noted_unless_two_ranks_talk_alone(recorder: Recorder) -> None:
+    dist.all_reduce(torch.zeros(1))
+    (history,) = recorder.histories(0).values()
+    assert history.begun == history.positions[0] + 1
+    with pytest.raises(RuntimeError):
+        dist.group.WORLD.send([torch.zeros(1)], 0, 0)
+    (history,) = recorder.histories(0).values()
+    assert history.begun is None
 
 
 def test_compiled_code_is_what_it_would_be(recorder: Recorder) -> None:
@@ -290,28 +294,30 @@ def test_of_three_ranks_the_one_that_is_missing_is_named() -> None:
 
 def test_a_call_that_meets_one_which_is_not_noted() -> None:
     one, two = state(0, [*STEP, ODD]), state(1, STEP, waits=False)
-    assert elsewhere(one, [two]) is None  # it may yet come
+    assert deadlock(one, [two]) is None  # it may yet come
     two.histories["0"].begun = 3
-    said = elsewhere(two, [one])
+    said = deadlock(two, [one])
     assert said is not None
     assert said.startswith("rank 1 never entered all_reduce of 2 float64")
+    assert deadlock(one, [replace(two, still=LOCKED / 2)]) is None
     two.histories["0"].begun = None
-    assert elsewhere(one, [two]) is None
+    assert deadlock(one, [two]) is None
     two.histories["0"].begun, two.histories["0"].positions = 4, [1, 2]  # counts that never agreed
-    assert elsewhere(one, [two]) is None
+    assert deadlock(one, [two]) is None
 
 
-def test_ranks_that_wait_for_each_other_in_two_groups() -> None:
-    one, two = state(0, [ODD], group="1"), state(1, [*STEP, STEP[0]])
+@pytest.mark.parametrize("is_noted", [True, False])
+def test_ranks_that_wait_for_each_other_in_two_groups(is_noted: bool) -> None:
+    one, two = state(0, [ODD], group="1"), state(1, [*STEP, STEP[0]] if is_noted else STEP, waits=is_noted)
     one.histories |= state(0, STEP).histories
-    two.histories["1"] = History([0, 1], 0, [])
+    assert is_noted or deadlock(one, [two]) is None
+    two.histories["0"].begun = 3
     said = deadlock(two, [one])
     assert said is not None
     assert said.startswith(
         "rank 1 never entered all_reduce of 2 float64, which rank 0 waited in for 9 s (/plugin.py:31"
     )
-    one.waiting = Waiting("1", 0, LOCKED / 2)
-    assert deadlock(two, [one]) is None
+    assert deadlock(two, [replace(one, still=LOCKED / 2)]) is None
 
 
 def test_absent_ranks_are_named_and_silent_ones() -> None:
@@ -320,4 +326,14 @@ def test_absent_ranks_are_named_and_silent_ones() -> None:
     assert said is not None
     assert said.startswith("ranks 1 and 2 never entered all_reduce of 2 float64")
     assert "rank 1 was at elsewhere.py:5 in h; rank 2 did not answer" in said
+    assert absence(two, [one], silent=[]) is None
+
+
+def test_a_rank_that_is_absent_from_what_is_not_noted() -> None:
+    one, two = state(0, STEP, waits=False), state(1, STEP, waits=False)
+    assert absence(one, [two], silent=[]) is None
+    one.histories["0"].begun = 3
+    said = absence(one, [two], silent=[])
+    assert said is not None
+    assert said.startswith("rank 1 never entered a collective which rank 0 waited in for 9 s (elsewhere.py:5 in h)")
     assert absence(two, [one], silent=[]) is None

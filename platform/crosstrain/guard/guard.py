@@ -28,7 +28,7 @@ from crosstrain import launch
 from crosstrain.errors import TrainingError
 from crosstrain.guard.recorder import Recorder, whereabouts
 from crosstrain.guard.state import State
-from crosstrain.guard.verdict import SETTLED, absence, deadlock, elsewhere, mismatch
+from crosstrain.guard.verdict import SETTLED, absence, deadlock, mismatch
 from crosstrain.monitor.console import log
 
 _TICK = 0.5  # seconds between two looks at training
@@ -111,9 +111,9 @@ class Guard:
     def explain(self, mispaired: str | None = None) -> None:
         """End the run if the ranks' calls show why a collective failed; else return."""
         try:
-            states, _ = self._ask(2 * _ANSWERING)
+            states, answered, _ = self._ask(2 * _ANSWERING)
             mine = self._state()
-            problem = mismatch(mine, states, failed=True, mispaired=mispaired) or elsewhere(mine, states, failed=True)
+            problem = mismatch(mine, states, failed=True, mispaired=mispaired) or deadlock(mine, answered, failed=True)
             if problem is not None:
                 self._report(problem)
         except RuntimeError:  # the store went with the process that kept it
@@ -127,19 +127,19 @@ class Guard:
             while not self._stop.wait(_TICK):
                 self._answer()
                 still = self._still()
-                if still < SETTLED and not (still and _is_aborting()):
+                dying = still >= _TICK and _is_aborting()
+                if still < SETTLED and not dying:
                     due = patience
-                elif still >= due or still < SETTLED:
+                elif still >= due or dying:
                     self._judge()
                     due = self._limit if still < self._limit < 2 * still else 2 * still
         except RuntimeError:  # the store went with the process that kept it
             return
 
     def _judge(self) -> None:
-        states, silent = self._ask(_ANSWERING)
-        answered = [state for state in states if state.rank not in silent]
+        states, answered, silent = self._ask(_ANSWERING)
         mine = self._state()
-        problem = mismatch(mine, states) or elsewhere(mine, answered) or deadlock(mine, answered)
+        problem = mismatch(mine, states) or deadlock(mine, answered)
         if problem is None and mine.still >= self._limit:
             problem = absence(mine, answered, silent)
         if problem is not None:
@@ -169,8 +169,8 @@ class Guard:
                 launch.leave(_LEAVING)
             self._store.set(str(self._rank), self._state().dumps())
 
-    def _ask(self, patience: float) -> tuple[list[State], list[int]]:
-        """What the other ranks have last said of themselves, and which of them did not answer this time."""
+    def _ask(self, patience: float) -> tuple[list[State], list[State], list[int]]:
+        """What other ranks have last said of themselves; the same of those that answer now; and which do not."""
         question, deadline = self._store.add("asked", 1), time.monotonic() + patience
         states: dict[int, State] = {}
         silent = set(range(self._size)) - {self._rank}
@@ -183,7 +183,8 @@ class Guard:
                         silent.remove(rank)
             if silent:
                 time.sleep(0.1)
-        return list(states.values()), sorted(silent)
+        answered = [state for state in states.values() if state.rank not in silent]
+        return list(states.values()), answered, sorted(silent)
 
     def _report(self, problem: str) -> None:
         """End the run; of several ranks that have found something out, one tells."""

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import CellType, FrameType
 from typing import Any
@@ -104,10 +105,11 @@ class Recorder:
         if group is None:
             group = dist.group.WORLD
         name = getattr(group, "group_name", None)
-        if name is None:  # of a rank that is not in the group
-            return None
-        log = self._logs.get(name)
-        return log if log is not None else self._logs.setdefault(name, _Log(name, group))
+        log = self._logs.get(name) if name is not None else None
+        if log is None and name is not None:  # else this rank is not in the group
+            with suppress(KeyError):  # of a group that torch has not made
+                log = self._logs.setdefault(name, _Log(name, group))
+        return log
 
     def _hook_between_two(self, name: str) -> Callable[[], None]:
         """Note where two ranks talk with each other alone: backends count that, on these two."""
@@ -136,8 +138,8 @@ class _Log:
         noted = sorted(self.calls.copy())  # of two threads the one with the higher number may have been first,
         noted = [call for i, call in enumerate(noted) if call[0] == noted[0][0] + i]  # and the other yet to come
         calls = [Call(call[1], _size(call[1], call[2]), Place(*call[3])) for call in noted]
-        begun = None if self.between_two else self.begun()
-        return History(self.ranks, noted[0][0], calls, [call[5] for call in noted], begun, noted[-1][4] in background)
+        positions, begun = [call[5] for call in noted], None if self.between_two else self.begun()
+        return History(self.ranks, noted[0][0], calls, positions, begun, any(call[4] in background for call in noted))
 
 
 def _counter(group: dist.ProcessGroup) -> Callable[[], int]:
@@ -145,8 +147,9 @@ def _counter(group: dist.ProcessGroup) -> Callable[[], int]:
     try:
         backends: dict[int, Any] = {id(b): b for b in (group._get_backend(device) for device in group._device_types)}
         counters = [backend._get_sequence_number_for_group for backend in backends.values()]
-        counters[0]()
-    except (AttributeError, IndexError, RuntimeError):
+        for counter in counters:
+            counter()
+    except (AttributeError, RuntimeError):
         return lambda: -1
     return counters[0] if len(counters) == 1 else lambda: sum(counter() for counter in counters)
 

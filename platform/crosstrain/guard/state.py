@@ -54,7 +54,7 @@ class History:
     calls: list[Call]
     positions: list[int] = field(default_factory=list)  # for each, how many collectives the backend had begun before
     begun: int | None = None  # how many it has by now, also those that are not noted; None: it cannot tell
-    in_background: bool = False  # whether the last call was made by a thread beside training's
+    in_background: bool = False  # whether threads beside training's have made some of them
 
     @property
     def next(self) -> int:
@@ -100,6 +100,10 @@ class State:
     def count(self, group: str) -> int:
         """How many calls this rank has made."""
         return self.histories[group].next if group in self.histories else 0
+
+    def begun(self, group: str) -> int | None:
+        """How many collectives its backend has begun, noted or not; None if that is unknown."""
+        return self.histories[group].begun if group in self.histories else None
 
     def waits_at(self, group: str, number: int) -> bool:
         return self.waiting is not None and (self.waiting.group, self.waiting.number) == (group, number)

@@ -5,11 +5,13 @@ Ranks pair the calls of a process group by their order: the n-th of one rank mee
 
 from __future__ import annotations
 
-from crosstrain.guard.state import State, Waiting
+from crosstrain.guard.state import State
 
 SETTLED = 2.0  # seconds without a move before ranks are judged: calls that truly differ never complete
 LOCKED = 6.0  # the same, where they may yet turn out to wait for a third
 FAR = 1024  # calls after which ranks have shown that they get along, whatever one of them failed to note
+
+_RULE = "a collective must be called by every rank"
 
 
 def mismatch(mine: State, others: list[State], *, failed: bool = False, mispaired: str | None = None) -> str | None:
@@ -37,31 +39,21 @@ def mismatch(mine: State, others: list[State], *, failed: bool = False, mispaire
     return None
 
 
-def elsewhere(mine: State, others: list[State], *, failed: bool = False) -> str | None:
-    """What is wrong if one rank waits in a noted collective, and another is in one that is not, at the same position.
+def deadlock(mine: State, others: list[State], *, failed: bool = False) -> str | None:
+    """What is wrong if one rank waits for another, and that one is in a collective which the first has not entered.
 
-    The backend counts those too that torch calls by itself, such as the gradients of DistributedDataParallel.
+    The latter need not be noted: the backends count what torch calls by itself too, such as the exchange of gradients
+    in DistributedDataParallel.
     """
     for other in others:
-        for one, two in ((mine, other), (other, mine)):
-            if one.waiting is None or not (failed or _settled(one, two, LOCKED)):
-                continue
-            group, number = one.waiting.group, one.waiting.number
-            here, there = one.histories[group], two.histories.get(group)
-            if there is None or there.ranks != here.ranks or there.next > number or not here.keeps_step(there):
-                continue
-            if there.begun is not None and there.begun > here.positions[number - here.first]:
-                return _never_entered(one, group, number, [mine, *others])
-    return None
-
-
-def deadlock(mine: State, others: list[State]) -> str | None:
-    """What is wrong if another rank waits for this one in a group while this one waits for it in another."""
-    for other in others:
-        if (ours := _waits_for(mine, other)) and (theirs := _waits_for(other, mine)):
-            both = sorted([(mine, ours, other), (other, theirs, mine)], key=lambda item: item[0].rank)
-            odd, waiting, _ = max(both, key=lambda item: _oddity(item[0], item[1].group, item[1].number, [item[2]]))
-            return _never_entered(odd, waiting.group, waiting.number, [mine, *others])
+        pair = sorted((mine, other), key=lambda state: state.rank)
+        if not (failed or _settled(mine, other, LOCKED)):
+            continue
+        locked = [(*waits, one, two) for one, two in (pair, pair[::-1])
+                  if (waits := _waits_for(one, two)) and _is_ahead(two, one)]  # fmt: skip
+        if locked:
+            group, number, odd, _ = max(locked, key=lambda item: _oddity(item[2], item[0], item[1], [item[3]]))
+            return _never_entered(odd, group, number, [mine, *others])
     return None
 
 
@@ -71,7 +63,7 @@ def absence(mine: State, others: list[State], silent: list[int]) -> str | None:
     `silent` are ranks of which nothing is known.
     """
     for group, here in mine.histories.items():
-        if here.in_background or (mine.waiting and mine.waiting.group != group):
+        if mine.waiting.group != group if mine.waiting else here.in_background:
             continue
         members = [state for state in others if state.rank in here.ranks]
         behind = [state.count(group) for state in members if state.count(group) < here.next]
@@ -79,6 +71,13 @@ def absence(mine: State, others: list[State], silent: list[int]) -> str | None:
         if behind or (lost and mine.waiting):
             number = max(min(behind, default=here.next - 1), here.first)
             return _never_entered(mine, group, number, [mine, *members], lost)
+        late = [state for state in members if _has_begun(mine, state, group, beyond=state.begun(group))]
+        if late:
+            said = (
+                f"{_ranks([state.rank for state in late])} never entered a collective which rank {mine.rank} waited in "
+                f"for {mine.still:.0f} s ({mine.at}{_called(mine)})"
+            )
+            return "; ".join([said, *_doings(late, group, here.next), _RULE])
     return None
 
 
@@ -87,12 +86,35 @@ def _settled(one: State, other: State, seconds: float) -> bool:
     return one.aborting or other.aborting or min(one.still, other.still) >= seconds
 
 
-def _waits_for(one: State, other: State) -> Waiting | None:
-    """The collective in which one rank has waited for another for long, if it does."""
-    waiting = one.waiting
-    if waiting is None or waiting.seconds < LOCKED or other.rank not in one.histories[waiting.group].ranks:
+def _waits_for(one: State, two: State) -> tuple[str, int] | None:
+    """Group and number of the call in which one rank waits for another, if it does."""
+    w = one.waiting
+    if w is None or two.rank not in one.histories[w.group].ranks or two.count(w.group) > w.number:
         return None
-    return waiting if other.count(waiting.group) <= waiting.number else None
+    return w.group, w.number
+
+
+def _is_ahead(two: State, one: State) -> bool:
+    """Whether a rank has begun a collective that another, which waits in one itself, has not."""
+    waiting = one.waiting
+    assert waiting is not None
+    if _waits_for(two, one):
+        return True
+    # In the group in which `one` waits, what `two` began at the same position is another collective.
+    here = one.histories[waiting.group]
+    position = here.positions[waiting.number - here.first]
+    return any(
+        _has_begun(two, one, group, beyond=position if group == waiting.group else one.begun(group))
+        for group in one.histories
+    )
+
+
+def _has_begun(two: State, one: State, group: str, beyond: int | None) -> bool:
+    """Whether the backend of `two` has begun more collectives than `beyond`, a count of that of `one`."""
+    here, there = one.histories.get(group), two.histories.get(group)
+    if here is None or there is None or here.ranks != there.ranks or here.in_background or there.in_background:
+        return False
+    return beyond is not None and there.begun is not None and there.begun > beyond and here.keeps_step(there)
 
 
 def _explain(group: str, evidence: int, mine: State, other: State, others: list[State]) -> str:
@@ -164,19 +186,22 @@ def _never_entered(
     else:
         did = f"called over {owner.still:.0f} s ago" if owner.still >= SETTLED else "called"
         place = str(call.place)
+    absent = _ranks([state.rank for state in late] + (lost or []))
+    clauses = [f"{absent} never entered {call}, which {_ranks(here)} {did} ({place})", *_doings(late, group, number)]
+    if lost:
+        clauses.append(f"{_ranks(lost)} did not answer")
+    return "; ".join([*clauses, _RULE])
+
+
+def _doings(late: list[State], group: str, number: int) -> list[str]:
+    """Where the ranks are that should be in a call, at most three places."""
     doing: dict[str, list[int]] = {}
     for state in late:
         doing.setdefault(_instead(state, group, number), []).append(state.rank)
-    absent = _ranks([state.rank for state in late] + (lost or []))
-    clauses = [f"{absent} never entered {call}, which {_ranks(here)} {did} ({place})"]
-    clauses += [f"{_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} {text}" for text, ranks in doing.items()][:3]
-    if lost:
-        clauses.append(f"{_ranks(lost)} did not answer")
-    return "; ".join([*clauses, "a collective must be called by every rank"])
+    return [f"{_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} {text}" for text, ranks in doing.items()][:3]
 
 
 def _instead(state: State, group: str, number: int) -> str:
-    """Where a rank is that should be in a call."""
     if state.waiting and (call := state.call(state.waiting.group, state.waiting.number)):
         return f"in {call} ({call.place}{_called(state)})"
     if call := state.call(group, number):
