@@ -12,17 +12,23 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import yaml
+import pytest
 
-from conftest import ROOT, Run
+from conftest import Run
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["preload"])
+
+
+def mostly_slow(values: Iterable[Any], quick: Iterable[Any]) -> list[Any]:
+    """Parameters of a test, of which only the `quick` ones run every time."""
+    kept = list(quick)
+    return [value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def run_ranks(size: int, function: Callable[..., Any], *args: Any, seconds: float = 120) -> list[Any]:
@@ -95,13 +101,3 @@ def _train(project: str, options: tuple[str, ...]) -> int:
 
     os.chdir(Path(project).parent)
     return train_worker(load_config(project, options).plain, True)
-
-
-def project(path: Path, config: dict[str, Any]) -> Path:
-    """A project file holding `config`."""
-    file = path / "project.yaml"
-    file.write_text(yaml.safe_dump(config))
-    return file
-
-
-__all__ = ["ROOT", "project", "run_ranks", "train"]

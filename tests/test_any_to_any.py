@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from conftest import Run, Workspace
-from ranks import run_ranks, train
+from ranks import mostly_slow, run_ranks, train
 from test_runners import HALF_TOLERANCE, TOLERANCE, relative, sized
 
 RUNNERS = ["ddp@1", "ddp@2", "fsdp@2", "zero1@2", "zero2@2", "zero3@2", "zero3@4", "zero3_offload@2"]
@@ -91,7 +91,7 @@ def read(checkpoint: Path) -> Tensors:
     return out
 
 
-@pytest.mark.parametrize("name", RUNNERS)
+@pytest.mark.parametrize("name", mostly_slow(RUNNERS, ["fsdp@2", "zero2@2", "zero3@2"]))
 def test_readers_hold_what_was_written_and_writers_write_what_they_hold(
     uninterrupted: tuple[Workspace, Run], name: str
 ) -> None:
@@ -133,11 +133,10 @@ def resume(workspace: Workspace, writer: str, reader: str, *options: str, label:
     return train(workspace.project, name, *OPTIONS, *options, f"run.runner={runner}", size=size)
 
 
-@pytest.mark.parametrize(
-    ("writer", "reader"), [*PAIRS[:4], *(pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS[4:])]
-)
-def test_any_runner_goes_on_from_any_other(uninterrupted: tuple[Workspace, Run], writer: str, reader: str) -> None:
+@pytest.mark.parametrize("pair", mostly_slow(PAIRS, PAIRS[:2]))
+def test_any_runner_goes_on_from_any_other(uninterrupted: tuple[Workspace, Run], pair: tuple[str, str]) -> None:
     workspace, one = uninterrupted
+    writer, reader = pair
     resumed = resume(workspace, writer, reader)
     assert resumed.column("step") == list(range(1, 21))
     assert resumed.column("samples") == one.column("samples")

@@ -11,7 +11,7 @@ import pytest
 from conftest import Workspace
 from crosstrain.config import load_config
 from crosstrain.errors import ConfigError
-from ranks import run_ranks, train
+from ranks import mostly_slow, run_ranks, train
 from test_runners import sized
 
 # Every key of the section on ZeRO in DeepSpeed's documentation that has an effect at the stage, as people paste it.
@@ -119,7 +119,7 @@ class Odd(torch.optim.Adafactor):
 '''
 
 
-@pytest.mark.parametrize("runner", ["ddp@1", "zero2@2", "zero3@2", "fsdp@2"])
+@pytest.mark.parametrize("runner", mostly_slow(["ddp@1", "zero2@2", "zero3@2", "fsdp@2"], ["zero2@2"]))
 def test_an_optimizer_with_oddly_shaped_state_is_refused(workspace: Workspace, runner: str) -> None:
     (workspace.path / "plugins").mkdir()
     (workspace.path / "plugins" / "odd.py").write_text(ODD)
@@ -131,7 +131,10 @@ def test_an_optimizer_with_oddly_shaped_state_is_refused(workspace: Workspace, r
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("runner", ["fsdp@2", "zero0@1", "zero1@2", "zero2@2", "zero2_offload@2", "zero3@2"])
+REFUSING = ["fsdp@2", "zero0@1", "zero1@2", "zero2@2", "zero2_offload@2", "zero3@2"]
+
+
+@pytest.mark.parametrize("runner", mostly_slow(REFUSING, ["zero2@2", "zero3@2"]))
 def test_a_refused_step_changes_nothing(workspace: Workspace, runner: str) -> None:
     name, size = sized(runner)
     options = (f"run.runner={name}", f"run.output_dir={workspace.path}/{runner}", "run.micro_batch_size=2")
@@ -177,8 +180,7 @@ def trained(shared_workspace: Workspace) -> tuple[Workspace, Path]:
 
 
 @pytest.mark.parametrize(
-    "runner",
-    ["ddp@1", "ddp@2", "fsdp@2", "zero3@2", *(pytest.param(r, marks=pytest.mark.slow) for r in ("zero1@2", "zero3@1"))],
+    "runner", mostly_slow(["ddp@1", "ddp@2", "fsdp@2", "zero1@2", "zero3@1", "zero3@2"], ["ddp@1", "zero3@2"])
 )
 def test_evaluation_gives_the_same_perplexity_and_text(trained: tuple[Workspace, Path], runner: str) -> None:
     workspace, folder = trained

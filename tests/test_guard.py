@@ -104,9 +104,16 @@ def sentence(run: Run) -> str:
     ("how", "workers", "expected"),
     [
         ("reduce", 2, "rank 1 never entered all_reduce of 7 float32, which rank 0 waited in for"),
-        ("reduce", 3, "ranks 1 and 2 never entered all_reduce of 7 float32, which rank 0 waited in for"),
-        ("barrier", 2, "rank 1 never entered barrier, which rank 0 waited in for"),
-        ("group", 2, "rank 1 never entered all_gather_object, which rank 0 waited in for"),
+        pytest.param(
+            "reduce",
+            3,
+            "ranks 1 and 2 never entered all_reduce of 7 float32, which rank 0 waited in for",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("barrier", 2, "rank 1 never entered barrier, which rank 0 waited in for", marks=pytest.mark.slow),
+        pytest.param(
+            "group", 2, "rank 1 never entered all_gather_object, which rank 0 waited in for", marks=pytest.mark.slow
+        ),
         ("silent", 2, "rank 1 never entered all_reduce of 2 float64, which rank 0 called"),
     ],
 )

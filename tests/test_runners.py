@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from conftest import Run, Workspace
-from ranks import run_ranks
+from ranks import mostly_slow, run_ranks
 
 # Relative. Four times the noise of one process that takes its micro batches in reverse order, which `noise` below
 # measures (largest seen: 4e-7), is 1.6e-6; sums over ranks are rounded in yet another order.
@@ -125,9 +125,10 @@ SETTINGS = {
     # Steps are proportional to gradients, so that a wrong scale shows, and nothing hides it by clipping.
     "sgd": ("run.optimizer={name: sgd, momentum: 0.9}", "run.init_lr=0.05", "run.grad_norm_clip=0", "model.dropout=0"),
 }
-QUICK = ["ddp@2", "fsdp@2", "zero0@2", "zero1@2", "zero2@2", "zero3@2"]
-SLOW = ["zero1@4", "zero2@4", "zero3@4", "zero2_offload@2", "zero3_offload@2"]
-OTHERS = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+OTHERS = [
+    "ddp@2", "fsdp@2", "zero0@2", "zero1@2", "zero2@2", "zero3@2", "zero1@4", "zero2@4", "zero3@4", "zero2_offload@2",
+    "zero3_offload@2",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=SETTINGS)
@@ -140,12 +141,13 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return workspace, options, run
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other", mostly_slow(OTHERS, ["ddp@2", "fsdp@2", "zero2@2", "zero3@2"]))
 def test_every_runner_trains_alike(reference: Any, other: str) -> None:
     workspace, options, one = reference
     assert_equal_training(one, follow(workspace, other, *options), TOLERANCE)
 
 
+@pytest.mark.slow
 def test_the_tolerance_is_four_times_the_noise_of_one_process(reference: Any) -> None:
     """Micro batches taken in reverse order are the same training but for rounding."""
     workspace, options, _ = reference
@@ -192,10 +194,13 @@ def half(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Any:
 AMP = {"bf16": "run.amp=bf16", "fp16": "run.amp={dtype: fp16, initial_scale: 67108864, window: 3, hysteresis: 1}"}
 
 
-@pytest.mark.parametrize("amp", AMP)
-@pytest.mark.parametrize("other", ["fsdp@2", "zero0@2", "zero2@2", "zero3@2"])
-def test_half_precision_means_the_same_everywhere(half: Any, other: str, amp: str) -> None:
+HALVES = [(other, amp) for other in ("fsdp@2", "zero0@2", "zero2@2", "zero3@2") for amp in AMP]
+
+
+@pytest.mark.parametrize("case", mostly_slow(HALVES, [("zero3@2", "bf16"), ("zero2@2", "fp16")]))
+def test_half_precision_means_the_same_everywhere(half: Any, case: tuple[str, str]) -> None:
     workspace, ones = half
+    other, amp = case
     one = ones[amp]
     many = follow(workspace, other, *HALF, AMP[amp], label=amp)
     assert many.column("loss_scale") == one.column("loss_scale")
@@ -221,7 +226,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Any:
     return workspace, options, follow(workspace, "ddp@1", *options)
 
 
-@pytest.mark.parametrize("other", ["fsdp@2", "zero2@2", "zero3@2"])
+@pytest.mark.parametrize("other", mostly_slow(["fsdp@2", "zero2@2", "zero3@2"], ["fsdp@2", "zero3@2"]))
 def test_evaluating_between_steps_disturbs_nothing(evaluated: Any, other: str) -> None:
     workspace, options, one = evaluated
     many = follow(workspace, other, *options)
