@@ -12,6 +12,7 @@ import pytest
 
 from conftest import Run, Workspace
 from crosstrain.checkpoint.store import Reader
+from ranks import train
 
 TOLERANCE = 1e-6  # as in test_equivalence: only the order of fp32 sums differs
 SCHEDULE = ("run.lr_decay_iters=20", "run.warmup_steps=2", "run.grad_norm_clip=0.5")
@@ -27,7 +28,7 @@ def sharded(shared_workspace: Workspace) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def reference(shared_workspace: Workspace) -> Run:
-    return shared_workspace.train("reference", *SCHEDULE, nproc=2)
+    return train(shared_workspace.project, "reference", *SCHEDULE, size=2)
 
 
 def test_it_trains_like_ddp_and_shards_the_optimizer(
@@ -49,7 +50,7 @@ def test_it_resumes_ddp_and_is_resumed_by_it(
 ) -> None:
     name = order.replace(" ", "_")
     first, second = (sharded, ()) if order.startswith("sharded") else ((), sharded)
-    shared_workspace.train(name, *SCHEDULE, *first, "run.max_iters=10", nproc=2)
-    resumed = shared_workspace.train(name, *SCHEDULE, *second, nproc=2)
+    train(shared_workspace.project, name, *SCHEDULE, *first, "run.max_iters=10", size=2)
+    resumed = train(shared_workspace.project, name, *SCHEDULE, *second, size=2)
     assert resumed.column("samples") == reference.column("samples")
     assert resumed.column("loss") == pytest.approx(reference.column("loss"), rel=TOLERANCE)

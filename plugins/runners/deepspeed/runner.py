@@ -93,7 +93,7 @@ class DeepSpeedRunner(Runner):
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=config)
         self.module = self.engine
         zero = self.engine.optimizer
-        if self.options.stage > 0 and self.optimizer not in (None, zero.optimizer):
+        if self.options.stage > 0 and self.optimizer is not None and zero.optimizer is not self.optimizer:
             raise ConfigError("run.optimizer: DeepSpeed puts another one in its place; use adamw or sgd")
         if self.options.stage == 3:
             stage3 = SwappedStage3 if self.options.uses_nvme else Stage3
