@@ -18,7 +18,7 @@ from test_runners import sized
 LISTINGS: dict[int, dict[str, Any]] = {
     0: {},
     1: {"allgather_partitions": True, "allgather_bucket_size": 3e8, "overlap_comm": True, "reduce_scatter": True,
-        "reduce_bucket_size": 3e8, "contiguous_gradients": True, "round_robin_gradients": True},
+        "reduce_bucket_size": 3e8, "contiguous_gradients": True},
     2: {"allgather_partitions": True, "allgather_bucket_size": 3e8, "overlap_comm": True, "reduce_scatter": True,
         "reduce_bucket_size": 3e8, "contiguous_gradients": True,
         "offload_optimizer": {"device": "cpu", "pin_memory": True}},
@@ -77,6 +77,8 @@ def test_the_documented_keys_are_accepted_and_reach_deepspeed(workspace: Workspa
         (2, {"bf16": {"enabled": True}}, "not an option here: run.amp says it"),
         (2, {"zero_optimization": {"stage": 2}}, "not an option here: its keys stand here without it"),
         (2, {"steps_per_print": 0}, "steps_per_print"),
+        (2, {"round_robin_gradients": True}, "not an option here: checkpoints could not tell"),
+        (3, {"zero_hpz_partition_size": 2}, "not an option here: its second copy"),
     ],
 )  # fmt: skip
 def test_what_deepspeed_would_ignore_or_refuse_is_said(

@@ -69,6 +69,8 @@ def _parser() -> _Parser:
     export.add_argument("--output", required=True, metavar="DIR", help="a folder that is empty or does not exist")
     export.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="convert to it (default: as it is stored)")
     export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="begin another file beyond this")
+    export.add_argument("--options", nargs="+", default=[], metavar="KEY=VALUE",
+                        help="change the configuration that says where frozen parameters come from")  # fmt: skip
     export.set_defaults(run=_export)
 
     prepare = verbs.add_parser("prepare", help="turn text into memory-mapped tokens")

@@ -47,8 +47,11 @@ def optimizer_factory(config: Config) -> MakeOptimizer:
         groups = parameter_groups(parameters, config.run.weight_decay, shape_of)
         if not groups:
             raise ConfigError("the model has no trainable parameter: every part is frozen")
-        # The rate is set before every step; a zero until then makes a forgotten one visible.
-        return make(groups, lr=0.0, options=config.optimizer.options)
+        try:
+            # The rate is set before every step; a zero until then makes a forgotten one visible.
+            return make(groups, lr=0.0, options=config.optimizer.options)
+        except (ValueError, TypeError) as error:  # parameters or values that it does not take
+            raise ConfigError(f"run.optimizer: {config.optimizer.name} refuses: {error}") from error
 
     return build
 

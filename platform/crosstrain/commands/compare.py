@@ -33,6 +33,8 @@ def compare(arguments: argparse.Namespace) -> int:
     """
     if len(arguments.runners) < 2:
         raise UserError("--runners: name at least two, such as ddp@1 fsdp@2; the first is what the others are held to")
+    if arguments.scratch and not Path(arguments.scratch).is_dir():
+        raise UserError(f"--scratch: {arguments.scratch} is not a folder")
     contestants = [_sized(text, arguments.nproc_per_node) for text in arguments.runners]
     with tempfile.TemporaryDirectory(prefix="crosstrain-compare-", dir=arguments.scratch) as scratch:
         configs = _configs(arguments, contestants, Path(scratch))
@@ -147,8 +149,8 @@ class _Comparison:
     def _show(self, record: Record, reference: Record) -> None:
         print(f"{record.name}")
         print("  step           loss      grad norm   loss diff.   norm diff.   largest gradient difference")
-        for mine, theirs in zip(record.rows, reference.rows, strict=True):
-            size, name = largest(record, mine["step"])
+        for number, (mine, theirs) in enumerate(zip(record.rows, reference.rows, strict=True), 1):
+            size, name = largest(record, number)
             print(
                 f"  {mine['step']:4d} {_number(mine['loss']):>14} {_number(mine['grad_norm']):>14}"
                 f" {difference(mine['loss'], theirs['loss']):12.1e}"

@@ -23,7 +23,12 @@ def export(arguments: argparse.Namespace) -> int:
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     checkpoint = folders.find_checkpoint(Path(arguments.checkpoint))
     exported = write(
-        checkpoint, Path(arguments.output), dtype, limit, lambda line: print(line, flush=True), _base(checkpoint)
+        checkpoint,
+        Path(arguments.output),
+        dtype,
+        limit,
+        lambda line: print(line, flush=True),
+        _base(checkpoint, arguments.options),
     )
     print(
         f"{arguments.output}: {exported.parameters:,} parameters of {checkpoint}, {exported.bytes / 1e6:,.1f} MB in "
@@ -33,12 +38,12 @@ def export(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _base(checkpoint: Path) -> Base | None:
+def _base(checkpoint: Path, options: list[str]) -> Base | None:
     """What the configured model starts from, if the checkpoint leaves out what was frozen."""
     if not Reader.open(checkpoint).frozen:
         return None
     with parameters_on_meta():
-        return Base.of(assembly.make_model(saved_config(checkpoint, [])))
+        return Base.of(assembly.make_model(saved_config(checkpoint, options)))
 
 
 def _bytes(size: str) -> int:

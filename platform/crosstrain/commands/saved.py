@@ -40,8 +40,9 @@ def _without_harm(saved: dict[str, Any], checkpoint: Path, options: list[str]) -
             )
             print(sentence(note), file=sys.stderr)
             run["plugins"] = []
-        named = any(option.startswith("run.runner=") for option in options)
-        if not named and any(key.endswith("path") for key in _given(run.get("runner"))):
+        if any(option.startswith("run.runner=") for option in options):
+            run.pop("runner", None)
+        elif any(key.endswith("path") for key in _given(run.get("runner"))):
             raise ConfigError(
                 f"{checkpoint}: its runner writes to a path of its own, which is not done on a checkpoint's word; name "
                 f"the runner yourself: --options run.runner=..."

@@ -16,9 +16,8 @@ class Tolerance:
     """Largest relative differences that are rounding.
 
     `numbers` for losses and gradient norms of every step, `gradients` for each tensor in the first step, relative to
-    its norm. fp32: four times the noise of one process that takes its micro batches in reverse order is below 2e-6 on
-    small models (docs/compare.md has the measurements); where a run measures more, its own figure counts. bf16 and
-    fp16: the same runs are within 1.1e-4, because a last bit moves a rounded activation now and then.
+    its norm. A floor for each precision, and four times the noise that the reference itself shows with its micro
+    batches in reverse order, where that is more: docs/compare.md has measurements.
     """
 
     numbers: float
@@ -42,8 +41,9 @@ class Record:
     def rows(self) -> list[dict[str, Any]]:
         return self.data["rows"]
 
-    def sums(self, step: int) -> dict[str, Sums]:
-        return {name: tuple(sums) for name, sums in self.data["gradients"][step - 1].items()}
+    def sums(self, number: int) -> dict[str, Sums]:
+        """Of the `number`-th step that was compared, from 1."""
+        return {name: tuple(sums) for name, sums in self.data["gradients"][number - 1].items()}
 
 
 def difference(a: float | None, b: float | None) -> float:
@@ -56,14 +56,16 @@ def difference(a: float | None, b: float | None) -> float:
 def gradient_difference(sums: Sums) -> float:
     """|g - r| / |r|."""
     dd, gg, _, rr = sums
-    if rr == 0.0 or not math.isfinite(gg):
+    if not math.isfinite(gg) and not math.isfinite(rr):  # an overflow on both sides
+        return 0.0
+    if rr == 0.0 or not math.isfinite(dd):
         return 0.0 if gg == rr else math.inf
     return math.sqrt(dd / rr)
 
 
-def largest(record: Record, step: int) -> tuple[float, str]:
-    """The largest gradient difference of a step, and whose it is."""
-    return max(((gradient_difference(s), name) for name, s in record.sums(step).items()), default=(0.0, ""))
+def largest(record: Record, number: int) -> tuple[float, str]:
+    """The largest gradient difference of the `number`-th step, and whose it is."""
+    return max(((gradient_difference(s), name) for name, s in record.sums(number).items()), default=(0.0, ""))
 
 
 def number_difference(record: Record, reference: Record, key: str) -> float:

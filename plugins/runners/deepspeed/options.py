@@ -22,11 +22,13 @@ _NOT_OFFERED = {
     "elastic_checkpoint", "load_from_fp32_weights", "legacy_stage1", "pipeline_loading_checkpoint",  # its checkpoints
     "zenflow", "compute_grad_norm", "save_muon_momentum_buffer_in_memory",  # another training than the other runners'
     "ratio", "super_offload", "cpuadam_cores_perc",  # need an optimizer of DeepSpeed's
+    "round_robin_gradients", "zero_hpz_partition_size",  # what a rank holds is not where DeepSpeed says, or twice
+    "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients",  # lossy; GPUs alone
 }  # fmt: skip
 
 _STAGES_1_2 = {
     "allgather_partitions", "allgather_bucket_size", "reduce_scatter", "use_multi_rank_bucket_allreduce",
-    "round_robin_gradients", "parameter_alignment", "ignore_unused_parameters",
+    "parameter_alignment", "ignore_unused_parameters",
 }  # fmt: skip
 _STAGES_1_2_3 = {"contiguous_gradients", "reduce_bucket_size", "overlap_comm", "offload_optimizer"}
 
@@ -47,6 +49,8 @@ _ELSEWHERE = {
     "cpu_offload": "offload_optimizer: {device: cpu} replaces it",
     "cpu_offload_param": "offload_param: {device: cpu} replaces it",
     "compute_grad_norm": "the norm is always computed, because it is reported",
+    "round_robin_gradients": "checkpoints could not tell which part of the state a rank holds",
+    "zero_hpz_partition_size": "its second copy of the parameters is not kept up to date when a checkpoint is loaded",
 }
 
 
