@@ -110,6 +110,7 @@ def test_a_checkpoint_cannot_make_evaluation_import_code(workspace: Workspace) -
     assert not (workspace.path / "sprung").exists()
 
 
+@pytest.mark.slow
 def test_two_trainings_in_one_folder_are_refused(workspace: Workspace) -> None:
     from filelock import FileLock
 

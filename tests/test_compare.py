@@ -54,6 +54,7 @@ def test_planted_bugs_are_named_and_healthy_runners_pass(workspace: Workspace, b
         assert FOUND[bug] in results[wrong[bug]]["problem"], bug
 
 
+@pytest.mark.slow
 def test_engines_agree(workspace: Workspace) -> None:
     done = compare(workspace, "zero3@2", "fsdp@2")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -125,12 +125,14 @@ def test_a_call_that_some_rank_never_makes_is_named(guarded: Workspace, how: str
     assert waited is None or int(waited[1]) < 20
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_in_time_is_named_with_its_place(guarded: Workspace) -> None:
     said = sentence(guarded.train("out", *options("late"), "run.collective_timeout=8", nproc=2, fails=True))
     assert said.startswith("rank 1 never entered a collective which rank 0 waited in for")
     assert f"rank 1 was at {line('late')}" in said
 
 
+@pytest.mark.slow
 def test_workers_of_another_launcher_say_it_once(guarded: Workspace) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -86,6 +86,7 @@ def test_killed_during_a_save(shared_workspace: Workspace, uninterrupted: Run) -
     assert not list((folder / "checkpoints").glob(".step_*")), "what the killed save left is gone"
 
 
+@pytest.mark.slow  # test_any_to_any has such pairs, without the launcher
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_resume_on_another_number_of_workers(
     shared_workspace: Workspace, uninterrupted: Run, before: int, after: int

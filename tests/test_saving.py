@@ -123,6 +123,7 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all(workspace: Workspace, bac
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["latest", "step_000005"]
 
 
+@pytest.mark.slow
 def test_a_rank_killed_while_it_saves(workspace: Workspace) -> None:
     (workspace.path / "plugins").mkdir()
     (workspace.path / "plugins" / "slow.py").write_text(SLOW_MODEL)
