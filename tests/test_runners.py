@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from conftest import Run, Workspace
+from crosstrain.checkpoint.store import Reader
 from ranks import mostly_slow, run_ranks
 
 # Relative. Four times the noise of one process that takes its micro batches in reverse order, which `noise` below
@@ -234,3 +235,12 @@ def test_evaluating_between_steps_disturbs_nothing(evaluated: Any, other: str) -
     validation = [[row["val_loss"] for row in run.rows if "val_loss" in row] for run in (many, one)]
     assert len(validation[0]) == 6
     assert relative(*validation) < TOLERANCE
+
+
+def test_what_evaluation_left_gathered_is_saved_whole(evaluated: Any) -> None:
+    workspace, options, one = evaluated
+    runner = "run.runner={name: fsdp, reshard_after_forward: false}"
+    many = follow(workspace, "fsdp@2", *options, runner, "run.save_interval=6", label="gathered")
+    assert relative(many.column("loss"), one.column("loss")) < TOLERANCE
+    saved = Reader.open(many.checkpoint(18))  # a step that ends in an evaluation
+    assert saved.names("exp_avg") == saved.names("param")

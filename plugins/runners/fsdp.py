@@ -79,5 +79,7 @@ class FSDPRunner(Runner):
         try:
             with super().evaluating():
                 yield
-        finally:  # no backward follows that would put the outermost parameters back into their shards
-            self.module.reshard()
+        finally:  # no backward follows that would put what is still gathered back into its shards
+            for module in self.module.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
