@@ -246,9 +246,6 @@ class FSDP:
         self.optimizer.zero_grad(set_to_none=True)
         return total
 
-    def save(self, folder: Path, step: int) -> None:
-        raise NotImplementedError
-
 
 def _fill(model: Model, name: str, parameter: Tensor, seed: int) -> None:
     """Put the platform's initial value into one whole parameter."""

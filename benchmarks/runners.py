@@ -173,7 +173,7 @@ def main() -> None:
     add("--launches", type=int, default=2, help="times that both sides are started afresh")
     add("--turn", type=int, default=1, help="steps of a turn")
     add("--control", action="store_true", help="the bare loop on both sides")
-    add("--save-runners", nargs="+", default=["zero2", "zero3"])
+    add("--save-runners", nargs="+", choices=["zero1", "zero2", "zero3"], default=["zero2", "zero3"])
     add("--save-steps", type=int, default=24)
     add("--save-every", type=int, default=6)
     add("--rounds", type=int, default=3, help="of runs with and without saves")

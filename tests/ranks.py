@@ -101,3 +101,16 @@ def _train(project: str, options: tuple[str, ...]) -> int:
 
     os.chdir(Path(project).parent)
     return train_worker(load_config(project, options).plain, True)
+
+
+def make_trainer(project: str, options: tuple[str, ...]) -> Any:
+    """For functions that ranks run: a trainer of `project`, its runner set up."""
+    from crosstrain import assembly
+    from crosstrain.config import load_config
+    from crosstrain.signals import StopRequest
+    from crosstrain.trainer import Trainer
+
+    config = load_config(project, options)
+    runner = assembly.make_runner(config)
+    runner.setup()
+    return Trainer(config, runner, StopRequest(True))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from conftest import Run, Workspace
-from ranks import mostly_slow, run_ranks, train
+from ranks import make_trainer, mostly_slow, run_ranks, train
 from test_runners import HALF_TOLERANCE, TOLERANCE, relative, sized
 
 RUNNERS = ["ddp@1", "ddp@2", "fsdp@2", "zero1@2", "zero2@2", "zero3@2", "zero3@4", "zero3_offload@2"]
@@ -62,15 +62,8 @@ def gathered(runner: Any) -> Tensors:
 
 def _resume_and_step(project: str, options: tuple[str, ...]) -> tuple[Tensors, Tensors]:
     """The state as it was loaded, and as it is after the last step, which is saved; both from the engine itself."""
-    from crosstrain import assembly
-    from crosstrain.config import load_config
-    from crosstrain.signals import StopRequest
-    from crosstrain.trainer import Trainer
-
-    config = load_config(project, options)
-    runner = assembly.make_runner(config)
-    runner.setup()
-    trainer = Trainer(config, runner, StopRequest(True))
+    trainer = make_trainer(project, options)
+    runner = trainer.runner
     before = {key: value.copy() for key, value in gathered(runner).items()}
     trainer.fit()
     after = gathered(runner)

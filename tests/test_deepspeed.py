@@ -11,7 +11,7 @@ import pytest
 from conftest import Workspace
 from crosstrain.config import load_config
 from crosstrain.errors import ConfigError
-from ranks import mostly_slow, run_ranks, train
+from ranks import make_trainer, mostly_slow, run_ranks, train
 from test_runners import sized
 
 # Every key of the section on ZeRO in DeepSpeed's documentation that has an effect at the stage, as people paste it.
@@ -147,15 +147,10 @@ def test_a_refused_step_changes_nothing(workspace: Workspace, runner: str) -> No
 
 
 def _refuse_one(project: str, options: tuple[str, ...]) -> Any:
-    from crosstrain import assembly
     from crosstrain.checkpoint.boxes import Shard
-    from crosstrain.signals import StopRequest
-    from crosstrain.trainer import Trainer
 
-    config = load_config(project, options)
-    runner = assembly.make_runner(config)
-    runner.setup()
-    trainer = Trainer(config, runner, StopRequest(True))
+    trainer = make_trainer(project, options)
+    runner = trainer.runner
     runner.set_learning_rate(1e-2)
 
     def weights() -> list[list[float]]:

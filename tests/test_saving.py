@@ -14,7 +14,7 @@ import pytest
 from conftest import Workspace, kill, wait_until
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.store import Reader
-from ranks import mostly_slow, run_ranks
+from ranks import make_trainer, mostly_slow, run_ranks
 from test_resume import SLOW_MODEL
 
 MB = 2**20
@@ -84,16 +84,10 @@ def test_no_rank_gathers_to_save(workspace: Workspace, runner: str) -> None:
 
 
 def _train_until_the_disk_is_full(project: str, options: tuple[str, ...]) -> str:
-    from crosstrain import assembly
-    from crosstrain.config import load_config
     from crosstrain.errors import CheckpointError
-    from crosstrain.signals import StopRequest
-    from crosstrain.trainer import Trainer
 
-    config = load_config(project, options)
-    runner = assembly.make_runner(config)
-    runner.setup()
-    trainer = Trainer(config, runner, StopRequest(True))
+    trainer = make_trainer(project, options)
+    runner = trainer.runner
     step = trainer.train_step
 
     def full_after_six(batches: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from crosstrain.checkpoint.base import Base, check_frozen, fingerprints, load_sh
 from crosstrain.checkpoint.manifest import Frozen
 from crosstrain.checkpoint.store import Reader
 from crosstrain.compilation import compile_model
-from crosstrain.config import Component, Config
+from crosstrain.config import BatchPlan, Component, Config, plan_batch
 from crosstrain.construct import fill_initial
 from crosstrain.data.dataset import Dataset, Split
 from crosstrain.errors import CheckpointError, ConfigError
@@ -27,6 +27,15 @@ def make_runner(config: Config) -> Runner:
 
 def make_model(config: Config) -> Model:
     return registry.get_model_class(config.model.name)(config.model.options)
+
+
+def batch_plan(config: Config, world_size: int) -> BatchPlan:
+    """The batch arithmetic of the configured runner on so many workers, before any of them exists.
+
+    Raises ConfigError where the layout or the numbers do not go together.
+    """
+    runner = registry.get_runner_class(config.runner.name)
+    return plan_batch(config.run, runner.data_parallel_size(config.runner.options, world_size))
 
 
 def training_dataset(config: Config) -> Component:

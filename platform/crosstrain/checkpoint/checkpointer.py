@@ -14,6 +14,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,20 @@ class _Save:
     state: dict[str, Any]
     frozen: dict[str, Frozen]
     best: bool
+
+    @cached_property
+    def names(self) -> dict[Assignment, str]:
+        """File of every assignment: Hugging Face's names for whole parameters, one more file per rank for the rest."""
+        plan = self.plan
+        # Some parameters may be whole though others are cut, or absent: half a Hugging Face folder is worse than none.
+        whole = not self.frozen and all(a.box.shape == a.shape for a in plan if a.kind == "param")
+        writers = sorted({a.rank for a in plan if a.kind == "param"}) if whole else []
+        count = len(writers)
+        model = {
+            rank: "model.safetensors" if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors"
+            for i, rank in enumerate(writers, 1)
+        }
+        return {a: model[a.rank] if whole and a.kind == "param" else f"training-{a.rank:05d}.safetensors" for a in plan}
 
 
 class Checkpointer:
@@ -154,7 +169,7 @@ class Checkpointer:
             temporary.mkdir()
 
     def _write_share(self, temporary: Path, save: _Save, held: dict[Assignment, Tensor]) -> dict[str, Any]:
-        names = _file_names(save)
+        names = save.names
         by_file: dict[str, dict[str, Tensor]] = {}
         for assignment in sorted(held, key=lambda a: (a.kind, a.name, a.box.offset)):
             by_file.setdefault(names[assignment], {})[assignment.key] = held.pop(assignment)
@@ -164,7 +179,7 @@ class Checkpointer:
         if self.group.rank != 0:
             return
         files = {name: entry for share in shares for name, entry in share.items()}
-        names = _file_names(save)
+        names = save.names
         index = {a.key: names[a] for a in save.plan if a.kind == "param" and names[a].startswith("model-")}
         if index:
             size = sum(files[name]["bytes"] for name in set(index.values()))
@@ -207,17 +222,3 @@ def load_state(folder: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or not is_count(state.get("step")):
         raise CheckpointError(f"{folder / STATE}: not the state of a checkpoint")
     return state
-
-
-def _file_names(save: _Save) -> dict[Assignment, str]:
-    """File of every assignment: Hugging Face's names for whole parameters, one more file per rank for the rest."""
-    plan = save.plan
-    # Some parameters may be whole though others are cut, or absent: half a Hugging Face folder is worse than none.
-    whole = not save.frozen and all(a.box.shape == a.shape for a in plan if a.kind == "param")
-    writers = sorted({a.rank for a in plan if a.kind == "param"}) if whole else []
-    count = len(writers)
-    model = {
-        rank: "model.safetensors" if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors"
-        for i, rank in enumerate(writers, 1)
-    }
-    return {a: model[a.rank] if whole and a.kind == "param" else f"training-{a.rank:05d}.safetensors" for a in plan}

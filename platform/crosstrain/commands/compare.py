@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from crosstrain import assembly
 from crosstrain.commands.train import check
 from crosstrain.compare.diagnosis import (
-    Disagreement,
     Record,
     Tolerance,
     diagnose,
@@ -20,16 +20,15 @@ from crosstrain.compare.diagnosis import (
     number_difference,
 )
 from crosstrain.compare.worker import compare_worker
-from crosstrain.config import Config, load_config, plan_batch
+from crosstrain.config import Config, load_config
 from crosstrain.errors import UserError
 from crosstrain.launch import Launch, WorkerFailure, launch
-from crosstrain.registry import registry
 
 
 def compare(arguments: argparse.Namespace) -> int:
     """Compare `arguments.runners`, the first being the reference; returns 0 if all agree.
 
-    Raises Disagreement, a UserError, if one does not, and UserError for a project that none can train.
+    Raises UserError if one does not, and for a project that none can train.
     """
     if len(arguments.runners) < 2:
         raise UserError("--runners: name at least two, such as ddp@1 fsdp@2; the first is what the others are held to")
@@ -43,7 +42,7 @@ def compare(arguments: argparse.Namespace) -> int:
     if arguments.output:
         Path(arguments.output).write_text(json.dumps(comparison.results, indent=1) + "\n", encoding="utf-8")
     if failures:
-        raise Disagreement(
+        raise UserError(
             f"{len(failures)} of {len(contestants) - 1} do not train as {arguments.runners[0]}: {', '.join(failures)}"
         )
     print(f"all train as {arguments.runners[0]}")
@@ -66,12 +65,9 @@ def _configs(
     def load(runner: str, *more: str) -> Config:
         return load_config(arguments.cfg_path, [*arguments.options, f"run.runner={runner}", *more])
 
-    plans = []
-    for runner, size in contestants:
-        config = load(runner)
-        dp_size = registry.get_runner_class(config.runner.name).data_parallel_size(config.runner.options, size)
-        plans.append(plan_batch(config.run, dp_size))
-    run = load(contestants[0][0]).run
+    loaded = [(load(runner), size) for runner, size in contestants]
+    plans = [assembly.batch_plan(config, size) for config, size in loaded]
+    run = loaded[0][0].run
     total = run.global_batch_size or max(plan.global_batch for plan in plans)
     micro = run.micro_batch_size or min(plan.micro_batch for plan in plans)
     batch = (f"run.global_batch_size={total}", f"run.micro_batch_size={micro}", "run.accum_grad_iters=null")

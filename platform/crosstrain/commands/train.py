@@ -5,14 +5,13 @@ from __future__ import annotations
 import textwrap
 
 from crosstrain import assembly
-from crosstrain.config import Config, load_config, plan_batch
+from crosstrain.config import Config, load_config
 from crosstrain.construct import parameters_on_meta
 from crosstrain.errors import UserError
 from crosstrain.generation import Sampling, generate
 from crosstrain.launch import Launch, launch, restarted
 from crosstrain.monitor.console import log
 from crosstrain.optim import make_schedule
-from crosstrain.registry import registry
 from crosstrain.run_folder import RunFolder
 from crosstrain.signals import StopRequest
 from crosstrain.trainer import Trainer, run_length
@@ -32,8 +31,7 @@ def train(cfg_path: str, options: list[str], nproc_per_node: int | None, fresh: 
 
 def check(config: Config, world_size: int) -> None:
     """Everything that can go wrong before a worker exists: batch arithmetic, data, splits, model, schedule."""
-    runner = registry.get_runner_class(config.runner.name)
-    plan = plan_batch(config.run, runner.data_parallel_size(config.runner.options, world_size))
+    plan = assembly.batch_plan(config, world_size)
     assembly.prepare_data(config)
     dataset = assembly.open_split(config, "train")
     if config.run.eval_interval:

@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from crosstrain.errors import UserError
-
 Sums = tuple[float, float, float, float]
 
 
@@ -191,7 +189,3 @@ def _steps(record: Record, reference: Record, tolerance: Tolerance) -> str | Non
 
 def _list(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more parameters"
-
-
-class Disagreement(UserError):
-    """Runners were compared and do not train alike."""

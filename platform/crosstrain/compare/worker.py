@@ -90,9 +90,7 @@ class Probe:
 
 
 def _unscaled(shard: Shard, scale: float) -> Shard:
-    pieces = [
-        Piece(piece.box, piece.data.detach().to("cpu", torch.float32, copy=True) / scale) for piece in shard.pieces
-    ]
+    pieces = [Piece(piece.box, piece.data.detach().to("cpu", torch.float32) / scale) for piece in shard.pieces]
     return Shard(shard.kind, shard.name, shard.shape, pieces)
 
 
@@ -107,7 +105,7 @@ def _projection(tensor: Tensor) -> float:
     return (flat * signs).sum().item()
 
 
-def compare_worker(plain: dict[str, Any], job: dict[str, Any], _launched: bool = True) -> int:
+def compare_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
     """What every rank of a contestant runs; rank 0 leaves what was seen in `job["result"]`."""
     config = Config.from_plain(plain)
     runner = assembly.make_runner(config)
