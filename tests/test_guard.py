@@ -177,7 +177,7 @@ def recorder() -> Iterator[Recorder]:
 
 
 def noted(recorder: Recorder) -> list[str]:
-    return [str(call) for history in recorder.histories(0).values() for call in history.calls]
+    return [str(call) for history in recorder.histories(0, 10).values() for call in history.calls]
 
 
 def test_a_noted_call_costs_microseconds(recorder: Recorder) -> None:
@@ -199,20 +199,20 @@ def test_outermost_calls_are_noted_whatever_name_they_go_by(recorder: Recorder) 
     dist.broadcast(tensor=torch.zeros(5, dtype=torch.bfloat16), src=0, group=dist.group.WORLD)
     assert gathered == ["x"]
     assert noted(recorder) == ["all_gather_object", "all_reduce of 6 float32", "broadcast of 10 bytes"]
-    (history,) = recorder.histories(0).values()
+    (history,) = recorder.histories(0, 10).values()
     assert {call.place.file for call in history.calls} == {__file__}
     recorder.close()
     dist.barrier()
-    assert not recorder.histories(0)
+    assert not recorder.histories(0, 10)
 
 
 def test_backends_count_what_is_not_noted_unless_two_ranks_talk_alone(recorder: Recorder) -> None:
     dist.all_reduce(torch.zeros(1))
-    (history,) = recorder.histories(0).values()
+    (history,) = recorder.histories(0, 10).values()
     assert history.begun == history.positions[0] + 1
     with pytest.raises(RuntimeError):
         dist.group.WORLD.send([torch.zeros(1)], 0, 0)
-    (history,) = recorder.histories(0).values()
+    (history,) = recorder.histories(0, 10).values()
     assert history.begun is None
 
 

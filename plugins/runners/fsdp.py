@@ -46,9 +46,8 @@ class FSDPRunner(Runner):
     def setup(self) -> None:
         super().setup()
         shard = self.options.shard_size or self.world.size
-        self.mesh = init_device_mesh(
-            self.device.type, (self.world.size // shard, shard), mesh_dim_names=("replicate", "shard")
-        )
+        sizes = (shard,) if shard == self.world.size else (self.world.size // shard, shard)
+        self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
 
     def construct(self, make_model: Callable[[], Model]) -> Model:
         with parameters_on_meta():  # memory is given to the shards alone, in `prepare`
@@ -56,7 +55,7 @@ class FSDPRunner(Runner):
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
         options: dict[str, Any] = {
-            "mesh": self.mesh if self.mesh.shape[0] > 1 else self.mesh["shard"],
+            "mesh": self.mesh,
             "reshard_after_forward": self.options.reshard_after_forward,
             "offload_policy": CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
             if self.options.cpu_offload

@@ -26,13 +26,15 @@ import torch.distributed as dist
 
 from crosstrain import launch
 from crosstrain.errors import TrainingError
-from crosstrain.guard.recorder import Recorder, whereabouts
+from crosstrain.guard.recorder import REMEMBERED, Recorder, whereabouts
 from crosstrain.guard.state import State
 from crosstrain.guard.verdict import SETTLED, absence, deadlock, mismatch
 from crosstrain.monitor.console import log
 
 _TICK = 0.5  # seconds between two looks at training
 _ANSWERING = 1.5  # seconds that other ranks have to say where they are
+_FEW = 64  # calls that ranks tell of at first
+_EARNEST = 3 * SETTLED  # seconds without a move after which they tell of all that they remember
 _LEAVING = 5.0  # seconds that a rank stays after another has told; launchers take the first that ends for the cause
 
 _guard: Guard | None = None
@@ -111,8 +113,8 @@ class Guard:
     def explain(self, mispaired: str | None = None) -> None:
         """End the run if the ranks' calls show why a collective failed; else return."""
         try:
-            states, answered, _ = self._ask(2 * _ANSWERING)
-            mine = self._state()
+            states, answered, _ = self._ask(2 * _ANSWERING, REMEMBERED)
+            mine = self._state(REMEMBERED)
             problem = mismatch(mine, states, failed=True, mispaired=mispaired) or deadlock(mine, answered, failed=True)
             if problem is not None:
                 self._report(problem)
@@ -131,14 +133,15 @@ class Guard:
                 if still < SETTLED and not dying:
                     due = patience
                 elif still >= due or dying:
-                    self._judge()
+                    # A long step is no hang: asking costs little against the time that training has stood still.
+                    self._judge(REMEMBERED if dying or still >= _EARNEST else _FEW)
                     due = self._limit if still < self._limit < 2 * still else 2 * still
         except RuntimeError:  # the store went with the process that kept it
             return
 
-    def _judge(self) -> None:
-        states, answered, silent = self._ask(_ANSWERING)
-        mine = self._state()
+    def _judge(self, depth: int) -> None:
+        states, answered, silent = self._ask(_ANSWERING, depth)
+        mine = self._state(depth)
         problem = mismatch(mine, states) or deadlock(mine, answered)
         if problem is None and mine.still >= self._limit:
             problem = absence(mine, answered, silent)
@@ -153,9 +156,9 @@ class Guard:
             self._mark, self._since = mark, time.monotonic()
         return time.monotonic() - self._since
 
-    def _state(self) -> State:
+    def _state(self, depth: int) -> State:
         at, caller = whereabouts(sys._current_frames()[self._main])
-        waiting, histories = self._recorder.waiting(self._main), self._recorder.histories(self._main)
+        waiting, histories = self._recorder.waiting(self._main), self._recorder.histories(self._main, depth)
         return State(self._rank, self._heard, at, caller, self._still(), _is_aborting(), waiting, histories)
 
     # ---- talking with the other ranks' guards
@@ -167,10 +170,15 @@ class Guard:
             self._heard = heard
             if self._store.add("told", 0):
                 launch.leave(_LEAVING)
-            self._store.set(str(self._rank), self._state().dumps())
+            depth = int(self._store.get("depth"))  # which is set before the first question
+            self._store.set(str(self._rank), self._state(depth).dumps())
 
-    def _ask(self, patience: float) -> tuple[list[State], list[State], list[int]]:
-        """What other ranks have last said of themselves; the same of those that answer now; and which do not."""
+    def _ask(self, patience: float, depth: int) -> tuple[list[State], list[State], list[int]]:
+        """What other ranks have last said of themselves; the same of those that answer now; and which do not.
+
+        They tell of their latest `depth` calls on each group.
+        """
+        self._store.set("depth", str(depth))
         question, deadline = self._store.add("asked", 1), time.monotonic() + patience
         states: dict[int, State] = {}
         silent = set(range(self._size)) - {self._rank}
@@ -191,6 +199,7 @@ class Guard:
         if self._store.add("told", 1) > 1:
             launch.leave(_LEAVING)
         launch.tell(TrainingError(problem))
+        self._store.set("depth", str(_FEW))
         self._store.add("asked", 1)
         launch.leave(2 * _TICK)  # when the others have heard of it, and none complains of a lost connection
 

@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d
 from crosstrain import launch
 from crosstrain.guard.state import Call, History, Place, Waiting
 
-_REMEMBERED = 2048  # calls per group
+REMEMBERED = 2048  # calls per group
 
 # Collectives, each with the argument that has one size on every rank, if there is such a one.
 _COLLECTIVES: dict[str, str | None] = {
@@ -65,11 +65,11 @@ class Recorder:
         """Something that changes when this thread enters or leaves a collective, or another enters one."""
         return self._inside.get(thread), [log.calls[-1][0] for log in list(self._logs.values()) if log.calls]
 
-    def histories(self, training: int) -> dict[str, History]:
-        """By group; `training` is the thread that is not in the background."""
+    def histories(self, training: int, depth: int) -> dict[str, History]:
+        """The latest `depth` calls, by group; `training` is the thread that is not in the background."""
         threads = (thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread))
         background = {thread.ident for thread in threads} - {training}  # autograd's threads are no part of it
-        return {name: log.history(background) for name, log in list(self._logs.items()) if log.calls}
+        return {name: log.history(background, depth) for name, log in list(self._logs.items()) if log.calls}
 
     def _noting(self, operation: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, a collective, with its calls noted."""
@@ -130,16 +130,18 @@ class _Log:
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
         self.group, self.ranks = name, dist.get_process_group_ranks(group)
         self.numbers = itertools.count()
-        self.calls: deque[Any] = deque(maxlen=_REMEMBERED)
+        self.calls: deque[Any] = deque(maxlen=REMEMBERED)
         self.begun = _counter(group)
         self.between_two = self.begun() < 0
 
-    def history(self, background: set[int | None]) -> History:
-        noted = sorted(self.calls.copy())  # of two threads the one with the higher number may have been first,
+    def history(self, background: set[int | None], depth: int) -> History:
+        everything = sorted(self.calls.copy())
+        noted = everything[-depth:]  # of two threads the one with the higher number may have been first,
         noted = [call for i, call in enumerate(noted) if call[0] == noted[0][0] + i]  # and the other yet to come
         calls = [Call(call[1], _size(call[1], call[2]), Place(*call[3])) for call in noted]
         positions, begun = [call[5] for call in noted], None if self.between_two else self.begun()
-        return History(self.ranks, noted[0][0], calls, positions, begun, any(call[4] in background for call in noted))
+        in_background = any(call[4] in background for call in everything)
+        return History(self.ranks, noted[0][0], calls, positions, begun, in_background)
 
 
 def _counter(group: dist.ProcessGroup) -> Callable[[], int]:
