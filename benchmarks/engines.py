@@ -28,6 +28,7 @@ from crosstrain.config import Config, load_config, plan_batch
 from crosstrain.construct import fill_initial
 from crosstrain.data.dataset import Batch
 from crosstrain.data.stream import training_steps
+from crosstrain.guard import guard
 from crosstrain.model import Model
 from crosstrain.optim import parameter_groups
 from crosstrain.precision import DTYPES
@@ -44,6 +45,7 @@ class Order:
 
     steps: int
     every: int | None = None
+    bare: bool = False  # by the engine's own interface, where the platform has it beside itself
 
 
 class Clock:
@@ -68,6 +70,7 @@ class Gate(StopRequest):
 
     trainer: Trainer
     clock: Clock | None = None
+    rival: Bare | None = None
 
     def __init__(self, line: Line) -> None:
         self.received = None
@@ -104,7 +107,12 @@ class Gate(StopRequest):
             if self.trainer.run.save_interval:
                 os.sync()
         self.line.report(self.result)
-        order = self.line.order()
+        while (order := self.line.order()) is not None and order.bare:
+            assert self.rival is not None
+            guard.remove()
+            result = self.rival.turn(order)
+            guard.install(self.trainer.run.collective_timeout)
+            self.line.report(result)
         if order is None:
             return True
         self.trainer.run.save_interval = order.every
@@ -114,13 +122,17 @@ class Gate(StopRequest):
         return False
 
 
-def platform(line: Line, project: str, options: list[str]) -> None:
-    """`crosstrain train`, from the tokens on disk to the log, TensorBoard and the guard of collectives."""
+def platform(line: Line, project: str, options: list[str], beside: bool = False) -> None:
+    """`crosstrain train`, from the tokens on disk to the log, TensorBoard and the guard of collectives.
+
+    With `beside` the same processes also hold the bare loop, with a model of its own, for orders that ask for it.
+    """
     config = load_config(project, options)
     runner = assembly.make_runner(config)
     runner.setup()
     gate = Gate(line)
     trainer = Trainer(config, runner, gate)
+    gate.rival = Bare(config, runner.device) if beside else None
     gate.watch(trainer)
     trainer.fit()
     runner.close()
@@ -129,8 +141,46 @@ def platform(line: Line, project: str, options: list[str]) -> None:
 # ---------------------------------------------------------------------------------------------------------- the engines
 
 
+class Bare:
+    """The engine alone, in a process group that exists: nothing is logged, counted or agreed upon.
+
+    The batches of eight steps lie in memory.
+    """
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        engines: dict[str, type[ZeRO] | type[FSDP]] = {"deepspeed": ZeRO, "fsdp": FSDP}
+        self.engine, self.device = engines[config.runner.name](config, device), device
+        plan = plan_batch(config.run, dist.get_world_size())
+        stream = training_steps(
+            assembly.open_split(config, "train"), plan, seed=config.run.seed, start=0, dp_rank=dist.get_rank()
+        )
+        self.batches = itertools.cycle([[micro_batch.data for micro_batch in next(stream)] for _ in range(8)])
+        self.folder = Path(config.run.output_dir)
+        self.taken = 0
+
+    def turn(self, order: Order) -> Result:
+        stalled = 0.0
+        clock = Clock(self.device)
+        for _ in range(order.steps):
+            batches = [{k: v.to(self.device, non_blocking=True) for k, v in b.items()} for b in next(self.batches)]
+            loss = self.engine.step(batches)
+            self.taken += 1
+            if order.every and self.taken % order.every == 0:
+                assert isinstance(self.engine, ZeRO)
+                before = time.perf_counter()
+                self.engine.save(self.folder, self.taken)
+                stalled += time.perf_counter() - before
+        seconds = clock.stop()
+        dist.all_reduce(loss)
+        if order.every:
+            os.sync()
+            dist.barrier()
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return {"seconds": seconds, "loss": loss.item() / dist.get_world_size(), "stalled": stalled}
+
+
 def direct(line: Line, project: str, options: list[str]) -> None:
-    """The engine alone: nothing is logged, counted or agreed upon, and batches of eight steps lie in memory."""
+    """The engine alone in processes of its own."""
     config = load_config(project, options)
     device = torch.device(config.run.device)
     if device.type == "cuda":
@@ -139,35 +189,10 @@ def direct(line: Line, project: str, options: list[str]) -> None:
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    engines: dict[str, type[ZeRO] | type[FSDP]] = {"deepspeed": ZeRO, "fsdp": FSDP}
-    engine = engines[config.runner.name](config, device)
-    plan = plan_batch(config.run, dist.get_world_size())
-    stream = training_steps(
-        assembly.open_split(config, "train"), plan, seed=config.run.seed, start=0, dp_rank=dist.get_rank()
-    )
-    batches = itertools.cycle([[micro_batch.data for micro_batch in next(stream)] for _ in range(8)])
-    folder = Path(config.run.output_dir)
-
+    bare = Bare(config, device)
     line.report({})
-    step = 0
     while (order := line.order()) is not None:
-        stalled = 0.0
-        clock = Clock(device)
-        for _ in range(order.steps):
-            loss = engine.step([{k: v.to(device, non_blocking=True) for k, v in b.items()} for b in next(batches)])
-            step += 1
-            if order.every and step % order.every == 0:
-                before = time.perf_counter()
-                engine.save(folder, step)
-                stalled += time.perf_counter() - before
-        seconds = clock.stop()
-        dist.all_reduce(loss)
-        result = {"seconds": seconds, "loss": loss.item() / dist.get_world_size(), "stalled": stalled}
-        if order.every:
-            os.sync()
-            dist.barrier()
-            shutil.rmtree(folder, ignore_errors=True)
-        line.report(result)
+        line.report(bare.turn(order))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -3,14 +3,16 @@
     python benchmarks/runners.py [--parts step save bandwidth] [--runners zero1 zero2 zero3 fsdp] [--device cpu]
 
 Step: the platform, as its users run it, against the engine's own interface in a bare loop, with the same model class,
-loss, optimizer, options of the engine, clipping and accumulation. Both are alive at once, each with `ranks` processes
-of its own, and take turns of one step, in changing order. (--turn makes turns longer: on a GPU each ends with a wait
+loss, optimizer, options of the engine, clipping and accumulation. Every rank holds both, each with a model of its own,
+and they take turns of one step, in changing order, so that both have the same memory, threads and neighbours; the
+guard of collectives stands aside while the bare loop runs. (--turn makes turns longer: on a GPU each ends with a wait
 for the device.) Given are the median of the ratios of neighbouring turns with its 95 % confidence interval, and the
-ratio of all the time, in which every tenth step's log line shows too. --control lets the bare loop run against itself:
-what comes out is noise.
+ratio of all the time, in which every tenth step's log line shows too. --control has the bare loop take both turns: what
+comes out is noise.
 
-Save: turns of some steps with and without saves. The platform's are on disk, hashed and flushed, when the clock stops;
-what DeepSpeed's `save_checkpoint` wrote is still in memory.
+Save: both in processes of their own, of which one stands still while the other runs. Turns of some steps with and
+without saves. The platform's are on disk, hashed and flushed, when the clock stops; what DeepSpeed's `save_checkpoint`
+wrote is still in memory.
 
 Bandwidth: `Checkpointer.save` and `wait` against one file per rank with as many bytes, written at once and flushed;
 `load_shards` against `readinto` of as many bytes as each rank holds, both from the page cache and after eviction from
@@ -25,6 +27,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -46,7 +49,7 @@ class Benchmark:
         run = {
             "output_dir": str(folder), "max_iters": 10**6, "micro_batch_size": arguments.micro_batch,
             "device": arguments.device,
-            "collective_timeout": None,
+            "collective_timeout": 1e6,  # watched as ever, but a rank may be stopped for as long as others take
         }  # fmt: skip
         self.project = write_project(folder, sizes, run)
 
@@ -88,14 +91,14 @@ class Benchmark:
 
     def _pairs(self, **run: Any) -> Iterator[tuple[float, float]]:
         """Seconds of neighbouring turns of the platform and the bare loop."""
-        order = Order(self.arguments.turn)
-        with self.contestants(direct if self.arguments.control else platform, direct, **run) as sides:
-            first = [side.turn(order) for side in sides]
-            if abs(first[0]["loss"] / first[1]["loss"] - 1) > 0.02:
-                raise SystemExit(f"{run}: they do not train the same: losses {[side['loss'] for side in first]}")
+        orders = [Order(self.arguments.turn, bare=self.arguments.control), Order(self.arguments.turn, bare=True)]
+        with self.contestants(partial(platform, beside=True), **run) as (ranks,):
+            first = [ranks.turn(order) for order in orders]
+            if not self.arguments.control and abs(first[0]["loss"] / first[1]["loss"] - 1) > 0.02:
+                raise SystemExit(f"{run}: they do not train the same: losses {[result['loss'] for result in first]}")
             for number in range(WARM_UP - 1 + self.arguments.pairs):
                 turns = [0, 1] if number % 2 else [1, 0]
-                seconds = {i: sides[i].turn(order)["seconds"] for i in turns}
+                seconds = {i: ranks.turn(orders[i])["seconds"] for i in turns}
                 if number >= WARM_UP - 1:
                     yield seconds[0], seconds[1]
 

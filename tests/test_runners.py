@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,33 @@ def test_gradient_checkpointing_under_sharding(reference: Any, other: str, mode:
         return
     many = follow(workspace, other, *options, f"run.gradient_checkpointing={mode}", label=mode)
     assert_equal_training(one, many, TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def partly_used(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Any:
+    """A model with a parameter that every other step does without."""
+    workspace = Workspace(tmp_path_factory.mktemp("partly"), dataset)
+    workspace.config["run"]["plugins"] = [str(Path(__file__).parent / "third_party")]
+    workspace.config["model"]["arch"] = "partly_used"
+    workspace.project.write_text(json.dumps(workspace.config))
+    options = ("run.max_iters=8", "run.micro_batch_size=1", "run.global_batch_size=8", "run.init_lr=1e-2")
+    return workspace, options, follow(workspace, "ddp@1", *options, "model.period=8")
+
+
+@pytest.mark.parametrize("other", mostly_slow(["ddp@2", "fsdp@2", "zero1@2", "zero2@2", "zero3@2"], ["zero3@2"]))
+def test_a_parameter_that_takes_no_part_has_a_zero_gradient(partly_used: Any, other: str) -> None:
+    workspace, options, one = partly_used
+    more = ("run.runner.find_unused_parameters=true",) if other == "ddp@2" else ()
+    many = follow(workspace, other, *options, "model.period=4", *more)
+    assert_equal_training(one, many, TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["zero2_offload@2", "zero3_offload@2"])
+def test_offloading_refuses_a_parameter_that_takes_no_part(partly_used: Any, other: str) -> None:
+    workspace, options, _ = partly_used
+    with pytest.raises(AssertionError, match="extra took no part in a micro batch"):
+        follow(workspace, other, *options, "model.period=1")
 
 
 HALF = ("run.max_iters=20", "run.micro_batch_size=2", "run.global_batch_size=8", "model.dropout=0.1")

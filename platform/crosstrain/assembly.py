@@ -105,13 +105,15 @@ def build(config: Config, runner: Runner, checkpoint: Path | None, *, for_traini
 
     shards = runner.shards()
     parameters = [s for s in shards if s.kind == "param"]
-    frozen = {name for name, p in model.canonical_parameters().items() if not p.requires_grad}
+    mine = {name for name, p in model.canonical_parameters().items() if not p.requires_grad}
+    held = runner.world.all_gather((mine, {s.kind for s in shards}))  # of which a rank may have a part
+    frozen, kinds = (set[str]().union(*sets) for sets in zip(*held, strict=True))
     reader = Reader.open(checkpoint) if checkpoint is not None else None
     base, borrowed = Base.of(model), set[str]()
     if reader is not None:
         keep = for_training and config.run.resume_optimizer
         if keep:
-            _check_optimizer(reader, {s.kind for s in shards}, config)
+            _check_optimizer(reader, kinds, config)
         borrowed = load_shards(reader, shards if keep else parameters, base)
     elif base is not None:
         base.fill(parameters)

@@ -61,22 +61,30 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
     Optimizers allocate at their first step; a checkpoint must be loadable before it and complete even if every step so
     far was skipped. A step with zero gradients and rate zero leaves zeros, but for the count of steps, which is taken
-    back. Raises ConfigError for an optimizer whose state starts at something else.
+    back. Raises ConfigError for an optimizer whose state starts at something else, or that keeps some in its parameter
+    groups, where no checkpoint finds it.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters]  # an engine may keep buffers there
     for p in parameters:
         p.grad = torch.zeros_like(p)
-    settings: list[dict[str, Any]] = [
-        {key: group[key] for key in ("lr", "weight_decay") if key in group} for group in optimizer.param_groups
-    ]
+    settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
+    still = {"lr": 0.0, "weight_decay": 0.0}  # decay would enter a momentum
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
-        group.update(dict.fromkeys(kept, 0.0))  # decay would enter a momentum
+        group.update({key: value for key, value in still.items() if key in kept})
     optimizer.step()
+    changed: set[str] = set()
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
+        now = {key: value for key, value in group.items() if key not in ("params", *still)}
+        changed |= {key for key, value in now.items() if key not in kept or value != kept[key]}
         group.update(kept)
     for p, gradient in zip(parameters, gradients, strict=True):
         p.grad = gradient
+    if changed:
+        raise ConfigError(
+            f"run.optimizer: {type(optimizer).__name__} changes settings of its own while it trains "
+            f"({', '.join(sorted(changed))}), which checkpoints cannot hold; use another optimizer"
+        )
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):

@@ -173,7 +173,7 @@ class Runner:
     def optimizer_step(self, apply: bool = True) -> StepResult:
         """Unscale, clip by global norm, step, zero. `apply=False` throws the gradients away."""
         assert self.optimizer is not None
-        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [_gradient(p) for group in self.optimizer.param_groups for p in group["params"]]
         scale = self.gradient_scale
         norm = self.gradient_norm(gradients) / scale
         applied = apply and norm < float("inf")  # false for NaN too
@@ -288,6 +288,13 @@ class Runner:
 
     def loaded(self) -> None:
         """Called after shards were filled: refresh whatever was derived from them."""
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """The gradient, zeros where no micro batch used the parameter: engines that flatten cannot leave it out."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
 
 def _device(choice: str, local_rank: int) -> torch.device:

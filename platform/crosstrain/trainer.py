@@ -133,22 +133,22 @@ class Trainer:
         self.reporter.begin_interval()
         try:
             while self.state.step < self.max_iters:
-                self.stopped = self._stop_agreed()
-                if self.stopped:
-                    break
                 row = self.train_step(batches)
+                if row is None:
+                    self.stopped = True
+                    break
                 self.last_validation = None
                 self.reporter.advance(row)
+                logged: dict[str, Any] = {}
                 if self._logs(self.state.step):
                     self.reporter.log(row)
-                else:
-                    row = {}
+                    logged = row
                 improved = False
                 if self._due(self.run.eval_interval):
                     metrics, improved = self._validate()
-                    row |= {"val_loss": metrics.loss, "val_perplexity": metrics.perplexity}
-                if row:
-                    self.reporter.track({"step": self.state.step} | row)
+                    logged |= {"val_loss": metrics.loss, "val_perplexity": metrics.perplexity}
+                if logged:
+                    self.reporter.track({"step": self.state.step} | logged)
                 if self._due(self.run.save_interval) or (improved and self.run.save_best):
                     self._save(best=improved and self.run.save_best, background=self.run.save_in_background)
             self._save(best=False, background=False)
@@ -169,14 +169,16 @@ class Trainer:
             dp_rank=self.runner.dp.rank, num_workers=self.run.num_workers,
         )  # fmt: skip
 
-    def train_step(self, batches: Iterator[list[MicroBatch]]) -> dict[str, Any]:
-        """One attempted step; its numbers."""
+    def train_step(self, batches: Iterator[list[MicroBatch]]) -> dict[str, Any] | None:
+        """One attempted step; its numbers, or None, and nothing done, if any rank was asked to stop."""
         state, runner, timers = self.state, self.runner, self.runner.timers
         timers.reset(synchronize=self._logs(state.step + 1))
         with timers("batch generator"):
             with timers("data loader"):
                 micro_batches = next(batches)
-            targets = self._count_targets(micro_batches)
+            targets, stop = self._agree(micro_batches)
+        if stop:
+            return None
         rate = self.schedule.rate(state.applied_steps + 1)
         runner.set_learning_rate(rate)
         scale = runner.precision.scaler.scale
@@ -200,11 +202,15 @@ class Trainer:
             **self.reporter.measure(targets, self.dataset.sequence_length),
         }
 
-    def _count_targets(self, micro_batches: list[MicroBatch]) -> int:
-        """Target tokens of the whole step over all ranks, known before the first backward."""
+    def _agree(self, micro_batches: list[MicroBatch]) -> tuple[int, bool]:
+        """Target tokens of the whole step, known before the first backward, and whether any rank was asked to stop."""
         for micro_batch in micro_batches:
             micro_batch.num_targets = self.runner.model.num_targets(micro_batch.data)
-        return int(self.runner.dp.all_reduce_sum(sum(m.num_targets for m in micro_batches))[0])
+        mine = sum(m.num_targets for m in micro_batches)
+        world, dp = self.runner.world, self.runner.dp
+        # In one exchange, because at each the ranks wait for the slowest. Ranks beyond `dp` see the same samples again.
+        targets, stops = world.all_reduce_sum(mine, bool(self.stop))
+        return int(targets) // (world.size // dp.size), stops > 0
 
     def _logs(self, step: int) -> bool:
         """Whether a step is logged: one in `log_interval`, and the last, so that the shortest run says something."""
@@ -212,10 +218,6 @@ class Trainer:
 
     def _due(self, interval: int | None) -> bool:
         return interval is not None and self.state.step % interval == 0
-
-    def _stop_agreed(self) -> bool:
-        """Whether any rank was asked to stop: all leave at the same step."""
-        return self.runner.world.all_reduce_sum(bool(self.stop))[0] > 0
 
     # ---- validation and saving
 

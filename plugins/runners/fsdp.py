@@ -56,14 +56,14 @@ class FSDPRunner(Runner):
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
         options: dict[str, Any] = {
             "mesh": self.mesh,
-            "reshard_after_forward": self.options.reshard_after_forward,
             "offload_policy": CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
             if self.options.cpu_offload
             else OffloadPolicy(),
         }
         for block in model.blocks():
-            fully_shard(block, **options)
-        fully_shard(model, **options)
+            fully_shard(block, reshard_after_forward=self.options.reshard_after_forward, **options)
+        # What is outside the blocks, the embedding and the head among it, is needed again as soon as backward begins.
+        fully_shard(model, reshard_after_forward=False, **options)
         materialize(model, torch.device("cpu") if self.options.cpu_offload else self.device)
         super().prepare(model, make_optimizer)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from crosstrain.checkpoint.boxes import Box, Shard
+from crosstrain.checkpoint.boxes import Box, Shard, whole_pieces
 from crosstrain.checkpoint.manifest import Frozen
 from crosstrain.checkpoint.store import Reader
 from crosstrain.distributed import Group
@@ -67,8 +67,27 @@ def load_shards(reader: Reader, shards: list[Shard], base: Base | None = None) -
             )
     if base is not None:
         base.fill(borrowed)
-    reader.fill([s for s in shards if s.kind != "param" or s.name not in reader.frozen])
+    stored = [s for s in shards if s.kind != "param" or s.name not in reader.frozen]
+    _check_shared(reader, stored)
+    reader.fill(stored)
     return {s.name for s in borrowed}
+
+
+def _check_shared(reader: Reader, shards: list[Shard]) -> None:
+    """CheckpointError where a runner keeps one number for parameters that have different ones in the checkpoint."""
+    scalars = [s for s in shards if s.kind != "param" and s.shape == () and s.pieces]
+    values = [torch.zeros_like(s.pieces[0].data, device="cpu") for s in scalars]
+    copies = [Shard(s.kind, s.name, (), whole_pieces(v, ())) for s, v in zip(scalars, values, strict=True)]
+    reader.fill(copies)
+    first: dict[int, tuple[str, float]] = {}
+    for shard, value in zip(scalars, values, strict=True):
+        name, known = first.setdefault(shard.pieces[0].data.data_ptr(), (shard.name, value.item()))
+        if known != value.item():
+            raise CheckpointError(
+                f"{reader.folder}: the optimizer's {shard.kind} of {name} is {known:g} and that of {shard.name} "
+                f"{value.item():g}, and this runner keeps one for both; use a runner such as ddp or fsdp, or start the "
+                f"optimizer's state anew with run.resume_optimizer=false"
+            )
 
 
 def check_frozen(reader: Reader, hashes: dict[str, Frozen]) -> None:
@@ -87,19 +106,18 @@ def fingerprints(shards: list[Shard], group: Group) -> dict[str, Frozen]:
     The hash is the sum, modulo 2^64, over a tensor's elements of a mix of the element's position and value; so ranks
     add up what they hold. It tells other weights from the same ones; it is not made to withstand an attacker.
     """
-    mine = {(s.name, p.box): fingerprint(p.data, p.box, s.shape) for s in shards for p in s.pieces}
+    mine = {(s.name, s.shape, p.box): fingerprint(p.data, p.box, s.shape) for s in shards for p in s.pieces}
     boxes = {key: value for held in group.all_gather(mine) for key, value in held.items()}
-    shapes = {shard.name: shard.shape for shard in shards}
-    sums = dict.fromkeys(shapes, 0)
-    for (name, _), value in boxes.items():
-        sums[name] = (sums[name] + value) & _WORD
-    return {name: Frozen(shapes[name], f"{value:016x}") for name, value in sums.items()}
+    sums: dict[tuple[str, tuple[int, ...]], int] = {}
+    for (name, shape, _), value in boxes.items():
+        sums[name, shape] = (sums.get((name, shape), 0) + value) & _WORD
+    return {name: Frozen(shape, f"{value:016x}") for (name, shape), value in sums.items()}
 
 
 def fingerprint(data: Tensor, box: Box, shape: tuple[int, ...]) -> int:
     """What a box adds to the hash of its tensor; `data` is compared as fp32."""
     total = 0
-    rows = max(1, _ELEMENTS // max(1, data[0].numel())) if data.ndim else 1
+    rows = max(1, _ELEMENTS * data.shape[0] // max(1, data.numel())) if data.ndim else 1
     for start in range(0, data.shape[0] if data.ndim else 1, rows):
         part = data[start : start + rows] if data.ndim else data
         position = torch.zeros((), dtype=torch.int64, device=data.device)

@@ -54,7 +54,11 @@ class SwappedStage3(Stage3):
         gradient = super().gradient(parameter)
         return None if gradient is None else gradient.clone()  # what it was read into is used again
 
-    def release(self) -> None:
+    def begin_step(self) -> None:
+        super().begin_step()
+        self._forget()
+
+    def _forget(self) -> None:
         self._flats.clear()
         self._partitions.clear()
 
@@ -62,7 +66,7 @@ class SwappedStage3(Stage3):
         for parameter, partition in self._partitions.items():
             parameter.nvme_swapper.swap_out_partitioned_params([parameter], [partition])
         super().loaded()
-        self.release()
+        self._forget()
 
     def bring_up_to_date(self, group: int) -> None:
         if not self._swapped(group):

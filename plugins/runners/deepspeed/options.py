@@ -128,6 +128,10 @@ class _Base:
             raise OptionError(path, f"DeepSpeed refuses it: {problem['msg']}") from None
 
     @property
+    def offloads_optimizer(self) -> bool:
+        return self.offload_optimizer is not None and self.offload_optimizer.device != "none"
+
+    @property
     def uses_nvme(self) -> bool:
         return any(o is not None and o.device == "nvme" for o in (self.offload_optimizer, self.offload_param))
 

@@ -18,7 +18,7 @@ class Partition(Protocol):
     def weight(self, parameter: nn.Parameter) -> Tensor: ...
     def state(self, parameter: nn.Parameter) -> dict[str, Any]: ...
     def gradient(self, parameter: nn.Parameter) -> Tensor | None: ...
-    def release(self) -> None: ...
+    def begin_step(self) -> None: ...
     def loaded(self) -> None: ...
 
 
@@ -69,8 +69,8 @@ class Stage12:
         # With offloading a parameter that straddles two ranks' ranges may stand there whole.
         return gradient if gradient.numel() == here.numel else gradient.narrow(0, here.start, here.numel)
 
-    def release(self) -> None:
-        """Nothing is ever staged."""
+    def begin_step(self) -> None:
+        """Gradients of the last step are gone."""
 
     def loaded(self) -> None:
         """Give every rank the whole parameters that the ranks' ranges make up."""
@@ -132,8 +132,10 @@ class Stage3:
         """The memory of a parameter that no optimizer has."""
         return parameter.ds_tensor.detach()
 
-    def release(self) -> None:
-        """Training goes on: forget what was staged."""
+    def begin_step(self) -> None:
+        """Forget the last step's gradients: DeepSpeed overwrites those of the parameters that a micro batch uses."""
+        if self.optimizer is not None:
+            self.zero.grad_partitions_flat_buffer.zero_()
 
     def loaded(self) -> None:
         """Bring the partitions that compute up to date with the optimizer's, and gather what stays gathered."""

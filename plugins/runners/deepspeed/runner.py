@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from crosstrain.checkpoint.boxes import Piece, flat_range_pieces
 from crosstrain.data.dataset import Batch
 from crosstrain.data.stream import MicroBatch
-from crosstrain.errors import ConfigError
+from crosstrain.errors import ConfigError, TrainingError
 from crosstrain.model import Model
 from crosstrain.monitor.console import log
 from crosstrain.optim import MakeOptimizer, check_elementwise, create_state
@@ -102,6 +102,8 @@ class DeepSpeedRunner(Runner):
             self.partition = Stage12(zero)
         if self.optimizer is not None:
             self.partition.create_state() if self.partition else create_state(self.optimizer)
+        if self.options.offloads_optimizer and self.optimizer is not None:
+            self._watch_use()
         if self.options.dump_state:
             _log_configuration(self.engine)
 
@@ -134,7 +136,7 @@ class DeepSpeedRunner(Runner):
 
     def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
         if self.partition is not None:
-            self.partition.release()
+            self.partition.begin_step()
             self.engine.optimizer.override_loss_scale(self.gradient_scale)
         return super().forward_backward(micro_batches, num_targets)
 
@@ -151,6 +153,25 @@ class DeepSpeedRunner(Runner):
             loss = loss / self.gradient_scale  # by which ZeRO multiplies it
         with self.timers("backward"):
             self.engine.backward(loss, scale_wrt_gas=False)
+        if self.options.offloads_optimizer:
+            self._check_all_used()
+
+    def _watch_use(self) -> None:
+        """Note which parameters a backward reaches."""
+        self._used = set[nn.Parameter]()
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._used.add)
+
+    def _check_all_used(self) -> None:
+        """With offloading DeepSpeed keeps an old gradient of what the last micro batch did not use, without a word."""
+        for name, parameter in self.model.canonical_parameters().items():
+            if parameter.requires_grad and parameter not in self._used:
+                raise TrainingError(
+                    f"{name} took no part in a micro batch, and DeepSpeed would go on with an old gradient of it; "
+                    f"multiply by zero what a batch does not need, or train without offload_optimizer"
+                )
+        self._used.clear()
 
     def optimizer_step(self, apply: bool = True) -> StepResult:
         result = super().optimizer_step(apply) if self.partition is None else self._zero_step(apply)

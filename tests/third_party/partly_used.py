@@ -1,0 +1,33 @@
+"""GPT-2 with a parameter that some micro batches do not use."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from crosstrain.registry import registry
+
+GPT2 = registry.get_model_class("gpt2")
+
+
+@registry.register_model("partly_used")
+class PartlyUsed(GPT2):
+    @dataclass
+    class Options(GPT2.Options):
+        period: int = 1  # micro batches in a row that use it, before as many that do not
+
+    def __init__(self, options):
+        super().__init__(options)
+        self.extra = nn.Parameter(torch.empty(7))
+        self.calls = 0
+
+    def initialize(self, name, value, rng):
+        value.fill_(1.0) if name == "extra" else super().initialize(name, value, rng)
+
+    def forward(self, input_ids, labels=None, cache=None):
+        loss = super().forward(input_ids, labels, cache)
+        if labels is None or not self.training:
+            return loss
+        self.calls += 1
+        used = (self.calls - 1) // self.options.period % 2 == 0
+        return loss + labels.numel() * self.extra.square().sum() if used else loss
