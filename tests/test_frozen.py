@@ -102,6 +102,23 @@ def test_another_base_is_refused_by_name(partly: tuple[Workspace, Run], tmp_path
         base.write_bytes(kept)
 
 
+@pytest.mark.parametrize("runner", ["ddp", "zero2"])
+def test_what_was_frozen_can_be_trained_later(partly: tuple[Workspace, Run], runner: str) -> None:
+    workspace, one = partly
+    name = f"thawed_{runner}"
+    shutil.copytree(one.folder, workspace.path / name)
+    options = ("run.max_iters=13", f"run.freeze={json.dumps(FROZEN[:2])}", f"run.runner={runner}")
+    if runner == "zero2":  # of which a flat group of parameters has one count of steps
+        with pytest.raises(AssertionError, match=r"step of .* is .* this runner keeps one for both"):
+            train(workspace.project, name, *OPTIONS, *options)
+        return
+    run = train(workspace.project, name, *OPTIONS, *options)
+    tensors = {k: v for f in run.checkpoint(13).glob("*.safetensors") for k, v in load_file(f).items()}
+    assert tensors["step/transformer.h.0.mlp.c_fc.weight"] == 1
+    assert tensors["step/transformer.h.1.mlp.c_fc.weight"] == 13
+    assert tensors["exp_avg/transformer.h.0.mlp.c_fc.weight"].count_nonzero()
+
+
 def test_evaluation_and_export_find_the_base(partly: tuple[Workspace, Run]) -> None:
     from transformers import GPT2LMHeadModel
 

@@ -32,9 +32,10 @@ def make_model(config: Config) -> Model:
 def batch_plan(config: Config, world_size: int) -> BatchPlan:
     """The batch arithmetic of the configured runner on so many workers, before any of them exists.
 
-    Raises ConfigError where the layout or the numbers do not go together.
+    Raises ConfigError where the layout, the numbers or the run's other settings do not go together.
     """
     runner = registry.get_runner_class(config.runner.name)
+    runner.check(config.runner.options, config.run)
     return plan_batch(config.run, runner.data_parallel_size(config.runner.options, world_size))
 
 

@@ -88,7 +88,8 @@ def _parser() -> _Parser:
     compare = verbs.add_parser("compare", help="prove that runners train alike, on your own project")
     _add_config(compare, required=True)
     compare.add_argument("--runners", nargs="+", required=True, metavar="RUNNER[@N]",
-                         help="runners or presets and their number of workers; the first is the reference")  # fmt: skip
+                         help="runners or presets and their number of workers (default: as --nproc-per-node, or 1); "
+                              "the first is the reference")  # fmt: skip
     compare.add_argument("--steps", type=_positive, default=5, metavar="K", help="steps under each (default: 5)")
     compare.add_argument("--scratch", metavar="DIR", help="where the reference's gradients are kept meanwhile")
     compare.add_argument("--output", metavar="FILE", help="write everything that was measured as JSON")

@@ -105,7 +105,6 @@ def launch(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> in
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    _prepare_environment(how.world_size)
     for noise in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(noise).setLevel(logging.CRITICAL)  # errors are shown once, below
     config = LaunchConfig(
@@ -123,23 +122,33 @@ def launch(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> in
             if child.pid is not None:
                 os.kill(child.pid, signal.SIGUSR1)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, pass_on)
+    handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    environment = _worker_environment(how.world_size)
     try:
+        os.environ.update(environment)
         elastic_launch(config, _run_worker)(worker, args)
     except ChildFailedError as error:
         if stop and all(f.exitcode == -signal.SIGUSR1 for f in error.failures.values()):
             return 128 + stop[0]  # stopped before the workers could listen; there was nothing to save
         _raise_first(error)
+    finally:
+        for name in environment:
+            del os.environ[name]  # the next workers may be more
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     return 128 + stop[0] if stop else 0
 
 
-def _prepare_environment(workers: int) -> None:
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
-    # Killed workers cannot return their semaphores; that is not news beside the error that killed them.
-    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
+def _worker_environment(workers: int) -> dict[str, str]:
+    """What the environment lacks for so many workers."""
+    wanted = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // workers)),
+        # Killed workers cannot return their semaphores; that is not news beside the error that killed them.
+        "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker",
+    }
     if sys.platform == "linux":  # all workers are here; gloo need not ask a resolver which interface leads to itself
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"
+    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def _run_worker(worker: Callable[..., int], args: tuple[Any, ...]) -> int:

@@ -75,6 +75,10 @@ class Runner:
         """
         return world_size
 
+    @classmethod
+    def check(cls, options: Any, run: RunOptions) -> None:
+        """Raise ConfigError for settings of the run that exclude each other under this runner; no worker exists yet."""
+
     def setup(self) -> None:
         """Choose the device and join the other ranks."""
         local_rank, size = world()

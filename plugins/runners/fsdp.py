@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
+from crosstrain.check import OptionError
 from crosstrain.construct import materialize, parameters_on_meta
 from crosstrain.errors import ConfigError
 from crosstrain.model import Model
@@ -31,6 +32,10 @@ class FSDPRunner(Runner):
         reshard_after_forward: bool = True  # False: blocks stay gathered until their backward (ZeRO-2): faster
         cpu_offload: bool = False  # shards and optimizer live in host memory
         sync_each_micro_batch: bool = False  # reduce gradients after every micro batch: slower, but no full gradients
+
+        def __post_init__(self) -> None:
+            if self.shard_size is not None and self.shard_size < 1:
+                raise OptionError("shard_size", f"expected at least 1 or null, got {self.shard_size}")
 
     needs_process_group = True
     module: FSDPModule  # type: ignore[assignment] # the model itself, whose class fully_shard changes
@@ -60,6 +65,8 @@ class FSDPRunner(Runner):
             if self.options.cpu_offload
             else OffloadPolicy(),
         }
+        if scalars := [name for name, p in model.canonical_parameters().items() if p.ndim == 0]:
+            raise ConfigError(f"run.runner: fsdp cannot cut {scalars[0]}, a scalar, into shards; use another runner")
         for block in model.blocks():
             fully_shard(block, reshard_after_forward=self.options.reshard_after_forward, **options)
         # What is outside the blocks, the embedding and the head among it, is needed again as soon as backward begins.

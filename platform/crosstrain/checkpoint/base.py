@@ -60,16 +60,16 @@ def load_shards(reader: Reader, shards: list[Shard], base: Base | None = None) -
             f"pretrained weights that it came from"
         )
     for shard in shards:
-        if shard.kind != "param" and shard.name in reader.frozen:
+        untrained = shard.kind != "param" and (shard.kind, shard.name) not in reader.tensors
+        if untrained and shard.name not in reader.frozen and ("param", shard.name) in reader.tensors:
             raise CheckpointError(
-                f"{reader.folder}: {shard.name} was frozen, so it has no optimizer state there; start that anew with "
-                f"run.resume_optimizer=false"
+                f"{reader.folder}: holds no {shard.kind} of {shard.name}, so it was not trained; start the optimizer's "
+                f"state anew with run.resume_optimizer=false"
             )
     if base is not None:
         base.fill(borrowed)
-    stored = [s for s in shards if s.kind != "param" or s.name not in reader.frozen]
-    _check_shared(reader, stored)
-    reader.fill(stored)
+    _check_shared(reader, shards)
+    reader.fill([s for s in shards if s.name not in reader.frozen])  # the state of what was frozen begins with zeros
     return {s.name for s in borrowed}
 
 
@@ -78,7 +78,7 @@ def _check_shared(reader: Reader, shards: list[Shard]) -> None:
     scalars = [s for s in shards if s.kind != "param" and s.shape == () and s.pieces]
     values = [torch.zeros_like(s.pieces[0].data, device="cpu") for s in scalars]
     copies = [Shard(s.kind, s.name, (), whole_pieces(v, ())) for s, v in zip(scalars, values, strict=True)]
-    reader.fill(copies)
+    reader.fill([copy for copy in copies if copy.name not in reader.frozen])
     first: dict[int, tuple[str, float]] = {}
     for shard, value in zip(scalars, values, strict=True):
         name, known = first.setdefault(shard.pieces[0].data.data_ptr(), (shard.name, value.item()))

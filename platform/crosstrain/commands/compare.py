@@ -32,6 +32,8 @@ def compare(arguments: argparse.Namespace) -> int:
     """
     if len(arguments.runners) < 2:
         raise UserError("--runners: name at least two, such as ddp@1 fsdp@2; the first is what the others are held to")
+    if arguments.output and not Path(arguments.output).absolute().parent.is_dir():
+        raise UserError(f"--output: {Path(arguments.output).parent} is not a folder")
     if arguments.scratch and not Path(arguments.scratch).is_dir():
         raise UserError(f"--scratch: {arguments.scratch} is not a folder")
     contestants = [_sized(text, arguments.nproc_per_node) for text in arguments.runners]
@@ -72,11 +74,17 @@ def _configs(
     micro = run.micro_batch_size or min(plan.micro_batch for plan in plans)
     batch = (f"run.global_batch_size={total}", f"run.micro_batch_size={micro}", "run.accum_grad_iters=null")
     out = []
-    for number, ((runner, size), label) in enumerate(zip(contestants, arguments.runners, strict=True)):
+    for number, ((runner, size), label) in enumerate(zip(contestants, _labels(arguments.runners), strict=True)):
         config = load(runner, *batch, f"run.output_dir={scratch}/run{number}", "run.eval_interval=null")
         check(config, size)
         out.append((label, size, config))
     return out
+
+
+def _labels(runners: list[str]) -> list[str]:
+    """The contestants as they were named; one that is named again has its number behind it."""
+    counts = [runners[:i].count(name) for i, name in enumerate(runners)]
+    return [f"{name} ({count + 1})" if count else name for name, count in zip(runners, counts, strict=True)]
 
 
 class _Comparison:
@@ -89,7 +97,15 @@ class _Comparison:
     def run(self) -> list[str]:
         """Names of the contestants that failed or differ."""
         label, size, config = self.configs[0]
-        reference = self._record(label, size, config, is_reference=True)
+        try:
+            reference = self._record(label, size, config, is_reference=True)
+        except UserError as error:
+            raise UserError(f"the reference {label} cannot train: {error}") from error
+        if reference.rows[-1]["skipped_steps"] >= len(reference.rows):
+            raise UserError(
+                f"every step of the reference {label} overflowed and was skipped, so there is nothing to compare; "
+                f"begin with a smaller loss scale, such as --options run.amp.initial_scale=1024"
+            )
         noise = self._noise(reference)
         tolerance = Tolerance.of(config.run.amp.dtype, noise)
         print(
@@ -124,10 +140,11 @@ class _Comparison:
     ) -> Record:
         result = self.scratch / "result.json"
         job = {
-            "folder": str(self.scratch / "gradients"), "steps": self.steps, "is_reference": is_reference,
+            "folder": str(self.scratch / "reference"), "steps": self.steps, "is_reference": is_reference,
             "reverse": reverse, "result": str(result),
         }  # fmt: skip
-        launch(compare_worker, (config.plain, job), Launch(size, True, False, True))
+        if launch(compare_worker, (config.plain, job), Launch(size, True, False, True)):
+            raise UserError("stopped before everything was compared")
         record = Record(label, json.loads(result.read_text()))
         self.results[label] = record.data
         return record

@@ -82,7 +82,7 @@ def _farewell(trainer: Trainer) -> None:
     folder = trainer.folder
     log.info(
         "open next:\n"
-        f"  checkpoint   {folder.checkpoints} (each step is a Hugging Face folder)\n"
+        f"  checkpoint   {folder.checkpoints} (`crosstrain export` makes a Hugging Face folder of one)\n"
         f"  curves       tensorboard --logdir {folder.tensorboard}\n"
         f"  numbers      {folder.metrics}\n"
         f"  try it       python evaluate.py --checkpoint {folder.path} --interactive"

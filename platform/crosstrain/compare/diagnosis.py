@@ -8,6 +8,10 @@ from typing import Any
 
 Sums = tuple[float, float, float, float]
 
+_LOUD = 1e-3  # relative; a reference with more noise than a quarter of it proves nothing about others
+_SMALL = 1e-7  # of all gradients' norm: below it a tensor's gradient is rounding alone
+_EPSILON = 2.0**-22  # relative rounding of fp32 weights in a few steps
+
 
 @dataclass(frozen=True)
 class Tolerance:
@@ -15,17 +19,19 @@ class Tolerance:
 
     `numbers` for losses and gradient norms of every step, `gradients` for each tensor in the first step, relative to
     its norm. A floor for each precision, and four times the noise that the reference itself shows with its micro
-    batches in reverse order, where that is more: docs/compare.md has measurements.
+    batches in reverse order, where that is more, but not above `_LOUD`: docs/compare.md has measurements. `state` is
+    for weights after the last step, relative to the way that they have gone, and for moments, relative to their norm.
     """
 
     numbers: float
     gradients: float
+    state: float
 
     @staticmethod
     def of(dtype: str, noise: float = 0.0) -> Tolerance:
         if dtype == "fp32":
-            return Tolerance(max(2e-6, 4 * noise), 1e-5)
-        return Tolerance(max(5e-4, 4 * noise), 1e-2)
+            return Tolerance(max(2e-6, min(4 * noise, _LOUD)), 1e-5, 0.02)
+        return Tolerance(max(5e-4, min(4 * noise, 10 * _LOUD)), 1e-2, 0.2)
 
 
 @dataclass
@@ -73,7 +79,7 @@ def number_difference(record: Record, reference: Record, key: str) -> float:
 
 def diagnose(record: Record, reference: Record, tolerance: Tolerance) -> str | None:
     """None if the two trained alike; otherwise one sentence: the first thing that differs, and a hint."""
-    checks = (_samples, _forward, _dropout, _replicas, _gradients, _rates, _steps)
+    checks = (_samples, _forward, _first_loss, _replicas, _gradients, _rates, _steps, _state)
     return next((found for check in checks if (found := check(record, reference, tolerance))), None)
 
 
@@ -81,6 +87,13 @@ def _samples(record: Record, reference: Record, _: Tolerance) -> str | None:
     for mine, theirs in zip(record.rows, reference.rows, strict=True):
         if mine["samples"] != theirs["samples"]:
             return f"step {mine['step']} ended at sample {mine['samples']} instead of {theirs['samples']}"
+    pairs = zip(record.data["first_samples"], reference.data["first_samples"], strict=True)
+    for step, (here, there) in enumerate(pairs, 1):
+        if here != there:
+            return (
+                f"the micro batches of step {step} begin with samples {_numbers(here)} instead of {_numbers(there)}: "
+                f"ranks of `dp` must have numbers of their own, and all others those of their `dp` rank"
+            )
     return None
 
 
@@ -94,10 +107,15 @@ def _forward(record: Record, reference: Record, tolerance: Tolerance) -> str | N
     )
 
 
-def _dropout(record: Record, reference: Record, tolerance: Tolerance) -> str | None:
+def _first_loss(record: Record, reference: Record, tolerance: Tolerance) -> str | None:
     mine, theirs = record.rows[0]["loss"], reference.rows[0]["loss"]
     if difference(mine, theirs) <= tolerance.numbers:
         return None
+    if not _wrong_gradients(record, reference, tolerance):
+        return (
+            f"the loss of step 1 is said to be {mine} instead of {theirs}, although its gradients agree: look at what "
+            f"forward_backward returns"
+        )
     return (
         f"the loss of step 1 is {mine} instead of {theirs}, although in evaluation mode the losses agree: random "
         f"numbers (dropout) differ; a runner must not seed them, by rank for example"
@@ -114,14 +132,25 @@ def _replicas(record: Record, _: Record, tolerance: Tolerance) -> str | None:
     )
 
 
+def _wrong_gradients(record: Record, reference: Record, tolerance: Tolerance) -> list[str]:
+    """Parameters whose gradient in step 1 is not the reference's, in the model's order."""
+    sums = record.sums(1)
+    floor = _SMALL * math.sqrt(sum(s[3] for s in reference.sums(1).values() if math.isfinite(s[3])))
+    return [
+        name
+        for name in record.data["names"]
+        if name in sums
+        and gradient_difference(sums[name]) > tolerance.gradients
+        and not sums[name][0] <= (tolerance.gradients * math.sqrt(sums[name][3]) + floor) ** 2
+    ]
+
+
 def _gradients(record: Record, reference: Record, tolerance: Tolerance) -> str | None:
     sums = record.sums(1)
     lacking = sorted(reference.sums(1).keys() - sums.keys())
     if lacking:
         return f"in step 1 there is no gradient of {_list(lacking)}"
-    wrong = [
-        name for name in record.data["names"] if name in sums and gradient_difference(sums[name]) > tolerance.gradients
-    ]
+    wrong = _wrong_gradients(record, reference, tolerance)
     if not wrong:
         return None
     ratios = {name: sums[name][2] / sums[name][3] if sums[name][3] else math.inf for name in wrong}
@@ -185,6 +214,40 @@ def _steps(record: Record, reference: Record, tolerance: Tolerance) -> str | Non
                     f"learning rates that agree: look at clipping, the optimizer and what reaches the other ranks"
                 )
     return None
+
+
+def _state(record: Record, reference: Record, tolerance: Tolerance) -> str | None:
+    """What a checkpoint after the last step would hold."""
+    state = record.data["state"]
+    if state["missing"] or state["surplus"]:
+        what = f"lacks {_list(state['missing'])}" if state["missing"] else f"has {_list(state['surplus'])} besides"
+        return f"the state after the last step, and so every checkpoint, {what}: look at shards and held_state"
+    apart = [name for name in record.data["names"] if state["weight_spread"].get(name, 0.0) > _EPSILON]
+    if apart:
+        return (
+            f"after the last step the ranks hold different weights of {_list(apart)}: an update that does not reach "
+            f"the other ranks"
+        )
+    for kind, sums in state["moments"].items():
+        limit = 0.0 if kind == "step" else tolerance.state
+        wrong = [name for name, s in sums.items() if gradient_difference(s) > limit]
+        if wrong:
+            return (
+                f"after the last step the optimizer's {kind} of {_list(wrong)} differs, though losses and gradients "
+                f"agree: look at held_state, pieces and the optimizer's groups"
+            )
+    for name, sums in state["weights"].items():
+        way = math.sqrt(reference.data["state"]["travelled"][name][0])
+        if math.sqrt(sums[0]) > tolerance.state * way + _EPSILON * math.sqrt(sums[3]):
+            return (
+                f"after the last step {name} is {math.sqrt(sums[0]) / max(way, 1e-30):.1e} of the way that it went "
+                f"away from the reference's: look at the optimizer's groups (decay) and what an update leaves out"
+            )
+    return None
+
+
+def _numbers(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:4])) + (", ..." if len(numbers) > 4 else "")
 
 
 def _list(names: list[str]) -> str:

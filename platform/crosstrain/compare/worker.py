@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,26 +25,32 @@ from crosstrain.runner import Runner, StepResult
 from crosstrain.signals import StopRequest
 from crosstrain.trainer import Trainer
 
-Sums = tuple[float, float, float, float]  # of (g-r)^2, g*g, g*r and r*r, g a gradient and r the reference's
+Sums = tuple[float, float, float, float]  # of (g-r)^2, g*g, g*r and r*r, g a tensor here and r the reference's
 
 
 class Probe:
-    """Looks at every step between its backward and its update.
+    """Looks at every step between its backward and its update, and at the state before the first and after the last.
 
-    The reference (`write`) leaves its gradients in `folder`, as boxes; the others compare theirs box by box with those.
+    The reference (`write`) leaves gradients and state in `folder`, as boxes; the others compare theirs box by box.
     """
 
     def __init__(self, runner: Runner, folder: Path, write: bool) -> None:
-        self.runner, self.folder, self.write = runner, folder, write
+        self.runner, self.write = runner, write
         self.rates: list[float] = []
         self.gradients: list[dict[str, Sums]] = []
         self.spread: dict[str, float] = {}
+        self.seconds = 0.0  # spent with looking
         self.group = runner.new_group()
-        self.checkpointer = Checkpointer(folder, self.group, Retention(None), lambda _: None)
+        self._files = {
+            kind: Checkpointer(folder / kind, self.group, Retention(None), lambda _: None)
+            for kind in ("gradients", "state")
+        }
         self._step = runner.optimizer_step
         runner.optimizer_step = self._look  # type: ignore[method-assign]
+        self._keep("state", 0, runner.shards())
 
     def _look(self, apply: bool = True) -> StepResult:
+        started = time.perf_counter()
         optimizer = self.runner.optimizer
         assert optimizer is not None
         self.rates.append(optimizer.param_groups[0]["lr"] / optimizer.param_groups[0].get("lr_scale", 1.0))
@@ -51,21 +58,46 @@ class Probe:
         shards = [_unscaled(shard, self.runner.gradient_scale) for shard in self.runner.gradients()]
         if step == 1:
             self.spread = self._spread(shards)
-        if self.write:
-            self.checkpointer.save(step, shards, {"step": step})
-            self.checkpointer.wait()
-        self.gradients.append(self._against_reference(shards, step))
+        self._keep("gradients", step, shards)
+        self.gradients.append(self._sums(shards, self._reader("gradients", step)))
+        self.seconds += time.perf_counter() - started
         return self._step(apply)
 
-    def _against_reference(self, shards: list[Shard], step: int) -> dict[str, Sums]:
-        """Sums over every tensor's elements, each element counted once."""
-        reader = Reader.open(step_folder(self.folder, step))
+    def final_state(self) -> dict[str, Any]:
+        """The state after the last step: against the reference's, and what of that is missing here."""
+        last, shards = len(self.rates), self.runner.shards()
+        self._keep("state", last, shards)
+        end, start = self._reader("state", last), self._reader("state", 0)
+        here = set().union(*self.group.all_gather({(s.kind, s.name) for s in shards}))
+        common = [s for s in shards if (s.kind, s.name) in end.tensors]
+        parameters = [s for s in common if s.kind == "param"]
+        return {
+            "missing": sorted(f"{kind} of {name}" for kind, name in end.tensors.keys() - here),
+            "surplus": sorted(f"{kind} of {name}" for kind, name in here - end.tensors.keys()),
+            "moments": {
+                kind: self._sums([s for s in common if s.kind == kind], end) for kind in sorted(end.kinds() - {"param"})
+            },
+            "weights": self._sums(parameters, end),
+            "travelled": self._sums(parameters, start),
+            "weight_spread": self._spread(parameters),
+        }
+
+    def _keep(self, kind: str, step: int, shards: list[Shard]) -> None:
+        if self.write:
+            self._files[kind].save(step, shards, {"step": step})
+            self._files[kind].wait()
+
+    def _reader(self, kind: str, step: int) -> Reader:
+        return Reader.open(step_folder(self._files[kind].root, step))
+
+    def _sums(self, shards: list[Shard], reference: Reader) -> dict[str, Sums]:
+        """By parameter, sums over every tensor's elements, each element counted once."""
         mine: dict[tuple[str, Box], Sums] = {}
         for shard in shards:
             theirs = [Piece(piece.box, torch.zeros(piece.box.shape)) for piece in shard.pieces]
-            reader.fill([Shard("grad", shard.name, shard.shape, theirs)])
+            reference.fill([Shard(shard.kind, shard.name, shard.shape, theirs)])
             for piece, other in zip(shard.pieces, theirs, strict=True):
-                g, r = piece.data.double(), other.data.double()
+                g, r = piece.data.detach().cpu().double(), other.data.double()
                 mine[shard.name, piece.box] = (_dot(g - r, g - r), _dot(g, g), _dot(g, r), _dot(r, r))
         boxes = {key: sums for held in reversed(self.group.all_gather(mine)) for key, sums in held.items()}
         total: dict[str, Sums] = {}
@@ -75,8 +107,9 @@ class Probe:
         return total
 
     def _spread(self, shards: list[Shard]) -> dict[str, float]:
-        """How far replicas of a gradient are apart, relative to its size: zero where ranks hold the same."""
-        mine = {(s.name, p.box): (_dot(p.data, p.data), _projection(p.data)) for s in shards for p in s.pieces}
+        """How far replicas of a tensor are apart, relative to its size: zero where ranks hold the same."""
+        pieces = [(s.name, p.box, p.data.detach().cpu()) for s in shards for p in s.pieces]
+        mine = {(name, box): (_dot(data, data), _projection(data)) for name, box, data in pieces}
         held: dict[Any, list[tuple[float, float]]] = {}
         for rank in self.group.all_gather(mine):
             for key, value in rank.items():
@@ -111,23 +144,30 @@ def compare_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
     runner = assembly.make_runner(config)
     runner.setup()
     before = memory_mb(runner.device).get("memory_peak_mb", 0.0)
-    trainer = Trainer(config, runner, StopRequest(True), quiet=True)
+    stop = StopRequest(True)
+    trainer = Trainer(config, runner, stop, quiet=True)
     plain_loss = evaluate_loss(
         runner, trainer.dataset, trainer.plan.micro_batch, trainer.plan.global_batch, config.run.num_workers
     )
     probe = Probe(runner, Path(job["folder"]), write=job["is_reference"])
-    batches = trainer.batches()
-    if job["reverse"]:
-        batches = (micro_batches[::-1] for micro_batches in batches)
-    rows = list(_steps(trainer, batches, job["steps"]))
+    samples: list[list[int]] = []
+    batches = _noted(trainer.batches(), samples, job["reverse"])
+    rows = _steps(trainer, batches, probe, job["steps"])
+    if rows is None:
+        runner.close()
+        return stop.received or signal.SIGTERM
     peak = max(runner.world.all_gather(memory_mb(runner.device).get("memory_peak_mb", 0.0) - before))
+    state = probe.final_state()
+    firsts = [sorted(set().union(*ranks)) for ranks in zip(*runner.world.all_gather(samples), strict=True)]
     if runner.world.rank == 0:
         result = {
             "rows": rows,
+            "first_samples": firsts[: len(rows)],
             "plain_loss": plain_loss.loss,
             "rates": probe.rates,
             "gradients": probe.gradients,
             "spread": probe.spread,
+            "state": state,
             "names": list(runner.model.canonical_parameters()),
             "tied": _tied(runner),
             "dp_size": runner.dp.size,
@@ -140,13 +180,26 @@ def compare_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
     return 0
 
 
-def _steps(trainer: Trainer, batches: Iterator[list[MicroBatch]], count: int) -> Iterator[dict[str, Any]]:
+def _noted(steps: Iterator[list[MicroBatch]], samples: list[list[int]], reverse: bool) -> Iterator[list[MicroBatch]]:
+    """The same steps; the first sample number of each micro batch goes into `samples`."""
+    for micro_batches in steps:
+        samples.append([micro_batch.first_sample for micro_batch in micro_batches])
+        yield micro_batches[::-1] if reverse else micro_batches
+
+
+def _steps(
+    trainer: Trainer, batches: Iterator[list[MicroBatch]], probe: Probe, count: int
+) -> list[dict[str, Any]] | None:
+    """The numbers of `count` steps; None if the process was asked to stop."""
+    rows = []
     for _ in range(count):
-        started = time.perf_counter()
+        started, looking = time.perf_counter(), probe.seconds
         row = trainer.train_step(batches)
-        yield {key: row[key] for key in ("step", "loss", "grad_norm", "lr", "samples")} | {
-            "seconds": time.perf_counter() - started
-        }
+        if row is None:
+            return None
+        kept = {key: row[key] for key in ("step", "loss", "grad_norm", "lr", "samples", "skipped_steps")}
+        rows.append(kept | {"seconds": time.perf_counter() - started - (probe.seconds - looking)})
+    return rows
 
 
 def _tied(runner: Runner) -> list[str]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
+import socket
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +14,21 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from torch import Tensor, nn
 
 from .partition import Stage3
+
+
+class SwapFolder:
+    """This process's own folder on a device; DeepSpeed's file names would not tell one run from another."""
+
+    def __init__(self, device: Path, output_dir: str) -> None:
+        run = hashlib.sha256(os.path.abspath(output_dir).encode()).hexdigest()[:12]
+        prefix = f"crosstrain-{run}-{socket.gethostname()}-"
+        self.path = device / f"{prefix}{os.getpid()}"
+        for folder in device.glob(f"{prefix}*"):
+            if not Path("/proc", folder.name.removeprefix(prefix)).exists():  # a process that was killed has left it
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
 
 
 class SwappedStage3(Stage3):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import types
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin
@@ -21,6 +22,7 @@ _NOT_OFFERED = {
     "stage",  # declared below
     "elastic_checkpoint", "load_from_fp32_weights", "legacy_stage1", "pipeline_loading_checkpoint",  # its checkpoints
     "zenflow", "compute_grad_norm", "save_muon_momentum_buffer_in_memory",  # another training than the other runners'
+    "stage3_module_granularity_threshold",  # gathers blocks whole, which recomputation and evaluation then lack
     "ratio", "super_offload", "cpuadam_cores_perc",  # need an optimizer of DeepSpeed's
     "round_robin_gradients", "zero_hpz_partition_size",  # what a rank holds is not where DeepSpeed says, or twice
     "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients",  # lossy; GPUs alone
@@ -50,6 +52,7 @@ _ELSEWHERE = {
     "cpu_offload_param": "offload_param: {device: cpu} replaces it",
     "compute_grad_norm": "the norm is always computed, because it is reported",
     "round_robin_gradients": "checkpoints could not tell which part of the state a rank holds",
+    "stage3_module_granularity_threshold": "it fails under this version of DeepSpeed",
     "zero_hpz_partition_size": "its second copy of the parameters is not kept up to date when a checkpoint is loaded",
 }
 
@@ -112,6 +115,8 @@ class _Base:
         for key in self.given():
             if not self._used(key):
                 raise OptionError(key, f"ZeRO stage {self.stage} ignores it; remove it, or choose another stage")
+        if self.allgather_bucket_size % 2:
+            raise OptionError("allgather_bucket_size", f"expected an even number, got {self.allgather_bucket_size}")
         for key in ("offload_optimizer", "offload_param"):
             offload = getattr(self, key)
             if offload is None or offload.device != "nvme":
@@ -120,6 +125,12 @@ class _Base:
                 raise OptionError(key, f"offloading to nvme needs ZeRO stage 3, not {self.stage}")
             if offload.nvme_path is None:
                 raise OptionError(key, "offloading to nvme needs nvme_path, a folder on the device")
+            if key == "offload_optimizer":
+                needed = 4 * (1 + offload.pipeline_read + offload.pipeline_write)
+                if offload.buffer_count < needed:
+                    raise OptionError(
+                        f"{key}.buffer_count", f"this pipeline needs {needed}, got {offload.buffer_count}"
+                    )
         try:
             DeepSpeedZeroConfig(**self.zero())
         except ValidationError as error:
@@ -132,8 +143,10 @@ class _Base:
         return self.offload_optimizer is not None and self.offload_optimizer.device != "none"
 
     @property
-    def uses_nvme(self) -> bool:
-        return any(o is not None and o.device == "nvme" for o in (self.offload_optimizer, self.offload_param))
+    def nvme_paths(self) -> list[Path]:
+        """Folders on NVMe devices, none if nothing is offloaded to one."""
+        offloads = [o for o in (self.offload_optimizer, self.offload_param) if o is not None and o.device == "nvme"]
+        return [Path(o.nvme_path) for o in offloads]
 
     def given(self) -> dict[str, Any]:
         """ZeRO's options that differ from DeepSpeed's defaults."""
@@ -149,11 +162,13 @@ class _Base:
             return self.stage in (1, 2)
         return self.stage >= 1 if key in _STAGES_1_2_3 else self.stage == 3
 
-    def zero(self) -> dict[str, Any]:
-        """The section `zero_optimization` for DeepSpeed."""
+    def zero(self, swap_folder: Callable[[Path], Path] = lambda path: path) -> dict[str, Any]:
+        """The section `zero_optimization` for DeepSpeed, with `swap_folder(nvme_path)` for every `nvme_path`."""
         plain: dict[str, Any] = {"stage": self.stage}
         for key, value in self.given().items():
             plain[key] = _plain(value)
+            if key in ("offload_optimizer", "offload_param") and plain[key]["nvme_path"] is not None:
+                plain[key]["nvme_path"] = str(swap_folder(Path(plain[key]["nvme_path"])))
         return plain
 
 

@@ -23,11 +23,11 @@ from crosstrain.errors import ConfigError, TrainingError
 from crosstrain.model import Model
 from crosstrain.monitor.console import log
 from crosstrain.optim import MakeOptimizer, check_elementwise, create_state
-from crosstrain.options import plan_batch
+from crosstrain.options import RunOptions, plan_batch
 from crosstrain.registry import registry
 from crosstrain.runner import Runner, StepResult
 
-from .nvme import SwappedStage3
+from .nvme import SwapFolder, SwappedStage3
 from .options import Options
 from .partition import Partition, Stage3, Stage12
 
@@ -46,6 +46,14 @@ class DeepSpeedRunner(Runner):
     engine: Any = None  # None: nothing is sharded, because stages below 3 shard nothing that evaluation needs
     partition: Partition | None = None  # None: this rank holds everything
 
+    @classmethod
+    def check(cls, options: Any, run: RunOptions) -> None:
+        if options.stage == 3 and run.gradient_checkpointing == "selective":
+            raise ConfigError(
+                "run.gradient_checkpointing: selective and ZeRO stage 3 exclude each other, because the second forward "
+                "gathers parameters that the first one had; use full or offload"
+            )
+
     def setup(self) -> None:
         super().setup()
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -62,6 +70,8 @@ class DeepSpeedRunner(Runner):
     def close(self) -> None:
         if self.engine is not None:
             self.engine.destroy()
+        for device in self.options.nvme_paths:
+            SwapFolder(device, self.run.output_dir).remove()
         super().close()
 
     # ---- building
@@ -77,11 +87,6 @@ class DeepSpeedRunner(Runner):
         self.model = self.module = model
         plan = None
         if make_optimizer is not None:
-            if self.options.stage == 3 and self.run.gradient_checkpointing == "selective":
-                raise ConfigError(
-                    "run.gradient_checkpointing: selective and ZeRO stage 3 exclude each other, because the second "
-                    "forward gathers parameters that the first one had; use full or offload"
-                )
             if self.options.stage > 0:
                 check_elementwise(make_optimizer)
             self.optimizer = make_optimizer(model.named_parameters(), self.full_shape)
@@ -96,7 +101,7 @@ class DeepSpeedRunner(Runner):
         if self.options.stage > 0 and self.optimizer is not None and zero.optimizer is not self.optimizer:
             raise ConfigError("run.optimizer: DeepSpeed puts another one in its place; use adamw or sgd")
         if self.options.stage == 3:
-            stage3 = SwappedStage3 if self.options.uses_nvme else Stage3
+            stage3 = SwappedStage3 if self.options.nvme_paths else Stage3
             self.partition = stage3(zero, self.optimizer)
         elif self.options.stage > 0:
             self.partition = Stage12(zero)
@@ -124,7 +129,7 @@ class DeepSpeedRunner(Runner):
             "train_micro_batch_size_per_gpu": micro_batch,
             "gradient_accumulation_steps": accumulation,
             "gradient_clipping": (self.run.grad_norm_clip or 0.0) if zero else 0.0,  # else `optimizer_step` clips
-            "zero_optimization": self.options.zero(),
+            "zero_optimization": self.options.zero(lambda device: SwapFolder(device, self.run.output_dir).path),
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "wall_clock_breakdown": self.options.wall_clock_breakdown,
