@@ -34,6 +34,9 @@ FOUND = {
     "schedule": "not for each micro batch (2 here)",
     "sum": "every gradient is 2 times the reference's: they were summed over the 2 data-parallel ranks",
     "clipping": "look at clipping, the optimizer",
+    "forgets": "every checkpoint, lacks exp_avg of transformer.h.0.attn.c_attn.bias and 53 more",
+    "says": "although its gradients agree: look at what forward_backward returns",
+    "stale": "the ranks hold different weights of transformer.ln_f.weight",
 }
 
 
@@ -52,6 +55,17 @@ def test_planted_bugs_are_named_and_healthy_runners_pass(workspace: Workspace, b
     assert results["wrong@2"]["problem"] is None
     for bug in bugs:
         assert FOUND[bug] in results[wrong[bug]]["problem"], bug
+
+
+@pytest.mark.slow
+def test_a_warmup_hides_nothing(workspace: Workspace) -> None:
+    """At this rate no loss shows what is wrong with the updates."""
+    options = ("run.warmup_steps=100000", "run.lr_decay_iters=200000", "run.weight_decay=10")
+    done = compare(workspace, "ddp@1", "wrong@2", "{name: wrong, bug: decay}@2", options=options)
+    assert done.returncode == 1
+    problems = [result.get("problem") for result in json.loads((workspace.path / "compare.json").read_text()).values()]
+    assert "look at the optimizer's groups (decay)" in problems.pop()
+    assert set(problems) == {None}
 
 
 @pytest.mark.slow

@@ -15,7 +15,10 @@ class Wrong(Runner):
 
     @dataclass
     class Options:
-        bug: Literal["none", "dropout", "tied", "missing", "partly_missing", "schedule", "sum", "clipping"] = "none"
+        bug: Literal[
+            "none", "dropout", "tied", "missing", "partly_missing", "schedule", "sum", "clipping", "decay", "forgets",
+            "says", "stale",
+        ] = "none"  # fmt: skip
 
     def forward_backward(self, micro_batches, num_targets):
         if self.options.bug == "schedule":
@@ -31,7 +34,11 @@ class Wrong(Runner):
                 p.grad /= self.dp.size
             if self.options.bug == "tied" and name == "transformer.wte.weight":
                 p.grad *= 2
-        return loss
+        return loss * 2 if self.options.bug == "says" else loss
+
+    def held_state(self, parameter):
+        forgotten = self.options.bug == "forgets" and parameter.ndim == 1
+        return {} if forgotten else super().held_state(parameter)
 
     def compute_loss(self, batch):
         if self.options.bug == "dropout":
@@ -43,4 +50,10 @@ class Wrong(Runner):
     def optimizer_step(self, apply=True):
         if self.options.bug == "clipping":
             self.run.grad_norm_clip = 0.1
-        return super().optimizer_step(apply)
+        if self.options.bug == "decay":
+            self.optimizer.param_groups[0]["weight_decay"] = 0.0
+        before = self.model.lm.transformer.ln_f.weight.detach().clone()
+        result = super().optimizer_step(apply)
+        if self.options.bug == "stale" and self.world.rank == 1:
+            self.model.lm.transformer.ln_f.weight.data.copy_(before)
+        return result
