@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from crosstrain.errors import ConfigError
 from crosstrain.guard import guard
 
 T = TypeVar("T")
@@ -61,3 +62,14 @@ def _origin(caller: FrameType) -> int:
 def world() -> tuple[int, int]:
     """(local rank, world size) as the launcher put them into the environment."""
     return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def choose_device(choice: str, local_rank: int) -> torch.device:
+    """This rank's device for `run.device`; ConfigError for cuda where there is none."""
+    if choice == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device: cuda was asked for, but torch sees no GPU; use auto or cpu")
+    if choice == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())  # srun may show each task its own GPU alone
+    torch.cuda.set_device(device)
+    return device

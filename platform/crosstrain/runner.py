@@ -20,7 +20,7 @@ from crosstrain.checkpoint.boxes import Piece, Shard, dtensor_pieces, whole_piec
 from crosstrain.construct import construct
 from crosstrain.data.dataset import Batch
 from crosstrain.data.stream import MicroBatch
-from crosstrain.distributed import Group, world
+from crosstrain.distributed import Group, choose_device, world
 from crosstrain.errors import CheckpointError, ConfigError
 from crosstrain.guard import guard
 from crosstrain.model import Model
@@ -82,7 +82,7 @@ class Runner:
     def setup(self) -> None:
         """Choose the device and join the other ranks."""
         local_rank, size = world()
-        self.device = _device(self.run.device, local_rank)
+        self.device = choose_device(self.run.device, local_rank)
         group: dist.ProcessGroup | None = None
         if size > 1 or self.needs_process_group:
             cuda = self.device.type == "cuda"
@@ -299,13 +299,3 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
-
-
-def _device(choice: str, local_rank: int) -> torch.device:
-    if choice == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device: cuda was asked for, but torch sees no GPU; use auto or cpu")
-    if choice == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())  # srun may show each task its own GPU alone
-    torch.cuda.set_device(device)
-    return device
