@@ -178,8 +178,7 @@ class Runner:
         """Unscale, clip by global norm, step, zero. `apply=False` throws the gradients away."""
         assert self.optimizer is not None
         gradients = [_gradient(p) for group in self.optimizer.param_groups for p in group["params"]]
-        scale = self.gradient_scale
-        norm = self.gradient_norm(gradients) / scale
+        norm = self.gradient_norm(gradients) / (scale := self.gradient_scale)
         applied = apply and norm < float("inf")  # false for NaN too
         if applied:
             limit = self.run.grad_norm_clip
@@ -295,7 +294,7 @@ class Runner:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """The gradient, zeros where no micro batch used the parameter: engines that flatten cannot leave it out."""
+    """Zeros where no micro batch used the parameter: engines that flatten cannot leave it out."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
