@@ -96,6 +96,18 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
                 value.zero_()
 
 
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The gradients of an optimizer's parameters; zeros where no micro batch used one.
+
+    Engines that flatten parameters cannot leave one out of a step, so nobody does.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in parameters:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    return [p.grad for p in parameters if p.grad is not None]
+
+
 def check_elementwise(make_optimizer: MakeOptimizer) -> None:
     """For runners that flatten and cut parameters: ConfigError unless the optimizer updates each element by itself.
 

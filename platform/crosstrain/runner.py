@@ -26,7 +26,7 @@ from crosstrain.guard import guard
 from crosstrain.model import Model
 from crosstrain.monitor.timers import Timers
 from crosstrain.norms import global_norm
-from crosstrain.optim import MakeOptimizer, create_state
+from crosstrain.optim import MakeOptimizer, create_state, gradients_of
 from crosstrain.options import RunOptions
 from crosstrain.precision import Precision
 from crosstrain.rng import seed_everything_for
@@ -177,8 +177,9 @@ class Runner:
     def optimizer_step(self, apply: bool = True) -> StepResult:
         """Unscale, clip by global norm, step, zero. `apply=False` throws the gradients away."""
         assert self.optimizer is not None
-        gradients = [_gradient(p) for group in self.optimizer.param_groups for p in group["params"]]
-        norm = self.gradient_norm(gradients) / (scale := self.gradient_scale)
+        gradients = gradients_of(self.optimizer)
+        scale = self.gradient_scale
+        norm = self.gradient_norm(gradients) / scale
         applied = apply and norm < float("inf")  # false for NaN too
         if applied:
             limit = self.run.grad_norm_clip
@@ -291,10 +292,3 @@ class Runner:
 
     def loaded(self) -> None:
         """Called after shards were filled: refresh whatever was derived from them."""
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    """Zeros where no micro batch used the parameter: engines that flatten cannot leave it out."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
