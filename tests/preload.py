@@ -7,7 +7,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.utils.tensorboard  # noqa: F401
 import transformers
-from transformers import GPT2LMHeadModel  # noqa: F401
+from transformers import GPT2LMHeadModel, Qwen2ForCausalLM, Qwen3ForCausalLM  # noqa: F401
 
 import crosstrain.commands.train  # noqa: F401
 

@@ -102,20 +102,20 @@ def build(config: Config, runner: Runner, checkpoint: Path | None, *, for_traini
         freeze(model, config.run.freeze)
         recompute.apply(model.blocks(), config.run.gradient_checkpointing, runner.precision.autocast)
     compile_model(model, config.run.compile)
+    whole = model.canonical_parameters()  # of which a rank may keep a part
+    frozen = {name for name, p in whole.items() if not p.requires_grad}
     runner.prepare(model, optimizer_factory(config) if for_training else None)
 
     shards = runner.shards()
     parameters = [s for s in shards if s.kind == "param"]
-    mine = {name for name, p in model.canonical_parameters().items() if not p.requires_grad}
-    held = runner.world.all_gather((mine, {s.kind for s in shards}))  # of which a rank may have a part
-    frozen, kinds = (set[str]().union(*sets) for sets in zip(*held, strict=True))
+    kinds = set[str]().union(*runner.world.all_gather({s.kind for s in shards}))  # a rank may hold nothing that trains
     reader = Reader.open(checkpoint) if checkpoint is not None else None
     base, borrowed = Base.of(model), set[str]()
     if reader is not None:
         keep = for_training and config.run.resume_optimizer
         if keep:
             _check_optimizer(reader, kinds, config)
-        borrowed = load_shards(reader, shards if keep else parameters, base)
+        borrowed = load_shards(reader, shards if keep else parameters, base, whole.keys())
     elif base is not None:
         base.fill(parameters)
         borrowed = {s.name for s in parameters} & frozen

@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 IGNORED = -100
 
@@ -24,7 +25,13 @@ _CPU_SOFTMAX_ROWS = 32
 
 
 def token_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int | None = None, chunk_tokens: int = 1024
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int | None = None,
+    chunk_tokens: int = 1024,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Sum over target tokens of -log softmax(hidden @ weight.T)[label], an fp32 scalar (fp64 for fp64 inputs).
 
@@ -32,6 +39,10 @@ def token_cross_entropy(
     to; labels [*] int64, `IGNORED` (-100) where there is no target. Matrix products are in autocast's dtype where it
     is enabled, the softmax and the sums over chunks in fp32 or better. Memory beyond the gradients: one chunk's
     logits, `chunk_tokens` x V.
+
+    With a `group`, `weight` is this rank's share of the rows: of P ranks, rank r holds [V/P, H] from row r V/P on. Two
+    numbers per token are exchanged, never logits. Every rank returns the loss; the gradient of `hidden` is this rank's
+    part, and the sum over the ranks is the whole. Collective.
 
     Can be differentiated once, with respect to `hidden` and `weight`. Raises ValueError for shapes that do not match,
     and what `torch.gather` raises for a label outside the vocabulary.
@@ -43,13 +54,39 @@ def token_cross_entropy(
         )
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
-    vocab_size = weight.shape[0] if vocab_size is None else vocab_size
+    first = 0 if group is None else dist.get_rank(group) * len(weight)
+    rows = len(weight) if vocab_size is None else min(max(vocab_size - first, 0), len(weight))
     needed = torch.is_grad_enabled() and hidden.requires_grad, torch.is_grad_enabled() and weight.requires_grad
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     return _TokenCrossEntropy.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), vocab_size, chunk_tokens, dtype, needed
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        labels.reshape(-1),
+        rows,
+        chunk_tokens,
+        dtype,
+        needed,
+        first,
+        group,
     )
+
+
+class Head:
+    """What a language model ends in: its loss, or the logits of the next token.
+
+    A model calls its `head`, so that a runner that spreads the vocabulary over ranks can put another in its place.
+    """
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: int) -> Tensor:
+        """hidden [batch, length, H]; weight [V, H], of which rows from `vocab_size` on are padding.
+
+        With labels [batch, length]: `token_cross_entropy`. Without: fp32 logits [batch, vocab_size] after the last
+        position.
+        """
+        if labels is not None:
+            return token_cross_entropy(hidden, weight, labels, vocab_size=vocab_size)
+        return nn.functional.linear(hidden[:, -1], weight[:vocab_size]).float()
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
@@ -59,10 +96,12 @@ class _TokenCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        vocab_size: int,
+        rows: int,
         chunk_tokens: int,
         dtype: torch.dtype,
         needed: tuple[bool, bool],
+        first: int,
+        group: dist.ProcessGroup | None,
     ) -> Tensor:
         ctx.lift = _FP16_LIFT if dtype == torch.float16 else 1.0
         ctx.dtypes = hidden.dtype, weight.dtype
@@ -78,9 +117,13 @@ class _TokenCrossEntropy(torch.autograd.Function):
                 chunk = slice(start, start + chunk_tokens)
                 h, skip = low_hidden[chunk], ignored[chunk, None]
                 logits = torch.mm(h, low_weight.T, out=buffer[: len(h)])
-                logits[:, vocab_size:] = -torch.inf
+                logits[:, rows:] = -torch.inf
                 targets = labels[chunk, None].masked_fill(skip, 0)
-                losses[chunk] = _losses_and_gradient(logits, targets, ctx.lift if any(needed) else None)
+                lift = ctx.lift if any(needed) else None
+                if group is None:
+                    losses[chunk] = _losses_and_gradient(logits, targets, lift)
+                else:
+                    losses[chunk] = _losses_and_gradient_of_share(logits, targets - first, lift, group)
                 # Tokens without a target are taken out of the products: their rows of logits would be a whole pass.
                 if grad_hidden is not None:
                     grad_hidden[chunk] = _exact_mm(logits, low_weight).masked_fill_(skip, 0.0)
@@ -100,7 +143,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
             None if grad is None else grad.mul_(factor).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None, None, None, None
 
 
 def _losses_and_gradient(logits: Tensor, targets: Tensor, lift: float | None) -> Tensor:
@@ -119,6 +162,32 @@ def _losses_and_gradient(logits: Tensor, targets: Tensor, lift: float | None) ->
             p.scatter_add_(1, target, p.new_full(target.shape, -1.0))
             x.copy_(p if lift == 1.0 else p.mul_(lift))
     return torch.cat(losses)
+
+
+def _losses_and_gradient_of_share(
+    logits: Tensor, targets: Tensor, lift: float | None, group: dist.ProcessGroup
+) -> Tensor:
+    """`_losses_and_gradient` where each rank of `group` has its share of the columns.
+
+    logits [n, V/P]; targets [n, 1], relative to this share's first column, and so outside of it on all ranks but one.
+    """
+    rows = _CPU_SOFTMAX_ROWS if logits.device.type == "cpu" else max(len(logits), 1)
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    here = (targets >= 0) & (targets < logits.shape[1])
+    columns = targets.masked_fill(~here, 0)
+    log_sums = torch.cat([x.to(exact).logsumexp(-1) for x in logits.split(rows)])
+    of_targets = logits.gather(1, columns).to(exact).masked_fill(~here, 0.0)[:, 0]
+    mine = torch.stack([log_sums, of_targets])
+    all_shares = mine.new_empty(dist.get_world_size(group), *mine.shape)
+    dist.all_gather_into_tensor(all_shares.view(-1, mine.shape[1]), mine, group=group)
+    log_sum = all_shares[:, 0].logsumexp(0)
+    if lift is not None:
+        parts = (t.split(rows) for t in (logits, log_sum, columns, here))
+        for x, whole, column, mark in zip(*parts, strict=True):
+            p = (x.to(exact) - whole[:, None]).exp_()
+            p.scatter_add_(1, column, -mark.to(p.dtype))
+            x.copy_(p if lift == 1.0 else p.mul_(lift))
+    return log_sum - all_shares[:, 1].sum(0)
 
 
 def _exact_mm(a: Tensor, b: Tensor) -> Tensor:

@@ -11,6 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from crosstrain.data.dataset import Batch
+from crosstrain.loss import Head
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Modules of a model outside of its blocks, by their names in it; all that have parameters are among them."""
+
+    first: list[str]  # run before the first block
+    last: list[str]  # run after the last one; the last of them is the head, whose weight `Model.head` is given
 
 
 class Model(nn.Module, ABC):
@@ -23,6 +32,8 @@ class Model(nn.Module, ABC):
     @dataclass
     class Options:
         """A model without options of its own."""
+
+    head: Head = Head()  # what a language model's forward ends in; a runner may put another in its place
 
     def __init__(self, options: Any) -> None:
         super().__init__()
@@ -48,6 +59,27 @@ class Model(nn.Module, ABC):
     @abstractmethod
     def blocks(self) -> list[nn.Module]:
         """The repeated blocks, in order: the unit of gradient checkpointing, compilation, sharding and pipelining."""
+
+    def ends(self) -> Ends | None:
+        """What runs before and after the blocks, so that stages of a pipeline can leave it out; None: not known.
+
+        A model that has ends calls its blocks in order, each with the one before's hidden states [batch, length, H]
+        as first argument and result, and closes with `head`.
+        """
+        return None
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """How parameters may be cut over ranks: pattern of canonical names -> style. Plain data; YAML can override it.
+
+        A pattern (`transformer.h.*.mlp.c_fc`) matches names of parameters, or of modules. What none matches is
+        replicated. The styles are those of the runner that cuts.
+        """
+        return {}
+
+    @property
+    def vocabulary_multiple(self) -> int:
+        """The rows of embedding and head are padded to a multiple of this for each rank that holds some of them."""
+        return 1
 
     @abstractmethod
     def canonical_name(self, name: str) -> str:

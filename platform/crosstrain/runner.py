@@ -26,7 +26,7 @@ from crosstrain.guard import guard
 from crosstrain.model import Model
 from crosstrain.monitor.timers import Timers
 from crosstrain.norms import global_norm
-from crosstrain.optim import MakeOptimizer, create_state, gradients_of
+from crosstrain.optim import MakeOptimizer, NamedParameters, create_state, gradients_of
 from crosstrain.options import RunOptions
 from crosstrain.precision import Precision
 from crosstrain.rng import seed_everything_for
@@ -125,7 +125,7 @@ class Runner:
     def build_optimizer(self, make_optimizer: MakeOptimizer | None) -> None:
         """For `prepare`: the optimizer over the model's parameters as they are now, its state allocated."""
         if make_optimizer is not None:
-            self.optimizer = make_optimizer(self.model.named_parameters(), self.full_shape)
+            self.optimizer = make_optimizer(self.owned_parameters(), self.full_shape)
             try:
                 create_state(self.optimizer)
             except RuntimeError as error:  # an operation that the parameters' kind of tensor does not have
@@ -133,6 +133,10 @@ class Runner:
                 raise ConfigError(
                     f"run.optimizer: {self.run.optimizer.name} fails under this runner: {reason}"
                 ) from error
+
+    def owned_parameters(self) -> NamedParameters:
+        """What the optimizer is to update: the model's parameters, or what stands for this rank's part of them."""
+        return self.model.named_parameters()
 
     # ---- training
 

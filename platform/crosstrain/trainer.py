@@ -106,16 +106,19 @@ class Trainer:
         return state
 
     def _announce(self) -> None:
-        parameters = self.runner.model.canonical_parameters().values()
-        numel = {p: self.runner.full_shape(p).numel() for p in parameters}
+        runner = self.runner
+        mine = {
+            n: (p.requires_grad, runner.full_shape(p).numel()) for n, p in runner.model.canonical_parameters().items()
+        }
+        parameters = {name: count for held in runner.world.all_gather(mine) for name, count in held.items()}
         log.info(
             "%s: %s parameters (%s trainable), runner %s on %d %s worker(s), %s",
             self.config.model.name,
-            f"{sum(numel.values()):,}",
-            f"{sum(n for p, n in numel.items() if p.requires_grad):,}",
+            f"{sum(numel for _, numel in parameters.values()):,}",
+            f"{sum(numel for trainable, numel in parameters.values() if trainable):,}",
             self.config.runner.name,
-            self.runner.world.size,
-            self.runner.device.type,
+            runner.world.size,
+            runner.device.type,
             self.run.amp.dtype,
         )
         plan = self.plan

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from crosstrain.errors import ConfigError
-from crosstrain.loss import token_cross_entropy
-from crosstrain.model import Model
+from crosstrain.model import Ends, Model
 from crosstrain.pretrained import pretrained_folder
 from crosstrain.registry import registry
 
@@ -63,13 +62,29 @@ class GPT2(Model):
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, cache: Any = None) -> Tensor:
         """input_ids [batch, length]; labels [batch, length], the target at each position or -100."""
         hidden = self.lm.transformer(input_ids, past_key_values=cache, use_cache=cache is not None).last_hidden_state
-        weight = self.lm.lm_head.weight
-        if labels is None:
-            return nn.functional.linear(hidden[:, -1], weight[: self.vocab_size]).float()
-        return token_cross_entropy(hidden, weight, labels, vocab_size=self.vocab_size)
+        return self.head(hidden, self.lm.lm_head.weight, labels, self.vocab_size)
 
     def blocks(self) -> list[nn.Module]:
         return list(self.lm.transformer.h)
+
+    def ends(self) -> Ends:
+        first = ["lm.transformer.wte", "lm.transformer.wpe", "lm.transformer.drop"]
+        return Ends(first, ["lm.transformer.ln_f", "lm.lm_head"])
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """Megatron-LM's (Shoeybi et al., 2019, section 3): heads and the MLP's width are cut, and the vocabulary."""
+        return {
+            "transformer.wte": "vocabulary",
+            "transformer.h.*.attn.c_attn": "fused_qkv",
+            "transformer.h.*.attn.split_size": "divide",
+            "transformer.h.*.attn.c_proj": "row",
+            "transformer.h.*.mlp.c_fc": "column",
+            "transformer.h.*.mlp.c_proj": "row",
+        }
+
+    @property
+    def vocabulary_multiple(self) -> int:
+        return self.options.make_vocab_size_divisible_by
 
     def canonical_name(self, name: str) -> str:
         return name.removeprefix("lm.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -41,13 +41,17 @@ class Base:
         self.reader.fill(shards, self.source_name)
 
 
-def load_shards(reader: Reader, shards: list[Shard], base: Base | None = None) -> set[str]:
+def load_shards(
+    reader: Reader, shards: list[Shard], base: Base | None = None, names: Collection[str] | None = None
+) -> set[str]:
     """Fill every piece from a checkpoint, nothing is gathered; returns the parameters that came from `base`.
 
-    Raises CheckpointError where model and checkpoint do not hold the same parameters, or a frozen one has no base to
-    come from. That the base is the right one is for `check_frozen` to say.
+    `names` are the model's parameters where `shards` do not have all of them, because other ranks do. Raises
+    CheckpointError where model and checkpoint do not hold the same parameters, or a frozen one has no base to come
+    from. That the base is the right one is for `check_frozen` to say.
     """
-    extra = (reader.names("param") | reader.frozen.keys()) - {s.name for s in shards if s.kind == "param"}
+    known = {s.name for s in shards if s.kind == "param"} if names is None else set(names)
+    extra = (reader.names("param") | reader.frozen.keys()) - known
     if extra:
         raise CheckpointError(
             f"{reader.folder}: holds {len(extra)} parameters that the model lacks, such as {min(extra)}: is `model` "
@@ -101,7 +105,7 @@ def check_frozen(reader: Reader, hashes: dict[str, Frozen]) -> None:
 
 
 def fingerprints(shards: list[Shard], group: Group) -> dict[str, Frozen]:
-    """Hash of every parameter in `shards`, from whatever pieces the ranks of `group` hold. Collective.
+    """Hash of every parameter in the `shards` of some rank of `group`, from the pieces that ranks hold. Collective.
 
     The hash is the sum, modulo 2^64, over a tensor's elements of a mix of the element's position and value; so ranks
     add up what they hold. It tells other weights from the same ones; it is not made to withstand an attacker.

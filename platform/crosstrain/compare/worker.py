@@ -156,6 +156,7 @@ def compare_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
     if rows is None:
         runner.close()
         return stop.received or signal.SIGTERM
+    names = [name for held in runner.world.all_gather(list(runner.model.canonical_parameters())) for name in held]
     peak = max(runner.world.all_gather(memory_mb(runner.device).get("memory_peak_mb", 0.0) - before))
     state = probe.final_state()
     firsts = [sorted(set().union(*ranks)) for ranks in zip(*runner.world.all_gather(samples), strict=True)]
@@ -168,7 +169,7 @@ def compare_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
             "gradients": probe.gradients,
             "spread": probe.spread,
             "state": state,
-            "names": list(runner.model.canonical_parameters()),
+            "names": list(dict.fromkeys(names)),
             "tied": _tied(runner),
             "dp_size": runner.dp.size,
             "accumulation": trainer.plan.accumulation,

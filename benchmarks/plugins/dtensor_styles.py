@@ -1,0 +1,103 @@
+"""Tensor parallelism as torch's own styles do it: modules compute with DTensors, and torch's dispatcher exchanges."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from crosstrain.checkpoint.boxes import Box, Piece
+from crosstrain.data.stream import MicroBatch
+from crosstrain.distributed import Group
+from crosstrain.loss import Head
+from crosstrain.model import Model
+from crosstrain.optim import MakeOptimizer
+from crosstrain.registry import registry
+from crosstrain.runner import Runner
+
+
+class _Head(Head):
+    """All logits as a DTensor, and torch's parallel loss."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: int) -> Tensor:
+        assert labels is not None, "trains only"
+        whole = DTensor.from_local(hidden, self.mesh, [Replicate()], run_check=False)
+        logits = nn.functional.linear(whole, weight).float().view(-1, weight.shape[0])
+        loss = nn.functional.cross_entropy(logits, labels.reshape(-1), ignore_index=-100, reduction="sum")
+        return loss.redistribute(placements=[Replicate()]).to_local()
+
+
+@registry.register_runner("dtensor_styles")
+class DTensorStyles(Runner):
+    """GPT-2's plan through torch's tensor-parallel styles."""
+
+    needs_process_group = True
+
+    @classmethod
+    def data_parallel_size(cls, options: Any, world_size: int) -> int:
+        return 1
+
+    def setup(self) -> None:
+        super().setup()
+        self.dp = Group()
+        self.mesh = init_device_mesh(self.device.type, (self.world.size,))
+
+    def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
+        body = model.lm.transformer
+        for block in body.h:
+            self._spread(
+                block.attn.c_attn, _StridedShard(1, split_factor=3), _StridedShard(0, split_factor=3), Replicate()
+            )
+            self._spread(block.attn.c_proj, Shard(0), Replicate(), Shard(-1))
+            self._spread(block.mlp.c_fc, Shard(1), Shard(0), Replicate())
+            self._spread(block.mlp.c_proj, Shard(0), Replicate(), Shard(-1))
+            block.attn.split_size //= self.mesh.size()
+            for norm in (block.ln_1, block.ln_2):
+                self._spread(norm, Replicate(), Replicate(), Replicate())
+        self._spread(body.ln_f, Replicate(), Replicate(), Replicate())
+        self._spread(body.wpe, Replicate(), None, Replicate())
+        words = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+        parallelize_module(body, self.mesh, {"wte": words})
+        model.lm.lm_head.weight = body.wte.weight
+        model.head = _Head(self.mesh)
+        super().prepare(model, make_optimizer)
+
+    def _spread(self, module: nn.Module, weight: Placement, bias: Placement | None, inputs: Placement) -> None:
+        for name, placement in (("weight", weight), ("bias", bias)):
+            if placement is not None:
+                whole = distribute_tensor(getattr(module, name).detach(), self.mesh, [placement], src_data_rank=None)
+                module.register_parameter(name, nn.Parameter(whole))
+
+        def enter(_: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+            return (DTensor.from_local(args[0], mesh, [inputs], run_check=False), *args[1:])
+
+        def leave(_: nn.Module, out: DTensor, mesh: DeviceMesh) -> Tensor:
+            summed = any(isinstance(p, Partial) for p in out.placements)
+            return (out.redistribute(placements=[Replicate()]) if summed else out).to_local()
+
+        distribute_module(module, self.mesh, None, partial(enter), partial(leave))
+
+    def pieces(self, parameter: nn.Parameter, held: Tensor, shape: torch.Size) -> list[Piece]:
+        if not isinstance(held, DTensor) or not isinstance(held.placements[0], _StridedShard):
+            return super().pieces(parameter, held, shape)
+        out, dim = [], held.placements[0].dim
+        for part, data in enumerate(held.detach().to_local().chunk(3, dim)):
+            offset = [0] * data.ndim
+            offset[dim] = (part * self.mesh.size() + self.mesh.get_local_rank()) * data.shape[dim]
+            out.append(Piece(Box(tuple(offset), tuple(data.shape)), data))
+        return out
+
+    def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
+        with ExitStack() as stack:
+            stack.enter_context(loss_parallel())
+            return super().forward_backward(micro_batches, num_targets)

@@ -1,0 +1,82 @@
+"""What tensor parallelism gains, and what it costs to do it with torch's own styles.
+
+    python benchmarks/tensor_parallel.py [--pairs 20]
+
+Three contestants train the same GPT-2 through the platform, each on two cores: one process with two threads; two ranks
+of `megatron_tp2` with one thread each; and two ranks under the same plan by torch's DTensor styles
+(plugins/dtensor_styles.py). All are alive at once and take turns of some steps, in changing order. Given are the median
+of the ratios of neighbouring turns, with its 95 % confidence interval, and the time of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from common import ROOT, Sizes, interval, table, write_project
+from engines import Order, platform
+from turns import Contestant
+
+WARM_UP = 2  # turns
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in vars(Sizes()).items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--pairs", type=int, default=20, help="turns that are measured")
+    parser.add_argument("--turn", type=int, default=2, help="steps of a turn")
+    parser.add_argument("--precision", default="fp32")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        print(measure(arguments, Path(folder)))
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> str:
+    """The table."""
+    sizes = Sizes(*(getattr(arguments, name) for name in vars(Sizes())))
+    run = {
+        "output_dir": str(folder), "max_iters": 10**6, "micro_batch_size": arguments.micro_batch, "device": "cpu",
+        "amp": arguments.precision, "plugins": [str(ROOT / "benchmarks" / "plugins")], "collective_timeout": 1e6,
+    }  # fmt: skip
+    project = write_project(folder, sizes, run)
+    field = {
+        "one process, two threads": ("ddp", 1),
+        "megatron_tp2": ("megatron_tp2", 2),
+        "DTensor styles": ("dtensor_styles", 2),
+    }
+    sides: list[Contestant] = []
+    seconds: dict[str, list[float]] = {name: [] for name in field}
+    try:
+        for i, (runner, ranks) in enumerate(field.values()):
+            options = [f"run.runner={runner}", f"run.output_dir={folder}/{i}", "model.dropout=0"]
+            env = {"OMP_NUM_THREADS": str(2 // ranks), "DS_ACCELERATOR": "cpu"}
+            sides.append(Contestant(platform, str(project), options, ranks=ranks, env=env))
+        order = Order(arguments.turn)
+        for number in range(WARM_UP + arguments.pairs):
+            turns = list(zip(field, sides, strict=True))
+            results = {name: side.turn(order) for name, side in (turns if number % 2 else turns[::-1])}
+            losses = [result["loss"] for result in results.values()]
+            if max(losses) / min(losses) > 1.001:
+                raise SystemExit(f"they do not train the same: losses {losses}")
+            for name, result in results.items():
+                if number >= WARM_UP:
+                    seconds[name].append(result["seconds"] / arguments.turn)
+            print({name: round(result["seconds"], 3) for name, result in results.items()}, file=sys.stderr, flush=True)
+    finally:
+        for side in sides:
+            side.close()
+    ours = seconds["megatron_tp2"]
+    rows = [
+        [name, f"{statistics.median(times):.3f} s", interval([a / b for a, b in zip(ours, times, strict=True)])]
+        for name, times in seconds.items()
+    ]
+    return table(["two cores", "step", "megatron_tp2 / this"], rows)
+
+
+if __name__ == "__main__":
+    main()

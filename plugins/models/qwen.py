@@ -1,0 +1,192 @@
+"""Qwen2, Qwen2.5 and Qwen3: transformers' causal language models, unmodified."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from crosstrain import transformers_plan
+from crosstrain.check import OptionError
+from crosstrain.errors import ConfigError
+from crosstrain.language_model import LanguageModel
+from crosstrain.model import Ends
+from crosstrain.pretrained import pretrained_folder
+from crosstrain.registry import registry
+
+_FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[nn.Module]]] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings", "initializer_range",
+)  # fmt: skip
+
+
+@registry.register_model("qwen")
+class Qwen(LanguageModel):
+    """Decoder-only language model with grouped queries, rotary positions and gated MLPs (Qwen team, 2024, 2025)."""
+
+    @dataclass
+    class Options:
+        """Sizes default to transformers' for the family, or to the pretrained model's, under the same names."""
+
+        pretrained: str | None = None  # a Hugging Face name or folder to start from, which says the family too
+        family: Literal["qwen2", "qwen3"] = "qwen2"  # Qwen2.5 is qwen2; qwen3 normalises queries and keys
+        vocab_size: int | None = None
+        hidden_size: int | None = None
+        intermediate_size: int | None = None  # width of the MLP
+        num_hidden_layers: int | None = None
+        num_attention_heads: int | None = None
+        num_key_value_heads: int | None = None  # each serves num_attention_heads / num_key_value_heads queries
+        head_dim: int | None = None  # qwen3 alone; qwen2's is hidden_size / num_attention_heads
+        max_position_embeddings: int | None = None  # longest sequence, in tokens
+        rope_theta: float | None = None  # base of the rotary frequencies
+        tie_word_embeddings: bool | None = None
+        initializer_range: float | None = None  # standard deviation of initial weights
+        attention_dropout: float = 0.0
+        make_vocab_size_divisible_by: int = 128  # embedding rows are padded to this; the padding shows nowhere
+        attention: Literal["sdpa", "eager"] = "sdpa"  # transformers' attention implementation
+
+        def __post_init__(self) -> None:
+            if self.make_vocab_size_divisible_by < 1:
+                raise OptionError("make_vocab_size_divisible_by", "must be at least 1")
+            if self.head_dim is not None and self.family == "qwen2" and self.pretrained is None:
+                raise OptionError("head_dim", "qwen2 has none of its own: it is hidden_size / num_attention_heads")
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self.source = pretrained_folder(options.pretrained) if options.pretrained else None
+        self.config = _config(options, self.source)
+        multiple = options.make_vocab_size_divisible_by
+        padded = copy.deepcopy(self.config)
+        padded.vocab_size = -(-self.config.vocab_size // multiple) * multiple
+        padded._attn_implementation = options.attention
+        self.lm = _FAMILIES[self.config.model_type][1](padded)
+
+    # ---- compute
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        cache: Any = None,
+        inputs_embeds: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        hidden = self.lm.model(
+            input_ids=input_ids, inputs_embeds=inputs_embeds, attention_mask=attention_mask,
+            position_ids=position_ids, past_key_values=cache, use_cache=cache is not None,
+        ).last_hidden_state  # fmt: skip
+        return self.head(hidden, self.lm.lm_head.weight, labels, self.vocab_size)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.lm.model.embed_tokens(input_ids)
+
+    # ---- structure
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.lm.model.layers)
+
+    def ends(self) -> Ends:
+        found = transformers_plan.ends(self.lm, "lm")
+        assert found is not None
+        return found
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        return transformers_plan.tensor_parallel_plan(self.lm)
+
+    @property
+    def vocabulary_multiple(self) -> int:
+        return self.options.make_vocab_size_divisible_by
+
+    def canonical_name(self, name: str) -> str:
+        return name.removeprefix("lm.")
+
+    def logical_shape(self, name: str, shape: torch.Size) -> torch.Size:
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            return torch.Size((self.vocab_size, shape[1]))
+        return shape
+
+    def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
+        """transformers' PreTrainedModel._init_weights: N(0, initializer_range), norms 1, biases 0."""
+        if name.endswith(".bias"):
+            value.zero_()
+        elif name.endswith("norm.weight"):
+            value.fill_(1.0)
+        else:
+            value.normal_(0.0, self.config.initializer_range, generator=rng)
+
+    def pretrained_weights(self) -> Path | None:
+        return self.source
+
+    def pretrained_name(self, name: str, available: set[str]) -> str:
+        """A folder of the bare transformer names its weights without the prefix."""
+        return name if name in available else name.removeprefix("model.")
+
+    # ---- arithmetic
+
+    def flops_per_token(self, sequence_length: int | None) -> float:
+        """Six operations per parameter in a matrix product, and attention's (Narayanan et al., 2021, section 5.1)."""
+        c = self.config
+        attention = self.head_dim * c.num_attention_heads
+        keys = self.head_dim * c.num_key_value_heads
+        layer = c.hidden_size * (2 * attention + 2 * keys + 3 * c.intermediate_size)
+        matrices = c.num_hidden_layers * layer + c.vocab_size * c.hidden_size
+        length = sequence_length or c.max_position_embeddings
+        return 6 * matrices + 12 * c.num_hidden_layers * attention * length
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a query, key or value of one head."""
+        return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    # ---- life after training
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def max_length(self) -> int:
+        return self.config.max_position_embeddings
+
+    def new_cache(self) -> DynamicCache:
+        return DynamicCache(config=self.lm.config)
+
+    def save_config(self, folder: Path) -> None:
+        config = copy.deepcopy(self.config)
+        config.architectures = [_FAMILIES[config.model_type][1].__name__]
+        config.save_pretrained(folder)
+
+
+def _config(options: Qwen.Options, source: Path | None) -> PreTrainedConfig:
+    """transformers' configuration with the options' sizes; ConfigError where they do not go together."""
+    given = {key: getattr(options, key) for key in _SIZES if getattr(options, key) is not None}
+    given["attention_dropout"] = options.attention_dropout
+    family = options.family
+    if source is not None:
+        family = PreTrainedConfig.get_config_dict(source)[0].get("model_type", "")
+        if family not in _FAMILIES:
+            raise ConfigError(f"model.pretrained: {source} is of type {family!r}; known: {', '.join(_FAMILIES)}")
+    make = _FAMILIES[family][0]
+    config = make.from_pretrained(source, **given) if source else make(**given)
+    if options.rope_theta is not None:
+        config.rope_parameters = {**config.rope_parameters, "rope_theta": options.rope_theta}
+    heads, keys = config.num_attention_heads, config.num_key_value_heads
+    if heads % keys:
+        raise ConfigError(f"model.num_key_value_heads: {keys} does not divide num_attention_heads={heads} evenly")
+    if family == "qwen2" and config.hidden_size % heads:
+        raise ConfigError(f"model.num_attention_heads: {heads} does not divide hidden_size={config.hidden_size} evenly")
+    return config

@@ -1,0 +1,159 @@
+"""Cut modules that compute with what a rank has of them.
+
+Parameters are DTensors, the arithmetic is local: a module's `forward` is replaced on the instance, and torch's
+dispatcher has no more to do than in an ordinary module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+from crosstrain.errors import ConfigError
+from crosstrain.model import Model
+
+from .collectives import Copy, Gather, Reduce, ReduceScatter, Split, Unsplit
+from .dropout import Randomness
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's slice; the tensor itself where it is not cut."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class TensorParallel:
+    """The ranks that share every block, and how activations go between them.
+
+    `splits_sequence`: outside of the cut matrices each rank has its part of the sequence (in training alone).
+    """
+
+    def __init__(self, group: dist.ProcessGroup, splits_sequence: bool, randomness: Randomness) -> None:
+        self.group, self.splits_sequence, self.randomness = group, splits_sequence, randomness
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._aside: Tensor | None = None
+
+    def enter(self, x: Tensor) -> Tensor:
+        """What cut columns multiply: the same [batch, length, width] on every rank."""
+        return (Gather if self.splits_sequence else Copy).apply(x, self.group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The sum of what cut rows gave."""
+        return (ReduceScatter if self.splits_sequence else Reduce).apply(x, self.group)
+
+    def whole_sequence(self, x: Tensor) -> Tensor:
+        """All of it, for what every rank then does alike."""
+        return Unsplit.apply(x, self.group) if self.splits_sequence else x
+
+    def set_aside(self, _module: nn.Module, _inputs: object, x: Tensor) -> Tensor:
+        """Hook after the last module that sees a part of the sequence: `taken` gives that part to the head.
+
+        The model's own forward goes on with a whole sequence, without memory, because it may look at the length.
+        """
+        if not self.splits_sequence:
+            return x
+        self._aside = x
+        return x.new_zeros(()).expand(x.shape[0], x.shape[1] * self.size, x.shape[2])
+
+    def taken(self, x: Tensor) -> Tensor:
+        """What was set aside in the place of `x`; `x` itself if nothing was."""
+        aside, self._aside = self._aside, None
+        return x if aside is None else aside
+
+    def split_sequence(self, x: Tensor) -> Tensor:
+        """This rank's part; dropout differs from here on, as the parts do."""
+        if not self.splits_sequence:
+            return x
+        if x.shape[1] % self.size:
+            raise ConfigError(
+                f"run.runner.sequence_parallel: sequences of {x.shape[1]} tokens cannot be split for {self.size} "
+                f"ranks; make the length divisible, or switch it off"
+            )
+        self.randomness.fork()
+        return Split.apply(x, self.group)
+
+
+class Region:
+    """Between the columns and the row of one parent module: each rank computes its own heads, or its own features.
+
+    Columns that read the same input share its exchange. Where the sequence is split, the parent itself gets the whole
+    one, because attention looks at its length; unless the parent is a block, of which other parts want to see theirs.
+    """
+
+    def __init__(self, tensor: TensorParallel, parent: nn.Module | None) -> None:
+        self.tensor, self.entered_by_parent = tensor, parent is not None
+        if parent is not None:
+            parent.register_forward_pre_hook(self._enter_parent, with_kwargs=True)
+        self.last_column: nn.Module | None = None
+        self._source: Tensor | None = None
+        self._entered: Tensor | None = None
+
+    def _enter_parent(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self.tensor.splits_sequence:
+            return args, kwargs
+        if args:
+            return (self.tensor.enter(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": self.tensor.enter(kwargs["hidden_states"])}
+
+    def column(self, module: nn.Module, x: Tensor) -> Tensor:
+        if self.entered_by_parent and self.tensor.splits_sequence:
+            self._source, self._entered = x, x
+        elif self._source is not x or self._entered is None:
+            self._source, self._entered = x, self.tensor.enter(x)
+        y = _product(module, self._entered, module.bias)
+        if module is self.last_column and module.training and not self.tensor.splits_sequence:
+            self.tensor.randomness.enter()  # for the dropout of attention, which comes after the projections
+        return y
+
+    def row(self, module: nn.Module, x: Tensor) -> Tensor:
+        self.tensor.randomness.leave()
+        self._source = self._entered = None
+        y = self.tensor.leave(_product(module, x, None))
+        return y if module.bias is None else y + module.bias.to(y.dtype)  # half under autocast, as in one process
+
+
+def _product(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+    weight = local(module.weight)
+    if isinstance(module, Conv1D):  # whose weight is [in, out]
+        weight = weight.T
+    return functional.linear(x, weight, None if bias is None else local(bias))
+
+
+def _embed(tensor: TensorParallel, module: nn.Embedding, ids: Tensor) -> Tensor:
+    """Embeddings of tokens, each from the rank that has its row."""
+    weight = local(module.weight)
+    ids = ids - tensor.rank * len(weight)
+    elsewhere = (ids < 0) | (ids >= len(weight))
+    padding = None if module.padding_idx is None else module.padding_idx - tensor.rank * len(weight)
+    if padding is not None and not 0 <= padding < len(weight):
+        padding = None
+    x = functional.embedding(ids.masked_fill(elsewhere, 0), weight, padding)
+    return Reduce.apply(x.masked_fill(elsewhere[..., None], 0.0), tensor.group)
+
+
+def compute_with_slices(model: Model, styles: dict[str, str], tensor: TensorParallel) -> None:
+    """Make the modules named in `styles` compute with their slices."""
+    regions: dict[nn.Module, Region] = {}
+    blocks = set(model.blocks())
+    for name, style in styles.items():
+        module = model.get_submodule(name)
+        if style == "vocabulary":
+            if isinstance(module, nn.Embedding):  # a head's weight is used by `ParallelHead`
+                module.forward = partial(_embed, tensor, module)
+            continue
+        parent = model.get_submodule(name.rpartition(".")[0])
+        if parent not in regions:
+            regions[parent] = Region(tensor, None if parent in blocks else parent)
+        region = regions[parent]
+        forward: Callable[[nn.Module, Tensor], Tensor] = region.row
+        if style != "row":
+            forward, region.last_column = region.column, module
+        module.forward = partial(forward, module)

@@ -1,0 +1,59 @@
+"""Where a rank's slice of a cut parameter lies in the whole one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from crosstrain.checkpoint.boxes import Box, Piece
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A parameter of shape `full` is cut along `dim` for `size` ranks.
+
+    With several `parts`, as of queries, keys and values in one matrix, each part is cut by itself, and a rank holds its
+    slices one after the other.
+    """
+
+    full: tuple[int, ...]
+    dim: int
+    size: int
+    parts: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.full[self.dim] % (self.size * self.parts) == 0, self
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """Shape of a rank's slice."""
+        return tuple(n // self.size if d == self.dim else n for d, n in enumerate(self.full))
+
+    @property
+    def placement(self) -> Placement:
+        return Shard(self.dim) if self.parts == 1 else _StridedShard(self.dim, split_factor=self.parts)
+
+    def whole(self, pieces: list[Piece], rank: int) -> list[Piece]:
+        """Pieces of the slice of `rank`, as pieces of the whole parameter."""
+        width = self.full[self.dim] // (self.size * self.parts)  # of one part's slice
+        out = []
+        for piece in pieces:
+            first, count = piece.box.offset[self.dim], piece.box.shape[self.dim]
+            for part in range(self.parts):
+                low, high = max(first, part * width), min(first + count, (part + 1) * width)
+                if low < high:
+                    offset, shape = list(piece.box.offset), list(piece.box.shape)
+                    offset[self.dim] = (part * self.size + rank) * width + low - part * width
+                    shape[self.dim] = high - low
+                    data = piece.data.narrow(self.dim, low - first, high - low)
+                    out.append(Piece(Box(tuple(offset), tuple(shape)), data))
+        return out
+
+
+def inside(pieces: list[Piece], shape: tuple[int, ...]) -> list[Piece]:
+    """Pieces without what lies beyond `shape`, which is padding."""
+    logical = Box.whole(tuple(shape))
+    cut = [(piece, piece.box.intersect(logical)) for piece in pieces]
+    return [Piece(box, piece.data[box.slices_in(piece.box)]) for piece, box in cut if box is not None]

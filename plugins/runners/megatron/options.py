@@ -1,0 +1,55 @@
+"""Options of the megatron runner, and the layout of ranks that follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from crosstrain.check import OptionError
+from crosstrain.errors import ConfigError
+
+
+@dataclass
+class Options:
+    """Options of `run.runner` for megatron."""
+
+    tensor_parallel: int = 1  # ranks that share every block: each holds a part of its matrices
+    pipeline_parallel: int = 1  # stages, each a run of consecutive blocks on its own ranks
+    data_parallel: int | Literal["auto"] = "auto"  # copies of all that; auto: what the number of ranks allows
+    sequence_parallel: bool = False  # between the matrices, tensor-parallel ranks share the sequence too
+    data_parallel_style: Literal["allreduce", "zero1", "fsdp"] | None = None  # None: allreduce; with offload fsdp
+    bucket_mb: int = 25  # gradients are exchanged in buckets of this many MiB
+    pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    pipeline_layers: list[int] | None = None  # blocks of each stage; None: as even as it goes
+    offload: Literal["none", "cpu", "auto"] = "none"  # cpu: parameters and optimizer state are in host memory
+    plan: dict[str, str] = field(default_factory=dict)  # pattern of parameter names -> style, over the model's own
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel", "pipeline_parallel", "data_parallel", "bucket_mb"):
+            value = getattr(self, name)
+            if value != "auto" and value < 1:
+                raise OptionError(name, f"expected at least 1, got {value}")
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise OptionError("sequence_parallel", "tensor-parallel ranks share the sequence, and there are none")
+        layers = self.pipeline_layers
+        if layers is not None and (len(layers) != self.pipeline_parallel or min(layers) < 1):
+            raise OptionError(
+                "pipeline_layers",
+                f"{layers} must say for each of the {self.pipeline_parallel} stages how many blocks it has",
+            )
+        if self.offload == "cpu" and self.data_parallel_style not in (None, "fsdp"):
+            raise OptionError("offload", f"data_parallel_style {self.data_parallel_style} keeps parameters on devices")
+
+    def copies(self, world_size: int) -> int:
+        """How many data-parallel copies `world_size` ranks hold. Raises ConfigError where the layout does not fit."""
+        ranks = self.tensor_parallel * self.pipeline_parallel
+        layout = f"tensor_parallel {self.tensor_parallel} x pipeline_parallel {self.pipeline_parallel}"
+        if self.data_parallel != "auto":
+            if ranks * self.data_parallel != world_size:
+                raise ConfigError(
+                    f"run.runner: {layout} x data_parallel {self.data_parallel} takes "
+                    f"{ranks * self.data_parallel} ranks, and there are {world_size}"
+                )
+        elif world_size % ranks:
+            raise ConfigError(f"run.runner: {layout} = {ranks} ranks do not divide the {world_size} that there are")
+        return world_size // ranks

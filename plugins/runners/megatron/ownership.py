@@ -1,0 +1,194 @@
+"""What a rank updates of the parameters that it computes with, and how gradients get there.
+
+The optimizer sees plain tensors that share memory with the model's: slices under tensor parallelism, flat ranges of
+them under ZeRO-1, rows of them under FSDP. Gradients are summed over the data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from crosstrain.checkpoint.boxes import Box, Piece, flat_range_pieces
+from crosstrain.distributed import Group
+
+from .layers import local
+from .layout import Cut
+
+MIB = 1 << 20
+
+
+@dataclass
+class Share:
+    """A parameter, and what this rank updates of it."""
+
+    name: str  # the model's own
+    parameter: nn.Parameter
+    shape: torch.Size  # as the model was built, without a padding for the ranks' sake
+    cut: Cut | None  # None: every tensor-parallel rank has all of it
+    owned: nn.Parameter  # what the optimizer sees
+    norm_weight: float  # of its squared gradient in the global norm's sum over all ranks
+    summed: bool  # tensor-parallel ranks have parts of its gradient
+    start: int = 0  # where `owned` begins in the rank's slice: an index of the flattened one, or a row
+
+    @property
+    def slice_shape(self) -> tuple[int, ...]:
+        return self.cut.local if self.cut else tuple(self.parameter.shape)
+
+
+class Copies:
+    """Every data-parallel rank updates everything; gradients are summed in buckets while the backward still runs."""
+
+    gradient_divisor = 1  # gradients are divided by this where the sum over the ranks is meant
+
+    def __init__(self, group: Group, bucket_mb: int) -> None:
+        self.group, self.bucket_size = group, bucket_mb * MIB
+        self.shares: list[Share] = []
+        self.buckets: list[_Bucket] = []
+
+    def own(self, parameter: nn.Parameter) -> tuple[Tensor, int]:
+        """What this rank updates of a parameter, in its memory, and where in the rank's slice that begins."""
+        return local(parameter.detach()), 0
+
+    def pieces(self, share: Share, held: Tensor) -> list[Piece]:
+        """`held`, laid out as `share.owned`, as pieces of the rank's slice."""
+        return [Piece(Box.whole(share.slice_shape), held.detach())]
+
+    def watch(self, shares: list[Share]) -> None:
+        """Exchange the gradients of these from now on."""
+        self.shares = [share for share in shares if share.parameter.requires_grad]
+        if self.group.size == 1:
+            return
+        room = 0
+        for share in reversed(self.shares):  # gradients are ready in about this order
+            size = local(share.parameter.detach()).numel() * share.parameter.element_size()
+            if not self.buckets or room < size:
+                self.buckets.append(_Bucket([]))
+                room = self.bucket_size
+            room -= size
+            bucket = self.buckets[-1]
+            bucket.shares.append(share)
+            share.parameter.register_post_accumulate_grad_hook(partial(self._accumulated, bucket))
+
+    def start(self, backwards: int) -> None:
+        """A step begins that has so many backward passes."""
+        for bucket in self.buckets:
+            bucket.awaited = backwards * len(bucket.shares)
+            bucket.finish = None
+
+    def _accumulated(self, bucket: _Bucket, _: nn.Parameter) -> None:
+        bucket.awaited -= 1
+        if bucket.awaited == 0:
+            for candidate in self.buckets:  # in one order on all ranks
+                if candidate.awaited:
+                    return
+                if candidate.finish is None:
+                    candidate.finish = self._exchange(candidate.shares)
+
+    def finish(self) -> None:
+        """Wait until every `owned` has its gradient."""
+        if self.group.size == 1:
+            for share in self.shares:
+                gradient, share.parameter.grad = share.parameter.grad, None
+                share.owned.grad = None if gradient is None else local(gradient)
+            return
+        for bucket in self.buckets:
+            if bucket.finish is None:  # some parameter had no part in some forward
+                bucket.finish = self._exchange(bucket.shares)
+        for bucket in self.buckets:
+            assert bucket.finish is not None
+            bucket.finish()
+
+    def _exchange(self, shares: list[Share]) -> Callable[[], None]:
+        """Begin to sum the gradients of a bucket; what is returned waits for them."""
+        flat = torch.cat([_take_gradient(share).reshape(-1) for share in shares])
+        work = dist.all_reduce(flat, group=self.group.process_group, async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            sizes = [share.owned.numel() for share in shares]
+            for share, gradient in zip(shares, flat.split(sizes), strict=True):
+                share.owned.grad = gradient.view_as(share.owned)
+
+        return finish
+
+    def publish(self) -> None:
+        """Called after an update: what others computed with must see it."""
+
+
+@dataclass
+class _Bucket:
+    shares: list[Share]
+    awaited: int = 0  # gradients that have yet to be accumulated in this step
+    finish: Callable[[], None] | None = None  # once the exchange has begun
+
+
+class OptimizerShards(Copies):
+    """ZeRO-1: each data-parallel rank has the optimizer's state of a range of every flattened slice."""
+
+    def _range(self, numel: int) -> tuple[int, int]:
+        """Elements of each rank's range, and this rank's first one."""
+        width = -(-numel // self.group.size)
+        return width, min(self.group.rank * width, numel)
+
+    def own(self, parameter: nn.Parameter) -> tuple[Tensor, int]:
+        if not parameter.requires_grad:
+            return super().own(parameter)
+        flat = local(parameter.detach()).view(-1)
+        width, start = self._range(flat.numel())
+        return flat[start : start + width], start
+
+    def pieces(self, share: Share, held: Tensor) -> list[Piece]:
+        if not share.parameter.requires_grad:
+            return super().pieces(share, held)
+        return flat_range_pieces(held, share.slice_shape, share.start)
+
+    def finish(self) -> None:
+        if self.group.size > 1:
+            return super().finish()
+        for share in self.shares:
+            gradient, share.parameter.grad = share.parameter.grad, None
+            share.owned.grad = None if gradient is None else local(gradient).reshape(-1)
+
+    def _exchange(self, shares: list[Share]) -> Callable[[], None]:
+        rows = [self._padded(_take_gradient(share)) for share in shares]
+        everybody = torch.cat(rows, dim=1)
+        mine = torch.empty_like(everybody[0])
+        work = dist.reduce_scatter_tensor(mine, everybody.view(-1), group=self.group.process_group, async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            widths = [row.shape[1] for row in rows]
+            for share, gradient in zip(shares, mine.split(widths), strict=True):
+                share.owned.grad = gradient[: share.owned.numel()]
+
+        return finish
+
+    def _padded(self, tensor: Tensor) -> Tensor:
+        """The ranges of all ranks, [ranks, width], the last ones padded."""
+        flat = tensor.reshape(-1)
+        width, _ = self._range(flat.numel())
+        return nn.functional.pad(flat, (0, width * self.group.size - flat.numel())).view(self.group.size, width)
+
+    def publish(self) -> None:
+        for bucket in self.buckets:
+            slices = [local(share.parameter.detach()) for share in bucket.shares]
+            widths = [self._range(tensor.numel())[0] for tensor in slices]
+            mine = slices[0].new_zeros(sum(widths))
+            for share, place in zip(bucket.shares, mine.split(widths), strict=True):
+                place[: share.owned.numel()] = share.owned.detach()
+            everybody = mine.new_empty(self.group.size, len(mine))
+            dist.all_gather_into_tensor(everybody.view(-1), mine, group=self.group.process_group)
+            for tensor, ranges in zip(slices, everybody.split(widths, dim=1), strict=True):
+                tensor.copy_(ranges.reshape(-1)[: tensor.numel()].view_as(tensor))
+
+
+def _take_gradient(share: Share) -> Tensor:
+    """This rank's gradient, no longer the parameter's."""
+    gradient, share.parameter.grad = share.parameter.grad, None
+    return torch.zeros_like(local(share.parameter.detach())) if gradient is None else local(gradient)

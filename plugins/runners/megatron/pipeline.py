@@ -1,0 +1,140 @@
+"""Micro batches through the stages of a pipeline, by torch's schedules; evaluation one stage after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from crosstrain.data.dataset import Batch
+from crosstrain.distributed import Group
+from crosstrain.model import Model
+from crosstrain.monitor.timers import Timers
+
+from .dropout import Randomness
+
+
+class Stage(nn.Module):
+    """This rank's stage as torch's schedules call it.
+
+    Every rank of a pipeline reads the micro batch itself. Between stages go hidden states [batch, length, width] in
+    fp32, and the state of the generator of random numbers, so that dropout is that of one process.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        group: Group,
+        randomness: Randomness,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        timers: Timers,
+    ) -> None:
+        super().__init__()
+        self.model, self.group, self.randomness, self.autocast, self.timers = model, group, randomness, autocast, timers
+        self.is_first, self.is_last = group.rank == 0, group.rank == group.size - 1
+        self.received: Tensor | None = None
+        self.batch: Callable[[int], Batch]  # the micro batch of a number; on the first stage, seeds for it
+
+    def forward(self, *received: Tensor, number: int) -> Tensor | tuple[Tensor, Tensor]:
+        with self.timers("forward"):
+            batch = self.batch(number)
+            if not self.is_first:
+                self.received, state = received
+                self.randomness.set_state(state.cpu())
+            with self.autocast():
+                out = self.model(**batch)
+            self.received = None
+            return out if self.is_last else (out.float(), self.randomness.state().to(out.device))
+
+    def take_received(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Hook before the first block that is here: what was received instead of what stand-ins made."""
+        return (self.received, *inputs[1:])
+
+
+class _TorchStage(PipelineStage):
+    """torch's stage, which tells before each backward whether it is the step's last."""
+
+    before_backward: Callable[[bool], None]
+    timers: Timers
+
+    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict, last_backward: bool = False) -> Any:
+        self.before_backward(last_backward)
+        with self.timers("backward"):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+
+class Pipeline:
+    """The stages of one pipeline, seen from this rank's."""
+
+    def __init__(self, stage: Stage, schedule: str, width: int, device: torch.device) -> None:
+        self.stage, self.schedule_name, self.width, self.device = stage, schedule, width, device
+        self.group = stage.group
+        self._schedules: dict[tuple[int, int, int], Any] = {}
+        self._weight = 0.0
+
+    def train(
+        self,
+        shape: tuple[int, int],
+        count: int,
+        batch: Callable[[int], Batch],
+        weight: float,
+        last: Callable[[bool], None],
+    ) -> Tensor | None:
+        """Forward and backward of `count` micro batches with hidden states of `shape` [batch, length].
+
+        `batch(number)` gives a micro batch, and on the first stage seeds for it. Losses are multiplied by `weight`
+        before their backward; `last` is told before each whether it is the step's last. Returns the sum of the
+        losses on the last stage.
+        """
+        self.stage.batch, self._weight = batch, weight
+        schedule = self._schedule(shape, count)
+        schedule._stage.before_backward = last
+        losses: list[Tensor] = []
+        schedule.step(
+            arg_mbs=[()] * count,
+            kwarg_mbs=[{"number": number} for number in range(count)],
+            target_mbs=[None] * count if self.stage.is_last else None,
+            losses=losses if self.stage.is_last else None,
+            return_outputs=False,
+        )
+        return torch.stack(losses).detach().double().sum() / weight if losses else None
+
+    def _schedule(self, shape: tuple[int, int], count: int) -> Any:
+        """torch's schedule for `count` micro batches; its buffers are made for one shape."""
+        if (*shape, count) not in self._schedules:
+            hidden = torch.empty(*shape, self.width, device="meta", requires_grad=True)
+            between = hidden, self.stage.randomness.state().to("meta")
+            stage = _TorchStage(
+                self.stage, self.group.rank, self.group.size, self.device,
+                input_args=() if self.stage.is_first else between,
+                output_args=hidden.new_empty(()) if self.stage.is_last else between,
+                group=self.group.process_group,
+            )  # fmt: skip
+            stage.timers = self.stage.timers
+            # With fewer micro batches than stages 1F1B is GPipe, and torch's takes no fewer.
+            one_f_one_b = self.schedule_name == "1f1b" and count >= self.group.size
+            kind = Schedule1F1B if one_f_one_b else ScheduleGPipe
+            schedule = kind(stage, count, loss_fn=lambda loss, _: loss * self._weight, scale_grads=False)
+            self._schedules[(*shape, count)] = schedule
+        return self._schedules[(*shape, count)]
+
+    def evaluate(self, batch: Batch, vocab_size: int) -> Tensor:
+        """What the model returns for a batch, on every rank of the pipeline."""
+        shape = batch["input_ids"].shape
+        stage, group, rank = self.stage, self.group.process_group, self.group.rank
+        if not stage.is_first:
+            stage.received = torch.empty(*shape, self.width, device=self.device)
+            dist.recv(stage.received, group=group, group_src=rank - 1)
+        with stage.autocast():
+            out = stage.model(**batch).float().contiguous()
+        stage.received = None
+        if not stage.is_last:
+            dist.send(out, group=group, group_dst=rank + 1)
+            out = out.new_empty(() if "labels" in batch else (shape[0], vocab_size))
+        dist.broadcast(out, group=group, group_src=self.group.size - 1)
+        return out

@@ -1,0 +1,286 @@
+"""The megatron runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from crosstrain.checkpoint.boxes import Piece
+from crosstrain.construct import materialize, parameters_on_meta
+from crosstrain.data.dataset import Batch
+from crosstrain.data.stream import MicroBatch
+from crosstrain.distributed import Group
+from crosstrain.errors import ConfigError
+from crosstrain.model import Model
+from crosstrain.norms import global_norm
+from crosstrain.optim import MakeOptimizer, NamedParameters, check_elementwise
+from crosstrain.registry import registry
+from crosstrain.rng import seed_everything_for
+from crosstrain.runner import Runner, StepResult
+
+from . import sharded
+from .cutting import cut_model
+from .dropout import Randomness
+from .layers import TensorParallel, local
+from .layout import Cut, inside
+from .options import Options
+from .ownership import Copies, OptimizerShards, Share
+from .pipeline import Pipeline, Stage
+from .plan import resolve
+from .stages import ends_of, leave_out, spread, tied_names, width_of
+
+
+@registry.register_runner("megatron")
+class MegatronRunner(Runner):
+    """Megatron's tensor, sequence and pipeline parallelism, with data parallelism beside it, over unmodified models.
+
+    Ranks form a mesh [pipeline, data, tensor]. Consecutive ranks share blocks, because they exchange most.
+    """
+
+    Options = Options
+
+    needs_process_group = True
+    pipeline: Pipeline | None = None
+    tensor: TensorParallel | None = None
+
+    @classmethod
+    def data_parallel_size(cls, options: Options, world_size: int) -> int:
+        return options.copies(world_size)
+
+    def setup(self) -> None:
+        super().setup()
+        options: Options = self.options
+        copies = options.copies(self.world.size)
+        shape = (options.pipeline_parallel, copies, options.tensor_parallel)
+        self.mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("pipeline", "data", "tensor"))
+        self.dp, self.stages = self._group("data"), self._group("pipeline")
+        self.randomness = Randomness(self.device, self.mesh.get_local_rank("tensor"))
+        if options.tensor_parallel > 1:
+            group = self.mesh.get_group("tensor")
+            self.tensor = TensorParallel(group, options.sequence_parallel, self.randomness)
+        self.tied_group: dist.ProcessGroup | None = None
+        if options.pipeline_parallel > 1:
+            ends = [[int(column[0]), int(column[-1])] for column in self.mesh.mesh.flatten(1).T]
+            self.tied_group, _ = dist.new_subgroups_by_enumeration(ends)
+
+    def _group(self, dimension: str) -> Group:
+        group = self.mesh.get_group(dimension)
+        return Group(group if dist.get_world_size(group) > 1 else None)
+
+    # ---- building
+
+    def construct(self, make_model: Callable[[], Model]) -> Model:
+        with parameters_on_meta():  # memory is given to this rank's part alone, in `prepare`
+            return make_model()
+
+    def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
+        if self.run.compile != "none":
+            raise ConfigError("run.compile: ranks talk inside of blocks under the megatron runner; use none")
+        self.model = self.module = model
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        plan = resolve(model, model.tensor_parallel_plan() | self.options.plan)
+        cuts: dict[str, Cut] = {}
+        if self.tensor is not None:
+            cuts = cut_model(model, plan, self.tensor, self.mesh["tensor"])
+        summed = plan.summed | self._on_split_sequences(model, cuts)
+        tied = self._keep_own_stage(model)
+        self.ownership = self._ownership(model)
+        materialize(model, torch.device("cpu") if self.offloads else self.device)
+        self._hook_blocks(model)
+        self.shares: dict[nn.Parameter, Share] = {}
+        for name, parameter in model.named_parameters():
+            cut = cuts.get(name)
+            owned, start = self.ownership.own(parameter)
+            weight = 1.0 if cut else 1 / self.options.tensor_parallel
+            if type(self.ownership) is Copies:
+                weight /= self.dp.size
+            if name in tied and self.stages.rank > 0:
+                weight = 0.0  # the first stage's counts
+            self.shares[parameter] = Share(
+                name, parameter, shapes[name], cut, nn.Parameter(owned, requires_grad=parameter.requires_grad),
+                weight, name in summed and not cut, start,
+            )  # fmt: skip
+        self.by_owned = {share.owned: share for share in self.shares.values()}
+        self.tied = [share for share in self.shares.values() if share.name in tied and share.parameter.requires_grad]
+        self.ownership.watch(list(self.shares.values()))
+        if make_optimizer is not None and (cuts or type(self.ownership) is not Copies):
+            check_elementwise(make_optimizer)
+        self.build_optimizer(make_optimizer)
+
+    def _on_split_sequences(self, model: Model, cuts: dict[str, Cut]) -> set[str]:
+        """Names of the parameters that meet a part of the sequence on each rank."""
+        if not self.options.sequence_parallel:
+            return set()
+        ends = ends_of(model, "sequence_parallel")
+        modules = [*model.blocks(), *(model.get_submodule(name) for name in ends.last)]
+        there = {id(p) for module in modules for p in module.parameters()}
+        return {name for name, p in model.named_parameters() if id(p) in there and name not in cuts}
+
+    def _keep_own_stage(self, model: Model) -> set[str]:
+        """Leave out what other stages have; returns the names of parameters that two stages have."""
+        self.first_block, self.last_block = model.blocks()[0], model.blocks()[-1]
+        if self.options.pipeline_parallel == 1:
+            return set()
+        ends = ends_of(model, "pipeline_parallel")
+        blocks, tied = model.blocks(), tied_names(model, ends)
+        here = spread(len(blocks), self.stages.size, self.options.pipeline_layers)[self.stages.rank]
+        self.first_block, self.last_block, width = blocks[here[0]], blocks[here[-1]], width_of(model, ends)
+        stage = Stage(model, self.stages, self.randomness, self.precision.autocast, self.timers)
+        leave_out(model, ends, here, stage.is_first, stage.is_last, self.tensor)
+        self.pipeline = Pipeline(stage, self.options.pipeline_schedule, width, self.device)
+        return tied
+
+    def _ownership(self, model: Model) -> Copies:
+        style = self.options.data_parallel_style
+        self.offloads = self.options.offload == "cpu"
+        if self.options.offload == "auto" and self.device.type == "cuda" and style in (None, "fsdp"):
+            numel = sum(local(p).numel() for p in model.parameters()) // (self.dp.size if style == "fsdp" else 1)
+            self.offloads = sharded.needs_host_memory(numel, sharded.free_memory(self.device))
+        if style == "fsdp" or self.offloads:
+            sharded.shard(model, self.mesh["data"], self.offloads)
+            return sharded.FullShards(self.dp, model)
+        return (OptimizerShards if style == "zero1" else Copies)(self.dp, self.options.bucket_mb)
+
+    def _hook_blocks(self, model: Model) -> None:
+        """What comes before the first block of this rank; ahead of FSDP's own hook there, which looks at inputs."""
+        if self.pipeline is not None and not self.pipeline.stage.is_first:
+            self.first_block.register_forward_pre_hook(self.pipeline.stage.take_received, prepend=True)
+        elif self.tensor is not None and self.options.sequence_parallel:
+            split = self.tensor.split_sequence
+            self.first_block.register_forward_pre_hook(lambda _, x: (split(x[0]), *x[1:]), prepend=True)
+        if self.tensor is not None and self.options.sequence_parallel:
+            last = self.last_block
+            closing = ends_of(model, "sequence_parallel").last[:-1]  # without the head
+            if closing and (self.pipeline is None or self.pipeline.stage.is_last):
+                last = model.get_submodule(closing[-1])
+            last.register_forward_hook(self.tensor.set_aside)
+
+    def owned_parameters(self) -> NamedParameters:
+        return [(share.name, share.owned) for share in self.shares.values() if share.owned.numel()]
+
+    # ---- training
+
+    def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
+        self.ownership.start(len(micro_batches))
+        if self.pipeline is None:
+            loss = super().forward_backward(micro_batches, num_targets)
+        else:
+            loss = self._through_pipeline(self.pipeline, micro_batches, num_targets)
+        with self.timers("allreduce"):
+            self.ownership.finish()
+            if self.tensor is not None:
+                _sum([s.owned.grad for s in self.shares.values() if s.summed], self.tensor.group)
+            _sum([share.owned.grad for share in self.tied], self.tied_group)
+        return loss
+
+    def _through_pipeline(self, pipeline: Pipeline, micro_batches: list[MicroBatch], num_targets: int) -> float:
+        def batch(number: int) -> Batch:
+            seed_everything_for(self.run.seed, micro_batches[number].first_sample)
+            return self.to_device(micro_batches[number].data)
+
+        rows, length = micro_batches[0].data["input_ids"].shape
+        if self.tensor is not None and self.tensor.splits_sequence:
+            length //= self.tensor.size
+        weight = self.precision.scaler.scale / num_targets
+        total = pipeline.train((rows, length), len(micro_batches), batch, weight, self._before_backward)
+        mine = total.item() if total is not None and self.mesh.get_local_rank("tensor") == 0 else 0.0
+        with self.timers("allreduce"):
+            return self.world.all_reduce_sum(mine)[0] / num_targets
+
+    def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
+        self._before_backward(last)
+        return nullcontext()
+
+    def _before_backward(self, last: bool) -> None:
+        if isinstance(self.ownership, sharded.FullShards):
+            self.ownership.before_backward(last)
+
+    @property
+    def gradient_scale(self) -> float:
+        return self.precision.scaler.scale / self.ownership.gradient_divisor
+
+    def gradient_norm(self, gradients: list[Tensor]) -> float:
+        """Over all ranks, each parameter counted once, wherever copies of it are."""
+        by_weight: dict[float, list[Tensor]] = {}
+        for share in self.shares.values():
+            if share.owned.grad is not None and share.owned.numel():
+                by_weight.setdefault(share.norm_weight, []).append(share.owned.grad)
+        square = sum(weight * global_norm(group) ** 2 for weight, group in by_weight.items() if weight)
+        return self.world.all_reduce_sum(square)[0] ** 0.5
+
+    def optimizer_step(self, apply: bool = True) -> StepResult:
+        result = super().optimizer_step(apply)
+        for share in self.shares.values():
+            share.owned.grad = None
+        if result.applied:
+            with torch.no_grad():
+                self.ownership.publish()
+        return result
+
+    # ---- evaluation
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        splits = self.tensor is not None and self.tensor.splits_sequence
+        if self.tensor is not None:
+            self.tensor.splits_sequence = False  # a sequence in generation is of any length
+        try:
+            with super().evaluating():
+                yield
+        finally:
+            if self.tensor is not None:
+                self.tensor.splits_sequence = splits
+            if isinstance(self.ownership, sharded.FullShards):
+                self.ownership.reshard()
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        if self.pipeline is None:
+            return super().evaluate(batch)
+        assert self.model.vocab_size is not None
+        return self.pipeline.evaluate(self.to_device(batch), self.model.vocab_size)
+
+    # ---- what this rank holds
+
+    def full_shape(self, parameter: nn.Parameter) -> torch.Size:
+        share = self.shares.get(parameter) or self.by_owned[parameter]
+        return share.shape
+
+    def held(self, parameter: nn.Parameter) -> Tensor:
+        share = self.shares[parameter]
+        if isinstance(self.ownership, sharded.FullShards):
+            return local(parameter.detach())
+        return share.owned.detach()
+
+    def held_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        return self.optimizer.state.get(self.shares[parameter].owned, {}) if self.optimizer else {}
+
+    def held_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        return self.shares[parameter].owned.grad
+
+    def pieces(self, parameter: nn.Parameter, held: Tensor, shape: torch.Size) -> list[Piece]:
+        share = self.shares[parameter]
+        pieces = self.ownership.pieces(share, held)
+        if share.cut is not None and self.tensor is not None:
+            pieces = share.cut.whole(pieces, self.tensor.rank)
+        return inside(pieces, tuple(shape))
+
+    def loaded(self) -> None:
+        with torch.no_grad():
+            self.ownership.publish()
+
+
+def _sum(gradients: list[Tensor | None], group: dist.ProcessGroup | None) -> None:
+    """Sum gradients over the ranks of a group, in place, in one exchange."""
+    present = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
+    if not present or group is None:
+        return
+    flat = torch.cat([gradient.reshape(-1) for gradient in present])
+    dist.all_reduce(flat, group=group)
+    for gradient, summed in zip(present, flat.split([g.numel() for g in present]), strict=True):
+        gradient.copy_(summed.view_as(gradient))

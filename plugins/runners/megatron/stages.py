@@ -1,0 +1,121 @@
+"""A model cut into stages: an unmodified model in which what lies on other ranks is replaced by stand-ins.
+
+So every stage runs the model's own forward, which makes masks and positions as ever. A stand-in for an embedding gives
+a tensor without memory; a hook exchanges it, before the first block that is here, for what the stage before has sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from crosstrain.errors import ConfigError
+from crosstrain.loss import Head
+from crosstrain.model import Ends, Model
+
+from .layers import TensorParallel
+
+
+class Elsewhere(nn.Module):
+    """In the place of a module on another stage: what comes in goes out."""
+
+    weight = None
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden
+
+
+class FirstBlockElsewhere(Elsewhere):
+    """In the place of the first block, which models ask how many tokens a key/value cache has seen."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        for cache in (*args, *kwargs.values()):
+            if isinstance(cache, Cache):
+                nothing = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 1)  # [batch, heads, length, width]
+                cache.update(nothing, nothing, 0)
+        return hidden
+
+
+class EmbeddingElsewhere(nn.Module):
+    """In the place of an embedding on the first stage. Keeps a weight that is tied to one of this stage."""
+
+    def __init__(self, embedding: nn.Embedding, keep_weight: bool) -> None:
+        super().__init__()
+        self.width, self.dtype = embedding.embedding_dim, embedding.weight.dtype
+        self.register_parameter("weight", embedding.weight if keep_weight else None)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.zeros((), dtype=self.dtype, device=ids.device).expand(*ids.shape, self.width)
+
+
+class PassOn(Head):
+    """In the head's place on all stages but the last: hidden states go on as they are."""
+
+    def __init__(self, tensor: TensorParallel | None) -> None:
+        self.tensor = tensor
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: int) -> Tensor:
+        return hidden if self.tensor is None else self.tensor.taken(hidden)
+
+
+def spread(blocks: int, stages: int, given: list[int] | None) -> list[range]:
+    """Which blocks each stage has. Earlier stages get the rest, because the last one has the head, too.
+
+    Raises ConfigError where they do not go round.
+    """
+    if given is None:
+        if blocks < stages:
+            raise ConfigError(f"run.runner.pipeline_parallel: {stages} stages are too many for {blocks} blocks")
+        share, rest = divmod(blocks, stages)
+        given = [share + (stage < rest) for stage in range(stages)]
+    if sum(given) != blocks:
+        raise ConfigError(f"run.runner.pipeline_layers: {given} are {sum(given)} blocks, and the model has {blocks}")
+    starts = [sum(given[:stage]) for stage in range(stages)]
+    return [range(start, start + count) for start, count in zip(starts, given, strict=True)]
+
+
+def ends_of(model: Model, key: str) -> Ends:
+    """The model's ends. Raises ConfigError, which names the option `key`, for a model that does not tell."""
+    ends = model.ends()
+    if ends is None:
+        raise ConfigError(
+            f"run.runner.{key}: {type(model).__name__} does not say what runs before and after its blocks"
+        )
+    return ends
+
+
+def tied_names(model: Model, ends: Ends) -> set[str]:
+    """Names of the parameters that both the first and the last stage use."""
+    last = {id(p) for name in ends.last for p in model.get_submodule(name).parameters()}
+    first = [module for name in ends.first for module in model.get_submodule(name).modules()]
+    uses = {id(p) for module in first for p in module.parameters(recurse=False)}
+    return {name for name, p in model.named_parameters() if id(p) in last & uses}
+
+
+def leave_out(
+    model: Model, ends: Ends, here: range, is_first: bool, is_last: bool, tensor: TensorParallel | None
+) -> None:
+    """Replace what lies on other stages: this one has the blocks `here`."""
+    names = {id(module): name for name, module in model.named_modules()}
+    kept = {id(p) for name in ends.last for p in model.get_submodule(name).parameters()} if is_last else set()
+    for number, block in enumerate(model.blocks()):
+        if number not in here:
+            model.set_submodule(names[id(block)], Elsewhere() if number else FirstBlockElsewhere())
+    for name in [] if is_first else ends.first:
+        module = model.get_submodule(name)
+        tied = isinstance(module, nn.Embedding) and id(module.weight) in kept
+        stand_in = EmbeddingElsewhere(module, tied) if isinstance(module, nn.Embedding) else Elsewhere()
+        model.set_submodule(name, stand_in)
+    for name in [] if is_last else ends.last:
+        model.set_submodule(name, Elsewhere())
+    if not is_last:
+        model.head = PassOn(tensor)
+
+
+def width_of(model: Model, ends: Ends) -> int:
+    """Width of the hidden states."""
+    modules = (module for name in ends.first for module in model.get_submodule(name).modules())
+    return next(m.embedding_dim for m in modules if isinstance(m, nn.Embedding))

@@ -1,0 +1,31 @@
+"""A vocabulary spread over ranks: the loss without logits of all tokens anywhere, and the next token's logits."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from crosstrain.loss import Head, token_cross_entropy
+
+from .layers import TensorParallel, local
+
+
+class ParallelHead(Head):
+    """The head where ranks hold parts of the vocabulary, or of the sequence."""
+
+    def __init__(self, tensor: TensorParallel) -> None:
+        self.tensor = tensor
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: int) -> Tensor:
+        hidden = self.tensor.taken(hidden)
+        if not isinstance(weight, DTensor):
+            return super().__call__(self.tensor.whole_sequence(hidden), weight, labels, vocab_size)
+        if labels is not None:
+            hidden = self.tensor.enter(hidden)
+            return token_cross_entropy(hidden, local(weight), labels, vocab_size=vocab_size, group=self.tensor.group)
+        mine = torch.nn.functional.linear(hidden[:, -1], local(weight)).float()
+        parts = mine.new_empty(self.tensor.size, *mine.shape)
+        dist.all_gather_into_tensor(parts.flatten(0, 1), mine, group=self.tensor.group)
+        return parts.transpose(0, 1).reshape(len(mine), -1)[:, :vocab_size]

@@ -1,0 +1,100 @@
+"""The megatron runner: every layout trains as one process does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from conftest import Workspace
+from ranks import mostly_slow
+from test_qwen import use
+from test_runners import COMMON, SETTINGS, TOLERANCE, assert_equal_training, follow
+
+LAYOUTS = [
+    "megatron_tp2@2", "megatron_tp4@4", "megatron_tp2_sp@2", "megatron_tp2_pp2_sp@4", "megatron_pp2@2",
+    "megatron_tp2_pp2@4", "megatron_tp2@4", "megatron_pp2@4", "megatron_tp2_zero1@4", "megatron_tp2_fsdp@4",
+    "megatron_tp2_offload@2",
+]  # fmt: skip
+QWEN: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32,
+}  # fmt: skip
+QUIET = "model.dropout=0"  # attention's dropout is the one thing that tensor parallelism draws anew
+SIZES = ("model.n_head=4",)
+
+
+@pytest.fixture(scope="module", params=mostly_slow(SETTINGS, ["adamw"]))
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, dataset: Any) -> Any:
+    workspace = Workspace(tmp_path_factory.mktemp(request.param), dataset)
+    options = (*COMMON, *SETTINGS[request.param], *SIZES, QUIET)
+    run = follow(workspace, "ddp@1", *options)
+    losses = run.column("loss")
+    assert losses[-1] < 0.8 * losses[0], "nothing was learned, so nothing was compared"
+    return workspace, options, run
+
+
+@pytest.mark.parametrize("layout", mostly_slow(LAYOUTS, ["megatron_tp2@2"]))
+def test_every_layout_trains_alike(reference: Any, layout: str) -> None:
+    workspace, options, one = reference
+    assert_equal_training(one, follow(workspace, layout, *options), TOLERANCE)
+
+
+# ---- another family, checkpointing, accumulation
+
+# Rounding grows fast in qwen3's normalised queries and keys: under AdamW, or SGD with long steps, one process with its
+# micro batches in reverse order differs from itself by 1e-6 to 5e-4 in gradient norms. So the steps are short there.
+QWENS = {
+    "tied": (True, "qwen2", ("run.optimizer=adamw", "run.init_lr=1e-2", "run.grad_norm_clip=0.3")),
+    "untied": (
+        False,
+        "qwen3",
+        ("run.optimizer={name: sgd, momentum: 0.9}", "run.init_lr=0.03", "run.grad_norm_clip=0"),
+    ),
+}
+QWEN_LAYOUTS = ["megatron_tp2@2", "megatron_tp2_sp@2", "megatron_pp2@2", "megatron_tp2_pp2_sp@4"]
+
+
+@pytest.fixture(scope="module", params=QWENS)
+def qwen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, dataset: Any) -> Any:
+    """A Qwen with grouped queries; qwen3 normalises queries and keys with weights that all heads share."""
+    tied, family, settings = QWENS[request.param]
+    workspace = Workspace(tmp_path_factory.mktemp(request.param), dataset)
+    use(workspace, **QWEN, tie_word_embeddings=tied, family=family)
+    options = (*COMMON, *settings)
+    run = follow(workspace, "ddp@1", *options)
+    assert run.column("loss")[-1] < 0.8 * run.column("loss")[0], "nothing was learned, so nothing was compared"
+    return workspace, options, run
+
+
+@pytest.mark.parametrize("layout", mostly_slow(QWEN_LAYOUTS, []))
+def test_qwen_trains_alike(qwen: Any, layout: str) -> None:
+    workspace, options, one = qwen
+    assert_equal_training(one, follow(workspace, layout, *options), TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def whole_batches(tmp_path_factory: pytest.TempPathFactory, dataset: Any) -> Any:
+    """Without accumulation: one micro batch is the step."""
+    workspace = Workspace(tmp_path_factory.mktemp("whole"), dataset)
+    options = ("run.max_iters=20", "run.global_batch_size=8", *SETTINGS["adamw"], *SIZES, QUIET)
+    return workspace, options, follow(workspace, "ddp@1", *options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_without_accumulation(whole_batches: Any, layout: str) -> None:
+    workspace, options, one = whole_batches
+    assert_equal_training(one, follow(workspace, layout, *options), TOLERANCE)
+
+
+RECOMPUTED = ["megatron_tp4@4", "megatron_tp2_sp@2", "megatron_pp2@2", "megatron_tp2_pp2@4", "megatron_tp2_fsdp@4"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", "selective", "offload"])
+@pytest.mark.parametrize("layout", RECOMPUTED)
+def test_gradient_checkpointing_changes_nothing(reference: Any, layout: str, mode: str) -> None:
+    workspace, options, one = reference
+    many = follow(workspace, layout, *options, f"run.gradient_checkpointing={mode}", label=mode)
+    assert_equal_training(one, many, TOLERANCE)
