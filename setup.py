@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent
 CARRIED = ("plugins", "configs", "projects")
 EXTRAS = {
     "deepspeed": ["deepspeed>=0.19"],
-    "vision": ["timm>=1.0", "webdataset>=0.2.100", "pillow"],
+    "vision": ["timm>=1.0", "webdataset>=0.2.100", "braceexpand", "pillow", "peft>=0.15", "pycocoevalcap"],
     "offload": ["fairscale>=0.4.13"],
     "parquet": ["pyarrow>=14"],
     "test": [

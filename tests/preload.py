@@ -14,4 +14,7 @@ import crosstrain.commands.train  # noqa: F401
 with contextlib.suppress(ImportError):
     import deepspeed  # noqa: F401
 
+with contextlib.suppress(ImportError):
+    import webdataset  # noqa: F401
+
 transformers.logging.set_verbosity_error()

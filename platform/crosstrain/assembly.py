@@ -78,7 +78,8 @@ def check_fit(model: Model, dataset: Dataset) -> None:
 def freeze(model: Model, patterns: list[str]) -> None:
     """Exclude from training the parameters whose canonical names match one of the patterns (`transformer.h.0.*`).
 
-    Raises ConfigError for a pattern that matches nothing, and where nothing is left to train.
+    The model may have excluded others. Raises ConfigError for a pattern that matches nothing, and where nothing is left
+    to train.
     """
     parameters = model.canonical_parameters()
     for pattern in patterns:
@@ -94,17 +95,18 @@ def freeze(model: Model, patterns: list[str]) -> None:
 def build(config: Config, runner: Runner, checkpoint: Path | None, *, for_training: bool) -> dict[str, Frozen]:
     """Set up the runner with the model, and the optimizer if it is to train, and fill in what it holds.
 
-    Weights, and when training moments, come from `checkpoint` if given, else the model's pretrained folder, else
-    initial values. Returns the frozen parameters that stem from the pretrained folder, which checkpoints need not hold.
+    Weights, and when training moments, come from `checkpoint` if given, else the model's pretrained folders, else
+    initial values. Returns the frozen parameters that stem from pretrained folders, which checkpoints need not hold.
     """
     model = runner.construct(lambda: make_model(config))
     if for_training:
         freeze(model, config.run.freeze)
-        recompute.apply(model.blocks(), config.run.gradient_checkpointing, runner.precision.autocast)
+        for blocks, mode in model.checkpointing(config.run.gradient_checkpointing):
+            recompute.apply(blocks, mode, runner.precision.autocast)
     compile_model(model, config.run.compile)
     whole = model.canonical_parameters()  # of which a rank may keep a part
     frozen = {name for name, p in whole.items() if not p.requires_grad}
-    runner.prepare(model, optimizer_factory(config) if for_training else None)
+    runner.prepare(model, optimizer_factory(config, model.lr_scale) if for_training else None)
 
     shards = runner.shards()
     parameters = [s for s in shards if s.kind == "param"]
@@ -116,11 +118,10 @@ def build(config: Config, runner: Runner, checkpoint: Path | None, *, for_traini
         if keep:
             _check_optimizer(reader, kinds, config)
         borrowed = load_shards(reader, shards if keep else parameters, base, whole.keys())
-    elif base is not None:
-        base.fill(parameters)
-        borrowed = {s.name for s in parameters} & frozen
     else:
-        fill_initial(model, shards, config.run.seed)
+        published = base.fill(parameters)
+        fill_initial(model, [s for s in parameters if s.name not in published], config.run.seed)
+        borrowed = published & frozen
     hashes = fingerprints([s for s in parameters if s.name in borrowed], runner.world)
     if reader is not None:
         check_frozen(reader, hashes)

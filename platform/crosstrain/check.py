@@ -139,7 +139,7 @@ class Checker:
                 arguments[name] = self.value(hints[name], value[name], (*key, name))
             elif field.default is MISSING and field.default_factory is MISSING:
                 self.fail((*key, name), f"required, but missing; expected {_describe(hints[name])}")
-            elif get_args(hints[name])[:1] == (Component,):
+            elif get_args(hints[name])[:1] == (Component,) or is_dataclass(hints[name]):  # which may hold components
                 arguments[name] = self.value(hints[name], defaults(cls)[name], (*key, name))
         try:
             return cls(**arguments)

@@ -52,6 +52,10 @@ def _parser() -> _Parser:
                           help="splits to evaluate (default: val and test unless text is asked for)")  # fmt: skip
     evaluate.add_argument("--max-samples", type=int, metavar="N", help="at most N samples of each split")
     evaluate.add_argument("--generate", nargs="+", default=[], metavar="PROMPT", help="complete these prompts")
+    evaluate.add_argument("--image", nargs="+", default=[], metavar="FILE", help="the prompts are about these images")
+    evaluate.add_argument("--answers", nargs="*", default=None, choices=("train", "val", "test"), metavar="SPLIT",
+                          help="ask what these splits' answers are known of (default: test)")  # fmt: skip
+    evaluate.add_argument("--sheet", metavar="FILE", help="a picture of images, questions and --answers")
     evaluate.add_argument("--interactive", action="store_true", help="complete prompts as you type them; `stop` ends")
     evaluate.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
     evaluate.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 takes the likeliest token")
@@ -73,8 +77,9 @@ def _parser() -> _Parser:
                         help="change the configuration that says where frozen parameters come from")  # fmt: skip
     export.set_defaults(run=_export)
 
-    prepare = verbs.add_parser("prepare", help="turn text into memory-mapped tokens")
-    prepare.add_argument("--input", nargs="+", required=True, metavar="PATH",
+    prepare = verbs.add_parser("prepare", help="turn text into memory-mapped tokens, or make a dataset's files")
+    prepare.add_argument("dataset", nargs="?", help="a dataset that makes its own files, such as images in shards")
+    prepare.add_argument("--input", nargs="+", metavar="PATH",
                          help=".txt files, folders of them, JSONL, parquet, or `stdlib`")  # fmt: skip
     prepare.add_argument("--output", required=True, metavar="DIR")
     prepare.add_argument("--tokenizer", metavar="NAME_OR_PATH", help="a Hugging Face tokenizer, or vocab.json's folder")
@@ -82,6 +87,7 @@ def _parser() -> _Parser:
     prepare.add_argument("--text-key", default="text", metavar="KEY", help="where JSONL and parquet keep the text")
     prepare.add_argument("--separator", metavar="TEXT", help="cuts .txt files into documents (default: one per file)")
     prepare.add_argument("--min-tokens", type=int, default=0, metavar="N", help="drop shorter documents")
+    prepare.add_argument("--options", nargs="+", default=[], metavar="KEY=VALUE", help="of the named dataset")
     prepare.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
     prepare.set_defaults(run=_prepare)
 
@@ -122,6 +128,7 @@ def _train(arguments: argparse.Namespace) -> int:
 def _evaluate(arguments: argparse.Namespace) -> int:
     from crosstrain.commands.evaluate import evaluate
 
+    arguments.answers = [] if arguments.answers is None else arguments.answers or ["test"]
     return evaluate(arguments)
 
 

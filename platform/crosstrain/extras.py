@@ -14,6 +14,9 @@ EXTRAS = {
     "torchvision": "vision",
     "PIL": "vision",
     "webdataset": "vision",
+    "braceexpand": "vision",
+    "peft": "vision",
+    "pycocoevalcap": "vision",
     "fairscale": "offload",
     "pyarrow": "parquet",
 }

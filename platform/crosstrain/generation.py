@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from crosstrain.data.dataset import Batch, Sample
 from crosstrain.errors import UserError
 from crosstrain.rng import generator
 from crosstrain.runner import Runner
@@ -41,18 +42,27 @@ class Sampling:
 def generate(
     runner: Runner,
     tokenizer: Any,
-    prompt: str,
+    prompt: str | Sample,
     sampling: Sampling,
     on_text: Callable[[int, str], None] | None = None,
+    end: int | None = None,
 ) -> list[str]:
-    """Completions of `prompt`, the same on every rank. Collective.
+    """Completions of `prompt`, a text or a sample without labels, the same on every rank. Collective.
 
-    `on_text(completion, piece)` is called with each piece of text as it is decided. An empty prompt begins after the
-    end-of-text token, as documents do in training. Raises UserError where the prompt leaves no room for a token, and
-    where the tokenizer is not the model's.
+    `on_text(completion, piece)` is called with each piece of text as it is decided; `end` ends it, by default the
+    tokenizer's end-of-text token. An empty prompt begins after that, as documents do in training. Raises UserError
+    where the prompt leaves no room for a token, and where the tokenizer is not the model's.
     """
-    end = tokenizer.eos_token_id
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [end]
+    end = tokenizer.eos_token_id if end is None else end
+    count = sampling.num_completions
+    more: Batch = {}
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [end]
+    else:
+        ids = prompt["input_ids"].tolist()
+        more = {
+            k: torch.from_numpy(v).repeat(count, *[1] * (v.ndim - 1)) for k, v in prompt.items() if k != "input_ids"
+        }
     vocabulary, limit = runner.model.vocab_size, runner.model.max_length
     if any(i is None or (vocabulary is not None and i >= vocabulary) for i in ids):
         raise UserError("the tokenizer gives ids that the model does not know, so they do not belong together")
@@ -60,7 +70,6 @@ def generate(
     if room < 1:
         raise UserError(f"the prompt has {len(ids)} tokens and the model's limit is {limit}; shorten it")
 
-    count = sampling.num_completions
     random = [generator(sampling.seed, "completion", i) for i in range(count)]
     streams = [_TextStream(tokenizer) for _ in range(count)]
     done = [False] * count
@@ -68,7 +77,7 @@ def generate(
     with runner.evaluating():
         cache = runner.model.new_cache()
         for _ in range(room):
-            logits = runner.evaluate({"input_ids": new, "cache": cache}).float().cpu()
+            logits = runner.evaluate({"input_ids": new, "cache": cache, **more}).float().cpu()
             token = choose(logits, sampling, random)
             for i, chosen in enumerate(token.tolist()):
                 done[i] = done[i] or chosen == end
@@ -78,7 +87,10 @@ def generate(
                         on_text(i, piece)
             if all(done):
                 break
-            new = token[:, None] if cache is not None else torch.cat([new, token[:, None]], dim=1)
+            if cache is None:
+                new = torch.cat([new, token[:, None]], dim=1)
+            else:
+                new, more = token[:, None], {}
     return [stream.text for stream in streams]
 
 

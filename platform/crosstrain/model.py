@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from crosstrain.data.dataset import Batch
 from crosstrain.loss import Head
+from crosstrain.pretrained import Source
+from crosstrain.recompute import Mode
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,14 @@ class Ends:
 
     first: list[str]  # run before the first block
     last: list[str]  # run after the last one; the last of them is the head, whose weight `Model.head` is given
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A parameter that an exported folder holds together with others, which it then leaves out."""
+
+    others: tuple[str, ...]  # canonical names
+    combine: Callable[..., Tensor]  # of the parameter and the others, all fp32 and whole
 
 
 class Model(nn.Module, ABC):
@@ -104,6 +115,24 @@ class Model(nn.Module, ABC):
         """Name of parameter `name` (canonical) in a pretrained folder that holds the names `available`."""
         return name
 
+    def pretrained_sources(self) -> list[Source]:
+        """Every folder that parameters start from; those that none covers get initial values.
+
+        By default `pretrained_weights`, for all of them.
+        """
+        folder = self.pretrained_weights()
+        return [] if folder is None else [Source(folder, self.pretrained_name)]
+
+    # ---- training
+
+    def lr_scale(self, name: str) -> float:
+        """Factor on the learning rate of the parameter that `named_parameters` calls `name`; of any other, 1."""
+        return 1.0
+
+    def checkpointing(self, mode: Mode) -> list[tuple[list[nn.Module], Mode]]:
+        """Blocks and how their activations are kept; `mode` is what the run says."""
+        return [(self.blocks(), mode)]
+
     # ---- arithmetic
 
     def flops_per_token(self, sequence_length: int | None) -> float | None:
@@ -125,6 +154,10 @@ class Model(nn.Module, ABC):
     @abstractmethod
     def save_config(self, folder: Path) -> None:
         """Write what, beside the weights, makes `folder` a Hugging Face model folder."""
+
+    def merges(self) -> dict[str, Merge]:
+        """What export takes into one parameter, by its canonical name; nothing by default."""
+        return {}
 
     def new_cache(self) -> Any:
         """A fresh key/value cache for generation, or None where the model keeps none."""

@@ -28,23 +28,32 @@ class MakeOptimizer(Protocol):
 
 
 def parameter_groups(
-    parameters: NamedParameters, weight_decay: float, shape_of: ShapeOf = lambda p: p.shape
+    parameters: NamedParameters,
+    weight_decay: float,
+    shape_of: ShapeOf = lambda p: p.shape,
+    lr_scale: Callable[[str], float] = lambda name: 1.0,
 ) -> list[dict[str, Any]]:
-    """Two groups of the trainable parameters: matrices decay, biases and norms (fewer than two dimensions) do not."""
-    trainable = [p for _, p in parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if len(shape_of(p)) >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if len(shape_of(p)) < 2], "weight_decay": 0.0},
+    """Two groups of the trainable parameters: matrices decay, biases and norms (fewer than two dimensions) do not.
+
+    Where `lr_scale` differs, there are two for each of its values.
+    """
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for name, p in parameters:
+        if p.requires_grad:
+            groups.setdefault((lr_scale(name), len(shape_of(p)) < 2), []).append(p)
+    return [
+        {"params": groups[scale, flat], "weight_decay": 0.0 if flat else weight_decay}
+        | ({"lr_scale": scale} if scale != 1.0 else {})
+        for scale, flat in sorted(groups)
     ]
-    return [group for group in groups if group["params"]]
 
 
-def optimizer_factory(config: Config) -> MakeOptimizer:
-    """The configured optimizer's maker."""
+def optimizer_factory(config: Config, lr_scale: Callable[[str], float] = lambda name: 1.0) -> MakeOptimizer:
+    """The configured optimizer's maker; `lr_scale` of a parameter's name multiplies its learning rate."""
     make = registry.get_optimizer_class(config.optimizer.name)
 
     def build(parameters: NamedParameters, shape_of: ShapeOf = lambda p: p.shape) -> torch.optim.Optimizer:
-        groups = parameter_groups(parameters, config.run.weight_decay, shape_of)
+        groups = parameter_groups(parameters, config.run.weight_decay, shape_of, lr_scale)
         if not groups:
             raise ConfigError("the model has no trainable parameter: every part is frozen")
         try:

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from crosstrain.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """Where a parameter is a part of a published tensor: its rows from `first` on, of `rows` altogether."""
+
+    name: str
+    first: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder of published safetensors weights for some of a model's parameters, all by canonical name."""
+
+    folder: Path
+    place: Callable[[str, set[str]], str | Excerpt]  # of a parameter, in a folder that holds these names
+    covers: Callable[[str], bool] = lambda name: True
 
 
 def pretrained_folder(source: str) -> Path:

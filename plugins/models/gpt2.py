@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from crosstrain.errors import ConfigError
-from crosstrain.model import Ends, Model
+from crosstrain.language_model import LanguageModel
+from crosstrain.model import Ends
 from crosstrain.pretrained import pretrained_folder
 from crosstrain.registry import registry
 
 
 @registry.register_model("gpt2")
-class GPT2(Model):
+class GPT2(LanguageModel):
     """Decoder-only language model with tied embeddings (Radford et al., 2019)."""
 
     @dataclass
@@ -59,10 +60,27 @@ class GPT2(Model):
             padded.activation_function = "gelu_pytorch_tanh"
         self.lm = GPT2LMHeadModel(padded)
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None, cache: Any = None) -> Tensor:
-        """input_ids [batch, length]; labels [batch, length], the target at each position or -100."""
-        hidden = self.lm.transformer(input_ids, past_key_values=cache, use_cache=cache is not None).last_hidden_state
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        cache: Any = None,
+        inputs_embeds: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        hidden = self.lm.transformer(
+            input_ids, past_key_values=cache, use_cache=cache is not None, inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask, position_ids=position_ids,
+        ).last_hidden_state  # fmt: skip
         return self.head(hidden, self.lm.lm_head.weight, labels, self.vocab_size)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.lm.transformer.wte(input_ids)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.n_embd
 
     def blocks(self) -> list[nn.Module]:
         return list(self.lm.transformer.h)

@@ -81,11 +81,21 @@ class Qwen(LanguageModel):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
+        if attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.ndim == 4:
+            attention_mask = self._mask(attention_mask)
         hidden = self.lm.model(
             input_ids=input_ids, inputs_embeds=inputs_embeds, attention_mask=attention_mask,
             position_ids=position_ids, past_key_values=cache, use_cache=cache is not None,
         ).last_hidden_state  # fmt: skip
         return self.head(hidden, self.lm.lm_head.weight, labels, self.vocab_size)
+
+    def _mask(self, seen: Tensor) -> Tensor:
+        """A boolean mask in the form that the attention implementation takes."""
+        if self.options.attention == "sdpa":
+            return seen
+        device = seen.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.lm.model.embed_tokens(input_ids)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from crosstrain.checkpoint.boxes import Box, Shard, whole_pieces
-from crosstrain.checkpoint.manifest import Frozen
+from crosstrain.checkpoint.boxes import Box, Piece, Shard, whole_pieces
+from crosstrain.checkpoint.manifest import MANIFEST, Frozen
 from crosstrain.checkpoint.store import Reader
 from crosstrain.distributed import Group
 from crosstrain.errors import CheckpointError
 from crosstrain.model import Model
+from crosstrain.pretrained import Excerpt, Source
 
 _ELEMENTS = 1 << 20  # hashed at a time, which takes some tens of bytes for each
 _WORD = (1 << 64) - 1
@@ -21,24 +23,43 @@ _WORD = (1 << 64) - 1
 
 @dataclass
 class Base:
-    """The pretrained folder that a model starts from."""
+    """The pretrained folders that a model starts from."""
 
-    reader: Reader
-    source_name: Callable[[str], str]
+    parts: list[tuple[Source, Reader]]
 
     @staticmethod
-    def of(model: Model) -> Base | None:
-        """The model's, if it has one. Raises CheckpointError for a folder without safetensors files."""
-        folder = model.pretrained_weights()
-        if folder is None:
-            return None
-        reader = Reader.open_hugging_face(folder)
-        names = reader.names("param")
-        return Base(reader, lambda name: model.pretrained_name(name, names))
+    def of(model: Model) -> Base:
+        """The model's, if it has any. Raises CheckpointError for a folder that is neither Hugging Face's nor ours."""
+        return Base([(source, _open(source.folder)) for source in model.pretrained_sources()])
 
-    def fill(self, shards: list[Shard]) -> None:
-        """Fill parameter shards; raises CheckpointError for one that is missing or has another shape."""
-        self.reader.fill(shards, self.source_name)
+    def covers(self, name: str) -> bool:
+        """Whether the parameter comes from one of the folders."""
+        return any(source.covers(name) for source, _ in self.parts)
+
+    def fill(self, shards: list[Shard]) -> set[str]:
+        """Fill the parameter shards that a folder covers, and return their names.
+
+        Raises CheckpointError for one that is missing there or has another shape.
+        """
+        filled = set[str]()
+        for source, reader in self.parts:
+            names = reader.names("param")
+            mine = [s for s in shards if s.name not in filled and source.covers(s.name)]
+            reader.fill([_as_published(s, source.place(s.name, names)) for s in mine])
+            filled |= {s.name for s in mine}
+        return filled
+
+
+def _open(folder: Path) -> Reader:
+    return Reader.open(folder) if (folder / MANIFEST).is_file() else Reader.open_hugging_face(folder)
+
+
+def _as_published(shard: Shard, place: str | Excerpt) -> Shard:
+    """The same memory as a part of the tensor that a folder holds."""
+    if isinstance(place, str):
+        return Shard(shard.kind, place, shard.shape, shard.pieces)
+    pieces = [Piece(Box((p.box.offset[0] + place.first, *p.box.offset[1:]), p.box.shape), p.data) for p in shard.pieces]
+    return Shard(shard.kind, place.name, (place.rows, *shard.shape[1:]), pieces)
 
 
 def load_shards(
@@ -50,6 +71,7 @@ def load_shards(
     CheckpointError where model and checkpoint do not hold the same parameters, or a frozen one has no base to come
     from. That the base is the right one is for `check_frozen` to say.
     """
+    base = base or Base([])
     known = {s.name for s in shards if s.kind == "param"} if names is None else set(names)
     extra = (reader.names("param") | reader.frozen.keys()) - known
     if extra:
@@ -58,9 +80,9 @@ def load_shards(
             f"the one that was trained?"
         )
     borrowed = [s for s in shards if s.kind == "param" and s.name in reader.frozen]
-    if borrowed and base is None:
+    if homeless := [s.name for s in borrowed if not base.covers(s.name)]:
         raise CheckpointError(
-            f"{reader.folder}: {borrowed[0].name} was frozen and is not in the checkpoint; name in `model` the "
+            f"{reader.folder}: {homeless[0]} was frozen and is not in the checkpoint; name in `model` the "
             f"pretrained weights that it came from"
         )
     for shard in shards:
@@ -70,8 +92,7 @@ def load_shards(
                 f"{reader.folder}: holds no {shard.kind} of {shard.name}, so it was not trained; start the optimizer's "
                 f"state anew with run.resume_optimizer=false"
             )
-    if base is not None:
-        base.fill(borrowed)
+    base.fill(borrowed)
     _check_shared(reader, shards)
     reader.fill([s for s in shards if s.name not in reader.frozen])  # the state of what was frozen begins with zeros
     return {s.name for s in borrowed}

@@ -23,6 +23,7 @@ from crosstrain.checkpoint.manifest import DTYPES, MANIFEST, STATE, read_json
 from crosstrain.checkpoint.store import Reader, fsync, write_json, write_safetensors
 from crosstrain.distributed import Group
 from crosstrain.errors import CheckpointError, UserError
+from crosstrain.model import Merge
 
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 _OWN = (MANIFEST, STATE, _INDEX)  # what is of the checkpoint's format, or written anew
@@ -48,12 +49,14 @@ def export(
     max_shard_bytes: int,
     progress: Callable[[str], None],
     base: Base | None = None,
+    merges: dict[str, Merge] | None = None,
 ) -> Exported:
     """Write the model in `checkpoint`, which was verified, into the folder `output`, which appears when it is complete.
 
     `dtype` is what floating-point tensors become; None leaves them. `progress` is told each file and its size. `base`
-    has the parameters that the checkpoint records without holding them. Raises
-    UserError where `output` holds something or cannot be written, and CheckpointError for a malformed checkpoint.
+    has the parameters that the checkpoint records without holding them, `merges` those that others are taken into.
+    Raises UserError where `output` holds something or cannot be written, and CheckpointError for a malformed
+    checkpoint.
     """
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UserError(f"--output: {output} exists already and is not an empty folder; name another one")
@@ -64,7 +67,7 @@ def export(
         final.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)  # what an earlier attempt left that was killed
         temporary.mkdir()
-        exported = _write(_Source(reader, base), temporary, dtype, max_shard_bytes, progress)
+        exported = _write(_Source(reader, base, merges or {}), temporary, dtype, max_shard_bytes, progress)
         for path in (*temporary.iterdir(), temporary):
             fsync(path)
         os.rename(temporary, final)
@@ -79,8 +82,8 @@ def export(
 class _Source:
     """Where the parameters of a checkpoint come from: itself, or for frozen ones the pretrained weights."""
 
-    def __init__(self, reader: Reader, base: Base | None) -> None:
-        self.reader, self.base = reader, base
+    def __init__(self, reader: Reader, base: Base | None, merges: dict[str, Merge]) -> None:
+        self.reader, self.base, self.merges = reader, base, merges
         if reader.frozen and base is None:
             raise CheckpointError(
                 f"{reader.folder}: {next(iter(reader.frozen))} was frozen and its source is not known"
@@ -92,6 +95,8 @@ class _Source:
             name: (t.shape, _BY_NAME[t.dtype]) for (kind, name), t in self.reader.tensors.items() if kind == "param"
         }
         here |= {name: (frozen.shape, torch.float32) for name, frozen in self.reader.frozen.items()}
+        for name in {other for merge in self.merges.values() for other in merge.others}:
+            del here[name]
         return {
             name: torch.empty(shape, dtype=dtype if dtype and there.is_floating_point else there, device="meta")
             for name, (shape, there) in here.items()
@@ -101,15 +106,27 @@ class _Source:
         """The data of a parameter, in the type and shape of `outline`, at the beginning of `memory`."""
         value = memory[: _size(outline)].view(outline.dtype).view(outline.shape)
         shape = tuple(value.shape)
-        if name not in self.reader.frozen:
-            self.reader.fill([Shard("param", name, shape, whole_pieces(value, shape))])
-            return value
-        assert self.base is not None
+        if name in self.merges:
+            merge = self.merges[name]
+            return value.copy_(merge.combine(*map(self._whole, (name, *merge.others))))
+        if name in self.reader.frozen:
+            return value.copy_(self._whole(name))
+        self.reader.fill([Shard("param", name, shape, whole_pieces(value, shape))])
+        return value
+
+    def _whole(self, name: str) -> Tensor:
+        """A parameter in fp32."""
+        frozen = self.reader.frozen.get(name)
+        shape = tuple(frozen.shape if frozen else self.reader.tensors["param", name].shape)
         whole = torch.empty(shape)
         shard = Shard("param", name, shape, whole_pieces(whole, shape))
-        self.base.fill([shard])
-        check_frozen(self.reader, fingerprints([shard], Group()))
-        return value.copy_(whole)
+        if frozen is None:
+            self.reader.fill([shard])
+        else:
+            assert self.base is not None
+            self.base.fill([shard])
+            check_frozen(self.reader, fingerprints([shard], Group()))
+        return whole
 
 
 def _write(

@@ -13,6 +13,7 @@ from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.base import Base, load_shards
 from crosstrain.checkpoint.boxes import Shard
 from crosstrain.checkpoint.store import Reader
+from crosstrain.commands.answers import Conversing, answer_splits
 from crosstrain.commands.saved import saved_config
 from crosstrain.config import Config, load_config
 from crosstrain.construct import parameters_on_meta
@@ -36,12 +37,17 @@ def evaluate(arguments: argparse.Namespace) -> int:
         raise UserError("--interactive: prompts are typed into one process; use --nproc-per-node 1")
     splits = arguments.splits
     if splits is None:
-        splits = [] if arguments.generate or arguments.interactive else ["val", "test"]
+        splits = [] if arguments.generate or arguments.interactive or arguments.answers else ["val", "test"]
+    if arguments.sheet and not arguments.answers:
+        raise UserError("--sheet: shows what --answers found; give both")
     job = {
         "checkpoint": str(checkpoint),
         "splits": splits,
         "max_samples": arguments.max_samples,
         "prompts": arguments.generate,
+        "images": arguments.image,
+        "answers": arguments.answers,
+        "sheet": arguments.sheet,
         "interactive": arguments.interactive,
         "output": arguments.output,
     }
@@ -52,9 +58,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
     runner = registry.get_runner_class(config.runner.name)
     runner.data_parallel_size(config.runner.options, how.world_size)  # raises where the layout does not fit
     _check_model(config, checkpoint)
-    if splits:
+    if opened := dict.fromkeys([*splits, *arguments.answers]):
         assembly.prepare_data(config)
-        for split in splits:
+        for split in opened:
             assembly.open_split(config, split)
     return launch(evaluate_worker, (config.plain, job, sampling), how)
 
@@ -106,13 +112,16 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], sampling: Sampli
             "%s | loss %.6f | perplexity %.4f (%d tokens)", split, metrics.loss, metrics.perplexity, metrics.targets
         )
 
+    if job["answers"]:
+        results["answers"] = answer_splits(config, runner, _tokenizer(checkpoint), job, sampling, is_main)
     if job["prompts"] or job["interactive"]:
         tokenizer = _tokenizer(checkpoint)
+        talk = Conversing.about(job["images"], config, checkpoint) if job["images"] else None
         for prompt in job["prompts"]:
-            texts = _complete(runner, tokenizer, prompt, sampling, show=is_main)
+            texts = _complete(runner, tokenizer, prompt, sampling, show=is_main, talk=talk)
             results["completions"].append({"prompt": prompt, "completions": texts})
         if job["interactive"]:
-            _converse(runner, tokenizer, sampling, results["completions"])
+            _converse(runner, tokenizer, sampling, results["completions"], talk)
     if job["output"] and is_main:
         Path(job["output"]).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         log.info("results are in %s", job["output"])
@@ -138,17 +147,21 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _complete(runner: Any, tokenizer: Any, prompt: str, sampling: Sampling, *, show: bool) -> list[str]:
-    """Completions of a prompt; a single one is shown as it grows."""
+def _complete(
+    runner: Any, tokenizer: Any, prompt: str, sampling: Sampling, *, show: bool, talk: Conversing | None = None
+) -> list[str]:
+    """Completions of a prompt, or answers to it where it is about images; a single one is shown as it grows."""
     streaming = show and sampling.num_completions == 1
 
     def on_text(_completion: int, piece: str) -> None:
         sys.stdout.write(printable(piece))
         sys.stdout.flush()
 
+    asked = prompt if talk is None else talk.ask(prompt)
     if streaming:
-        sys.stdout.write(prompt)
-    texts = generate(runner, tokenizer, prompt, sampling, on_text if streaming else None)
+        sys.stdout.write(prompt if talk is None else f"{prompt}\n")
+    end = None if talk is None else talk.questioner.end_id
+    texts = generate(runner, tokenizer, asked, sampling, on_text if streaming else None, end)
     if streaming:
         sys.stdout.write("\n")
     elif show:
@@ -157,8 +170,15 @@ def _complete(runner: Any, tokenizer: Any, prompt: str, sampling: Sampling, *, s
     return texts
 
 
-def _converse(runner: Any, tokenizer: Any, sampling: Sampling, completions: list[dict[str, Any]]) -> None:
-    print("type a prompt, or `stop` to end")
+def _converse(
+    runner: Any,
+    tokenizer: Any,
+    sampling: Sampling,
+    completions: list[dict[str, Any]],
+    talk: Conversing | None,
+) -> None:
+    about = "" if talk is None else "; `image FILE` adds an image, `new` forgets what was said"
+    print(f"type a prompt, or `stop` to end{about}")
     while True:
         try:
             prompt = input("> ")
@@ -167,8 +187,12 @@ def _converse(runner: Any, tokenizer: Any, sampling: Sampling, completions: list
         if prompt.strip() == "stop":
             return
         try:
-            texts = _complete(runner, tokenizer, prompt, sampling, show=True)
+            if talk is not None and talk.command(prompt):
+                continue
+            texts = _complete(runner, tokenizer, prompt, sampling, show=True, talk=talk)
         except UserError as error:  # too long a prompt should not end the conversation
             print(f"error: {sentence(error)}")
             continue
+        if talk is not None:
+            talk.remember(prompt, texts[0])
         completions.append({"prompt": prompt, "completions": texts})

@@ -9,11 +9,13 @@ from pathlib import Path
 from crosstrain import assembly
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.base import Base
+from crosstrain.checkpoint.checkpointer import load_state
 from crosstrain.checkpoint.export import export as write
 from crosstrain.checkpoint.store import Reader
 from crosstrain.commands.saved import saved_config
 from crosstrain.construct import parameters_on_meta
 from crosstrain.errors import UserError
+from crosstrain.model import Model
 from crosstrain.precision import DTYPES
 
 
@@ -22,28 +24,34 @@ def export(arguments: argparse.Namespace) -> int:
     limit = _bytes(arguments.max_shard_size)
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     checkpoint = folders.find_checkpoint(Path(arguments.checkpoint))
+    model = _model(checkpoint, arguments.options)
     exported = write(
         checkpoint,
         Path(arguments.output),
         dtype,
         limit,
         lambda line: print(line, flush=True),
-        _base(checkpoint, arguments.options),
+        None if model is None else Base.of(model),
+        None if model is None else model.merges(),
     )
+    opens = exported.architecture  # None: transformers has no such model
     print(
         f"{arguments.output}: {exported.parameters:,} parameters of {checkpoint}, {exported.bytes / 1e6:,.1f} MB in "
-        f"{exported.files} file(s); open it with transformers' "
-        f"{exported.architecture or 'AutoModel'}.from_pretrained({arguments.output!r})"
+        f"{exported.files} file(s)"
+        + (f"; open it with transformers' {opens}.from_pretrained({arguments.output!r})" if opens else "")
     )
     return 0
 
 
-def _base(checkpoint: Path, options: list[str]) -> Base | None:
-    """What the configured model starts from, if the checkpoint leaves out what was frozen."""
-    if not Reader.open(checkpoint).frozen:
+def _model(checkpoint: Path, options: list[str]) -> Model | None:
+    """The configured model, without weights: it knows where frozen ones come from, and what is merged.
+
+    None for a checkpoint that says nothing about its model and needs none.
+    """
+    if not Reader.open(checkpoint).frozen and not isinstance(load_state(checkpoint).get("config"), dict):
         return None
     with parameters_on_meta():
-        return Base.of(assembly.make_model(saved_config(checkpoint, options)))
+        return assembly.make_model(saved_config(checkpoint, options))
 
 
 def _bytes(size: str) -> int:

@@ -53,7 +53,21 @@ def _without_harm(saved: dict[str, Any], checkpoint: Path, options: list[str]) -
         for dataset in datasets.values():
             if isinstance(dataset, dict):
                 dataset.pop("prepare", None)
+            if any(text.startswith("pipe:") for text in _texts(dataset)):
+                raise ConfigError(
+                    f"{checkpoint}: its data come from a command (pipe:...), which is not run on a checkpoint's word; "
+                    f"name a project file with --cfg-path"
+                )
     return saved
+
+
+def _texts(tree: Any) -> Iterator[str]:
+    """Every text in a tree."""
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, (dict, list)):
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            yield from _texts(item)
 
 
 def _given(tree: Any) -> Iterator[str]:

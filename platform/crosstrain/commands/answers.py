@@ -1,0 +1,103 @@
+"""For `crosstrain evaluate`: questions about images, those of a split and those that somebody types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from crosstrain import assembly
+from crosstrain.answering import answer_questions, contact_sheet, score
+from crosstrain.config import Config
+from crosstrain.data.conversations import IMAGE, Message
+from crosstrain.data.dataset import Questioner, Sample
+from crosstrain.errors import UserError
+from crosstrain.extras import require
+from crosstrain.generation import Sampling
+from crosstrain.monitor.console import log
+from crosstrain.registry import registry
+from crosstrain.runner import Runner
+
+_BATCH = 64  # questions that are answered together
+_ON_SHEET = 48
+
+
+def answer_splits(
+    config: Config, runner: Runner, tokenizer: Any, job: dict[str, Any], sampling: Sampling, is_main: bool
+) -> dict[str, Any]:
+    """Scores and predictions of each split that the job names; draws the sheet that it asks for. Collective."""
+    component = assembly.training_dataset(config)
+    results: dict[str, Any] = {}
+    for split in job["answers"]:
+        dataset = assembly.open_split(config, split)
+        assert dataset.tokenizer_path is not None
+        end = registry.get_dataset_class(component.name).questioner(component.options, dataset.tokenizer_path).end_id
+        answers = answer_questions(
+            runner, tokenizer, end, dataset, job["max_samples"], sampling.max_new_tokens, _BATCH
+        )  # fmt: skip
+        scores = score(answers)
+        for kind, numbers in scores.items():
+            rest = "".join(f" | {key} {value:.3f}" for key, value in numbers.items() if key in ("bleu4", "cider"))
+            log.info(
+                "%s | %-10s right %.3f | without the image %.3f (%d questions)%s",
+                split, kind, numbers["right"], numbers["right_blind"], numbers["questions"], rest,
+            )  # fmt: skip
+        if scores:
+            means = [sum(s[key] for s in scores.values()) / len(scores) for key in ("right", "right_blind")]
+            log.info("%s | mean       right %.3f | without the image %.3f", split, *means)
+        results[split] = {"scores": scores, "predictions": [a.document() for a in answers]}
+        if job["sheet"] and is_main:
+            step = max(1, len(answers) // _ON_SHEET)
+            contact_sheet(answers[::step][:_ON_SHEET], Path(job["sheet"]))
+            log.info("pictures with answers are in %s", job["sheet"])
+    return results
+
+
+@dataclass
+class Conversing:
+    """A conversation about images that goes on."""
+
+    questioner: Questioner
+    images: list[Any]
+    waiting: int  # images that the next words are the first to be about
+    history: list[Message] = field(default_factory=list)
+
+    @staticmethod
+    def about(files: list[str], config: Config, checkpoint: Path) -> Conversing:
+        """One that begins with these image files, asked as the configured dataset asks."""
+        component = assembly.training_dataset(config)
+        questioner = registry.get_dataset_class(component.name).questioner(component.options, checkpoint)
+        return Conversing(questioner, [_open(file) for file in files], len(files))
+
+    def ask(self, text: str) -> Sample:
+        """The prompt for an answer to `text`."""
+        return self.questioner.ask([*self.history, self._message(text)], self.images)
+
+    def remember(self, text: str, answer: str) -> None:
+        """What was said, for what follows."""
+        self.history += [self._message(text), Message("assistant", answer)]
+        self.waiting = 0
+
+    def command(self, text: str) -> bool:
+        """Do what is not a question; whether it was none."""
+        word, _, rest = text.strip().partition(" ")
+        if word == "image" and rest:
+            self.images.append(_open(rest))
+            self.waiting += 1
+        elif text.strip() == "new":
+            self.history, self.waiting = [], len(self.images)
+        else:
+            return False
+        return True
+
+    def _message(self, text: str) -> Message:
+        return Message("user", IMAGE * self.waiting + text.replace(IMAGE, ""))
+
+
+def _open(file: str) -> Any:
+    image = require("PIL.Image", "--image")
+    try:
+        with image.open(file) as opened:
+            return opened.convert("RGB")
+    except Exception as error:  # PIL raises whatever its decoders come upon
+        raise UserError(f"--image: {file} is not a readable image ({error})") from None

@@ -1,0 +1,78 @@
+"""Instructions about images in JSON files beside a folder of images, as LLaVA and MiniGPT-4 publish them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from crosstrain.check import OptionError
+from crosstrain.data.annotations import read_annotations
+from crosstrain.data.dataset import SPLITS, Split
+from crosstrain.data.image_dataset import (
+    Annotation,
+    ImageDataset,
+    ImageDatasetOptions,
+    Processors,
+    open_image_file,
+    processors,
+)
+from crosstrain.errors import DataError
+from crosstrain.registry import registry
+
+
+@registry.register_dataset("instructions")
+class Instructions(ImageDataset):
+    """Conversations of one or several turns; entries without images are text alone."""
+
+    @dataclass(kw_only=True)
+    class Options(ImageDatasetOptions):
+        """Which files, and how they are split."""
+
+        annotations: str  # a JSON file in the layout of LLaVA, MiniGPT-4 or MiniGPT4Qwen
+        images: str  # folder that image names are relative to
+        vis_processor: Processors = field(default_factory=lambda: processors("image_train", "image_eval"))
+        text_processor: Processors = field(default_factory=lambda: processors("dialogue", "dialogue"))
+        split: list[float] = field(default_factory=lambda: [1.0, 0.0, 0.0])  # shares of train, val, test, in file order
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if not 1 <= len(self.split) <= 3 or min(self.split) < 0 or sum(self.split) <= 0:
+                raise OptionError("split", f"must be up to three shares such as [95, 5, 0], not {self.split}")
+
+    options: Options
+
+    @classmethod
+    def prepare(cls, options: Any) -> None:
+        """Read the annotations, so that what is wrong with them is said before any worker starts."""
+        _entries(options.annotations)
+
+    def __init__(self, options: Any, split: Split) -> None:
+        super().__init__(options, split)
+        self.entries = _entries(options.annotations)
+        self.folder = Path(options.images).expanduser()
+        k, shares = SPLITS.index(split), [*options.split, 0.0, 0.0][:3]
+        self.start, self.stop = (round(sum(shares[:n]) / sum(shares) * len(self.entries)) for n in (k, k + 1))
+        if self.start == self.stop:
+            raise DataError(
+                f"the {split} split of {options.annotations} has none of its {len(self.entries)} entries: change "
+                f"split={options.split}"
+            )
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def read(self, index: int) -> tuple[list[Any], Annotation]:
+        entry = self.entries[self.start + index]
+        return [open_image_file(self.folder / name) for name in entry["images"]], entry
+
+
+def _entries(annotations: str) -> list[dict[str, Any]]:
+    path = Path(annotations).expanduser()
+    return _read(path, path.stat().st_mtime_ns if path.exists() else 0)
+
+
+@lru_cache(maxsize=8)
+def _read(path: Path, _modified: int) -> list[dict[str, Any]]:
+    return list(read_annotations(path))

@@ -1,0 +1,102 @@
+"""Several datasets of images and text as one, in stated shares."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+
+from crosstrain.check import Component, OptionError
+from crosstrain.data.dataset import Batch, Dataset, Example, Questioner, Sample, Split
+from crosstrain.errors import DataError
+from crosstrain.registry import registry
+
+
+@dataclass
+class MixturePart:
+    """A dataset and its share of the samples."""
+
+    dataset: Annotated[Component, "dataset"]
+    ratio: float | None = None  # relative to the others'; None, for all alike: as many as it has
+
+
+@registry.register_dataset("mixture")
+class Mixture(Dataset):
+    """An epoch holds every sample of every part at least once, and more of those whose share asks for it.
+
+    A part whose share is larger than its size goes round again, from its first sample on, so counts differ by one at
+    most. The parts must have the same tokenizer.
+    """
+
+    @dataclass
+    class Options:
+        """What is mixed."""
+
+        parts: list[MixturePart]
+
+        def __post_init__(self) -> None:
+            given = [part.ratio for part in self.parts]
+            if not given:
+                raise OptionError("parts", "at least one part is needed")
+            if None in given and any(ratio is not None for ratio in given):
+                raise OptionError("parts", "either every part has a ratio, or none")
+            if any(ratio is not None and ratio <= 0 for ratio in given):
+                raise OptionError("parts", "a ratio must be more than 0; leave out what is not wanted")
+
+    options: Options
+
+    @classmethod
+    def prepare(cls, options: Any) -> None:
+        for part in options.parts:
+            registry.get_dataset_class(part.dataset.name).prepare(part.dataset.options)
+
+    def __init__(self, options: Any, split: Split) -> None:
+        super().__init__(options, split)
+        self.parts: list[Dataset] = [
+            registry.get_dataset_class(p.dataset.name)(p.dataset.options, split) for p in options.parts
+        ]
+        first = self.parts[0]
+        if len({part.tokenizer_path for part in self.parts}) > 1:
+            raise DataError("the parts of a mixture have different tokenizers: give them the same one")
+        self.vocab_size, self.tokenizer_path = first.vocab_size, first.tokenizer_path
+        lengths = [part.sequence_length for part in self.parts]
+        self.sequence_length = None if None in lengths else max(length or 0 for length in lengths)
+        counts = epoch_counts([len(part) for part in self.parts], [part.ratio for part in options.parts])
+        self.starts = [0, *accumulate(counts)]
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def _place(self, index: int) -> tuple[Dataset, int]:
+        k = int(np.searchsorted(self.starts, index, "right")) - 1
+        return self.parts[k], (index - self.starts[k]) % len(self.parts[k])
+
+    def get(self, index: int, rng: np.random.Generator) -> Sample:
+        part, inner = self._place(index)
+        return part.get(inner, rng)
+
+    def collate(self, samples: list[Sample]) -> Batch:
+        return self.parts[0].collate(samples)
+
+    def examples(self, index: int) -> list[Example]:
+        part, inner = self._place(index)
+        return part.examples(inner)
+
+    @classmethod
+    def questioner(cls, options: Any, tokenizer: Path) -> Questioner:
+        """As the first part asks."""
+        first = options.parts[0].dataset
+        return registry.get_dataset_class(first.name).questioner(first.options, tokenizer)
+
+
+def epoch_counts(lengths: list[int], ratios: list[float | None]) -> list[int]:
+    """Samples of each part in the shortest epoch that has all of them in these shares, rounded up."""
+    if ratios[0] is None:
+        return lengths
+    shares = [(r or 0.0) / sum(r or 0.0 for r in ratios) for r in ratios]
+    total = max(n / share for n, share in zip(lengths, shares, strict=True))
+    return [max(n, math.ceil(total * share - 1e-9)) for n, share in zip(lengths, shares, strict=True)]

@@ -1,0 +1,104 @@
+"""A folder of images and a JSON file about them, as WebDataset shards."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from webdataset import ShardWriter
+
+from crosstrain.data.annotations import read_annotations
+from crosstrain.errors import DataError
+
+Packed = Iterable[dict[str, Any]]  # samples as ShardWriter takes them: __key__, and bytes by extension
+
+
+@dataclass
+class PackOptions:
+    """What to pack, and where."""
+
+    images: str  # folder that the annotations' image names are relative to
+    annotations: str  # a JSON file in LLaVA's or MiniGPT-4's layout
+    output: str  # folder of train-NNNNNN.tar, val-NNNNNN.tar and test-NNNNNN.tar
+    val: float = 0.0  # share of the samples that go to val, the first ones
+    test: float = 0.0  # and to test, the next ones
+    samples_per_shard: int = 10_000
+
+
+def pack(options: PackOptions) -> None:
+    """Make the shards unless they exist. DataError for an image that is missing, or shards made otherwise."""
+
+    def splits() -> Iterator[tuple[str, Packed]]:
+        entries = list(read_annotations(Path(options.annotations)))
+        val, test = (round(share * len(entries)) for share in (options.val, options.test))
+        bounds = {"val": (0, val), "test": (val, val + test), "train": (val + test, len(entries))}
+        for split, (start, stop) in bounds.items():
+            yield split, (_sample(i, entries[i], Path(options.images)) for i in range(start, stop))
+
+    write_once(Path(options.output), asdict(options), splits, options.samples_per_shard)
+
+
+def _sample(number: int, entry: dict[str, Any], folder: Path) -> dict[str, Any]:
+    sample: dict[str, Any] = {"__key__": f"{number:08d}"}
+    names = entry.get("images", [])
+    for i, name in enumerate(names):
+        extension = Path(name).suffix.lower().removeprefix(".") or "jpg"
+        try:
+            sample[f"{i}.{extension}" if len(names) > 1 else extension] = (folder / name).read_bytes()
+        except OSError as error:
+            raise DataError(f"{folder / name} cannot be read ({error.strerror})") from None
+    annotation = {key: value for key, value in entry.items() if key != "images"}
+    sample["json"] = json.dumps(annotation if names else annotation | {"text_only": True}).encode()
+    return sample
+
+
+def write_once(
+    output: Path,
+    made: dict[str, Any],
+    splits: Callable[[], Iterable[tuple[str, Packed]]],
+    per_shard: int,
+    beside: Callable[[Path], None] = lambda folder: None,
+) -> None:
+    """Write SPLIT-NNNNNN.tar files, and dataset.json with `made`, into a folder that appears complete or not at all.
+
+    `beside` puts in what else belongs there. A folder that exists is left alone; DataError where its dataset.json says
+    something else than `made`.
+    """
+    output = output.expanduser().absolute()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(output.with_name(f".{output.name}.lock")):
+        if output.exists():
+            return _check_made(output, made)
+        partial = output.with_name(f".{output.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        beside(partial)
+        counts = {}
+        for split, samples in splits():
+            with ShardWriter(str(partial / f"{split}-%06d.tar"), maxcount=per_shard, verbose=0) as writer:
+                for sample in samples:
+                    writer.write(sample)
+            counts[split] = writer.total
+        document = {"options": made, "samples": counts}
+        (partial / "dataset.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        os.rename(partial, output)
+
+
+def _check_made(output: Path, made: dict[str, Any]) -> None:
+    try:
+        there = json.loads((output / "dataset.json").read_text(encoding="utf-8"))["options"]
+    except (OSError, ValueError, KeyError):
+        raise DataError(f"{output} exists and holds no shards that were packed here: choose another folder") from None
+    changed = [key for key, value in made.items() if there.get(key) != value]
+    if changed:
+        key = changed[0]
+        raise DataError(
+            f"{output} was made with {key}={there.get(key)!r}, and that is now {made[key]!r}: choose another folder, "
+            f"or remove it"
+        )

@@ -1,0 +1,102 @@
+"""A task that shows whether a model sees: questions about pictures of coloured shapes, made here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+from crosstrain.check import OptionError
+from crosstrain.data.dataset import Split
+from crosstrain.data.image_dataset import Processors, processors
+from crosstrain.registry import registry
+from crosstrain.rng import derive_seed
+
+from .image_text import ImageText
+from .packing import Packed, write_once
+from .shape_scenes import describe, draw_scene, render, words
+from .shards import expand
+
+_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+_UNKNOWN = "<|unknown|>"  # any other word
+_CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@registry.register_dataset("shapes")
+class Shapes(ImageText):
+    """Coloured shapes on a grid, rendered on first use into WebDataset shards, with a tokenizer of 60 words.
+
+    Splits train, val and test; `novel` evaluates combinations of colour and shape that training never shows.
+    """
+
+    @dataclass(kw_only=True)
+    class Options(ImageText.Options):
+        """What to render, and where; everything else is `image_text`'s."""
+
+        path: str  # the folder of the shards and their tokenizer, the default one; made if it does not exist
+        vis_processor: Processors = field(
+            default_factory=lambda: processors("image_eval", "image_eval", image_size=48)  # left stays left
+        )
+        text_processor: Processors = field(default_factory=lambda: processors("vqa", "vqa"))
+        images: int = 24_000  # of the train split
+        held_out: int = 1_000  # of each of val, test and novel
+        data_seed: int = 0  # splits are drawn from seeds of their own
+        novel: bool = False  # what is evaluated as test is the split `novel`
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if min(self.images, self.held_out) < 1:
+                raise OptionError("images", "images and held_out must be at least 1")
+            folder = Path(self.path).expanduser()
+            self.tokenizer = self.tokenizer or str(folder / "tokenizer")
+
+    options: Options
+
+    @classmethod
+    def prepare(cls, options: Any) -> None:
+        made = {key: getattr(options, key) for key in ("images", "held_out", "data_seed")}
+        folder = Path(options.path).expanduser()
+        write_once(folder, made, lambda: _splits(options), per_shard=5_000, beside=write_tokenizer)
+        super().prepare(options)
+
+    @classmethod
+    def shards(cls, options: Any, split: Split) -> list[str]:
+        name = "novel" if split == "test" and options.novel else split
+        return expand(f"{Path(options.path).expanduser()}/{name}-*.tar")
+
+
+def _splits(options: Any) -> Iterator[tuple[str, Packed]]:
+    for split in ("train", "val", "test", "novel"):
+        yield split, _samples(split, options.images if split == "train" else options.held_out, options.data_seed)
+
+
+def _samples(split: str, number: int, seed: int) -> Iterator[dict[str, Any]]:
+    for i in range(number):
+        rng = np.random.default_rng(derive_seed(seed, split, i))
+        scene = draw_scene(split, rng)
+        annotation = json.dumps(describe(scene, rng)).encode()
+        yield {"__key__": f"{i:08d}", "jpg": render(scene, rng), "json": annotation}
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A Hugging Face tokenizer of whole words in `folder`/tokenizer, with Qwen's chat template."""
+    vocabulary = {word: i for i, word in enumerate([*words(), "user", "assistant", "system", _UNKNOWN])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=_UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
+    target = folder / "tokenizer"
+    target.mkdir(parents=True)
+    backend.save(str(target / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "unk_token": _UNKNOWN,
+        "pad_token": _SPECIAL[0], "chat_template": _CHATML, "clean_up_tokenization_spaces": False,
+    }  # fmt: skip
+    (target / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")

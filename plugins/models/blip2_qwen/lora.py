@@ -1,0 +1,56 @@
+"""Low-rank adapters on a language model, under the names that peft saves."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+
+from crosstrain.errors import ConfigError
+
+from .options import Lora
+
+_ADAPTER = "default"
+
+
+def add_adapters(model: nn.Module, options: Lora, trained: bool) -> None:
+    """Put adapters on the named linear maps; with `trained` the rest goes on being trained too.
+
+    Raises ConfigError where a name matches nothing that can have one.
+    """
+    config = LoraConfig(
+        r=options.rank, lora_alpha=options.alpha, lora_dropout=options.dropout, target_modules=options.targets
+    )
+    try:
+        inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
+    except ValueError as error:  # peft's sentence names what it looked for
+        raise ConfigError(f"model.language_model.lora.targets: {error}") from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained or is_adapter(name))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def canonical(name: str) -> str:
+    """A parameter's name without what peft put into it."""
+    return name.replace(".base_layer.", ".").replace(f".{_ADAPTER}.weight", ".weight")
+
+
+def initialize(name: str, value: Tensor, rng: torch.Generator) -> None:
+    """peft's initial values: A as torch's linear map, B zero, so that the adapter changes nothing at first."""
+    if ".lora_B." in name:
+        value.zero_()
+    else:
+        bound = 1 / math.sqrt(value.shape[1])  # kaiming_uniform_ with a = sqrt(5)
+        value.uniform_(-bound, bound, generator=rng)
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, *, options: Lora, transposed: bool) -> Tensor:
+    """A linear map's weight [out, in], or `transposed`, with its adapter a [rank, in], b [out, rank] taken into it."""
+    change = (b @ a) * (options.alpha / options.rank)
+    return weight + (change.T if transposed else change)

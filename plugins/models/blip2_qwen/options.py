@@ -1,0 +1,96 @@
+"""What a project file may say about the parts of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from crosstrain.check import Component, OptionError
+
+
+@dataclass(kw_only=True)
+class Part:
+    """What can be said about every part."""
+
+    freeze: bool = True  # not trained: eval mode, no gradient, no optimizer state
+    precision: Literal["fp32", "bf16", "fp16"] | None = None  # what it computes in; None: as the run. Weights are fp32
+    lr_scale: float = 1.0  # factor on run.init_lr
+    gradient_checkpointing: Literal["none", "full", "selective", "offload"] | None = None  # None: as the run
+
+    def __post_init__(self) -> None:
+        if self.lr_scale <= 0:
+            raise OptionError("lr_scale", f"expected more than 0, got {self.lr_scale}; freeze: true trains nothing")
+
+
+@dataclass(kw_only=True)
+class Vision(Part):
+    """A vision transformer of timm; sizes that are not given are the encoder's own."""
+
+    encoder: str = "eva_giant_patch14_224"  # timm's name
+    pretrained: str | None = None  # a folder or name of timm's weights, or of a Hugging Face BLIP-2
+    image_size: int | None = None  # height and width in pixels
+    patch_size: int | None = None
+    embed_dim: int | None = None  # width
+    depth: int | None = None  # blocks; BLIP-2 uses 39 of EVA-ViT-g's 40
+    num_heads: int | None = None
+    mlp_ratio: float | None = None  # width of the MLP / embed_dim
+    class_token: bool | None = None
+    drop_path_rate: float = 0.0  # stochastic depth
+    attention: Literal["sdpa", "eager"] = "sdpa"
+
+
+@dataclass(kw_only=True)
+class QFormer(Part):
+    """BLIP-2's querying transformer (Li et al., 2023), with BLIP-2's sizes."""
+
+    pretrained: str | None = None  # a folder or name of a Hugging Face BLIP-2
+    num_query_tokens: int = 32  # embeddings that stand for an image
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    cross_attention_frequency: int = 2  # every so many layers, the first one too, look at the image
+    dropout: float = 0.1
+    layer_norm_eps: float = 1e-12
+    query_std: float = 0.02  # standard deviation of the queries' initial values
+    attention: Literal["sdpa", "eager"] = "sdpa"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden_size % self.num_attention_heads:
+            raise OptionError(
+                "num_attention_heads", f"{self.num_attention_heads} does not divide hidden_size={self.hidden_size}"
+            )
+
+
+@dataclass(kw_only=True)
+class Projector(Part):
+    """From the Q-Former's width to the language model's."""
+
+    freeze: bool = False
+    pretrained: str | None = None  # a run's folder or a checkpoint that has it
+    kind: Literal["linear", "mlp"] = "linear"  # mlp: two linear maps with a GELU between them
+
+
+@dataclass
+class Lora:
+    """Low-rank adapters (Hu et al., 2021) through peft; they are trained, whether or not the rest is."""
+
+    rank: int = 8
+    alpha: float = 16.0  # the adapters' output is scaled by alpha / rank
+    dropout: float = 0.05
+    targets: list[str] = field(  # names of linear maps
+        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise OptionError("rank", f"must be at least 1, not {self.rank}")
+
+
+@dataclass(kw_only=True)
+class Language(Part):
+    """A causal language model of the registry, which says itself what it starts from."""
+
+    model: Annotated[Component, "model"] = field(default_factory=lambda: Component("qwen"))
+    lora: Lora | None = None

@@ -1,0 +1,102 @@
+"""Vision transformers of timm: how they are made, initialised, and named in Hugging Face's BLIP-2."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import timm
+import torch
+from timm.layers import set_fused_attn
+from torch import Tensor, nn
+
+from crosstrain.errors import ConfigError
+from crosstrain.pretrained import Excerpt
+
+from .options import Vision
+
+_SIZES = ("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "class_token")
+
+# timm's names against transformers', which are alike for ViT and EVA but for the biases of EVA's attention.
+_BLIP2 = {
+    "cls_token": "embeddings.class_embedding",
+    "pos_embed": "embeddings.position_embedding",
+    "patch_embed.proj": "embeddings.patch_embedding",
+    "norm": "post_layernorm",
+}
+_BLIP2_BLOCK = {
+    "norm1": "layer_norm1", "norm2": "layer_norm2", "attn.qkv": "self_attn.qkv", "attn.proj": "self_attn.projection",
+    "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2",
+}  # fmt: skip
+
+
+def make_encoder(options: Vision) -> nn.Module:
+    """The encoder, whose forward maps images [n, 3, H, W] to tokens [n, tokens, width], normalised.
+
+    Raises ConfigError where timm has none of that name, or its sizes do not go together.
+    """
+    if not timm.is_model(options.encoder):
+        near = timm.list_models(f"*{options.encoder.split('_')[0]}*")[:5]
+        raise ConfigError(
+            f"model.vision.encoder: timm has no model {options.encoder}; it has {', '.join(near) or 'others'}"
+        )
+    given = {key: getattr(options, key) for key in _SIZES if getattr(options, key) is not None}
+    if options.image_size is not None:
+        given["img_size"] = options.image_size
+    set_fused_attn(options.attention == "sdpa")
+    try:
+        encoder = timm.create_model(
+            options.encoder, pretrained=False, num_classes=0, global_pool="", drop_path_rate=options.drop_path_rate,
+            **given,
+        )  # fmt: skip
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"model.vision: timm cannot make {options.encoder} with {given}: {error}") from error
+    finally:
+        set_fused_attn(True)
+    if not hasattr(encoder, "blocks"):
+        raise ConfigError(f"model.vision.encoder: {options.encoder} is not a vision transformer of one width")
+    return encoder
+
+
+def image_size(encoder: nn.Module) -> tuple[int, int]:
+    """Height and width that the encoder takes, in pixels."""
+    height, width = encoder.patch_embed.img_size  # type: ignore[union-attr]
+    return int(height), int(width)
+
+
+def initialize(name: str, value: Tensor, rng: torch.Generator, eva: bool) -> None:
+    """timm's initial values: N(0, 0.02) cut off, biases 0, norms 1, the patches' projection as torch's convolution.
+
+    EVA's output projections are divided by sqrt(2 * depth so far).
+    """
+    block = re.match(r"blocks\.(\d+)\.(attn\.proj|mlp\.fc2)\.weight$", name)
+    if name.endswith("bias"):
+        value.zero_()
+    elif re.search(r"gamma(_\d)?$", name):  # layer scale
+        value.fill_(1e-5)
+    elif value.ndim == 1:
+        value.fill_(1.0)
+    elif name.endswith("patch_embed.proj.weight"):
+        bound = 1 / math.sqrt(value[0].numel())
+        value.uniform_(-bound, bound, generator=rng)
+    else:
+        nn.init.trunc_normal_(value, std=0.02, generator=rng)
+        if eva and block:
+            value.div_(math.sqrt(2 * (int(block[1]) + 1)))
+
+
+def blip2_place(name: str, width: int) -> str | Excerpt:
+    """Where transformers' BLIP-2 keeps the encoder's parameter of this timm name.
+
+    It has one bias of queries, keys and values, of which EVA has no keys' (they cancel in the softmax).
+    """
+    if found := re.match(r"blocks\.(\d+)\.attn\.([qv])_bias$", name):
+        bias = f"vision_model.encoder.layers.{found[1]}.self_attn.qkv.bias"
+        return Excerpt(bias, 0 if found[2] == "q" else 2 * width, 3 * width)
+    if found := re.match(r"blocks\.(\d+)\.(.+?)(\.weight|\.bias)$", name):
+        inner = _BLIP2_BLOCK.get(found[2], found[2])
+        return f"vision_model.encoder.layers.{found[1]}.{inner}{found[3]}"
+    stem, _, last = name.rpartition(".")
+    if last in ("weight", "bias"):
+        return f"vision_model.{_BLIP2.get(stem, stem)}.{last}"
+    return f"vision_model.{_BLIP2.get(name, name)}"

@@ -1,0 +1,75 @@
+"""Where the weights of each part come from, and under which names they are kept there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+from crosstrain.checkpoint.folders import find_checkpoint
+from crosstrain.errors import ConfigError
+from crosstrain.language_model import LanguageModel
+from crosstrain.pretrained import Excerpt, Source, pretrained_folder
+
+from . import lora, vision
+from .options import Projector, QFormer, Vision
+
+_QUERIES = "query_tokens"
+
+
+def folders(encoder: Vision, qformer: QFormer, projector: Projector) -> dict[str, Path]:
+    """By part, the folder that it starts from, where it starts from one. ConfigError for one of another kind."""
+    found = {}
+    if encoder.pretrained is not None:
+        found["vision"] = pretrained_folder(encoder.pretrained)
+    if qformer.pretrained is not None:
+        found["qformer"] = pretrained_folder(qformer.pretrained)
+        if not _is_blip2(found["qformer"]):
+            raise ConfigError(f"model.qformer.pretrained: {qformer.pretrained} is not a Hugging Face BLIP-2 folder")
+    if projector.pretrained is not None:
+        found["projector"] = find_checkpoint(Path(projector.pretrained).expanduser())
+    return found
+
+
+def _is_blip2(folder: Path) -> bool:
+    return PreTrainedConfig.get_config_dict(folder)[0].get("model_type") == "blip-2"
+
+
+def sources(found: dict[str, Path], prefixes: dict[str, str], width: int, language: LanguageModel) -> list[Source]:
+    """The parts' folders, and the language model's own. `prefixes` begin the parts' canonical names.
+
+    width: the vision transformer's.
+    """
+    out = []
+    for part, folder in found.items():
+        owned = (prefixes[part], _QUERIES) if part == "qformer" else (prefixes[part],)
+        place: Callable[[str, set[str]], str | Excerpt] = _as_it_is
+        if part == "vision":
+            place = _blip2(prefixes[part], width) if _is_blip2(folder) else _without(prefixes[part])
+        out.append(Source(folder, place, lambda name, owned=owned: name.startswith(owned)))
+    prefix = prefixes["language_model"]
+    for source in language.pretrained_sources():
+        out.append(_under(prefix, source))
+    return out
+
+
+def _as_it_is(name: str, _: set[str]) -> str:
+    return name
+
+
+def _without(prefix: str) -> Callable[[str, set[str]], str]:
+    return lambda name, _: name.removeprefix(prefix)
+
+
+def _blip2(prefix: str, width: int) -> Callable[[str, set[str]], str | Excerpt]:
+    return lambda name, _: vision.blip2_place(name.removeprefix(prefix), width)
+
+
+def _under(prefix: str, source: Source) -> Source:
+    """A language model's source, by the names that its parameters have here; adapters come from nowhere."""
+
+    def covers(name: str) -> bool:
+        return name.startswith(prefix) and not lora.is_adapter(name) and source.covers(name.removeprefix(prefix))
+
+    return Source(source.folder, lambda name, names: source.place(name.removeprefix(prefix), names), covers)

@@ -1,0 +1,116 @@
+"""Images as vision encoders take them: timm's transforms, with the encoder's own size, mean and deviation."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import timm
+import torch
+from timm.data import create_transform, resolve_data_config
+
+from crosstrain.check import OptionError
+from crosstrain.registry import registry
+
+
+class _Transform:
+    """One of timm's transforms, drawing from the sample's generator alone."""
+
+    def __init__(self, encoder: str | None, **arguments: Any) -> None:
+        given = {key: value for key, value in arguments.items() if value is not None}
+        if encoder is not None:
+            config = resolve_data_config(pretrained_cfg=_published(encoder))
+            given = {k: config[k] for k in ("input_size", "mean", "std", "interpolation", "crop_pct")} | given
+        self.transform = create_transform(**given)
+
+    def __call__(self, image: Any, rng: np.random.Generator) -> np.ndarray:
+        """fp32 [3, height, width] of a PIL image, with the encoder's mean taken off and divided by its deviation."""
+        with _drawing_from(rng):
+            return self.transform(image).numpy()
+
+
+def _published(encoder: str) -> dict[str, Any]:
+    """timm's description of an encoder; OptionError where it has none of that name."""
+    config = timm.get_pretrained_cfg(encoder, allow_unregistered=False) if timm.is_model(encoder) else None
+    if config is None:
+        near = timm.list_models(f"*{encoder.split('_')[0]}*")[:3]
+        raise OptionError("encoder", f"timm has no model {encoder}" + (f"; it has {', '.join(near)}" if near else ""))
+    return config.to_dict()
+
+
+@contextmanager
+def _drawing_from(rng: np.random.Generator) -> Iterator[None]:
+    """Inside, Python's and torch's global generators are seeded by `rng`; afterwards they are as before."""
+    python = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(int(rng.integers(2**32)))
+        torch.default_generator.manual_seed(int(rng.integers(2**32)))
+        try:
+            yield
+        finally:
+            random.setstate(python)
+
+
+@dataclass
+class _Options:
+    encoder: str | None = None  # a timm model, whose published size, mean and deviation are the defaults
+    image_size: int | None = None  # height and width; 224 without an encoder
+    mean: list[float] | None = None  # per channel, of values from 0 to 1; ImageNet's without an encoder
+    std: list[float] | None = None
+    interpolation: str | None = None  # bilinear, bicubic, ... as timm names them
+
+    def __post_init__(self) -> None:
+        if self.image_size is not None and self.image_size < 1:
+            raise OptionError("image_size", f"must be at least 1, not {self.image_size}")
+        if any(values is not None and len(values) != 3 for values in (self.mean, self.std)):
+            raise OptionError("mean", "mean and std have three numbers, one for each channel")
+        if self.encoder is not None:
+            _published(self.encoder)
+
+    def common(self) -> dict[str, Any]:
+        """What both transforms are told."""
+        size = None if self.image_size is None else (3, self.image_size, self.image_size)
+        mean, std = (None if v is None else tuple(v) for v in (self.mean, self.std))
+        return {"input_size": size, "mean": mean, "std": std, "interpolation": self.interpolation}
+
+
+@registry.register_processor("image_train")
+class ImageTrain(_Transform):
+    """A random part of the image, perhaps mirrored and with other colours: timm's training transform."""
+
+    @dataclass
+    class Options(_Options):
+        """As BLIP-2 is trained: half the area at least, mirrored every other time, colours kept."""
+
+        scale: tuple[float, float] = (0.5, 1.0)  # least and largest share of the area that is kept
+        ratio: tuple[float, float] = (3 / 4, 4 / 3)  # least and largest width / height of the part
+        hflip: float = 0.5  # probability of mirroring; 0 where text says left and right
+        color_jitter: float = 0.0  # how far brightness, contrast and saturation may go
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(
+            options.encoder, is_training=True, scale=options.scale, ratio=options.ratio, hflip=options.hflip,
+            color_jitter=options.color_jitter, **options.common(),
+        )  # fmt: skip
+
+
+@registry.register_processor("image_eval")
+class ImageEval(_Transform):
+    """Always the same: timm's evaluation transform."""
+
+    @dataclass
+    class Options(_Options):
+        """The whole image, squeezed to the encoder's size, as BLIP-2 sees it; or its middle."""
+
+        crop_mode: Literal["squash", "center"] = "squash"  # center: keeps the proportions, and loses the edges
+        crop_pct: float = 1.0  # share of the height and width that is kept
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(
+            options.encoder, is_training=False, crop_mode=options.crop_mode, crop_pct=options.crop_pct,
+            **options.common(),
+        )  # fmt: skip

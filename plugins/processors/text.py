@@ -1,0 +1,160 @@
+"""Annotations as conversations: captions, questions, dialogues."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from crosstrain.check import OptionError
+from crosstrain.data.conversations import IMAGE, Conversation, Message, SampleError, Style, alternate
+from crosstrain.data.image_dataset import Annotation
+from crosstrain.registry import registry
+
+Asked = list[tuple[Conversation, str, str]]
+_SPEAKERS: dict[str, Literal["system", "user", "assistant"]] = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
+}  # fmt: skip
+
+
+@registry.register_processor("captions")
+class Caption:
+    """A caption after the images, and after a prompt if there is one."""
+
+    @dataclass
+    class Options:
+        """Which caption, and what asks for it."""
+
+        prompts: list[str] = field(default_factory=list)  # one is drawn in training, the first is used to evaluate
+        key: str = "caption"  # where the annotation has it: a text, or a list of which one is drawn
+        style: Literal["plain", "chat"] = "plain"  # plain: as BLIP-2, the caption alone follows the images
+        max_words: int | None = None  # longer captions are cut
+
+    def __init__(self, options: Options) -> None:
+        self.options, self.style = options, options.style
+
+    def __call__(self, annotation: Annotation, images: int, rng: np.random.Generator) -> list[Conversation]:
+        captions, prompts = self._captions(annotation), self.options.prompts or [""]
+        prompt, caption = prompts[rng.integers(len(prompts))], captions[rng.integers(len(captions))]
+        return [[self._request(prompt, images), Message("assistant", caption)]]
+
+    def questions(self, annotation: Annotation, images: int) -> Asked:
+        prompt = (self.options.prompts or [""])[0]
+        return [([self._request(prompt, images)], self._captions(annotation)[0], "caption")]
+
+    def _captions(self, annotation: Annotation) -> list[str]:
+        found = annotation.get(self.options.key)
+        texts = [found] if isinstance(found, str) else found
+        if not isinstance(texts, Sequence) or not texts or not all(isinstance(t, str) and t.strip() for t in texts):
+            raise SampleError(f"it has no {self.options.key}")
+        return [" ".join(text.split()[: self.options.max_words]) for text in texts]
+
+    def _request(self, prompt: str, images: int) -> Message:
+        return Message("user", IMAGE * images + prompt)
+
+
+@registry.register_processor("dialogue")
+class Dialogue:
+    """Conversations of one or more turns as LLaVA writes them, in Qwen's chat template."""
+
+    style: Style = "chat"
+
+    @dataclass
+    class Options:
+        """Where the conversation stands, and what goes before it."""
+
+        key: str = "conversations"  # a list of {from: human or gpt, value: text}
+        system: str | None = "You are a helpful assistant."  # what the model is told first; None: nothing
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def __call__(self, annotation: Annotation, images: int, rng: np.random.Generator) -> list[Conversation]:
+        conversation = self._conversation(annotation, images)
+        if conversation[-1].role != "assistant":  # nobody answers it, so nothing can be learned of it
+            conversation.pop()
+        if not any(m.role == "assistant" for m in conversation):
+            raise SampleError("there is no assistant turn, so nothing to learn")
+        return [conversation]
+
+    def questions(self, annotation: Annotation, images: int) -> Asked:
+        turns = alternate(self._conversation(annotation, images))
+        return [(before, answer, f"turn {n}") for n, (before, answer) in enumerate(turns, 1)]
+
+    def _conversation(self, annotation: Annotation, images: int) -> Conversation:
+        turns = annotation.get(self.options.key)
+        if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
+            raise SampleError(f"it has no {self.options.key}")
+        messages = [_message(turn) for turn in turns]
+        first = next((i for i, m in enumerate(messages) if m.role == "user"), None)
+        if first is not None and images and not any(IMAGE in m.text for m in messages):
+            messages[first] = Message("user", f"{IMAGE * images}\n{messages[first].text}")  # it does not say where
+        if self.options.system and messages[0].role != "system":
+            messages.insert(0, Message("system", self.options.system))
+        return messages
+
+
+def _message(turn: Any) -> Message:
+    role = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
+    text = turn.get("value", turn.get("content")) if isinstance(turn, dict) else None
+    if role not in _SPEAKERS or not isinstance(text, str):
+        raise SampleError("a turn of the conversation is not {from: human or gpt, value: text}")
+    return Message(_SPEAKERS[role], text)
+
+
+@registry.register_processor("vqa")
+class Questions:
+    """Several short questions about the same images, and the caption, each as a conversation of its own."""
+
+    style: Style = "chat"
+
+    @dataclass
+    class Options:
+        """Which of an annotation's questions are used."""
+
+        key: str = "questions"  # a list of {question, answer, kind}
+        caption_key: str | None = "caption"  # a caption to go with them; None: no captions
+        caption_prompt: str = "describe the image"
+        dialogue_key: str | None = None  # a conversation as LLaVA writes it to go with them; None: none
+        per_sample: int | None = None  # so many questions are drawn; None: all, packed into one sequence
+        system: str | None = None  # what the model is told first; None: nothing
+
+        def __post_init__(self) -> None:
+            if self.per_sample is not None and self.per_sample < 1:
+                raise OptionError("per_sample", f"must be at least 1, not {self.per_sample}")
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        key = options.dialogue_key
+        self.dialogue = None if key is None else Dialogue(Dialogue.Options(key, options.system))
+
+    def __call__(self, annotation: Annotation, images: int, rng: np.random.Generator) -> list[Conversation]:
+        learned = [[*before, Message("assistant", answer)] for before, answer, _ in self._short(annotation, images)]
+        if self.dialogue is not None:  # whose turns are all learned at once
+            learned += self.dialogue(annotation, images, rng)
+        if self.options.per_sample is not None and self.options.per_sample < len(learned):
+            chosen = rng.choice(len(learned), self.options.per_sample, replace=False)
+            learned = [learned[i] for i in sorted(chosen)]
+        return learned
+
+    def questions(self, annotation: Annotation, images: int) -> Asked:
+        turns = self.dialogue.questions(annotation, images) if self.dialogue is not None else []
+        return self._short(annotation, images) + [(before, answer, "dialogue") for before, answer, _ in turns]
+
+    def _short(self, annotation: Annotation, images: int) -> Asked:
+        """Everything that is asked in one turn."""
+        found = annotation.get(self.options.key)
+        if not isinstance(found, Sequence) or not all(_is_question(q) for q in found):
+            raise SampleError(f"its {self.options.key} are not a list of {{question, answer}}")
+        pairs = [(q["question"], q["answer"], str(q.get("kind", "question"))) for q in found]
+        caption = annotation.get(self.options.caption_key) if self.options.caption_key else None
+        if isinstance(caption, str):
+            pairs.append((self.options.caption_prompt, caption, "caption"))
+        told = [Message("system", self.options.system)] if self.options.system else []
+        return [([*told, Message("user", f"{IMAGE * images}{q}")], answer, kind) for q, answer, kind in pairs]
+
+
+def _is_question(entry: Any) -> bool:
+    return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("question", "answer"))
