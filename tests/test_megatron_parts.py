@@ -40,6 +40,7 @@ NEO_PLAN = {
 
 def project(workspace: Workspace, model: dict[str, Any], runner: dict[str, Any] | None = None) -> Workspace:
     workspace.config["model"] = model
+    workspace.config["run"]["output_dir"] = str(workspace.path / "out")
     if runner is not None:
         workspace.config["run"]["runner"] = runner
     workspace.project.write_text(yaml.safe_dump(workspace.config))
@@ -156,6 +157,7 @@ def _see_dropout(project: str, options: tuple[str, ...]) -> tuple[list[np.ndarra
 
 def test_dropout_is_the_same_on_what_ranks_share_and_different_on_what_they_split(workspace: Workspace) -> None:
     options = ("run.runner=megatron_tp2", "model.dropout=0.5", "model.attention=eager", "run.micro_batch_size=8")
+    options += (f"run.output_dir={workspace.path}/out",)
     (residuals, holes), (other_residuals, other_holes) = run_ranks(2, _see_dropout, str(workspace.project), options)
     assert len(residuals) == len(holes) == 2
     for mine, theirs in zip(residuals, other_residuals, strict=True):
