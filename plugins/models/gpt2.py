@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from crosstrain.errors import ConfigError
-from crosstrain.language_model import LanguageModel
 from crosstrain.model import Ends
 from crosstrain.pretrained import pretrained_folder
 from crosstrain.registry import registry
+from crosstrain.transformers_model import TransformersModel, padded
 
 
 @registry.register_model("gpt2")
-class GPT2(LanguageModel):
+class GPT2(TransformersModel):
     """Decoder-only language model with tied embeddings (Radford et al., 2019)."""
 
     @dataclass
@@ -38,49 +36,21 @@ class GPT2(LanguageModel):
         attention: Literal["sdpa", "eager"] = "sdpa"  # transformers' attention implementation
 
     def __init__(self, options: Options) -> None:
-        super().__init__(options)
-        self.source = pretrained_folder(options.pretrained) if options.pretrained else None
+        source = pretrained_folder(options.pretrained) if options.pretrained else None
         sizes = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
         given = {key: getattr(options, key) for key in sizes if getattr(options, key) is not None}
         given |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), options.dropout)
         if options.vocab_size is not None:  # the end-of-text token is the last one
             given |= dict.fromkeys(("bos_token_id", "eos_token_id"), options.vocab_size - 1)
-        self.config = GPT2Config.from_pretrained(self.source, **given) if self.source else GPT2Config(**given)
-        if self.config.n_embd % self.config.n_head:
-            raise ConfigError(
-                f"model.n_head: {self.config.n_head} heads do not divide n_embd={self.config.n_embd} evenly"
-            )
-
-        multiple = options.make_vocab_size_divisible_by
-        padded = copy.deepcopy(self.config)
-        padded.vocab_size = -(-self.config.vocab_size // multiple) * multiple
-        padded._attn_implementation = options.attention
+        config = GPT2Config.from_pretrained(source, **given) if source else GPT2Config(**given)
+        if config.n_embd % config.n_head:
+            raise ConfigError(f"model.n_head: {config.n_head} heads do not divide n_embd={config.n_embd} evenly")
+        made = padded(config, options.make_vocab_size_divisible_by)
+        made._attn_implementation = options.attention
         # The same function as gelu_new, as one operator: less time and a third of the MLP's activations.
-        if padded.activation_function == "gelu_new":
-            padded.activation_function = "gelu_pytorch_tanh"
-        self.lm = GPT2LMHeadModel(padded)
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        cache: Any = None,
-        inputs_embeds: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> Tensor:
-        hidden = self.lm.transformer(
-            input_ids, past_key_values=cache, use_cache=cache is not None, inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask, position_ids=position_ids,
-        ).last_hidden_state  # fmt: skip
-        return self.head(hidden, self.lm.lm_head.weight, labels, self.vocab_size)
-
-    def embed(self, input_ids: Tensor) -> Tensor:
-        return self.lm.transformer.wte(input_ids)
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.n_embd
+        if made.activation_function == "gelu_new":
+            made.activation_function = "gelu_pytorch_tanh"
+        super().__init__(options, config, GPT2LMHeadModel(made), source)
 
     def blocks(self) -> list[nn.Module]:
         return list(self.lm.transformer.h)
@@ -100,16 +70,6 @@ class GPT2(LanguageModel):
             "transformer.h.*.mlp.c_proj": "row",
         }
 
-    @property
-    def vocabulary_multiple(self) -> int:
-        return self.options.make_vocab_size_divisible_by
-
-    def canonical_name(self, name: str) -> str:
-        return name.removeprefix("lm.")
-
-    def logical_shape(self, name: str, shape: torch.Size) -> torch.Size:
-        return torch.Size((self.vocab_size, shape[1])) if name == "transformer.wte.weight" else shape
-
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
         """transformers' GPT2PreTrainedModel._init_weights: N(0, 0.02), residual projections / sqrt(2 n_layer)."""
         if name.endswith(".bias"):
@@ -122,31 +82,8 @@ class GPT2(LanguageModel):
                 std /= math.sqrt(2 * self.config.n_layer)
             value.normal_(0.0, std, generator=rng)
 
-    def pretrained_weights(self) -> Path | None:
-        return self.source
-
-    def pretrained_name(self, name: str, available: set[str]) -> str:
-        """Published GPT-2 folders name the bare transformer's weights, without its prefix."""
-        return name if name in available else name.removeprefix("transformer.")
-
     def flops_per_token(self, sequence_length: int | None) -> float:
         """Six operations per parameter in a matrix product, and attention's (Narayanan et al., 2021, section 5.1)."""
         c = self.config
         matrices = c.n_layer * 12 * c.n_embd**2 + c.vocab_size * c.n_embd
         return 6 * matrices + 12 * c.n_layer * c.n_embd * (sequence_length or c.n_positions)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def max_length(self) -> int:
-        return self.config.n_positions
-
-    def new_cache(self) -> DynamicCache:
-        return DynamicCache(config=self.lm.config)
-
-    def save_config(self, folder: Path) -> None:
-        config = copy.deepcopy(self.config)
-        config.architectures = ["GPT2LMHeadModel"]
-        config.save_pretrained(folder)

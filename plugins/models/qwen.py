@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from crosstrain import transformers_plan
 from crosstrain.check import OptionError
 from crosstrain.errors import ConfigError
-from crosstrain.language_model import LanguageModel
-from crosstrain.model import Ends
 from crosstrain.pretrained import pretrained_folder
 from crosstrain.registry import registry
+from crosstrain.transformers_model import TransformersModel, padded
 
 _FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[nn.Module]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -30,7 +27,7 @@ _SIZES = (
 
 
 @registry.register_model("qwen")
-class Qwen(LanguageModel):
+class Qwen(TransformersModel):
     """Decoder-only language model with grouped queries, rotary positions and gated MLPs (Qwen team, 2024, 2025)."""
 
     @dataclass
@@ -61,14 +58,11 @@ class Qwen(LanguageModel):
                 raise OptionError("head_dim", "qwen2 has none of its own: it is hidden_size / num_attention_heads")
 
     def __init__(self, options: Options) -> None:
-        super().__init__(options)
-        self.source = pretrained_folder(options.pretrained) if options.pretrained else None
-        self.config = _config(options, self.source)
-        multiple = options.make_vocab_size_divisible_by
-        padded = copy.deepcopy(self.config)
-        padded.vocab_size = -(-self.config.vocab_size // multiple) * multiple
-        padded._attn_implementation = options.attention
-        self.lm = _FAMILIES[self.config.model_type][1](padded)
+        source = pretrained_folder(options.pretrained) if options.pretrained else None
+        config = _config(options, source)
+        made = padded(config, options.make_vocab_size_divisible_by)
+        made._attn_implementation = options.attention
+        super().__init__(options, config, _FAMILIES[config.model_type][1](made), source)
 
     # ---- compute
 
@@ -83,11 +77,7 @@ class Qwen(LanguageModel):
     ) -> Tensor:
         if attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.ndim == 4:
             attention_mask = self._mask(attention_mask)
-        hidden = self.lm.model(
-            input_ids=input_ids, inputs_embeds=inputs_embeds, attention_mask=attention_mask,
-            position_ids=position_ids, past_key_values=cache, use_cache=cache is not None,
-        ).last_hidden_state  # fmt: skip
-        return self.head(hidden, self.lm.lm_head.weight, labels, self.vocab_size)
+        return super().forward(input_ids, labels, cache, inputs_embeds, attention_mask, position_ids)
 
     def _mask(self, seen: Tensor) -> Tensor:
         """A boolean mask in the form that the attention implementation takes."""
@@ -97,33 +87,10 @@ class Qwen(LanguageModel):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        return self.lm.model.embed_tokens(input_ids)
-
     # ---- structure
 
     def blocks(self) -> list[nn.Module]:
         return list(self.lm.model.layers)
-
-    def ends(self) -> Ends:
-        found = transformers_plan.ends(self.lm, "lm")
-        assert found is not None
-        return found
-
-    def tensor_parallel_plan(self) -> dict[str, str]:
-        return transformers_plan.tensor_parallel_plan(self.lm)
-
-    @property
-    def vocabulary_multiple(self) -> int:
-        return self.options.make_vocab_size_divisible_by
-
-    def canonical_name(self, name: str) -> str:
-        return name.removeprefix("lm.")
-
-    def logical_shape(self, name: str, shape: torch.Size) -> torch.Size:
-        if name in ("model.embed_tokens.weight", "lm_head.weight"):
-            return torch.Size((self.vocab_size, shape[1]))
-        return shape
 
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
         """transformers' PreTrainedModel._init_weights: N(0, initializer_range), norms 1, biases 0."""
@@ -133,13 +100,6 @@ class Qwen(LanguageModel):
             value.fill_(1.0)
         else:
             value.normal_(0.0, self.config.initializer_range, generator=rng)
-
-    def pretrained_weights(self) -> Path | None:
-        return self.source
-
-    def pretrained_name(self, name: str, available: set[str]) -> str:
-        """A folder of the bare transformer names its weights without the prefix."""
-        return name if name in available else name.removeprefix("model.")
 
     # ---- arithmetic
 
@@ -157,28 +117,6 @@ class Qwen(LanguageModel):
     def head_dim(self) -> int:
         """Width of a query, key or value of one head."""
         return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
-
-    # ---- life after training
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def max_length(self) -> int:
-        return self.config.max_position_embeddings
-
-    def new_cache(self) -> DynamicCache:
-        return DynamicCache(config=self.lm.config)
-
-    def save_config(self, folder: Path) -> None:
-        config = copy.deepcopy(self.config)
-        config.architectures = [_FAMILIES[config.model_type][1].__name__]
-        config.save_pretrained(folder)
 
 
 def _config(options: Qwen.Options, source: Path | None) -> PreTrainedConfig:

@@ -1,0 +1,123 @@
+"""What the platform's language models of transformers have in common: the module is transformers' own, unmodified."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from crosstrain.language_model import LanguageModel
+from crosstrain.model import Ends
+
+# How transformers calls the styles of `Model.tensor_parallel_plan`.
+_STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "summed"}
+
+
+def padded(config: PreTrainedConfig, multiple: int) -> PreTrainedConfig:
+    """The configuration with a vocabulary of a multiple of so many tokens."""
+    config = copy.deepcopy(config)
+    config.vocab_size = -(-config.vocab_size // multiple) * multiple
+    return config
+
+
+class TransformersModel(LanguageModel):
+    """A `...ForCausalLM`, made from a `padded` configuration; `options` have `make_vocab_size_divisible_by`.
+
+    Subclasses make it and say what transformers does not: `blocks` and `initialize`.
+    """
+
+    lm: PreTrainedModel
+
+    def __init__(self, options: Any, config: PreTrainedConfig, lm: PreTrainedModel, source: Path | None) -> None:
+        """`config` is without padding; `source` is the folder of weights to start from, if any."""
+        super().__init__(options)
+        self.config, self.lm, self.source = config, lm, source
+        words = (lm.get_input_embeddings(), lm.get_output_embeddings())
+        self._vocabulary = {f"{name}.weight" for name, module in lm.named_modules() if module in words}
+
+    # ---- compute
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        cache: Any = None,
+        inputs_embeds: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        more = {"inputs_embeds": inputs_embeds, "attention_mask": attention_mask, "position_ids": position_ids}
+        given = {key: value for key, value in more.items() if value is not None}  # not every model knows all of them
+        out = self.lm.base_model(input_ids, past_key_values=cache, use_cache=cache is not None, **given)
+        return self.head(out.last_hidden_state, self.lm.get_output_embeddings().weight, labels, self.vocab_size)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.lm.get_input_embeddings()(input_ids)
+
+    # ---- structure
+
+    def ends(self) -> Ends | None:
+        theirs = list(self.lm.config.base_model_pp_plan or {})
+        lists = {name for name, module in self.lm.base_model.named_children() if isinstance(module, nn.ModuleList)}
+        blocks = [name for name in theirs if name in lists]
+        if len(blocks) != 1:
+            return None
+        own = [f"lm.{self.lm.base_model_prefix}.{name}" for name in theirs]
+        at = theirs.index(blocks[0])
+        head = next(name for name, module in self.lm.named_modules() if module is self.lm.get_output_embeddings())
+        return Ends(own[:at], [*own[at + 1 :], f"lm.{head}"])
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """transformers' own, with the vocabulary cut; empty where it has none, or other styles than those above."""
+        theirs = self.lm.config.base_model_tp_plan or {}
+        if not theirs or not set(theirs.values()) <= _STYLES.keys():
+            return {}
+        plan = {f"{self.lm.base_model_prefix}.{pattern}": _STYLES[style] for pattern, style in theirs.items()}
+        words, head = self.lm.get_input_embeddings(), self.lm.get_output_embeddings()
+        cut = (words,) if words.weight is head.weight else (words, head)
+        return plan | {name: "vocabulary" for name, module in self.lm.named_modules() if module in cut}
+
+    @property
+    def vocabulary_multiple(self) -> int:
+        return self.options.make_vocab_size_divisible_by
+
+    def canonical_name(self, name: str) -> str:
+        return name.removeprefix("lm.")
+
+    def logical_shape(self, name: str, shape: torch.Size) -> torch.Size:
+        return torch.Size((self.vocab_size, *shape[1:])) if name in self._vocabulary else shape
+
+    def pretrained_weights(self) -> Path | None:
+        return self.source
+
+    def pretrained_name(self, name: str, available: set[str]) -> str:
+        """Folders of the bare transformer, as GPT-2 is published, name its weights without the prefix."""
+        return name if name in available else name.removeprefix(f"{self.lm.base_model_prefix}.")
+
+    # ---- arithmetic
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def max_length(self) -> int | None:
+        return getattr(self.config, "max_position_embeddings", None)
+
+    # ---- life after training
+
+    def new_cache(self) -> DynamicCache:
+        return DynamicCache(config=self.lm.config)
+
+    def save_config(self, folder: Path) -> None:
+        config = copy.deepcopy(self.config)
+        config.architectures = [type(self.lm).__name__]
+        config.save_pretrained(folder)
