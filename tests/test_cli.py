@@ -172,6 +172,7 @@ def test_a_run_from_nothing_to_text(workspace: Workspace) -> None:
         assert other["splits"][split]["tokens"] == numbers["tokens"]
 
 
+@pytest.mark.slow
 def test_conversation_ends_at_stop(workspace: Workspace) -> None:
     import subprocess
     import sys

@@ -86,7 +86,7 @@ def test_partly_trained_models_train_and_resume_alike(partly: tuple[Workspace, R
     assert not any(is_frozen(n) for n in stored(resumed.checkpoint(12)))
 
 
-@pytest.mark.parametrize("runner", ["ddp", "zero3"])
+@pytest.mark.parametrize("runner", mostly_slow(["ddp", "zero3"], ["ddp"]))
 def test_another_base_is_refused_by_name(partly: tuple[Workspace, Run], tmp_path: Path, runner: str) -> None:
     workspace, one = partly
     base = workspace.path / "base" / "model.safetensors"
@@ -102,7 +102,7 @@ def test_another_base_is_refused_by_name(partly: tuple[Workspace, Run], tmp_path
         base.write_bytes(kept)
 
 
-@pytest.mark.parametrize("runner", ["ddp", "zero2"])
+@pytest.mark.parametrize("runner", mostly_slow(["ddp", "zero2"], ["ddp"]))
 def test_what_was_frozen_can_be_trained_later(partly: tuple[Workspace, Run], runner: str) -> None:
     workspace, one = partly
     name = f"thawed_{runner}"

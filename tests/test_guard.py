@@ -153,6 +153,7 @@ def test_workers_of_another_launcher_say_it_once(guarded: Workspace) -> None:
     assert line("barrier") in said
 
 
+@pytest.mark.slow
 def test_a_healthy_run_is_not_disturbed(guarded: Workspace) -> None:
     run = guarded.train(
         "out", *options("healthy"), "run.max_iters=12", "run.eval_interval=4", "run.eval_iters=1",
@@ -180,6 +181,7 @@ def noted(recorder: Recorder) -> list[str]:
     return [str(call) for history in recorder.histories(0, 10).values() for call in history.calls]
 
 
+@pytest.mark.slow
 def test_a_noted_call_costs_microseconds(recorder: Recorder) -> None:
     tensor = torch.zeros(7)
 

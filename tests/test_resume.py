@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from conftest import Run, Workspace, kill, logged_step, wait_until
+from ranks import mostly_slow
 
 COMPARED = ("step", "loss", "lr", "grad_norm", "samples", "val_loss")
 INTERVALS = (
@@ -102,8 +103,8 @@ def test_resume_on_another_number_of_workers(
     assert resumed.column("loss") == pytest.approx(uninterrupted.column("loss"), rel=1e-6)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("number", mostly_slow([signal.SIGINT, signal.SIGTERM], [signal.SIGTERM]))
+@pytest.mark.parametrize("nproc", mostly_slow([1, 2], [2]))
 def test_a_stop_signal_saves_and_leaves(workspace: Workspace, number: signal.Signals, nproc: int) -> None:
     folder = workspace.path / "out"
     process = workspace.start("out", "run.max_iters=100000", nproc=nproc)
@@ -142,6 +143,7 @@ def test_fresh_starts_over_and_keeps_what_was_there(workspace: Workspace) -> Non
     assert (workspace.path / "out.1" / "checkpoints" / "step_000002").is_dir()
 
 
+@pytest.mark.slow
 def test_a_finished_run_does_nothing_more(workspace: Workspace) -> None:
     first = workspace.train("out", "run.max_iters=2")
     changed = (first.checkpoint(2) / "manifest.json").stat().st_mtime_ns

@@ -126,7 +126,7 @@ OTHERS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+@pytest.fixture(scope="module", params=mostly_slow(list(SETTINGS), ["adamw"]))
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Any:
     workspace = Workspace(tmp_path_factory.mktemp(request.param), dataset)
     options = (*COMMON, *SETTINGS[request.param])
@@ -248,7 +248,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Any:
     return workspace, options, follow(workspace, "ddp@1", *options)
 
 
-@pytest.mark.parametrize("other", mostly_slow(["fsdp@2", "zero2@2", "zero3@2"], ["fsdp@2", "zero3@2"]))
+@pytest.mark.parametrize("other", mostly_slow(["fsdp@2", "zero2@2", "zero3@2"], ["zero3@2"]))
 def test_evaluating_between_steps_disturbs_nothing(evaluated: Any, other: str) -> None:
     workspace, options, one = evaluated
     many = follow(workspace, other, *options)
