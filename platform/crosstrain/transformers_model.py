@@ -25,9 +25,10 @@ def padded(config: PreTrainedConfig, multiple: int) -> PreTrainedConfig:
 
 
 class TransformersModel(LanguageModel):
-    """A `...ForCausalLM`, made from a `padded` configuration; `options` have `make_vocab_size_divisible_by`.
+    """A `...ForCausalLM`, made from a `padded` configuration.
 
-    Subclasses make it and say what transformers does not: `blocks` and `initialize`.
+    Subclasses make it and say what transformers does not: `blocks` and `initialize`. Their options have
+    `make_vocab_size_divisible_by` and `attention`.
     """
 
     lm: PreTrainedModel
@@ -50,10 +51,19 @@ class TransformersModel(LanguageModel):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        more = {"inputs_embeds": inputs_embeds, "attention_mask": attention_mask, "position_ids": position_ids}
+        mask = None if attention_mask is None else self._mask(attention_mask)
+        more = {"inputs_embeds": inputs_embeds, "attention_mask": mask, "position_ids": position_ids}
         given = {key: value for key, value in more.items() if value is not None}  # not every model knows all of them
         out = self.lm.base_model(input_ids, past_key_values=cache, use_cache=cache is not None, **given)
         return self.head(out.last_hidden_state, self.lm.get_output_embeddings().weight, labels, self.vocab_size)
+
+    def _mask(self, seen: Tensor) -> Tensor:
+        """A mask [batch, 1, length, past + length] in the form that the attention implementation takes."""
+        if self.options.attention == "sdpa" or seen.dtype != torch.bool or seen.ndim != 4:
+            return seen
+        device = seen.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.lm.get_input_embeddings()(input_ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -63,29 +63,6 @@ class Qwen(TransformersModel):
         made = padded(config, options.make_vocab_size_divisible_by)
         made._attn_implementation = options.attention
         super().__init__(options, config, _FAMILIES[config.model_type][1](made), source)
-
-    # ---- compute
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        cache: Any = None,
-        inputs_embeds: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> Tensor:
-        if attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.ndim == 4:
-            attention_mask = self._mask(attention_mask)
-        return super().forward(input_ids, labels, cache, inputs_embeds, attention_mask, position_ids)
-
-    def _mask(self, seen: Tensor) -> Tensor:
-        """A boolean mask in the form that the attention implementation takes."""
-        if self.options.attention == "sdpa":
-            return seen
-        device = seen.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
-        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
 
     # ---- structure
 
