@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -244,7 +245,19 @@ def test_state_on_nvme_trains_alike(workspace: Workspace) -> None:
     one = follow(workspace, "ddp@1", *options)
     other = follow(workspace, "zero3_nvme@2", *options, *nvme(workspace.path)[:3])
     assert_equal_training(one, other, TOLERANCE)
-    assert list((workspace.path / "nvme").rglob("*.swp")), "nothing was ever moved"
+    assert not list((workspace.path / "nvme").iterdir()), "scratch stays behind"
+    swapping = (*options, *nvme(workspace.path)[:3], "run.runner=zero3_nvme", "run.output_dir=swapping")
+    assert min(run_ranks(2, _swapped_files, str(workspace.project), swapping)) > 0, "nothing was ever moved"
+
+
+def _swapped_files(project: str, options: tuple[str, ...]) -> int:
+    """Files of this rank on the device after a step."""
+    trainer = make_trainer(project, options)
+    trainer.train_step(trainer.batches())
+    files = Path(project).parent.glob(f"nvme/crosstrain-*-{os.getpid()}/**/*.swp")
+    count = len(list(files))
+    trainer.runner.close()
+    return count
 
 
 @pytest.fixture(scope="module")
