@@ -79,7 +79,7 @@ def number_difference(record: Record, reference: Record, key: str) -> float:
 
 def diagnose(record: Record, reference: Record, tolerance: Tolerance) -> str | None:
     """None if the two trained alike; otherwise one sentence: the first thing that differs, and a hint."""
-    checks = (_samples, _forward, _first_loss, _replicas, _gradients, _rates, _steps, _state)
+    checks = (_samples, _forward, _first_loss, _replicas, _gradients, _rates, _copies, _steps, _state)
     return next((found for check in checks if (found := check(record, reference, tolerance))), None)
 
 
@@ -216,18 +216,23 @@ def _steps(record: Record, reference: Record, tolerance: Tolerance) -> str | Non
     return None
 
 
+def _copies(record: Record, _: Record, tolerance: Tolerance) -> str | None:
+    spread = record.data["state"]["weight_spread"]
+    apart = [name for name in record.data["names"] if spread.get(name, 0.0) > _EPSILON]
+    if not apart:
+        return None
+    return (
+        f"after the last step the ranks hold different weights of {_list(apart)}: an update that does not reach the "
+        f"other ranks"
+    )
+
+
 def _state(record: Record, reference: Record, tolerance: Tolerance) -> str | None:
     """What a checkpoint after the last step would hold."""
     state = record.data["state"]
     if state["missing"] or state["surplus"]:
         what = f"lacks {_list(state['missing'])}" if state["missing"] else f"has {_list(state['surplus'])} besides"
         return f"the state after the last step, and so every checkpoint, {what}: look at shards and held_state"
-    apart = [name for name in record.data["names"] if state["weight_spread"].get(name, 0.0) > _EPSILON]
-    if apart:
-        return (
-            f"after the last step the ranks hold different weights of {_list(apart)}: an update that does not reach "
-            f"the other ranks"
-        )
     for kind, sums in state["moments"].items():
         limit = 0.0 if kind == "step" else tolerance.state
         wrong = [name for name, s in sums.items() if gradient_difference(s) > limit]
