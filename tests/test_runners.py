@@ -246,7 +246,8 @@ def test_state_on_nvme_trains_alike(workspace: Workspace) -> None:
     other = follow(workspace, "zero3_nvme@2", *options, *nvme(workspace.path)[:3])
     assert_equal_training(one, other, TOLERANCE)
     assert not list((workspace.path / "nvme").iterdir()), "scratch stays behind"
-    swapping = (*options, *nvme(workspace.path)[:3], "run.runner=zero3_nvme", "run.output_dir=swapping")
+    folder = f"run.output_dir={workspace.path}/swapping"
+    swapping = (*options, *nvme(workspace.path)[:3], "run.runner=zero3_nvme", folder)
     assert min(run_ranks(2, _swapped_files, str(workspace.project), swapping)) > 0, "nothing was ever moved"
 
 
