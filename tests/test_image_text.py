@@ -416,7 +416,8 @@ def test_a_folder_of_images_is_packed_into_shards(home: Path, words: Path) -> No
 def test_splits_of_shapes_hold_out_what_they_say() -> None:
     scenes = module_of("shapes", "shape_scenes")
     rng = np.random.default_rng(0)
-    drawn = {split: [scenes.draw_scene(split, rng) for _ in range(300)] for split in ("train", "test", "novel")}
+    least = {"train": 1, "test": 2, "novel": 2}
+    drawn = {split: [scenes.draw_scene(split, rng, n, 4) for _ in range(300)] for split, n in least.items()}
 
     def pairs(scene: Any) -> set[frozenset[Any]]:
         kinds = [(t.colour, t.shape) for t in scene]
@@ -430,6 +431,19 @@ def test_splits_of_shapes_hold_out_what_they_say() -> None:
         assert frozenset(t.cell for t in scene) in scenes.HELD_LAYOUTS
     for split, scene in ((s, scene) for s in drawn for scene in drawn[s]):
         assert any((t.colour, t.shape) in scenes.NOVEL for t in scene) == (split == "novel")
+
+
+def test_a_curriculum_begins_with_single_things_and_keeps_its_order(home: Path) -> None:
+    dataset = opened(home, shapes(home, images=100, curriculum=True))
+    counts = [dataset.read(i)[1]["caption"].count(",") + 1 for i in range(100)]
+    assert [set(counts[a:b]) for a, b in ((0, 7), (7, 14), (14, 21))] == [{1}, {1, 2}, {2, 3}]
+    assert set(counts[21:]) == {2, 3, 4}
+    plan = BatchPlan(2, 2, 1, 1)
+    steps = training_steps(dataset, plan, seed=0, start=98, dp_rank=0)
+    taken = [next(steps)[0].data["input_ids"] for _ in range(2)]  # samples 98 and 99, then the first two again
+    for (a, b), batch in zip(((98, 99), (0, 1)), taken, strict=True):
+        wanted = dataset.collate([get(dataset, a), get(dataset, b)])["input_ids"]
+        assert torch.equal(torch.as_tensor(batch), torch.as_tensor(wanted))
 
 
 def test_answers_of_shapes_are_balanced_and_true(home: Path) -> None:

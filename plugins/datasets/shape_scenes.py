@@ -61,13 +61,13 @@ class Thing:
 Scene = list[Thing]
 
 
-def draw_scene(split: str, rng: np.random.Generator) -> Scene:
-    """A scene of the split; all kinds in it differ.
+def draw_scene(split: str, rng: np.random.Generator, least: int, most: int) -> Scene:
+    """A scene of the split with `least` to `most` things; all kinds in it differ.
 
-    `train` has one to four things and nothing that is held out; `val` and `test` two to four, in a held-out layout
-    and with a held-out pair; `novel` two to four, one of a combination of colour and shape that training never shows.
+    `train` has nothing that is held out; `val` and `test` have at least two things, in a held-out layout and with a
+    held-out pair; `novel` has one of a combination of colour and shape that training never shows.
     """
-    number = int(rng.integers(1 if split == "train" else 2, 5))  # kept below, so that counts are balanced
+    number = int(rng.integers(least, most + 1))  # kept below, so that counts are balanced
     while True:
         cells = rng.choice(9, number, replace=False)
         kinds = [KNOWN[i] for i in rng.choice(len(KNOWN), number, replace=False)]
@@ -120,12 +120,19 @@ def describe(scene: Scene, rng: np.random.Generator) -> dict[str, Any]:
             questions.append(_q("colour", f"what colour is the {thing.shape}", thing.colour))
         if sum(t.colour == thing.colour for t in scene) == 1:
             questions.append(_q("shape", f"what shape is {thing.colour}", thing.shape))
+    for thing in scene:
+        questions.append(_q("where", f"where is the {thing}", _place(thing)))
+        questions.append(_q("what", f"what is {_place(thing)}", str(thing)))
     for kind, axis in (("above", "row"), ("left", "column")):
         pairs = [(a, b) for a, b in itertools.combinations(scene, 2) if getattr(a, axis) != getattr(b, axis)]
         for i in rng.permutation(len(pairs))[:3]:
             questions.append(_relation(kind, axis, *pairs[i], rng))
     questions.append(_q("columns", "describe the columns", _by_columns(scene)))
     return {"caption": _by_rows(scene), "questions": questions, "conversations": _conversation(scene, rng)}
+
+
+def _place(thing: Thing) -> str:
+    return f"{ROWS[thing.row]} {COLUMNS[thing.column]}"
 
 
 def _q(kind: str, question: str, answer: str) -> dict[str, str]:
@@ -141,7 +148,7 @@ def _relation(kind: str, axis: str, a: Thing, b: Thing, rng: np.random.Generator
 
 def _by_rows(scene: Scene) -> str:
     things = sorted(scene, key=lambda t: t.cell)
-    return " , ".join(f"{t} {ROWS[t.row]} {COLUMNS[t.column]}" for t in things)
+    return " , ".join(f"{t} {_place(t)}" for t in things)
 
 
 def _by_columns(scene: Scene) -> str:
@@ -154,7 +161,7 @@ def _conversation(scene: Scene, rng: np.random.Generator) -> list[dict[str, str]
     thing = scene[rng.integers(len(scene))]
     turns = [
         ("how many things are there", NUMBERS[len(scene)]),
-        (f"where is the {thing}", f"{ROWS[thing.row]} {COLUMNS[thing.column]}"),
+        (f"where is the {thing}", _place(thing)),
         ("is it large or small", "large" if thing.large else "small"),
     ]
     out = []

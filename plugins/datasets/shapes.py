@@ -22,6 +22,8 @@ from .packing import Packed, write_once
 from .shape_scenes import describe, draw_scene, render, words
 from .shards import expand
 
+# How many things a picture has, least and most, up to which percentage of the training.
+_CURRICULUM = [(7, (1, 1)), (14, (1, 2)), (21, (2, 3)), (100, (2, 4))]
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _UNKNOWN = "<|unknown|>"  # any other word
 _CHATML = (
@@ -49,6 +51,7 @@ class Shapes(ImageText):
         images: int = 24_000  # of the train split
         held_out: int = 1_000  # of each of val, test and novel
         data_seed: int = 0  # splits are drawn from seeds of their own
+        curriculum: bool = False  # pictures with few things come first, and are trained on in that order
         novel: bool = False  # what is evaluated as test is the split `novel`
 
         def __post_init__(self) -> None:
@@ -60,9 +63,13 @@ class Shapes(ImageText):
 
     options: Options
 
+    def __init__(self, options: Options, split: Split) -> None:
+        super().__init__(options, split)
+        self.in_order = options.curriculum
+
     @classmethod
     def prepare(cls, options: Any) -> None:
-        made = {key: getattr(options, key) for key in ("images", "held_out", "data_seed")}
+        made = {key: getattr(options, key) for key in ("images", "held_out", "data_seed", "curriculum")}
         folder = Path(options.path).expanduser()
         write_once(folder, made, lambda: _splits(options), per_shard=5_000, beside=write_tokenizer)
         super().prepare(options)
@@ -75,13 +82,17 @@ class Shapes(ImageText):
 
 def _splits(options: Any) -> Iterator[tuple[str, Packed]]:
     for split in ("train", "val", "test", "novel"):
-        yield split, _samples(split, options.images if split == "train" else options.held_out, options.data_seed)
+        number = options.images if split == "train" else options.held_out
+        yield split, _samples(split, number, options.data_seed, options.curriculum)
 
 
-def _samples(split: str, number: int, seed: int) -> Iterator[dict[str, Any]]:
+def _samples(split: str, number: int, seed: int, curriculum: bool) -> Iterator[dict[str, Any]]:
     for i in range(number):
         rng = np.random.default_rng(derive_seed(seed, split, i))
-        scene = draw_scene(split, rng)
+        least, most = (1, 4) if split == "train" else (2, 4)
+        if split == "train" and curriculum:
+            least, most = next(things for end, things in _CURRICULUM if 100 * i < end * number)
+        scene = draw_scene(split, rng, least, most)
         annotation = json.dumps(describe(scene, rng)).encode()
         yield {"__key__": f"{i:08d}", "jpg": render(scene, rng), "json": annotation}
 

@@ -59,6 +59,8 @@ class Dataset(ABC):
     sequence_length: int | None = None  # longest sample in tokens; checked against the model's limit
     tokenizer_path: Path | None = None  # a Hugging Face tokenizer folder, copied into every checkpoint
 
+    in_order = False  # samples are trained on as they stand, the easy ones first; otherwise shuffled every epoch
+
     # Subclasses accept (options, split) and keep what they need.
     def __init__(self, options: Any, split: Split) -> None:
         self.options = options

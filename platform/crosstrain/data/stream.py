@@ -40,14 +40,15 @@ class _ByNumber(torch.utils.data.Dataset):
 
 
 @dataclass
-class _Shuffled:
-    """Training order: a new permutation of the dataset every epoch."""
+class _TrainingOrder:
+    """A new permutation of the dataset every epoch, unless its samples are to be taken as they stand."""
 
     seed: int
     length: int
+    in_order: bool
 
     def __call__(self, number: int) -> int:
-        return sample_index(self.seed, number, self.length)
+        return number % self.length if self.in_order else sample_index(self.seed, number, self.length)
 
 
 def _loader(dataset: Dataset, seed: int, index_of: Callable[[int], int], numbers: Any, num_workers: int) -> DataLoader:
@@ -79,7 +80,7 @@ def training_steps(
         for first in first_samples():
             yield list(range(first, first + plan.micro_batch))
 
-    order = _Shuffled(seed, len(dataset))
+    order = _TrainingOrder(seed, len(dataset), dataset.in_order)
     batches = iter(_loader(dataset, seed, order, numbers(), num_workers))
     firsts = first_samples()
     while True:

@@ -183,19 +183,20 @@ class Blip2Qwen(Model):
         return shape if inner == name else self.language_model.logical_shape(inner, shape)
 
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
-        """timm's, transformers' and peft's initial values for their parts; N(0, 0.02) for the projection."""
+        """timm's, transformers' and peft's initial values for their parts."""
         prefix = next((p for p in _PREFIXES.values() if name.startswith(p)), "")
         inner = name.removeprefix(prefix)
         if name == _QUERIES:
             value.normal_(0.0, self.options.qformer.query_std, generator=rng)
         elif prefix == _PREFIXES["vision"]:
-            vision.initialize(inner, value, rng, eva="eva" in self.options.vision.encoder)
+            vision.initialize(inner, value, rng, self.options.vision)
         elif lora.is_adapter(inner):
             lora.initialize(inner, value, rng)
         elif prefix == _PREFIXES["language_model"]:
             self.language_model.initialize(inner, value, rng)
         elif value.ndim > 1:
-            value.normal_(0.0, 0.02, generator=rng)
+            part = self.options.qformer if prefix == _PREFIXES["qformer"] else self.options.projector
+            value.normal_(0.0, part.initializer_range, generator=rng)
         else:
             value.fill_(0.0 if name.endswith("bias") else 1.0)
 

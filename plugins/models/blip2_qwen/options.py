@@ -36,6 +36,7 @@ class Vision(Part):
     mlp_ratio: float | None = None  # width of the MLP / embed_dim
     class_token: bool | None = None
     drop_path_rate: float = 0.0  # stochastic depth
+    position_std: float = 0.02  # standard deviation of the position embedding's initial values
     attention: Literal["sdpa", "eager"] = "sdpa"
 
 
@@ -52,7 +53,8 @@ class QFormer(Part):
     cross_attention_frequency: int = 2  # every so many layers, the first one too, look at the image
     dropout: float = 0.1
     layer_norm_eps: float = 1e-12
-    query_std: float = 0.02  # standard deviation of the queries' initial values
+    initializer_range: float = 0.02  # standard deviation of the initial values of matrices
+    query_std: float = 0.02  # and of the queries'
     attention: Literal["sdpa", "eager"] = "sdpa"
 
     def __post_init__(self) -> None:
@@ -70,6 +72,7 @@ class Projector(Part):
     freeze: bool = False
     pretrained: str | None = None  # a run's folder or a checkpoint that has it
     kind: Literal["linear", "mlp"] = "linear"  # mlp: two linear maps with a GELU between them
+    initializer_range: float = 0.02  # standard deviation of the initial values of matrices
 
 
 @dataclass

@@ -64,10 +64,10 @@ def image_size(encoder: nn.Module) -> tuple[int, int]:
     return int(height), int(width)
 
 
-def initialize(name: str, value: Tensor, rng: torch.Generator, eva: bool) -> None:
+def initialize(name: str, value: Tensor, rng: torch.Generator, options: Vision) -> None:
     """timm's initial values: N(0, 0.02) cut off, biases 0, norms 1, the patches' projection as torch's convolution.
 
-    EVA's output projections are divided by sqrt(2 * depth so far).
+    Positions have a standard deviation of their own. EVA's output projections are divided by sqrt(2 * depth so far).
     """
     block = re.match(r"blocks\.(\d+)\.(attn\.proj|mlp\.fc2)\.weight$", name)
     if name.endswith("bias"):
@@ -80,8 +80,9 @@ def initialize(name: str, value: Tensor, rng: torch.Generator, eva: bool) -> Non
         bound = 1 / math.sqrt(value[0].numel())
         value.uniform_(-bound, bound, generator=rng)
     else:
-        nn.init.trunc_normal_(value, std=0.02, generator=rng)
-        if eva and block:
+        std = options.position_std if name == "pos_embed" else 0.02
+        nn.init.trunc_normal_(value, std=std, generator=rng)
+        if block and "eva" in options.encoder:
             value.div_(math.sqrt(2 * (int(block[1]) + 1)))
 
 
