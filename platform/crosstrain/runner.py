@@ -69,15 +69,16 @@ class Runner:
 
     @classmethod
     def data_parallel_size(cls, options: Any, world_size: int) -> int:
-        """How many ranks see different samples; batch arithmetic is checked with it before any worker starts.
-
-        Raises ConfigError where the layout that `options` ask for does not fit `world_size`.
-        """
+        """How many ranks see different samples, for batch arithmetic; ConfigError where `world_size` does not fit."""
         return world_size
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
         """Raise ConfigError for settings of the run that exclude each other under this runner; no worker exists yet."""
+
+    @classmethod
+    def check_model(cls, options: Any, model: Model) -> None:
+        """Raise ConfigError where the model, on the meta device, cannot be laid out so; no worker exists yet."""
 
     def setup(self) -> None:
         """Choose the device and join the other ranks."""

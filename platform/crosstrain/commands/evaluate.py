@@ -73,7 +73,10 @@ def _config(checkpoint: Path, arguments: argparse.Namespace) -> Config:
 
 
 def _check_model(config: Config, checkpoint: Path) -> None:
-    """CheckpointError unless the configured model has the checkpoint's parameters; found out before it takes memory."""
+    """CheckpointError unless the configured model has the checkpoint's parameters; found out before it takes memory.
+
+    ConfigError unless the runner can lay it out.
+    """
     # Tied parameters are registered more than once, and libraries may build modules that they then replace.
     reader = Reader.open(checkpoint)
     most = 100 + 4 * (len(reader.names("param")) + len(reader.frozen))
@@ -87,6 +90,7 @@ def _check_model(config: Config, checkpoint: Path) -> None:
         raise CheckpointError(f"{checkpoint}: the model of its configuration cannot be built ({reason})") from error
     shapes = {name: tuple(model.logical_shape(name, p.shape)) for name, p in model.canonical_parameters().items()}
     load_shards(reader, [Shard("param", name, shape, []) for name, shape in shapes.items()], Base.of(model))
+    registry.get_runner_class(config.runner.name).check_model(config.runner.options, model)
 
 
 def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], sampling: Sampling) -> int:

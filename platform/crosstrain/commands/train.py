@@ -12,6 +12,7 @@ from crosstrain.generation import Sampling, generate
 from crosstrain.launch import Launch, launch, restarted
 from crosstrain.monitor.console import log
 from crosstrain.optim import make_schedule
+from crosstrain.registry import registry
 from crosstrain.run_folder import RunFolder
 from crosstrain.signals import StopRequest
 from crosstrain.trainer import Trainer, run_length
@@ -30,7 +31,7 @@ def train(cfg_path: str, options: list[str], nproc_per_node: int | None, fresh: 
 
 
 def check(config: Config, world_size: int) -> None:
-    """Everything that can go wrong before a worker exists: batch arithmetic, data, splits, model, schedule."""
+    """Everything that can go wrong before a worker exists: batch arithmetic, data, splits, model, layout, schedule."""
     plan = assembly.batch_plan(config, world_size)
     assembly.prepare_data(config)
     dataset = assembly.open_split(config, "train")
@@ -40,6 +41,7 @@ def check(config: Config, world_size: int) -> None:
         model = assembly.make_model(config)
     assembly.check_fit(model, dataset)
     assembly.freeze(model, config.run.freeze)
+    registry.get_runner_class(config.runner.name).check_model(config.runner.options, model)
     make_schedule(config, run_length(config, plan, dataset))
 
 

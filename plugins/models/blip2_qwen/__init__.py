@@ -18,6 +18,7 @@ from crosstrain.check import to_plain
 from crosstrain.data.conversations import IMAGE_ID, SHARED
 from crosstrain.errors import ConfigError, DataError
 from crosstrain.language_model import LanguageModel
+from crosstrain.loss import Head
 from crosstrain.model import Merge, Model
 from crosstrain.precision import DTYPES
 from crosstrain.pretrained import Source
@@ -177,6 +178,27 @@ class Blip2Qwen(Model):
             return name
         inner = self.language_model.canonical_name(lora.canonical(rest)) if part == "language_model" else rest
         return _PREFIXES[part] + inner
+
+    @property
+    def head(self) -> Head:  # type: ignore[override]
+        """The language model's."""
+        return self.language_model.head
+
+    @head.setter
+    def head(self, head: Head) -> None:
+        self.language_model.head = head
+
+    @property
+    def vocabulary_multiple(self) -> int:
+        return self.language_model.vocabulary_multiple
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """The language model's and its adapters'; every rank has all of what sees."""
+        plan = {
+            _PREFIXES["language_model"] + key: style
+            for key, style in self.language_model.tensor_parallel_plan().items()
+        }
+        return plan | lora.tensor_parallel_plan(plan, map(self.canonical_name, dict(self.named_parameters())))
 
     def logical_shape(self, name: str, shape: torch.Size) -> torch.Size:
         inner = name.removeprefix(_PREFIXES["language_model"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
+from collections.abc import Iterable
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -39,6 +41,17 @@ def is_adapter(name: str) -> bool:
 def canonical(name: str) -> str:
     """A parameter's name without what peft put into it."""
     return name.replace(".base_layer.", ".").replace(f".{_ADAPTER}.weight", ".weight")
+
+
+def tensor_parallel_plan(plan: dict[str, str], names: Iterable[str]) -> dict[str, str]:
+    """How adapters are cut beside linear maps that `plan` cuts; `names` are canonical.
+
+    B of a map whose output features are cut gives that rank's, and A of one whose input features are cut takes them.
+    """
+    modules = {name.rpartition(".")[0] for name in names}
+    sides = {"column": "lora_B", "fused_qkv": "lora_B", "row": "lora_A"}
+    patterns = {f"{key}.{sides[style]}": style for key, style in plan.items() if style in sides}
+    return {key: style for key, style in patterns.items() if fnmatch.filter(modules, key)}
 
 
 def initialize(name: str, value: Tensor, rng: torch.Generator) -> None:

@@ -1,4 +1,4 @@
-"""A model on the meta device, of which every tensor-parallel rank keeps its slices."""
+"""A model on the meta device, of which every tensor-parallel rank keeps its slices; vocabularies are padded."""
 
 from __future__ import annotations
 
@@ -7,38 +7,26 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from crosstrain.errors import ConfigError
 from crosstrain.model import Model
 
 from .layers import TensorParallel, compute_with_slices
 from .layout import Cut
-from .plan import Resolved, cut_of
+from .plan import Resolved, cuts_of
 from .vocabulary import ParallelHead
 
 
 def cut_model(model: Model, plan: Resolved, tensor: TensorParallel, mesh: DeviceMesh) -> dict[str, Cut]:
     """Put this rank's slices in the place of parameters, and have the modules compute with them.
 
-    Returns how parameters were cut, by the model's own names. Raises ConfigError where the plan cuts nothing, or
-    something does not divide.
+    Returns how parameters were cut, by the model's own names. Raises what `cuts_of` raises.
     """
-    if not plan.modules:
-        raise ConfigError(
-            f"run.runner.tensor_parallel: {type(model).__name__} has no plan that says how to cut its parameters; "
-            f"write one under run.runner.plan"
-        )
-    for module_name, style in plan.modules.items():
-        if style == "vocabulary":
-            _pad_vocabulary(model, module_name, tensor.size)
     names = {parameter: name for name, parameter in model.named_parameters()}
     cuts: dict[str, Cut] = {}
     slices: dict[nn.Parameter, nn.Parameter] = {}
-    for module_name, style in plan.modules.items():
-        for attribute, parameter in model.get_submodule(module_name).named_parameters(recurse=False):
-            cut = cut_of(model, module_name, attribute, style, tensor.size)
-            if cut is not None:
-                cuts[names[parameter]] = cut
-                slices[parameter] = _slice(parameter, cut, mesh)
+    for (module_name, attribute), cut in cuts_of(model, plan, tensor.size).items():
+        parameter = model.get_submodule(module_name).get_parameter(attribute)
+        cuts[names[parameter]] = cut
+        slices[parameter] = _slice(parameter, cut, mesh)
     _replace(model, slices)
     for module_name, attribute in plan.attributes:
         owner = model.get_submodule(module_name)
@@ -48,23 +36,13 @@ def cut_model(model: Model, plan: Resolved, tensor: TensorParallel, mesh: Device
     return cuts
 
 
-def _pad_vocabulary(model: Model, module_name: str, ranks: int) -> None:
-    """As many rows as every rank gets the same multiple of."""
-    old = model.get_submodule(module_name).weight
-    name = next(name for name, parameter in model.named_parameters() if parameter is old)
-    multiple = model.vocabulary_multiple * ranks
-    logical = model.logical_shape(model.canonical_name(name), old.shape)[0]
-    rows = -(-logical // multiple) * multiple
-    new = nn.Parameter(torch.empty(rows, *old.shape[1:], dtype=old.dtype, device="meta"), old.requires_grad)
-    _replace(model, {old: new})
-
-
 def _slice(parameter: nn.Parameter, cut: Cut, mesh: DeviceMesh) -> nn.Parameter:
     """A rank's slice of a parameter, on the meta device as that is."""
     mine = torch.empty(cut.local, dtype=parameter.dtype, device="meta")
-    shape, stride = parameter.shape, parameter.stride()
-    whole = DTensor.from_local(mine, mesh, [cut.placement], run_check=False, shape=shape, stride=stride)
-    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    whole = torch.empty(cut.full, device="meta")
+    shape, stride = whole.shape, whole.stride()
+    spread = DTensor.from_local(mine, mesh, [cut.placement], run_check=False, shape=shape, stride=stride)
+    return nn.Parameter(spread, requires_grad=parameter.requires_grad)
 
 
 def _replace(model: Model, replaced: dict[nn.Parameter, nn.Parameter]) -> None:

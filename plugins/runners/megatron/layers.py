@@ -21,6 +21,7 @@ from crosstrain.model import Model
 
 from .collectives import Copy, Gather, Reduce, ReduceScatter, Split, Unsplit
 from .dropout import Randomness
+from .plan import user_of
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -84,15 +85,19 @@ class Region:
 
     Columns that read the same input share its exchange. Where the sequence is split, the parent itself gets the whole
     one, because attention looks at its length; unless the parent is a block, of which other parts want to see theirs.
+
+    Dropout differs by rank from the last column to the last row, which adapters may have behind the first.
     """
 
-    def __init__(self, tensor: TensorParallel, parent: nn.Module | None) -> None:
-        self.tensor, self.entered_by_parent = tensor, parent is not None
+    def __init__(self, tensor: TensorParallel, model: Model, parent: nn.Module | None) -> None:
+        self.tensor, self.model, self.entered_by_parent = tensor, model, parent is not None
         if parent is not None:
             parent.register_forward_pre_hook(self._enter_parent, with_kwargs=True)
+            # A recomputation may end, by an exception, before the row.
+            parent.register_forward_hook(lambda *_: self._entered.clear(), always_call=True)
         self.last_column: nn.Module | None = None
-        self._source: Tensor | None = None
-        self._entered: Tensor | None = None
+        self.last_row: nn.Module | None = None
+        self._entered: list[tuple[Tensor, Tensor]] = []  # what columns were given, and as they multiply it
 
     def _enter_parent(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -103,19 +108,25 @@ class Region:
             return (self.tensor.enter(args[0]), *args[1:]), kwargs
         return args, kwargs | {"hidden_states": self.tensor.enter(kwargs["hidden_states"])}
 
-    def column(self, module: nn.Module, x: Tensor) -> Tensor:
+    def _enter(self, x: Tensor) -> Tensor:
         if self.entered_by_parent and self.tensor.splits_sequence:
-            self._source, self._entered = x, x
-        elif self._source is not x or self._entered is None:
-            self._source, self._entered = x, self.tensor.enter(x)
-        y = _product(module, self._entered, module.bias)
-        if module is self.last_column and module.training and not self.tensor.splits_sequence:
+            return x
+        for given, entered in self._entered:
+            if given is x:
+                return entered
+        self._entered.append((x, self.tensor.enter(x)))
+        return self._entered[-1][1]
+
+    def column(self, module: nn.Module, x: Tensor) -> Tensor:
+        y = _product(module, self._enter(x), module.bias)
+        if module is self.last_column and self.model.training and not self.tensor.splits_sequence:
             self.tensor.randomness.enter()  # for the dropout of attention, which comes after the projections
         return y
 
     def row(self, module: nn.Module, x: Tensor) -> Tensor:
-        self.tensor.randomness.leave()
-        self._source = self._entered = None
+        if module is self.last_row and self.model.training:
+            self.tensor.randomness.leave()
+        self._entered.clear()
         y = self.tensor.leave(_product(module, x, None))
         return y if module.bias is None else y + module.bias.to(y.dtype)  # half under autocast, as in one process
 
@@ -149,11 +160,13 @@ def compute_with_slices(model: Model, styles: dict[str, str], tensor: TensorPara
             if isinstance(module, nn.Embedding):  # a head's weight is used by `ParallelHead`
                 module.forward = partial(_embed, tensor, module)
             continue
-        parent = model.get_submodule(name.rpartition(".")[0])
+        parent = model.get_submodule(user_of(model, name))
         if parent not in regions:
-            regions[parent] = Region(tensor, None if parent in blocks else parent)
+            regions[parent] = Region(tensor, model, None if parent in blocks else parent)
         region = regions[parent]
-        forward: Callable[[nn.Module, Tensor], Tensor] = region.row
-        if style != "row":
+        forward: Callable[[nn.Module, Tensor], Tensor]
+        if style == "row":
+            forward, region.last_row = region.row, module
+        else:
             forward, region.last_column = region.column, module
         module.forward = partial(forward, module)

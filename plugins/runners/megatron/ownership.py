@@ -192,3 +192,14 @@ def _take_gradient(share: Share) -> Tensor:
     """This rank's gradient, no longer the parameter's."""
     gradient, share.parameter.grad = share.parameter.grad, None
     return torch.zeros_like(local(share.parameter.detach())) if gradient is None else local(gradient)
+
+
+def sum_gradients(gradients: list[Tensor | None], group: dist.ProcessGroup | None) -> None:
+    """Sum gradients over the ranks of a group, in place, in one exchange."""
+    present = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
+    if not present or group is None:
+        return
+    flat = torch.cat([gradient.reshape(-1) for gradient in present])
+    dist.all_reduce(flat, group=group)
+    for gradient, summed in zip(present, flat.split([g.numel() for g in present]), strict=True):
+        gradient.copy_(summed.view_as(gradient))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -32,8 +33,12 @@ class Resolved:
     attributes: set[tuple[str, str]] = field(default_factory=set)  # module and attribute: a size that is divided
 
 
-def resolve(model: Model, plan: dict[str, str]) -> Resolved:
-    """Match `plan` with the model. Later patterns win. Raises ConfigError for a pattern or style that fits nothing."""
+def resolve(model: Model, over: dict[str, str]) -> Resolved:
+    """Match the model's own plan, and `over` after it, with the model. Later patterns win.
+
+    Raises ConfigError for a pattern or style that fits nothing.
+    """
+    plan = model.tensor_parallel_plan() | over
     own = {model.canonical_name(name): name for name, _ in model.named_parameters()}
     resolved = Resolved()
     for pattern, style in plan.items():
@@ -58,35 +63,69 @@ def resolve(model: Model, plan: dict[str, str]) -> Resolved:
     return resolved
 
 
-def cut_of(model: Model, module: str, attribute: str, style: str, size: int) -> Cut | None:
-    """How a parameter of a module with this style is cut for `size` ranks; None: every rank holds all of it.
+def cuts_of(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str], Cut]:
+    """How parameters are cut for `size` ranks, by module and attribute; what is not among them every rank holds whole.
 
-    Raises ConfigError where it does not divide.
+    Looks at nothing but names and shapes. Raises ConfigError for a plan that cuts nothing, and where something does
+    not divide: it names the first such parameter, and the numbers of ranks that divide all of them.
     """
-    owner = model.get_submodule(module)
-    parameter = owner.get_parameter(attribute)
-    shape = tuple(parameter.shape)
-    if style == "vocabulary":
-        return Cut(shape, 0, size)
-    if attribute == "bias":
-        if style == "row":
-            return None
-        dim = 0
-    else:
-        transposed = isinstance(owner, Conv1D)  # whose weight is [in, out]
-        dim = int((style == "row") != transposed)
-    parts = 3 if style == "fused_qkv" else 1
-    # An attention head must stay on one rank.
-    unit = getattr(model.get_submodule(_owner(module)), "head_dim", 1)
-    units, rest = divmod(shape[dim], parts * unit)
-    if rest or units % size:
-        name = model.canonical_name(f"{module}.{attribute}")
-        degrees = [d for d in range(1, units + 1) if units % d == 0] if not rest else [1]
+    if not plan.modules:
         raise ConfigError(
-            f"run.runner.tensor_parallel: {name} of shape {list(shape)} cannot be cut {style}-wise for {size} ranks, "
-            f"because {CUT_STYLES[style]} are {units} x {unit}; it allows {', '.join(map(str, degrees))}"
+            f"run.runner.tensor_parallel: {type(model).__name__} has no plan that says how to cut its parameters; "
+            f"write one under run.runner.plan"
         )
-    return Cut(shape, dim, size, parts)
+    cuts: dict[tuple[str, str], Cut] = {}
+    common, problem = 0, ""  # the greatest common divisor of all that ranks share
+    for module_name, attribute in sorted(plan.attributes):
+        value = getattr(model.get_submodule(module_name), attribute)
+        common = math.gcd(common, value)
+        if value % size:
+            name = model.canonical_name(module_name)
+            problem = problem or f"{name}.{attribute}, which is {value}, cannot be divided by {size} ranks"
+    for module_name, style in plan.modules.items():
+        owner = model.get_submodule(module_name)
+        for attribute, parameter in owner.named_parameters(recurse=False):
+            shape = list(parameter.shape)
+            if style == "vocabulary":
+                shape[0] = _padded_rows(model, parameter, size)
+                cuts[module_name, attribute] = Cut(tuple(shape), 0, size)
+                continue
+            if attribute == "bias" and style == "row":
+                continue
+            transposed = isinstance(owner, Conv1D)  # whose weight is [in, out]
+            dim = int((style == "row") != transposed) if attribute != "bias" else 0
+            parts = 3 if style == "fused_qkv" else 1
+            # An attention head must stay on one rank.
+            unit = getattr(model.get_submodule(user_of(model, module_name)), "head_dim", 1)
+            units, rest = divmod(shape[dim], parts * unit)
+            common = math.gcd(common, 1 if rest else units)
+            if rest or units % size:
+                problem = problem or (
+                    f"{model.canonical_name(f'{module_name}.{attribute}')} of shape {shape} cannot be cut "
+                    f"{style}-wise for {size} ranks, because {CUT_STYLES[style]} are {units} x {unit}"
+                )
+            elif not problem:
+                cuts[module_name, attribute] = Cut(tuple(shape), dim, size, parts)
+    if problem:
+        degrees = ", ".join(str(d) for d in range(1, common + 1) if common % d == 0)
+        raise ConfigError(f"run.runner.tensor_parallel: {problem}; the model allows {degrees}")
+    return cuts
+
+
+def user_of(model: Model, name: str) -> str:
+    """Name of the module that uses a linear map: not peft's adapter around it, nor the container that it lies in."""
+    while name := _owner(name):
+        module = model.get_submodule(name)
+        if not hasattr(module, "base_layer") and not isinstance(module, (nn.ModuleDict, nn.ModuleList)):
+            break
+    return name
+
+
+def _padded_rows(model: Model, parameter: nn.Parameter, ranks: int) -> int:
+    """As many rows of a vocabulary as every rank gets the same multiple of."""
+    name = next(name for name, p in model.named_parameters() if p is parameter)
+    multiple = model.vocabulary_multiple * ranks
+    return -(-model.logical_shape(model.canonical_name(name), parameter.shape)[0] // multiple) * multiple
 
 
 def _check_module(model: Model, name: str, style: str) -> None:

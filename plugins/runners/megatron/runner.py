@@ -20,6 +20,7 @@ from crosstrain.errors import ConfigError
 from crosstrain.model import Model
 from crosstrain.norms import global_norm
 from crosstrain.optim import MakeOptimizer, NamedParameters, check_elementwise
+from crosstrain.options import RunOptions
 from crosstrain.registry import registry
 from crosstrain.rng import seed_everything_for
 from crosstrain.runner import Runner, StepResult
@@ -30,9 +31,9 @@ from .dropout import Randomness
 from .layers import TensorParallel, local
 from .layout import Cut, inside
 from .options import Options
-from .ownership import Copies, OptimizerShards, Share
+from .ownership import Copies, OptimizerShards, Share, sum_gradients
 from .pipeline import Pipeline, Stage
-from .plan import resolve
+from .plan import cuts_of, resolve
 from .stages import ends_of, leave_out, spread, tied_names, width_of
 
 
@@ -52,6 +53,22 @@ class MegatronRunner(Runner):
     @classmethod
     def data_parallel_size(cls, options: Options, world_size: int) -> int:
         return options.copies(world_size)
+
+    @classmethod
+    def check(cls, options: Options, run: RunOptions) -> None:
+        if run.compile != "none":
+            raise ConfigError("run.compile: ranks talk inside of blocks under the megatron runner; use none")
+
+    @classmethod
+    def check_model(cls, options: Options, model: Model) -> None:
+        plan = resolve(model, options.plan)
+        if options.tensor_parallel > 1:
+            cuts_of(model, plan, options.tensor_parallel)
+        if options.sequence_parallel:
+            ends_of(model, "sequence_parallel")
+        if options.pipeline_parallel > 1:
+            ends_of(model, "pipeline_parallel")
+            spread(len(model.blocks()), options.pipeline_parallel, options.pipeline_layers)
 
     def setup(self) -> None:
         super().setup()
@@ -80,11 +97,9 @@ class MegatronRunner(Runner):
             return make_model()
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
-        if self.run.compile != "none":
-            raise ConfigError("run.compile: ranks talk inside of blocks under the megatron runner; use none")
         self.model = self.module = model
         shapes = {name: p.shape for name, p in model.named_parameters()}
-        plan = resolve(model, model.tensor_parallel_plan() | self.options.plan)
+        plan = resolve(model, self.options.plan)
         cuts: dict[str, Cut] = {}
         if self.tensor is not None:
             cuts = cut_model(model, plan, self.tensor, self.mesh["tensor"])
@@ -175,8 +190,8 @@ class MegatronRunner(Runner):
         with self.timers("allreduce"):
             self.ownership.finish()
             if self.tensor is not None:
-                _sum([s.owned.grad for s in self.shares.values() if s.summed], self.tensor.group)
-            _sum([share.owned.grad for share in self.tied], self.tied_group)
+                sum_gradients([s.owned.grad for s in self.shares.values() if s.summed], self.tensor.group)
+            sum_gradients([share.owned.grad for share in self.tied], self.tied_group)
         return loss
 
     def _through_pipeline(self, pipeline: Pipeline, micro_batches: list[MicroBatch], num_targets: int) -> float:
@@ -273,14 +288,3 @@ class MegatronRunner(Runner):
     def loaded(self) -> None:
         with torch.no_grad():
             self.ownership.publish()
-
-
-def _sum(gradients: list[Tensor | None], group: dist.ProcessGroup | None) -> None:
-    """Sum gradients over the ranks of a group, in place, in one exchange."""
-    present = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
-    if not present or group is None:
-        return
-    flat = torch.cat([gradient.reshape(-1) for gradient in present])
-    dist.all_reduce(flat, group=group)
-    for gradient, summed in zip(present, flat.split([g.numel() for g in present]), strict=True):
-        gradient.copy_(summed.view_as(gradient))
