@@ -1,8 +1,6 @@
-"""Parts of the megatron runner: plans and their mistakes, dropout, uneven stages, what a rank holds."""
+"""Parts of the megatron runner: dropout, uneven stages, half precision, what a rank holds."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,56 +10,16 @@ from conftest import Workspace
 from crosstrain import assembly
 from crosstrain.config import load_config
 from crosstrain.construct import parameters_on_meta
-from crosstrain.errors import ConfigError
 from crosstrain.registry import registry
 from ranks import make_trainer, run_ranks, train
+from test_megatron_plans import project
 from test_runners import COMMON, TOLERANCE, assert_equal_training, follow, relative
 
-# ---- plans
-
-NEO = {
-    "arch": "causal_lm",
-    "config": {
-        "model_type": "gpt_neo", "vocab_size": 320, "hidden_size": 32, "num_layers": 2, "num_heads": 4,
-        "max_position_embeddings": 32, "attention_types": [[["global", "local"], 1]], "window_size": 8,
-        "resid_dropout": 0.0, "embed_dropout": 0.0, "attention_dropout": 0.0, "initializer_range": 0.05,
-        "bos_token_id": 0, "eos_token_id": 0,
-    },
-}  # fmt: skip
-NEO_PLAN = {
-    "transformer.wte": "vocabulary",
-    "transformer.h.*.attn.attention.?_proj": "column",
-    "transformer.h.*.attn.attention.num_heads": "divide",
-    "transformer.h.*.attn.attention.out_proj": "row",
-    "transformer.h.*.mlp.c_fc": "column",
-    "transformer.h.*.mlp.c_proj": "row",
-}
-
-
-def project(workspace: Workspace, model: dict[str, Any], runner: dict[str, Any] | None = None) -> Workspace:
-    workspace.config["model"] = model
-    workspace.config["run"]["output_dir"] = str(workspace.path / "out")
-    if runner is not None:
-        workspace.config["run"]["runner"] = runner
-    workspace.project.write_text(yaml.safe_dump(workspace.config))
-    return workspace
-
-
-@pytest.mark.slow
-def test_a_model_that_nobody_knows_is_cut_by_a_plan_in_yaml_alone(workspace: Workspace) -> None:
-    options = (*COMMON, "run.init_lr=5e-3", "run.grad_norm_clip=0.3")
-    one = follow(project(workspace, NEO), "ddp@1", *options)
-    assert one.column("loss")[-1] < 0.8 * one.column("loss")[0]
-    two = {"name": "megatron", "tensor_parallel": 2, "plan": NEO_PLAN}
-    project(workspace, NEO, two)
-    # `follow` names the runner, under which the project's options for it stand.
-    assert_equal_training(one, follow(workspace, "megatron@2", *options), TOLERANCE)
+# ---- dropout
 
 
 @pytest.mark.slow
 def test_without_attentions_dropout_tensor_parallel_ranks_draw_what_one_process_draws(workspace: Workspace) -> None:
-    from crosstrain.registry import registry
-
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 320}
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     config = {"model_type": "gpt2", **sizes, **ends, "attn_pdrop": 0.0, "resid_pdrop": 0.2, "embd_pdrop": 0.2}
@@ -74,72 +32,6 @@ def test_without_attentions_dropout_tensor_parallel_ranks_draw_what_one_process_
         workspace, {"arch": "causal_lm", "config": config}, {"name": "megatron", "tensor_parallel": 2, "plan": plan}
     )
     assert_equal_training(one, follow(workspace, "megatron@2", *COMMON), TOLERANCE)
-
-
-def _complaints(project: str, options: list[str]) -> list[str]:
-    """What is said to each option when the model is cut."""
-    runner, said = None, []
-    for option in options:
-        config = load_config(project, ("run.runner=megatron_tp2", option))
-        if runner is None:
-            runner = assembly.make_runner(config)
-            runner.setup()
-        runner.options = config.runner.options
-        with pytest.raises(ConfigError) as caught:
-            runner.prepare(runner.construct(lambda config=config: assembly.make_model(config)), None)
-        said.append(str(caught.value))
-    return said
-
-
-PLAN = "run.runner.plan="
-MISTAKES = {
-    PLAN + "{'transformer.h.*.nothing': row}": "'transformer.h.*.nothing' matches no parameter; names are like",
-    PLAN + "{'transformer.h.*.mlp.c_fc': sideways}": "'sideways' is no style; known: column, fused_qkv, row",
-    PLAN + "{'transformer.ln_f': column}": "transformer.ln_f.weight belongs to a LayerNorm, and the style",
-    PLAN + "{transformer.wpe: row}": "transformer.wpe.weight belongs to a Embedding, and the style row",
-    "model.n_head=1": (
-        "transformer.h.0.attn.c_attn.weight of shape [32, 96] cannot be cut fused_qkv-wise for 2 ranks, because the "
-        "output features of each of its three parts are 1 x 32; it allows 1"
-    ),
-}
-
-
-def test_mistakes_in_a_plan_are_named(workspace: Workspace) -> None:
-    [said, _] = run_ranks(2, _complaints, str(workspace.project), list(MISTAKES))
-    for found, sentence in zip(said, MISTAKES.values(), strict=True):
-        assert sentence in found
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"tensor_parallel": 3}, "= 3 ranks do not divide the 4 that there are"),
-        ({"pipeline_parallel": 2, "data_parallel": 4}, "takes 8 ranks, and there are 4"),
-    ],
-)
-def test_a_layout_that_does_not_fit_is_said_before_any_worker_starts(options: Any, sentence: str) -> None:
-    runner = registry.get_runner_class("megatron")
-    with pytest.raises(ConfigError, match=sentence):
-        runner.data_parallel_size(runner.Options(**options), 4)
-    assert runner.data_parallel_size(runner.Options(tensor_parallel=2), 4) == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ("{sequence_parallel: true}", "run.runner.sequence_parallel: tensor-parallel ranks share the sequence"),
-        ("{pipeline_parallel: 2, pipeline_layers: [1, 1, 1]}", "must say for each of the 2 stages how many blocks"),
-        ("{offload: cpu, data_parallel_style: zero1}", "data_parallel_style zero1 keeps parameters on devices"),
-        ("{tensor_parallel: 0}", "run.runner.tensor_parallel: expected at least 1, got 0"),
-    ],
-)
-def test_options_that_exclude_each_other_are_said(workspace: Workspace, options: str, sentence: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(workspace.project, [f"run.runner={options}", "run.runner.name=megatron"])
-    assert sentence in str(caught.value)
-
-
-# ---- dropout
 
 
 def _see_dropout(project: str, options: tuple[str, ...]) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -194,6 +86,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from crosstrain.data.dataset import Dataset
+from crosstrain.construct import parameters_on_meta
 from crosstrain.registry import registry
 
 

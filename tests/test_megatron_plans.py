@@ -1,0 +1,137 @@
+"""Plans of the megatron runner: from YAML alone, and what is wrong with them or with a layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from conftest import Workspace
+from crosstrain.commands.train import check
+from crosstrain.config import load_config
+from crosstrain.errors import ConfigError
+from crosstrain.registry import registry
+from ranks import train
+from test_runners import COMMON, TOLERANCE, assert_equal_training, follow
+
+NEO = {
+    "arch": "causal_lm",
+    "config": {
+        "model_type": "gpt_neo", "vocab_size": 320, "hidden_size": 32, "num_layers": 2, "num_heads": 4,
+        "max_position_embeddings": 32, "attention_types": [[["global", "local"], 1]], "window_size": 8,
+        "resid_dropout": 0.0, "embed_dropout": 0.0, "attention_dropout": 0.0, "initializer_range": 0.05,
+        "bos_token_id": 0, "eos_token_id": 0,
+    },
+}  # fmt: skip
+NEO_PLAN = {
+    "transformer.wte": "vocabulary",
+    "transformer.h.*.attn.attention.?_proj": "column",
+    "transformer.h.*.attn.attention.num_heads": "divide",
+    "transformer.h.*.attn.attention.out_proj": "row",
+    "transformer.h.*.mlp.c_fc": "column",
+    "transformer.h.*.mlp.c_proj": "row",
+}
+
+
+def project(workspace: Workspace, model: dict[str, Any], runner: dict[str, Any] | None = None) -> Workspace:
+    workspace.config["model"] = model
+    workspace.config["run"]["output_dir"] = str(workspace.path / "out")
+    if runner is not None:
+        workspace.config["run"]["runner"] = runner
+    workspace.project.write_text(yaml.safe_dump(workspace.config))
+    return workspace
+
+
+@pytest.mark.slow
+def test_a_model_that_nobody_knows_is_cut_by_a_plan_in_yaml_alone(workspace: Workspace) -> None:
+    options = (*COMMON, "run.init_lr=5e-3", "run.grad_norm_clip=0.3")
+    one = follow(project(workspace, NEO), "ddp@1", *options)
+    assert one.column("loss")[-1] < 0.8 * one.column("loss")[0]
+    two = {"name": "megatron", "tensor_parallel": 2, "plan": NEO_PLAN}
+    project(workspace, NEO, two)
+    # `follow` names the runner, under which the project's options for it stand.
+    assert_equal_training(one, follow(workspace, "megatron@2", *options), TOLERANCE)
+
+
+PLAN = "run.runner.plan="
+NO_PLAN = "model={arch: causal_lm, config: {model_type: gpt_neo, num_layers: 2, attention_types: [[[global], 2]]}}"
+MISTAKES = {
+    PLAN + "{'transformer.h.*.nothing': row}": "'transformer.h.*.nothing' matches no parameter; names are like",
+    PLAN + "{'transformer.h.*.attn.nothing': divide}": "'transformer.h.*.attn.nothing' matches no parameter",
+    PLAN + "{'transformer.h.*.mlp.c_fc': sideways}": "'sideways' is no style; known: column, fused_qkv, row",
+    PLAN + "{'transformer.ln_f': column}": "transformer.ln_f.weight belongs to a LayerNorm, and the style",
+    PLAN + "{transformer.wpe: row}": "transformer.wpe.weight belongs to a Embedding, and the style row",
+    PLAN + "{'transformer.h.*.attn.layer_idx': divide}": (
+        "run.runner.tensor_parallel: transformer.h.1.attn.layer_idx, which is 1, cannot be divided by 2 ranks; the "
+        "model allows 1"
+    ),
+    "model.n_head=1": (
+        "run.runner.tensor_parallel: transformer.h.0.attn.c_attn.weight of shape [32, 96] cannot be cut fused_qkv-wise "
+        "for 2 ranks, because the output features of each of its three parts are 1 x 32; the model allows 1"
+    ),
+    "run.runner={name: megatron, tensor_parallel: 4}": "are 2 x 16; the model allows 1, 2",
+    NO_PLAN: "run.runner.tensor_parallel: CausalLM has no plan that says how to cut its parameters; write one under",
+    "run.runner={name: megatron, pipeline_parallel: 4}": "pipeline_parallel: 4 stages are too many for 2 blocks",
+    "run.runner={name: megatron, pipeline_parallel: 2, pipeline_layers: [2, 1]}": "[2, 1] are 3 blocks, and the model",
+    "run.compile=blocks": "run.compile: ranks talk inside of blocks under the megatron runner; use none",
+}
+
+
+@pytest.mark.parametrize("option", MISTAKES)
+def test_what_a_model_cannot_is_said_before_any_worker_starts(workspace: Workspace, option: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(load_config(str(workspace.project), ("run.runner=megatron_tp2", option)), 4)
+    assert MISTAKES[option] in str(caught.value)
+
+
+def test_the_degrees_that_are_offered_divide_all_that_is_cut(workspace: Workspace) -> None:
+    """Queries have eight heads, keys and values two, and the vocabulary is padded for any number of ranks."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 320}
+    project(workspace, {"arch": "qwen", **sizes, "num_attention_heads": 8, "num_key_value_heads": 2})
+    four = "run.runner={name: megatron, tensor_parallel: 4}"
+    with pytest.raises(ConfigError, match=r"self_attn.k_proj.weight of shape \[8, 32\].* are 2 x 4; .* allows 1, 2$"):
+        check(load_config(str(workspace.project), (four,)), 4)
+
+
+@pytest.mark.slow
+def test_nobody_starts_workers_for_a_layout_that_cannot_be(workspace: Workspace) -> None:
+    run = workspace.train("out", "run.runner=megatron_tp4", nproc=4, fails=True)
+    assert run.code == 1
+    assert run.err.count("\n") == 1
+    assert "the model allows 1, 2" in run.err
+    train(workspace.project, "plain", "run.max_iters=1")
+    said = workspace.evaluate(
+        "--checkpoint", "plain", "--nproc-per-node", "4", "--options", "run.runner=megatron_tp4"
+    )  # fmt: skip
+    assert (said.code, said.err.count("\n")) == (1, 1)
+    assert "the model allows 1, 2" in said.err
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"tensor_parallel": 3}, "= 3 ranks do not divide the 4 that there are"),
+        ({"pipeline_parallel": 2, "data_parallel": 4}, "takes 8 ranks, and there are 4"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_said_before_any_worker_starts(options: Any, sentence: str) -> None:
+    runner = registry.get_runner_class("megatron")
+    with pytest.raises(ConfigError, match=sentence):
+        runner.data_parallel_size(runner.Options(**options), 4)
+    assert runner.data_parallel_size(runner.Options(tensor_parallel=2), 4) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("{sequence_parallel: true}", "run.runner.sequence_parallel: tensor-parallel ranks share the sequence"),
+        ("{pipeline_parallel: 2, pipeline_layers: [1, 1, 1]}", "must say for each of the 2 stages how many blocks"),
+        ("{offload: cpu, data_parallel_style: zero1}", "data_parallel_style zero1 keeps parameters on devices"),
+        ("{tensor_parallel: 0}", "run.runner.tensor_parallel: expected at least 1, got 0"),
+    ],
+)
+def test_options_that_exclude_each_other_are_said(workspace: Workspace, options: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(workspace.project, [f"run.runner={options}", "run.runner.name=megatron"])
+    assert sentence in str(caught.value)
