@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import yaml
@@ -127,6 +129,30 @@ def test_uneven_stages_and_uneven_targets_are_weighted_as_in_one_process(
     stages = f"run.runner={{pipeline_parallel: 2, pipeline_layers: [1, 2], pipeline_schedule: {schedule}}}"
     many = follow(workspace, f"megatron@{size}", stages, "run.runner.name=megatron", *options)
     assert_equal_training(one, many, TOLERANCE)
+
+
+FROZEN = {
+    "first": ["transformer.w?e.*", "transformer.h.0.*"],
+    "last": ["transformer.wte.*", "transformer.h.1.*", "transformer.ln_f.*"],
+}
+STYLES = [("allreduce", 2), ("zero1", 4), ("fsdp", 4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", FROZEN)
+@pytest.mark.parametrize(("style", "size"), STYLES)
+def test_a_stage_may_have_nothing_to_train(workspace: Workspace, stage: str, style: str, size: int) -> None:
+    """It trains as in one process, and what it saved goes on in one."""
+    runner = f"run.runner={{name: megatron, pipeline_parallel: 2, data_parallel_style: {style}}}"
+    options = ("run.lr_decay_iters=12", "run.save_interval=6", "run.micro_batch_size=1", "model.dropout=0")
+    options += (f"run.freeze={json.dumps(FROZEN[stage])}",)
+    one = train(workspace.project, "one", *options, "run.max_iters=12")
+    train(workspace.project, "many", *options, "run.max_iters=9", runner, size=size)
+    many = train(workspace.project, "many", *options, "run.max_iters=12")
+    assert many.column("step") == list(range(1, 13))
+    assert one.column("loss")[-1] < one.column("loss")[0]
+    for key in ("loss", "grad_norm"):
+        assert relative(many.column(key), one.column(key)) < TOLERANCE
 
 
 HALF = ("run.max_iters=20", "run.micro_batch_size=2", "model.dropout=0", "model.n_head=4")

@@ -49,7 +49,11 @@ class Stage(nn.Module):
             with self.autocast():
                 out = self.model(**batch)
             self.received = None
-            return out if self.is_last else (out.float(), self.randomness.state().to(out.device))
+            if self.is_last:
+                return out
+            # Frozen stages hand on what the next stage, as of any other, sends a gradient for.
+            out = out.float() if out.requires_grad else out.float().requires_grad_()
+            return out, self.randomness.state().to(out.device)
 
     def take_received(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Hook before the first block that is here: what was received instead of what stand-ins made."""

@@ -177,7 +177,10 @@ class MegatronRunner(Runner):
             last.register_forward_hook(self.tensor.set_aside)
 
     def owned_parameters(self) -> NamedParameters:
-        return [(share.name, share.owned) for share in self.shares.values() if share.owned.numel()]
+        owned = [(share.name, share.owned) for share in self.shares.values() if share.owned.numel()]
+        if not any(parameter.requires_grad for _, parameter in owned):  # a frozen stage; optimizers want something
+            owned.append(("nothing", nn.Parameter(torch.empty(0, device=self.device))))
+        return owned
 
     # ---- training
 
@@ -263,8 +266,8 @@ class MegatronRunner(Runner):
     # ---- what this rank holds
 
     def full_shape(self, parameter: nn.Parameter) -> torch.Size:
-        share = self.shares.get(parameter) or self.by_owned[parameter]
-        return share.shape
+        share = self.shares.get(parameter) or self.by_owned.get(parameter)
+        return share.shape if share else parameter.shape  # of a frozen stage's nothing
 
     def held(self, parameter: nn.Parameter) -> Tensor:
         share = self.shares[parameter]

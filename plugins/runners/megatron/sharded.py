@@ -65,6 +65,7 @@ class FullShards(Copies):
         self.model.set_is_last_backward(last)
 
     def finish(self) -> None:
+        self.reshard()  # a frozen stage has had no backward that would
         for share in self.shares:
             share.owned.data = local(share.parameter.detach())  # FSDP may have moved it when it began
             gradient, share.parameter.grad = share.parameter.grad, None
