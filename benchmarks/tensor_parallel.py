@@ -1,6 +1,7 @@
 """What tensor parallelism gains, and what it costs to do it with torch's own styles.
 
     python benchmarks/tensor_parallel.py [--pairs 20]
+    python benchmarks/tensor_parallel.py --quick    # a tiny model: does it run?
 
 Three contestants train the same GPT-2 through the platform, each on two cores: one process with two threads; two ranks
 of `megatron_tp2` with one thread each; and two ranks under the same plan by torch's DTensor styles
@@ -21,6 +22,7 @@ from engines import Order, platform
 from turns import Contestant
 
 WARM_UP = 2  # turns
+QUICK = {"layers": 2, "hidden": 64, "heads": 2, "length": 32, "vocabulary": 500, "micro_batch": 2, "pairs": 2}
 
 
 def main() -> None:
@@ -31,7 +33,10 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20, help="turns that are measured")
     parser.add_argument("--turn", type=int, default=2, help="steps of a turn")
     parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and few turns, whose figures mean nothing")
     arguments = parser.parse_args()
+    if arguments.quick:
+        vars(arguments).update(QUICK)
     with tempfile.TemporaryDirectory() as folder:
         print(measure(arguments, Path(folder)))
 
