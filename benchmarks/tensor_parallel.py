@@ -22,7 +22,7 @@ from engines import Order, platform
 from turns import Contestant
 
 WARM_UP = 2  # turns
-QUICK = {"layers": 2, "hidden": 64, "heads": 2, "length": 32, "vocabulary": 500, "micro_batch": 2, "pairs": 2}
+QUICK = {"layers": 2, "hidden": 64, "heads": 2, "length": 32, "vocabulary": 512, "micro_batch": 2, "pairs": 2}
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import pytest
 from conftest import Workspace
 from ranks import mostly_slow
 from test_qwen import use
-from test_runners import COMMON, SETTINGS, TOLERANCE, assert_equal_training, follow
+from test_runners import COMMON, SETTINGS, TOLERANCE, assert_equal_training, follow, relative
 
 LAYOUTS = [
     "megatron_tp2@2", "megatron_tp4@4", "megatron_tp2_sp@2", "megatron_tp2_pp2_sp@4", "megatron_pp2@2",
@@ -42,15 +42,16 @@ def test_every_layout_trains_alike(reference: Any, layout: str) -> None:
 
 # ---- another family, checkpointing, accumulation
 
-# Rounding grows fast in qwen3's normalised queries and keys: under AdamW, or SGD with long steps, one process with its
-# micro batches in reverse order differs from itself by 1e-6 to 5e-4 in gradient norms. So the steps are short there.
+# Rounding grows fast in qwen3's normalised queries and keys. Under AdamW with long steps one process whose step is one
+# micro batch of eight samples differs from itself with eight of one by 2e-5 in gradient norms, at the steps in which
+# these are largest, and by 6e-7 in losses. So that noise is measured, and the norms' tolerance there is four times as
+# much, as in `crosstrain compare`; that of losses is everybody's. Under SGD the steps are short, and no more is needed.
+ADAMW = ("run.optimizer=adamw", "run.init_lr=1e-2", "run.grad_norm_clip=0.3")
+SGD = ("run.optimizer={name: sgd, momentum: 0.9}", "run.init_lr=0.03", "run.grad_norm_clip=0")
 QWENS = {
-    "tied": (True, "qwen2", ("run.optimizer=adamw", "run.init_lr=1e-2", "run.grad_norm_clip=0.3")),
-    "untied": (
-        False,
-        "qwen3",
-        ("run.optimizer={name: sgd, momentum: 0.9}", "run.init_lr=0.03", "run.grad_norm_clip=0"),
-    ),
+    "tied": (True, "qwen2", ADAMW),
+    "untied": (False, "qwen3", SGD),
+    "noisy": (False, "qwen3", ADAMW),
 }
 QWEN_LAYOUTS = ["megatron_tp2@2", "megatron_tp2_sp@2", "megatron_pp2@2", "megatron_tp2_pp2_sp@4"]
 
@@ -64,13 +65,20 @@ def qwen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     options = (*COMMON, *settings)
     run = follow(workspace, "ddp@1", *options)
     assert run.column("loss")[-1] < 0.8 * run.column("loss")[0], "nothing was learned, so nothing was compared"
-    return workspace, options, run
+    noise = 0.0
+    if request.param == "noisy":
+        again = follow(workspace, "ddp@1", *options, "run.micro_batch_size=8", label="again")
+        noise = relative(again.column("grad_norm"), run.column("grad_norm"))
+        assert noise < 1e-4, "this is no rounding"
+    return workspace, options, run, max(TOLERANCE, 4 * noise)
 
 
 @pytest.mark.parametrize("layout", mostly_slow(QWEN_LAYOUTS, []))
 def test_qwen_trains_alike(qwen: Any, layout: str) -> None:
-    workspace, options, one = qwen
-    assert_equal_training(one, follow(workspace, layout, *options), TOLERANCE)
+    workspace, options, one, tolerance = qwen
+    many = follow(workspace, layout, *options)
+    assert_equal_training(one, many, tolerance)
+    assert relative(many.column("loss"), one.column("loss")) < TOLERANCE
 
 
 @pytest.fixture(scope="module")

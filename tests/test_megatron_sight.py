@@ -72,9 +72,11 @@ def test_two_ranks_train_every_part_alike(project: Path, case: str) -> None:
     assert_alike(under(project, "megatron_tp2@2", case, *given), one)
 
 
+RECOMPUTED = [("megatron_tp2@2", mode) for mode in ("full", "selective", "offload")] + [("megatron_tp2_fsdp@4", "full")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["none", "full", "selective", "offload"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "mode"), [*((layout, "none") for layout in LAYOUTS[1:]), *RECOMPUTED])
 def test_copies_and_recomputation_change_nothing(project: Path, layout: str, mode: str) -> None:
     given = options(CASES["adapters and all"])
     one = under(project, "ddp@1", "adapters and all", *given)
