@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def test_every_layout_trains_alike(reference: Any, layout: str) -> None:
     assert_equal_training(one, follow(workspace, layout, *options), TOLERANCE)
 
 
-# ---- another family, checkpointing, accumulation
+# ---- another family
 
 # Rounding grows fast in qwen3's normalised queries and keys. Under AdamW with long steps one process whose step is one
 # micro batch of eight samples differs from itself with eight of one by 2e-5 in gradient norms, at the steps in which
@@ -53,7 +54,7 @@ QWENS = {
     "untied": (False, "qwen3", SGD),
     "noisy": (False, "qwen3", ADAMW),
 }
-QWEN_LAYOUTS = ["megatron_tp2@2", "megatron_tp2_sp@2", "megatron_pp2@2", "megatron_tp2_pp2_sp@4"]
+QWEN_LAYOUTS = ["megatron_tp2@2", "megatron_tp2_sp@2", "megatron_pp2@2", "megatron_tp2_pp2_sp@4", "megatron_tp2@4"]
 
 
 @pytest.fixture(scope="module", params=QWENS)
@@ -81,28 +82,59 @@ def test_qwen_trains_alike(qwen: Any, layout: str) -> None:
     assert relative(many.column("loss"), one.column("loss")) < TOLERANCE
 
 
-@pytest.fixture(scope="module")
-def whole_batches(tmp_path_factory: pytest.TempPathFactory, dataset: Any) -> Any:
-    """Without accumulation: one micro batch is the step."""
+@pytest.mark.slow
+def test_four_ranks_share_grouped_queries(tmp_path: Path, dataset: Any) -> None:
+    workspace = Workspace(tmp_path, dataset)
+    use(workspace, **QWEN | {"num_attention_heads": 8, "num_key_value_heads": 4}, tie_word_embeddings=True)
+    options = (*COMMON, *SGD)
+    assert_equal_training(
+        follow(workspace, "ddp@1", *options), follow(workspace, "megatron_tp4@4", *options), TOLERANCE
+    )
+
+
+# ---- with and without accumulation, with and without recomputation
+
+FULL = "run.gradient_checkpointing=full"
+WHOLE = ("run.max_iters=20", "run.global_batch_size=8")  # one micro batch is the step
+
+
+@pytest.fixture(scope="module", params=["gpt2", "qwen"])
+def whole_batches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, dataset: Any) -> Any:
     workspace = Workspace(tmp_path_factory.mktemp("whole"), dataset)
-    options = ("run.max_iters=20", "run.global_batch_size=8", *SETTINGS["adamw"], *SIZES, QUIET)
+    options = (*WHOLE, *SETTINGS["adamw"], *SIZES, QUIET)
+    if request.param == "qwen":
+        use(workspace, **QWEN, tie_word_embeddings=True)
+        options = (*WHOLE, *ADAMW)
     return workspace, options, follow(workspace, "ddp@1", *options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "megatron_tp4@4"])
 def test_without_accumulation(whole_batches: Any, layout: str) -> None:
     workspace, options, one = whole_batches
     assert_equal_training(one, follow(workspace, layout, *options), TOLERANCE)
 
 
-RECOMPUTED = ["megatron_tp4@4", "megatron_tp2_sp@2", "megatron_pp2@2", "megatron_tp2_pp2@4", "megatron_tp2_fsdp@4"]
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["megatron_tp2_sp@2", "megatron_pp2@2", "megatron_tp2_pp2@4", "megatron_tp2@4"])
+def test_recomputation_without_accumulation(whole_batches: Any, layout: str) -> None:
+    workspace, options, one = whole_batches
+    assert_equal_training(one, follow(workspace, layout, *options, FULL, label="full"), TOLERANCE)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["full", "selective", "offload"])
-@pytest.mark.parametrize("layout", RECOMPUTED)
-def test_gradient_checkpointing_changes_nothing(reference: Any, layout: str, mode: str) -> None:
+@pytest.mark.parametrize("reference", ["adamw"], indirect=True)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_recomputation_changes_nothing(reference: Any, layout: str) -> None:
+    workspace, options, one = reference
+    assert_equal_training(one, follow(workspace, layout, *options, FULL, label="full"), TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reference", ["adamw"], indirect=True)
+@pytest.mark.parametrize("mode", ["selective", "offload"])
+@pytest.mark.parametrize("layout", ["megatron_tp2_sp@2", "megatron_tp2_pp2@4", "megatron_tp2_fsdp@4"])
+def test_other_ways_to_keep_activations_change_nothing(reference: Any, layout: str, mode: str) -> None:
     workspace, options, one = reference
     many = follow(workspace, layout, *options, f"run.gradient_checkpointing={mode}", label=mode)
     assert_equal_training(one, many, TOLERANCE)
