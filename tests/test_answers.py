@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 import tarfile
@@ -16,17 +17,17 @@ from PIL import Image
 
 from conftest import ENVIRONMENT, ROOT, Run
 from crosstrain import assembly
-from crosstrain.answering import Answer, answer_questions, contact_sheet, score
+from crosstrain.answering import Answer, answer_questions, caption_scores, score
 from crosstrain.commands.answers import Conversing
 from crosstrain.commands.saved import saved_config
 from crosstrain.config import load_config
+from crosstrain.contact_sheet import TILE, contact_sheet
 from crosstrain.data.conversations import IMAGE_ID
-from crosstrain.data.dataset import Example
 from crosstrain.errors import ConfigError, UserError
 from crosstrain.generation import Sampling, generate
-from ranks import train
+from ranks import mostly_slow, run_ranks, train
+from shard_home import module_of
 from sight import OPEN, build, options, picture, write_project
-from test_image_text import module_of
 
 
 def write_colours(folder: Path) -> dict[str, Any]:
@@ -68,17 +69,28 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
     return project, train(project, "out", *SEES)
 
 
-def answers_of(project: Path, run: Run) -> list[Answer]:
+def ask(project: str, checkpoint: str, *more: str, max_new_tokens: int = 4) -> tuple[list[Answer], int]:
+    """The answers of the test split, on however many ranks this is run."""
     from transformers import AutoTokenizer
 
-    runner = build(project, *SEES, checkpoint=run.checkpoint(160))
-    dataset = assembly.open_split(load_config(project, SEES), "test")
-    tokenizer = AutoTokenizer.from_pretrained(run.checkpoint(160))
-    return answer_questions(runner, tokenizer, tokenizer.eos_token_id, dataset, None, 4, batch=25)
+    config = load_config(project, [*SEES, *more])
+    runner = assembly.make_runner(config)
+    runner.setup()
+    assembly.build(config, runner, Path(checkpoint), for_training=False)
+    dataset = assembly.open_split(config, "test")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    found = answer_questions(runner, tokenizer, tokenizer.eos_token_id, dataset, None, max_new_tokens, batch=25)
+    runner.close()
+    return found
 
 
-def test_it_sees_and_is_lost_without_the_image(trained: tuple[Path, Run]) -> None:
-    answers = answers_of(*trained)
+@pytest.fixture(scope="module")
+def answers(trained: tuple[Path, Run]) -> list[Answer]:
+    project, run = trained
+    return ask(str(project), str(run.checkpoint(160)))[0]
+
+
+def test_it_sees_and_is_lost_without_the_image(answers: list[Answer]) -> None:
     assert len(answers) == 60
     scores = score(answers)["colour"]
     assert scores["right"] > 0.6
@@ -88,7 +100,7 @@ def test_it_sees_and_is_lost_without_the_image(trained: tuple[Path, Run]) -> Non
     assert document["right"] == (document["answer"] == "red")
 
 
-def test_asking_one_at_a_time_gives_what_batches_give(trained: tuple[Path, Run]) -> None:
+def test_asking_one_at_a_time_gives_what_batches_give(trained: tuple[Path, Run], answers: list[Answer]) -> None:
     from transformers import AutoTokenizer
 
     project, run = trained
@@ -97,7 +109,7 @@ def test_asking_one_at_a_time_gives_what_batches_give(trained: tuple[Path, Run])
     talk = Conversing.about([], load_config(project, SEES), run.checkpoint(160))
     dataset = assembly.open_split(load_config(project, SEES), "test")
     end = talk.questioner.end_id
-    for index, answer in enumerate(answers_of(project, run)[:6]):
+    for index, answer in enumerate(answers[:6]):
         talk.images, talk.waiting, talk.history = dataset.read(index)[0], 1, []
         prompt = talk.ask("what colour is it")
         (text,) = generate(runner, tokenizer, prompt, Sampling(max_new_tokens=4, temperature=0), end=end)
@@ -138,34 +150,107 @@ def test_the_program_answers_about_a_picture(trained: tuple[Path, Run], tmp_path
 
     short = ("--temperature", "0", "--max-new-tokens", "3", "--image", str(image))
     assert "what colour is it\n" in said(*short, "--generate", "what colour is it")
+    chat = f"how many\nimage {image}\nwhat colour is it\nimage none.png\nwhere\nnew\nwhere\nstop\nhow many\n"
+    out = said(*short[:4], "--interactive", "--output", "chat.json", typed=chat)  # which begins without an image
+    assert "`image FILE` adds an image" in out
+    assert "error: --image: none.png is not a readable image" in out
+    spoken = json.loads((tmp_path / "chat.json").read_text())["completions"]
+    assert [turn["prompt"] for turn in spoken] == ["how many", "what colour is it", "where", "where"]
     assert "forgets what was said" in said(*short, "--interactive", typed="what colour is it\nwhere\nstop\n")
-    out = said("--answers", "--sheet", "sheet.png", "--output", "out.json", "--max-new-tokens", "3")
-    assert "colour" in out
+    alone = subprocess.run([*command, "--image", str(image)], capture_output=True, text=True, env=ENVIRONMENT)
+    assert alone.returncode == 1
+    assert "say what is asked about it, with --generate or --interactive" in alone.stderr
+    asking = ("--answers", "--max-new-tokens", "3", "--output")
+    out = said(*asking, "out.json", "--sheet", "sheet.png")
+    assert re.search(r"test \| colour +right 0\.\d+ \| without the image 0\.\d+ \(60 questions\)", out)
     results = json.loads((tmp_path / "out.json").read_text())["answers"]["test"]
     assert len(results["predictions"]) == 60
-    assert Image.open(tmp_path / "sheet.png").size[0] == 6 * 152
+    assert results["scores"]["colour"]["right"] == sum(p["right"] for p in results["predictions"]) / 60
+    said(*asking, "shared.json", "--nproc-per-node", "2")
+    assert json.loads((tmp_path / "shared.json").read_text())["answers"]["test"] == results
+    assert Image.open(tmp_path / "sheet.png").size == (6 * TILE[0], 8 * TILE[1])
+
+
+@pytest.mark.parametrize("name", mostly_slow(["ddp@2", "ddp@3", "fsdp@2", "zero3@2", "megatron_tp2@2"], ["fsdp@2"]))
+def test_ranks_share_the_questions_and_find_the_same_answers(
+    trained: tuple[Path, Run], answers: list[Answer], name: str
+) -> None:
+    project, run = trained
+    runner, _, size = name.partition("@")
+    for found, silent in run_ranks(int(size), ask, str(project), str(run.checkpoint(160)), f"run.runner={runner}"):
+        assert found == answers, "of 60 samples in blocks of 32, some ranks have one block, and a third one none"
+        assert silent == 0
+
+
+def write_questions(folder: Path, words: Path) -> Path:
+    """A project whose test split has images in its first block alone, and one sample that cannot be used."""
+    picture(folder / "0.png", 0)
+    seen = {"image": "0.png", "instruction": "what colour is it", "output": "red"}
+    lost = seen | {"image": "1.png"}
+    blind = {"instruction": "how many", "output": "two"}
+    (folder / "notes.json").write_text(json.dumps([seen] * 31 + [lost] + [blind] * 8))
+    dataset = {
+        "name": "instructions", "annotations": str(folder / "notes.json"), "images": str(folder),
+        "tokenizer": str(words), "split": [0, 0, 1], "max_skipped": 0.1,
+        "vis_processor": {key: {"name": "image_eval", "image_size": 48} for key in ("train", "eval")},
+    }  # fmt: skip
+    return write_project(folder / "project.yaml", dataset)
+
+
+@pytest.mark.parametrize("runner", mostly_slow(["ddp", "fsdp", "zero3"], ["zero3"]))
+def test_a_rank_may_have_text_alone_to_ask(trained: tuple[Path, Run], tmp_path: Path, runner: str) -> None:
+    project, run = trained
+    other = write_questions(tmp_path, project.parent / "tokenizer")
+    place = (str(other), str(run.checkpoint(160)))
+    alone, silent = ask(*place)
+    assert silent == 1
+    assert [a.sample for a in alone] == [*range(31), *range(32, 40)]
+    for shared, count in run_ranks(2, ask, *place, f"run.runner={runner}"):
+        assert (shared, count) == (alone, 1)
+
+
+def test_questions_that_leave_no_room_are_refused(trained: tuple[Path, Run]) -> None:
+    project, run = trained
+    with pytest.raises(UserError, match=r"the model takes at most 256, so there is no room for 250 more; lower --max"):
+        ask(str(project), str(run.checkpoint(160)), max_new_tokens=250)
+
+
+def answer(said: str, truth: str, kind: str = "caption", blind: str = "") -> Answer:
+    return Answer(0, kind, "describe", truth, said, blind)
 
 
 def test_long_answers_are_judged_as_captions() -> None:
-    def answer(said: str, truth: str) -> Answer:
-        return Answer(Example({}, "describe", truth, "caption"), said, "")
-
     truths = ["red circle top left and blue square", "green cross in the very middle", "two white things at the top"]
     good = score([answer(t, t) for t in truths])["caption"]
-    bad = score([answer(truths[i - 1], t) for i, t in enumerate(truths)])["caption"]
-    assert good["right"] == 1.0
+    assert (good["right"], good["right_blind"]) == (1.0, 0.0)
     assert good["bleu4"] == pytest.approx(1.0)
-    assert good["cider"] > 9
-    assert bad["right"] == 0
-    assert bad["cider"] < 1
+    assert good["cider"] == pytest.approx(10.0)
+    assert good["cider_blind"] == 0
+    assert good["bleu4_blind"] < 1e-3
+    assert "cider" not in score([answer("red", "red")])["caption"]
+
+
+def test_cider_and_bleu_are_what_their_papers_say() -> None:
+    # By hand. No word is in both true captions, so that all weigh the same; n-grams of the first that are right:
+    # 3 of 4, 2 of 3, 1 of 2, 0 of 1; all of the second.
+    found = caption_scores(["a b c x", "e f g h"], ["a b c d", "E  f g h"])
+    assert found["cider"] == pytest.approx(((3 / 4 + 2 / 3 + 1 / 2 + 0) / 4 * 10 + 10) / 2)
+    assert found["bleu4"] == pytest.approx((7 / 8 * 5 / 6 * 3 / 4 * 1 / 2) ** 0.25, rel=1e-6)
+    # CIDEr-D counts a repeated word once, of a vector four times as long: 1 * 1 / (4 * 2).
+    assert caption_scores(["a a a a", "e f g h"], ["a b c d", "e f g h"])["cider"] == pytest.approx(
+        (10 / 4 / 8 + 10) / 2
+    )
+    # BLEU's penalty for 7 words in place of 8.
+    short = caption_scores(["a b c d", "e f g"], ["a b c d", "e f g h"])["bleu4"]
+    assert short == pytest.approx(np.exp(1 - 8 / 7), rel=1e-6)
 
 
 def test_a_sheet_shows_pictures_with_answers(tmp_path: Path) -> None:
     image = Image.new("RGB", (10, 10), "red")
-    shown = [Answer(Example({}, f"<image>question {i}", "yes", "x", image), "no", "") for i in range(7)]
+    shown = [(answer("no", "yes \N{SNOWMAN} " * 40), image) for _ in range(7)]
     contact_sheet(shown, tmp_path / "sheet.png")
     sheet = Image.open(tmp_path / "sheet.png")
-    assert sheet.size == (6 * 152, 2 * 190)
+    assert sheet.size == (6 * TILE[0], 2 * TILE[1])
     assert sheet.getpixel((60, 60)) == (255, 0, 0)
 
 

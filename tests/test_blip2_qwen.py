@@ -20,7 +20,7 @@ from crosstrain.data.dataset import Sample
 from crosstrain.data.order import sample_index
 from crosstrain.errors import CheckpointError, ConfigError, DataError
 from crosstrain.runner import Runner
-from ranks import mostly_slow, train
+from ranks import make_trainer, mostly_slow, run_ranks, train
 from sight import MODEL, OPEN, build, options, picture, shapes, write_project
 from test_runners import TOLERANCE, Run, relative
 
@@ -201,6 +201,31 @@ def test_every_runner_trains_the_projection_alike(project: Path, projection_only
     runner, _, size = name.partition("@")
     run = train(project, f"projection_{name}", f"run.runner={runner}", size=int(size))
     assert relative(run.column("loss"), projection_only.column("loss")) < TOLERANCE
+
+
+def kept(project: str, given: tuple[str, ...]) -> tuple[set[str], set[str], int]:
+    """After a forward and backward: what has gradients, what has optimizer state, and numbers in that state here."""
+    trainer = make_trainer(project, given)
+    runner, micro = trainer.runner, next(trainer.batches())
+    runner.forward_backward(micro, trainer._agree(micro)[0])
+    gradients, state = runner.gradients(), [s for s in runner.shards() if s.kind.startswith("exp_avg")]
+    counted = sum(v.numel() for held in runner.optimizer.state.values() for v in held.values() if v.ndim)
+    runner.optimizer_step()
+    trainer.reporter.close()
+    runner.close()
+    return {s.name for s in gradients}, {s.name for s in state if s.pieces}, counted
+
+
+@pytest.mark.parametrize("name", mostly_slow(RUNNERS, []))
+def test_frozen_parts_have_neither_gradients_nor_state(project: Path, name: str) -> None:
+    runner, _, size = name.partition("@")
+    given = (f"run.output_dir={project.parent}/kept_{name}", f"run.runner={runner}")
+    trained = {"language_projection.weight", "language_projection.bias"}
+    ranks = run_ranks(int(size), kept, str(project), given)
+    assert set().union(*(gradients for gradients, _, _ in ranks)) == trained
+    assert set().union(*(state for _, state, _ in ranks)) == trained
+    most = 2 * (32 * 32 + 32) * (1 if name != "ddp@2" else 2)
+    assert sum(numbers for _, _, numbers in ranks) <= most + 2 * 64, "two moments, shared; and what fills up"
 
 
 @pytest.fixture(scope="module")

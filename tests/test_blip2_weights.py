@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -169,6 +170,58 @@ def test_parts_are_opened_and_closed_again_in_the_middle(published: Path, projec
     reader, later = Reader.open(closed.checkpoint(16)), torch.zeros(1, 4, 32)
     reader.fill([Shard("param", "query_tokens", (1, 4, 32), whole_pieces(later, (1, 4, 32)))])
     assert torch.equal(later, now), "frozen again, it stays what it was trained to"
+
+
+QFORMER, LANGUAGE_MODEL = "model.qformer.freeze=false", "model.language_model.freeze=false"
+
+
+@pytest.fixture(scope="module")
+def other_parts(published: Path, projection: Run) -> Run:
+    """Steps of the projection alone, of the Q-Former too, and of the language model in its place, on one rank."""
+    folder = published.parent / "other@1"
+    shutil.copytree(projection.folder, folder)
+    train(published, folder.name, *UNTIL_12, QFORMER, "run.resume_optimizer=false")
+    return train(published, folder.name, *UNTIL_16, LANGUAGE_MODEL, "run.resume_optimizer=false")
+
+
+UNTIL_12 = ("run.max_iters=12", "run.lr_decay_iters=16")
+UNTIL_16 = ("run.max_iters=16", "run.lr_decay_iters=16")
+RING = ["ddp@2", "zero3@2", "fsdp@2", "zero1@2", "zero2@2", "ddp@2"]
+
+
+@pytest.mark.parametrize(("first", "then"), mostly_slow(list(itertools.pairwise(RING)), []))
+def test_other_parts_are_trained_under_another_runner(
+    published: Path, projection: Run, other_parts: Run, first: str, then: str
+) -> None:
+    folder = published.parent / f"{first}_{then}"
+    shutil.copytree(projection.folder, folder)
+    for settings, name in (((*UNTIL_12, QFORMER), first), ((*UNTIL_16, LANGUAGE_MODEL), then)):
+        runner, _, size = name.partition("@")
+        given = (*settings, "run.resume_optimizer=false", f"run.runner={runner}")
+        run = train(published, folder.name, *given, size=int(size))
+    assert run.column("step") == list(range(1, 17))
+    assert relative(run.column("loss"), other_parts.column("loss")) < TOLERANCE
+    assert relative(run.column("grad_norm"), other_parts.column("grad_norm")) < TOLERANCE
+    for step in (12, 16):
+        ours, theirs = (Reader.open(r.checkpoint(step)) for r in (run, other_parts))
+        assert ours.frozen == theirs.frozen
+        assert ours.tensors.keys() == theirs.tensors.keys()
+
+
+@pytest.mark.parametrize("name", mostly_slow(["ddp@1", "ddp@2", "fsdp@2", "zero1@2", "zero2@2", "zero3@2"], ["ddp@1"]))
+def test_moments_of_an_opened_part_begin_at_zero_beside_the_others(published: Path, projection: Run, name: str) -> None:
+    runner, _, size = name.partition("@")
+    folder = published.parent / f"beside_{name}"
+    shutil.copytree(projection.folder, folder)
+    given = (*UNTIL_12, QFORMER, f"run.runner={runner}")
+    if runner.startswith("zero"):
+        with pytest.raises(AssertionError, match=r"this runner keeps one for both; use a runner such as ddp or fsdp"):
+            train(published, folder.name, *given, size=int(size))
+        return
+    run = train(published, folder.name, *given, size=int(size))
+    tensors = {k: v for f in run.checkpoint(12).glob("*.safetensors") for k, v in load_file(f).items()}
+    assert tensors["step/query_tokens"] == 4
+    assert tensors["step/language_projection.weight"] == 12
 
 
 # ---- adapters

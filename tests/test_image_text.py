@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import http.server
-import importlib
 import io
 import json
-import tarfile
-import threading
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,37 +17,14 @@ from PIL import Image
 from crosstrain import assembly
 from crosstrain.config import load_config
 from crosstrain.data.conversations import IMAGE_ID, NO_TARGET, ConversationEncoder, Message
-from crosstrain.data.dataset import Dataset, Split
+from crosstrain.data.dataset import Dataset
 from crosstrain.data.stream import training_steps
 from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.errors import ConfigError, DataError
 from crosstrain.options import BatchPlan
 from crosstrain.registry import registry
+from shard_home import captions, jpeg, module_of, opened, serving, write_shard
 from sight import EVAL, options, picture, shapes, write_project
-
-
-def jpeg(seed: int, size: tuple[int, int] = (18, 30)) -> bytes:
-    out = io.BytesIO()
-    pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(out, "JPEG")
-    return out.getvalue()
-
-
-def write_shard(path: Path, samples: list[dict[str, bytes]], first: int = 0) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for i, sample in enumerate(samples, first):
-            for extension, data in sample.items():
-                info = tarfile.TarInfo(f"{i:06d}.{extension}")
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
-    return path
-
-
-def module_of(dataset: str, other: str | None = None) -> Any:
-    """The module of a dataset's plugin, or another one beside it."""
-    name = registry.get_dataset_class(dataset).__module__
-    return importlib.import_module(name if other is None else f"{name.rpartition('.')[0]}.{other}")
 
 
 @pytest.fixture(scope="session")
@@ -67,18 +39,6 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path
-
-
-def opened(folder: Path, dataset: dict[str, Any], *given: str, split: Split = "train") -> Any:
-    config = load_config(write_project(folder / "project.yaml", dataset), list(given))
-    assembly.prepare_data(config)
-    return assembly.open_split(config, split)
-
-
-def captions(words: Path, **more: Any) -> dict[str, Any]:
-    processor = {"name": "captions"}
-    text = {"text_processor": {"train": processor, "eval": processor}}
-    return {"name": "image_text", "tokenizer": str(words), **text, **more}
 
 
 def two_shards(folder: Path) -> None:
@@ -105,21 +65,11 @@ def test_shards_are_found_by_braces_and_wildcards(home: Path, words: Path, patte
     assert get(dataset, 7)["pixel_values"].shape == (1, 3, 16, 16)
 
 
-class _Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def served(home: Path) -> Iterator[str]:
     two_shards(home / "www")
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(home / "www")))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(home / "www") as address:
+        yield address
 
 
 def test_remote_shards_are_fetched_once(home: Path, words: Path, served: str) -> None:
@@ -444,6 +394,14 @@ def test_a_curriculum_begins_with_single_things_and_keeps_its_order(home: Path) 
     for (a, b), batch in zip(((98, 99), (0, 1)), taken, strict=True):
         wanted = dataset.collate([get(dataset, a), get(dataset, b)])["input_ids"]
         assert torch.equal(torch.as_tensor(batch), torch.as_tensor(wanted))
+
+
+def test_the_split_of_novel_combinations_is_asked_for_as_test(home: Path) -> None:
+    novel = {f"{colour} {shape}" for colour, shape in module_of("shapes", "shape_scenes").NOVEL}
+    for asked in (False, True):
+        dataset = opened(home, shapes(home), *options({"datasets.images.novel": asked}), split="test")
+        named = [" ".join(thing.split()[:2]) for i in range(8) for thing in dataset.read(i)[1]["caption"].split(" , ")]
+        assert bool(novel & set(named)) == asked
 
 
 def test_answers_of_shapes_are_balanced_and_true(home: Path) -> None:

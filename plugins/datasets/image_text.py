@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from torch.utils.data import get_worker_info
+
+from crosstrain.check import OptionError
 from crosstrain.data.conversations import SampleError
-from crosstrain.data.dataset import SPLITS, Split
+from crosstrain.data.dataset import SPLITS, Reading, Sample, Split
 from crosstrain.data.image_dataset import (
     Annotation,
     ImageDataset,
@@ -21,7 +26,8 @@ from crosstrain.errors import DataError
 from crosstrain.registry import registry
 
 from .packing import PackOptions, pack
-from .shards import Shards, default_cache, expand, prepare
+from .shards import Shards, check_there, default_cache, expand, prepare
+from .streaming import ShardStream
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm")
 
@@ -30,7 +36,8 @@ IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm")
 class ImageText(ImageDataset):
     """Samples in tar shards: KEY.jpg or several KEY.0.jpg, KEY.1.jpg, ..., with KEY.json, or KEY.txt for a caption.
 
-    Every sample is reachable by its index, so the order is the platform's own and resuming is seeking.
+    Every sample is reachable by its index, so the order is the platform's own and resuming is seeking. Not so where the
+    train split is streamed: see `ShardStream`.
     """
 
     @dataclass(kw_only=True)
@@ -44,6 +51,16 @@ class ImageText(ImageDataset):
         test: str | list[str] | None = None
         cache: str | None = None  # folder of indexes and copies of remote shards; None: $XDG_CACHE_HOME/crosstrain
         prepare: PackOptions | None = None  # how to make the shards when there are none
+        streaming: bool = False  # the train split is read as it comes, without index, copy and exact resume
+        samples: int | None = None  # so many are an epoch of a streamed split, which has not been counted
+        shuffle_buffer: int = 1000  # samples of a stream, still compressed, among which the next one is drawn
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.streaming and (self.samples is None or self.samples < 1):
+                raise OptionError("samples", "say with streaming how many samples are an epoch, which nobody counts")
+            if self.shuffle_buffer < 1:
+                raise OptionError("shuffle_buffer", f"must be at least 1, not {self.shuffle_buffer}")
 
     options: Options
 
@@ -53,14 +70,22 @@ class ImageText(ImageDataset):
         if options.prepare is not None:
             pack(options.prepare)
         for split in SPLITS:
-            if cls.shards(options, split):
-                prepare(cls.shards(options, split), cls.cache(options))
+            names = cls.shards(options, split)
+            if cls.streams(options, split):
+                check_there(names)
+            elif names:
+                prepare(names, cls.cache(options))
 
     @classmethod
     def shards(cls, options: Any, split: Split) -> list[str]:
         """Names of a split's shards."""
         named = getattr(options, split)
         return expand(named) if named else []
+
+    @classmethod
+    def streams(cls, options: Any, split: Split) -> bool:
+        """Whether a split is read as it comes."""
+        return options.streaming and split == "train"
 
     @classmethod
     def cache(cls, options: Any) -> Path:
@@ -71,20 +96,48 @@ class ImageText(ImageDataset):
         names = self.shards(options, split)
         if not names:
             raise DataError(f"the {split} split has no shards: name them under `{split}` of the dataset")
-        self.samples = Shards(names, self.cache(options))
+        self.names, self.reading = names, Reading(0, 0, 0, 1)
+        self.samples = None if self.streams(options, split) else Shards(names, self.cache(options))
+        self._stream: Iterator[tuple[str, dict[str, bytes]]] | None = None
         if not len(self):
             raise DataError(f"the {split} split has no sample: its {len(names)} shards are empty")
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return self.options.samples or 0 if self.samples is None else len(self.samples)
+
+    def begin(self, reading: Reading) -> None:
+        self.reading, self._stream = reading, None
+
+    def get(self, index: int, rng: np.random.Generator) -> Sample:
+        return super().get(index, rng) if self.samples is not None else self._next(rng)
+
+    def _next(self, rng: np.random.Generator) -> Sample:
+        """The next sample of the stream that can be used."""
+        if self._stream is None:  # here, because this is the process that reads it
+            info = get_worker_info()
+            worker, workers = (info.id, info.num_workers) if info else (0, 1)
+            given = (self.reading, worker, workers, self.options.shuffle_buffer, self.options.max_skipped)
+            self._stream = iter(ShardStream(self.names, *given))
+        while True:
+            self.tried += 1
+            try:
+                return self.sample(*_parsed(*next(self._stream)), rng)
+            except SampleError as error:
+                self.skip(self.tried, str(error))
 
     def read(self, index: int) -> tuple[list[Any], Annotation]:
-        name, content = self.samples.read(index)
-        pictures = sorted((e for e in content if e.rpartition(".")[2] in IMAGES), key=_number)
-        annotation = _annotation(name, content)
-        if not pictures and not annotation.get("text_only"):
-            raise SampleError(f"{name} has no image")
-        return [open_image(content[e], f"{name}.{e}") for e in pictures], annotation
+        if self.samples is None:
+            raise DataError(f"the {self.split} split is streamed and has no sample {index}: set streaming=false")
+        return _parsed(*self.samples.read(index))
+
+
+def _parsed(name: str, content: dict[str, bytes]) -> tuple[list[Any], Annotation]:
+    """Images and annotation of a sample in a shard."""
+    pictures = sorted((e for e in content if e.rpartition(".")[2] in IMAGES), key=_number)
+    annotation = _annotation(name, content)
+    if not pictures and not annotation.get("text_only"):
+        raise SampleError(f"{name} has no image")
+    return [open_image(content[e], f"{name}.{e}") for e in pictures], annotation
 
 
 def _number(extension: str) -> tuple[int, str]:

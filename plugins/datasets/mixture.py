@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from crosstrain.check import Component, OptionError
-from crosstrain.data.dataset import Batch, Dataset, Example, Questioner, Sample, Split
+from crosstrain.data.dataset import Batch, Dataset, Example, Questioner, Reading, Sample, Split
 from crosstrain.errors import DataError
 from crosstrain.registry import registry
 
@@ -67,6 +67,10 @@ class Mixture(Dataset):
         self.sequence_length = None if None in lengths else max(length or 0 for length in lengths)
         counts = epoch_counts([len(part) for part in self.parts], [part.ratio for part in options.parts])
         self.starts = [0, *accumulate(counts)]
+
+    def begin(self, reading: Reading) -> None:
+        for part in self.parts:
+            part.begin(reading)
 
     def __len__(self) -> int:
         return self.starts[-1]

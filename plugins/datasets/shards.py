@@ -9,9 +9,10 @@ import os
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from braceexpand import braceexpand
@@ -20,6 +21,7 @@ from webdataset.gopen import gopen
 
 from crosstrain.errors import DataError
 
+T = TypeVar("T")
 Files = dict[str, tuple[int, int]]  # extension -> (first byte, bytes)
 _VERSION = 1
 
@@ -29,7 +31,7 @@ def expand(patterns: str | list[str]) -> list[str]:
     found: list[str] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         for name in [pattern] if pattern.startswith("pipe:") else braceexpand(pattern):
-            if _is_remote(name) or not glob.has_magic(name):
+            if is_remote(name) or not glob.has_magic(name):
                 found.append(name)
             elif matches := sorted(glob.glob(os.path.expanduser(name))):
                 found += matches
@@ -38,7 +40,8 @@ def expand(patterns: str | list[str]) -> list[str]:
     return found
 
 
-def _is_remote(name: str) -> bool:
+def is_remote(name: str) -> bool:
+    """Whether a shard is not a file here."""
     return name.startswith("pipe:") or "://" in name
 
 
@@ -53,15 +56,22 @@ def prepare(names: Iterable[str], cache: Path) -> None:
     for name in names:
         with FileLock(cache / f"{_digest(name)}.lock"):
             path = _local(name, cache)
-            if _is_remote(name) and not path.exists():
+            if is_remote(name) and not path.exists():
                 _fetch(name, path)
             if _read_head(path, cache) is None:
                 _write_index(path, cache)
 
 
+def check_there(names: Iterable[str]) -> None:
+    """DataError for a shard that should be a file here and is none."""
+    for name in names:
+        if not is_remote(name):
+            _state(Path(name.removeprefix("file:")).expanduser())
+
+
 def _local(name: str, cache: Path) -> Path:
     """Where a shard lies, or its copy will."""
-    return cache / f"{_digest(name)}.tar" if _is_remote(name) else Path(name.removeprefix("file:")).expanduser()
+    return cache / f"{_digest(name)}.tar" if is_remote(name) else Path(name.removeprefix("file:")).expanduser()
 
 
 def _digest(name: str) -> str:
@@ -124,25 +134,33 @@ def _write_index(path: Path, cache: Path) -> None:
 
 
 def _scan(path: Path) -> Iterator[tuple[str, Files]]:
-    """(key, files) of each sample: members that follow one another and share the name up to the first dot."""
-    key, files = None, Files()
+    """(key, files) of each sample."""
     try:
         with tarfile.open(path, "r:") as tar:
-            for member in tar:
-                if not member.isfile():
-                    continue
-                folder, _, name = member.name.rpartition("/")
-                stem, _, extension = name.partition(".")
-                this = f"{folder}/{stem}" if folder else stem
-                if this != key and files:
-                    yield str(key), files
-                    files = Files()
-                key = this
-                files[extension.lower()] = (member.offset_data, member.size)
+            yield from grouped(tar, lambda member: (member.offset_data, member.size))
     except (tarfile.TarError, OSError) as error:
         raise DataError(f"the shard {path} is not a readable tar file ({error})") from None
+
+
+def grouped(tar: tarfile.TarFile, of: Callable[[tarfile.TarInfo], T]) -> Iterator[tuple[str, dict[str, T]]]:
+    """(key, by extension what `of` says of a file) of each sample.
+
+    A sample is the members that follow one another and share the name up to the first dot.
+    """
+    key, files = "", dict[str, T]()
+    for member in tar:
+        if not member.isfile():
+            continue
+        folder, _, name = member.name.rpartition("/")
+        stem, _, extension = name.partition(".")
+        this = f"{folder}/{stem}" if folder else stem
+        if this != key and files:
+            yield key, files
+            files = {}
+        key = this
+        files[extension.lower()] = of(member)
     if files:
-        yield str(key), files
+        yield key, files
 
 
 class Shards:

@@ -18,7 +18,7 @@ from crosstrain.registry import registry
 
 
 class _Transform:
-    """One of timm's transforms, drawing from the sample's generator alone."""
+    """One of timm's transforms."""
 
     def __init__(self, encoder: str | None, **arguments: Any) -> None:
         given = {key: value for key, value in arguments.items() if value is not None}
@@ -29,8 +29,7 @@ class _Transform:
 
     def __call__(self, image: Any, rng: np.random.Generator) -> np.ndarray:
         """fp32 [3, height, width] of a PIL image, with the encoder's mean taken off and divided by its deviation."""
-        with _drawing_from(rng):
-            return self.transform(image).numpy()
+        return self.transform(image).numpy()
 
 
 def _published(encoder: str) -> dict[str, Any]:
@@ -96,6 +95,11 @@ class ImageTrain(_Transform):
             options.encoder, is_training=True, scale=options.scale, ratio=options.ratio, hflip=options.hflip,
             color_jitter=options.color_jitter, **options.common(),
         )  # fmt: skip
+
+    def __call__(self, image: Any, rng: np.random.Generator) -> np.ndarray:
+        """As any transform; drawn from the sample's generator alone."""
+        with _drawing_from(rng):
+            return super().__call__(image, rng)
 
 
 @registry.register_processor("image_eval")

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from crosstrain import assembly
-from crosstrain.answering import answer_questions, contact_sheet, score
+from crosstrain.answering import Answer, answer_questions, score
 from crosstrain.config import Config
+from crosstrain.contact_sheet import contact_sheet
 from crosstrain.data.conversations import IMAGE, Message
-from crosstrain.data.dataset import Questioner, Sample
+from crosstrain.data.dataset import Dataset, Questioner, Sample
 from crosstrain.errors import UserError
 from crosstrain.extras import require
 from crosstrain.generation import Sampling
@@ -28,29 +29,53 @@ def answer_splits(
     """Scores and predictions of each split that the job names; draws the sheet that it asks for. Collective."""
     component = assembly.training_dataset(config)
     results: dict[str, Any] = {}
+    pictures: list[tuple[Answer, Any]] = []
     for split in job["answers"]:
         dataset = assembly.open_split(config, split)
         assert dataset.tokenizer_path is not None
         end = registry.get_dataset_class(component.name).questioner(component.options, dataset.tokenizer_path).end_id
-        answers = answer_questions(
+        answers, silent = answer_questions(
             runner, tokenizer, end, dataset, job["max_samples"], sampling.max_new_tokens, _BATCH
         )  # fmt: skip
         scores = score(answers)
-        for kind, numbers in scores.items():
-            rest = "".join(f" | {key} {value:.3f}" for key, value in numbers.items() if key in ("bleu4", "cider"))
-            log.info(
-                "%s | %-10s right %.3f | without the image %.3f (%d questions)%s",
-                split, kind, numbers["right"], numbers["right_blind"], numbers["questions"], rest,
-            )  # fmt: skip
-        if scores:
-            means = [sum(s[key] for s in scores.values()) / len(scores) for key in ("right", "right_blind")]
-            log.info("%s | mean       right %.3f | without the image %.3f", split, *means)
-        results[split] = {"scores": scores, "predictions": [a.document() for a in answers]}
+        _say(split, scores, silent)
+        results[split] = {
+            "scores": scores, "samples_without_questions": silent, "predictions": [a.document() for a in answers],
+        }  # fmt: skip
         if job["sheet"] and is_main:
-            step = max(1, len(answers) // _ON_SHEET)
-            contact_sheet(answers[::step][:_ON_SHEET], Path(job["sheet"]))
-            log.info("pictures with answers are in %s", job["sheet"])
+            pictures += _pictures(dataset, answers, _ON_SHEET // len(job["answers"]))
+    if job["sheet"] and is_main:
+        contact_sheet(pictures, Path(job["sheet"]))
+        log.info("pictures with answers are in %s", job["sheet"])
     return results
+
+
+def _say(split: str, scores: dict[str, dict[str, float]], silent: int) -> None:
+    for kind, numbers in scores.items():
+        rest = "".join(
+            f" | {key} {numbers[key]:.3f}, without {numbers[f'{key}_blind']:.3f}"
+            for key in ("bleu4", "cider") if key in numbers
+        )  # fmt: skip
+        log.info(
+            "%s | %-10s right %.3f | without the image %.3f (%d questions)%s",
+            split, kind, numbers["right"], numbers["right_blind"], numbers["questions"], rest,
+        )  # fmt: skip
+    if scores:
+        means = [sum(s[key] for s in scores.values()) / len(scores) for key in ("right", "right_blind")]
+        log.info("%s | mean       right %.3f | without the image %.3f", split, *means)
+    if silent:
+        log.warning("%s | nothing was asked about %d samples", split, silent)
+
+
+def _pictures(dataset: Dataset, answers: list[Answer], most: int) -> list[tuple[Answer, Any]]:
+    """Some of the answers, spread over all, with the pictures that they are about; one answer for each picture."""
+    about = {answer.sample: answer for answer in answers[:: max(1, len(answers) // max(1, most))]}
+    found = []
+    for sample, answer in about.items():
+        picture = next((e.picture for e in dataset.examples(sample)), None)
+        if picture is not None:
+            found.append((answer, picture))
+    return found[:most]
 
 
 @dataclass
@@ -68,6 +93,14 @@ class Conversing:
         component = assembly.training_dataset(config)
         questioner = registry.get_dataset_class(component.name).questioner(component.options, checkpoint)
         return Conversing(questioner, [_open(file) for file in files], len(files))
+
+    @staticmethod
+    def possible(config: Config, checkpoint: Path) -> Conversing | None:
+        """One without an image so far; None where the model was not trained on conversations."""
+        try:
+            return Conversing.about([], config, checkpoint)
+        except UserError:
+            return None
 
     def ask(self, text: str) -> Sample:
         """The prompt for an answer to `text`."""

@@ -40,6 +40,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
         splits = [] if arguments.generate or arguments.interactive or arguments.answers else ["val", "test"]
     if arguments.sheet and not arguments.answers:
         raise UserError("--sheet: shows what --answers found; give both")
+    if arguments.image and not (arguments.generate or arguments.interactive):
+        raise UserError("--image: say what is asked about it, with --generate or --interactive")
     job = {
         "checkpoint": str(checkpoint),
         "splits": splits,
@@ -125,7 +127,8 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], sampling: Sampli
             texts = _complete(runner, tokenizer, prompt, sampling, show=is_main, talk=talk)
             results["completions"].append({"prompt": prompt, "completions": texts})
         if job["interactive"]:
-            _converse(runner, tokenizer, sampling, results["completions"], talk)
+            chat = talk or Conversing.possible(config, checkpoint)
+            _converse(runner, tokenizer, sampling, results["completions"], chat)
     if job["output"] and is_main:
         Path(job["output"]).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         log.info("results are in %s", job["output"])

@@ -21,6 +21,16 @@ Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
+class Reading:
+    """Who reads a split in a run, and from where on."""
+
+    seed: int
+    start: int  # number of the run's first sample: not 0 after a resume
+    rank: int  # of the data-parallel ranks
+    size: int
+
+
+@dataclass(frozen=True)
 class Example:
     """A question whose answer is known. `prompt` is a sample without labels, `kind` what answers are counted by."""
 
@@ -72,6 +82,12 @@ class Dataset(ABC):
 
         Called before any worker starts; by every worker where something else started them, so that calls at the same
         time must come to one result, the later ones waiting for the first.
+        """
+
+    def begin(self, reading: Reading) -> None:  # noqa: B027 - most datasets have nothing to begin
+        """Called in every process of a run before the first sample is asked for.
+
+        A dataset that has each sample at its index need not know who asks; one that reads a stream must.
         """
 
     @abstractmethod

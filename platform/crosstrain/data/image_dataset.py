@@ -30,6 +30,8 @@ from crosstrain.registry import registry
 
 log = logging.getLogger(__name__)
 
+_TRIED = 1000  # samples that are tried, or all, before a share of them means something
+
 Annotation = Mapping[str, Any]  # what is known about a sample's images: a caption, questions, conversations
 
 
@@ -75,7 +77,8 @@ class ImageDatasetOptions:
     text_processor: Processors  # of annotations, to conversations
     max_length: int | None = None  # tokens; longer samples are
     too_long: Literal["skip", "truncate", "error"] = "skip"  # skipped, cut at the end, or the end of training
-    max_skipped: float = 0.01  # share of samples that may be skipped, for whatever reason, before training ends
+    max_skipped: float = 0.01  # share of samples that may be skipped, for whatever reason, before training ends;
+    # of those that a process has tried, and of a thousand, or all, as long as it has tried fewer
     blind: bool = False  # images are all zero: what a model learns from the text alone
 
     def __post_init__(self) -> None:
@@ -89,7 +92,8 @@ class ImageDataset(Dataset):
     """A dataset whose samples are images and an annotation; subclasses say where those are.
 
     A sample that cannot be used is replaced by the next one that can, which is the same one in every run, and
-    counted: `skipped` has its reason by index. More than `max_skipped` of the split is a DataError.
+    counted: `skipped` has its reason by index. More of them than the share `max_skipped` is a DataError. Each process
+    counts what it comes upon.
     """
 
     options: Any
@@ -106,6 +110,7 @@ class ImageDataset(Dataset):
         self.text_processor: TextProcessor = _processor(getattr(options.text_processor, kind))
         self.encoder = ConversationEncoder(tokenizer, options.image_tokens, self.text_processor.style)
         self.skipped: dict[int, str] = {}
+        self.tried = 0
 
     @abstractmethod
     def read(self, index: int) -> tuple[list[Any], Annotation]:
@@ -118,13 +123,14 @@ class ImageDataset(Dataset):
             if candidate in self.skipped:
                 continue
             try:
-                return self._sample(candidate, rng)
+                self.tried += 1
+                return self.sample(*self.read(candidate), rng)
             except SampleError as error:
-                self._skip(candidate, str(error))
-        raise AssertionError("_skip raises long before nothing is left")
+                self.skip(candidate, str(error))
+        raise AssertionError("skip raises long before nothing is left")
 
-    def _sample(self, index: int, rng: np.random.Generator) -> Sample:
-        images, annotation = self.read(index)
+    def sample(self, images: list[Any], annotation: Annotation, rng: np.random.Generator) -> Sample:
+        """What `get` returns, of what `read` does. Raises SampleError where it cannot be used."""
         conversations = self.text_processor(annotation, len(images), rng)
         for conversation in conversations:
             _check_images(conversation, len(images))
@@ -135,7 +141,8 @@ class ImageDataset(Dataset):
 
     def _pixels(self, images: list[Any], rng: np.random.Generator) -> np.ndarray:
         """fp32 [images, 3, height, width]."""
-        pixels = np.stack([self.image_processor(image, rng) for image in images])
+        made = [self.image_processor(image, rng) for image in images]
+        pixels = np.stack(made) if len(made) > 1 else made[0][None]  # of one there is nothing to copy
         return np.zeros_like(pixels) if self.options.blind else pixels
 
     def _fit(self, sample: Sample) -> Sample:
@@ -150,13 +157,14 @@ class ImageDataset(Dataset):
             raise SampleError(reason)  # also where nothing that is learned would be left, or an image would be cut
         return cut
 
-    def _skip(self, index: int, reason: str) -> None:
+    def skip(self, index: int, reason: str) -> None:
+        """Note that a sample cannot be used. Raises DataError where there are too many of them."""
         self.skipped[index] = reason
-        share = len(self.skipped) / len(self)
         log.warning("%s: sample %d is skipped: %s (%d so far)", self._name(), index, reason, len(self.skipped))
-        if share > self.options.max_skipped:
+        among = max(self.tried, min(len(self), _TRIED))
+        if len(self.skipped) > self.options.max_skipped * among:
             raise DataError(
-                f"{self._name()}: {len(self.skipped)} of {len(self)} samples cannot be used, more than the share "
+                f"{self._name()}: {len(self.skipped)} of {among} samples cannot be used, more than the share "
                 f"max_skipped={self.options.max_skipped}; the last one: {reason}"
             )
 
@@ -170,10 +178,11 @@ class ImageDataset(Dataset):
 
     def examples(self, index: int) -> list[Example]:
         try:
+            self.tried += 1
             images, annotation = self.read(index)
             asked = self.text_processor.questions(annotation, len(images))
         except SampleError as error:
-            self._skip(index, str(error))
+            self.skip(index, str(error))
             return []
         pixels = self._pixels(images, np.random.default_rng(0)) if images else None
         found = []

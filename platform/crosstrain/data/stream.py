@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from crosstrain.config import BatchPlan
-from crosstrain.data.dataset import Batch, Dataset, Sample
+from crosstrain.data.dataset import Batch, Dataset, Reading, Sample
 from crosstrain.data.order import sample_index
 from crosstrain.rng import sample_rng
 
@@ -80,6 +80,7 @@ def training_steps(
         for first in first_samples():
             yield list(range(first, first + plan.micro_batch))
 
+    dataset.begin(Reading(seed, start, dp_rank, plan.dp_size))
     order = _TrainingOrder(seed, len(dataset), dataset.in_order)
     batches = iter(_loader(dataset, seed, order, numbers(), num_workers))
     firsts = first_samples()
@@ -101,6 +102,7 @@ def evaluation_batches(
     Every rank gets the same number of micro batches, because a forward may be a collective; where the samples do not
     go round, a rank repeats its share's first one with `counts` false.
     """
+    dataset.begin(Reading(0, 0, dp_rank, dp_size))
     total = len(dataset) if max_samples is None else min(max_samples, len(dataset))
     starts = list(range(0, total, micro_batch))
     rounds = -(-len(starts) // dp_size)

@@ -95,7 +95,7 @@ class Blip2Qwen(Model):
         """
         with self._computing("language_model", input_ids.device):
             embeddings = self.language_model.embed(input_ids.clamp(min=0))
-        if pixel_values is not None or labels is not None:
+        if pixel_values is not None or labels is not None or cache is None or not cache.get_seq_length():
             images = self._blank(embeddings) if pixel_values is None else pixel_values
             features = self.look(images).to(embeddings.dtype)
             if pixel_values is None:

@@ -1,0 +1,111 @@
+"""Shards read as they come, without an index or a copy: where the data are too many to be kept, or have no names."""
+
+from __future__ import annotations
+
+import logging
+import tarfile
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from webdataset.gopen import gopen
+
+from crosstrain.data.dataset import Reading
+from crosstrain.errors import DataError
+from crosstrain.rng import derive_seed
+
+from .shards import grouped, is_remote
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_Sample = tuple[str, dict[str, bytes]]  # shard and key, content by extension
+_CHUNK = 1 << 20
+
+
+class ShardStream:
+    """Endless samples of this reader's share of some shards, pass after pass, each in another order.
+
+    The ranks' loading processes are the readers. A pass takes all shards in an order drawn from (seed, first sample of
+    the run, number of the pass) and deals them out to the readers; each mixes its samples in a buffer of `buffer`,
+    which is emptied when its pass ends. A shard that cannot be read to its end is left there, and `lost` has why, by
+    name. Raises DataError where there are fewer shards than readers; iterating does where more than a share `max_lost`
+    of all shards are lost, and where a pass has no sample.
+    """
+
+    def __init__(
+        self, names: list[str], reading: Reading, worker: int, workers: int, buffer: int, max_lost: float
+    ) -> None:
+        self.names, self.buffer, self.max_lost = names, buffer, max_lost
+        self.reader, self.readers = reading.rank * workers + worker, reading.size * workers
+        self.seed = derive_seed(reading.seed, "shards", reading.start)
+        self.lost: dict[str, str] = {}
+        if len(names) < self.readers:
+            raise DataError(
+                f"{len(names)} shards cannot be streamed by {self.readers} readers ({reading.size} ranks with "
+                f"{workers} loading processes each): use as many shards, fewer of run.num_workers, or streaming=false"
+            )
+
+    def __iter__(self) -> Iterator[_Sample]:
+        rng = np.random.default_rng([self.seed, self.reader])
+        for number in count():
+            found = False
+            for sample in mixed(self._pass(number), self.buffer, rng):
+                found = True
+                yield sample
+            if not found:
+                raise DataError(f"no sample could be read from {self._share(number)[0]} and what else was read with it")
+
+    def _share(self, number: int) -> list[str]:
+        """Names of this reader's shards in a pass."""
+        order = np.random.default_rng(derive_seed(self.seed, "pass", number)).permutation(len(self.names))
+        return [self.names[i] for i in order[self.reader :: self.readers]]
+
+    def _pass(self, number: int) -> Iterator[_Sample]:
+        for name in self._share(number):
+            try:
+                yield from read_shard(name)
+            except (tarfile.TarError, OSError, ValueError) as error:  # webdataset reports a failed pipe as an OSError
+                self._lose(name, " ".join(str(error).split()))
+
+    def _lose(self, name: str, reason: str) -> None:
+        self.lost[name] = reason
+        log.warning("the rest of the shard %s is skipped: %s", name, reason)
+        if len(self.lost) > self.max_lost * len(self.names):
+            raise DataError(
+                f"{name} cannot be read to its end ({reason}), which is one of {len(self.lost)} shards among "
+                f"{len(self.names)}, more than the share max_skipped={self.max_lost}"
+            )
+
+
+def read_shard(name: str) -> Iterator[_Sample]:
+    """The samples of a shard, compressed or not, in order. Raises what tarfile, the system or the command do."""
+    with gopen(name if is_remote(name) else str(Path(name.removeprefix("file:")).expanduser()), "rb") as stream:
+        with tarfile.open(fileobj=stream, mode="r|*") as tar:
+            yield from ((f"{name}: {key}", files) for key, files in grouped(tar, _content(tar)))
+        while stream.read(_CHUNK):  # a command whose output is not taken to the end would seem to have failed
+            pass
+
+
+def _content(tar: tarfile.TarFile) -> Callable[[tarfile.TarInfo], bytes]:
+    def read(member: tarfile.TarInfo) -> bytes:
+        file = tar.extractfile(member)
+        assert file is not None  # `grouped` passes over what is no file
+        return file.read()
+
+    return read
+
+
+def mixed(items: Iterator[T], size: int, rng: np.random.Generator) -> Iterator[T]:
+    """Each item once, in an order that is random among `size` neighbours."""
+    waiting: list[T] = []
+    for item in items:
+        if len(waiting) < size:
+            waiting.append(item)
+        else:
+            place = int(rng.integers(size))
+            waiting[place], item = item, waiting[place]
+            yield item
+    yield from (waiting[i] for i in rng.permutation(len(waiting)))
