@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,58 @@ def test_parts_are_opened_and_closed_again_in_the_middle(published: Path, projec
     reader, later = Reader.open(closed.checkpoint(16)), torch.zeros(1, 4, 32)
     reader.fill([Shard("param", "query_tokens", (1, 4, 32), whole_pieces(later, (1, 4, 32)))])
     assert torch.equal(later, now), "frozen again, it stays what it was trained to"
+
+
+FROZEN = ("vision", "qformer", "language_model")
+LOW = tuple(f"model.{part}.precision=bf16" for part in FROZEN)
+HALF = (*LOW, *(f"model.{part}.weights=bf16" for part in FROZEN))
+
+
+@pytest.fixture(scope="module")
+def low(published: Path) -> Run:
+    return train(published, "low", *LOW)
+
+
+def test_frozen_matrices_kept_in_bf16_compute_the_same_to_the_bit(published: Path, low: Run) -> None:
+    half = train(published, "half", *HALF)
+    assert half.column("loss") == low.column("loss")
+    assert half.column("grad_norm") == low.column("grad_norm")
+    ours, theirs = (Reader.open(run.checkpoint(8)) for run in (half, low))
+    assert ours.frozen == theirs.frozen, "hashes are of what was published, whatever it is kept in"
+    longer = ("run.max_iters=9", "run.lr_decay_iters=9")
+    assert train(published, "half", *LOW, *longer).column("loss") == train(published, "low", *HALF, *longer).column(
+        "loss"
+    )
+    model, whole = build(published, *HALF).model, build(published, *LOW).model
+    kinds = Counter(p.dtype for p in model.parameters())
+    assert kinds[torch.bfloat16] > 20
+    kept, before = (sum(p.numel() * p.element_size() for p in m.parameters()) for m in (model, whole))
+    assert kept < 0.65 * before, "embeddings, which are a larger share of so small a model, stay in fp32"
+    assert all(p.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("name", mostly_slow(["ddp@2", "fsdp@2", "zero1@2", "zero2@2", "zero3@2"], []))
+def test_every_runner_keeps_frozen_matrices_in_bf16(published: Path, low: Run, name: str) -> None:
+    runner, _, size = name.partition("@")
+    given = (*HALF, f"run.runner={runner}")
+    run = train(published, f"half_{name}", *given, size=int(size))
+    assert relative(run.column("loss"), low.column("loss")) < TOLERANCE
+    assert relative(run.column("grad_norm"), low.column("grad_norm")) < TOLERANCE
+    assert Reader.open(run.checkpoint(8)).frozen == Reader.open(low.checkpoint(8)).frozen
+    again = train(published, f"half_{name}", *given, "run.max_iters=10", "run.lr_decay_iters=10", size=int(size))
+    assert again.column("step") == list(range(1, 11))
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("model.vision.weights=bf16", "bf16 needs precision: bf16, to be computed in"),
+        ("model.projector={weights: bf16, precision: bf16}", "what is trained is kept in fp32"),
+    ],
+)
+def test_weights_are_kept_in_less_only_where_it_changes_nothing(published: Path, given: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        build(published, given)
 
 
 QFORMER, LANGUAGE_MODEL = "model.qformer.freeze=false", "model.language_model.freeze=false"

@@ -216,6 +216,20 @@ def test_more_bad_samples_than_allowed_end_the_training(home: Path, words: Path)
         get(dataset, 3)  # whose place the next good one would take
 
 
+def test_a_wrong_folder_ends_a_large_training_at_once(home: Path, words: Path) -> None:
+    dataset = opened(home, instructions(home, words, [LLAVA[0]] * 5000, images=str(home / "none"), max_skipped=0.01))
+    with pytest.raises(DataError, match=r"11 of 1000 samples cannot be used, .* the last one: .*0\.png cannot be read"):
+        get(dataset, 0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_a_loading_process_is_its_sentence_alone(home: Path, words: Path, workers: int) -> None:
+    dataset = opened(home, captions(words, train=broken(home), max_skipped=0.0))
+    steps = training_steps(dataset, BatchPlan(12, 12, 1, 1), seed=3, start=0, dp_rank=0, num_workers=workers)
+    with pytest.raises(DataError, match=r"^the train split of ImageText: 1 of 12 samples cannot be used.*\)$"):
+        next(steps)
+
+
 @pytest.mark.parametrize(("policy", "length"), [("skip", 10), ("truncate", 12), ("error", None)])
 def test_samples_that_are_too_long(home: Path, words: Path, policy: str, length: int | None) -> None:
     samples = [{"jpg": jpeg(i), "txt": b"red circle " * (20 if i == 1 else 3)} for i in range(3)]

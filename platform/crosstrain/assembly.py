@@ -122,7 +122,7 @@ def build(config: Config, runner: Runner, checkpoint: Path | None, *, for_traini
         published = base.fill(parameters)
         fill_initial(model, [s for s in parameters if s.name not in published], config.run.seed)
         borrowed = published & frozen
-    hashes = fingerprints([s for s in parameters if s.name in borrowed], runner.world)
+    hashes = fingerprints(base.as_published([s for s in parameters if s.name in borrowed]), runner.world)
     if reader is not None:
         check_frozen(reader, hashes)
     runner.loaded()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +48,17 @@ class Base:
             reader.fill([_as_published(s, source.place(s.name, names)) for s in mine])
             filled |= {s.name for s in mine}
         return filled
+
+    def as_published(self, shards: list[Shard]) -> Iterator[Shard]:
+        """The same shards in fp32, one after another; what is kept in less is read again, because rounding loses it."""
+        for shard in shards:
+            if all(p.data.dtype == torch.float32 for p in shard.pieces):
+                yield shard
+            else:
+                pieces = [Piece(p.box, torch.empty_like(p.data, dtype=torch.float32)) for p in shard.pieces]
+                exact = Shard(shard.kind, shard.name, shard.shape, pieces)
+                self.fill([exact])
+                yield exact
 
 
 def _open(folder: Path) -> Reader:
@@ -125,7 +136,7 @@ def check_frozen(reader: Reader, hashes: dict[str, Frozen]) -> None:
             )
 
 
-def fingerprints(shards: list[Shard], group: Group) -> dict[str, Frozen]:
+def fingerprints(shards: Iterable[Shard], group: Group) -> dict[str, Frozen]:
     """Hash of every parameter in the `shards` of some rank of `group`, from the pieces that ranks hold. Collective.
 
     The hash is the sum, modulo 2^64, over a tensor's elements of a mix of the element's position and value; so ranks

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from crosstrain.config import BatchPlan
 from crosstrain.data.dataset import Batch, Dataset, Reading, Sample
 from crosstrain.data.order import sample_index
+from crosstrain.errors import UserError
 from crosstrain.rng import sample_rng
 
 
@@ -35,8 +36,16 @@ class _ByNumber(torch.utils.data.Dataset):
     def __init__(self, dataset: Dataset, seed: int, index_of: Callable[[int], int]) -> None:
         self.dataset, self.seed, self.index_of = dataset, seed, index_of
 
-    def __getitem__(self, number: int) -> Sample:
-        return self.dataset.get(self.index_of(number), sample_rng(self.seed, number))
+    def __getitem__(self, number: int) -> Sample | UserError:
+        try:
+            return self.dataset.get(self.index_of(number), sample_rng(self.seed, number))
+        except UserError as error:  # handed on as it is: out of another process it would come as a traceback
+            return error
+
+    def collate(self, samples: list[Sample | UserError]) -> Batch | UserError:
+        whole = [sample for sample in samples if not isinstance(sample, UserError)]
+        errors = [sample for sample in samples if isinstance(sample, UserError)]
+        return errors[0] if errors else self.dataset.collate(whole)
 
 
 @dataclass
@@ -51,17 +60,24 @@ class _TrainingOrder:
         return number % self.length if self.in_order else sample_index(self.seed, number, self.length)
 
 
-def _loader(dataset: Dataset, seed: int, index_of: Callable[[int], int], numbers: Any, num_workers: int) -> DataLoader:
-    return DataLoader(
-        _ByNumber(dataset, seed, index_of),
+def _batches(
+    dataset: Dataset, seed: int, index_of: Callable[[int], int], numbers: Any, num_workers: int
+) -> Iterator[Batch]:
+    samples = _ByNumber(dataset, seed, index_of)
+    loader = DataLoader(
+        samples,
         batch_sampler=numbers,
-        collate_fn=dataset.collate,
+        collate_fn=samples.collate,
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
         # DataLoader draws one number from a generator per pass; give it its own, so that the global one is untouched.
         generator=torch.Generator(),
         persistent_workers=False,
     )
+    for batch in loader:
+        if isinstance(batch, UserError):
+            raise batch
+        yield batch
 
 
 def training_steps(
@@ -82,7 +98,7 @@ def training_steps(
 
     dataset.begin(Reading(seed, start, dp_rank, plan.dp_size))
     order = _TrainingOrder(seed, len(dataset), dataset.in_order)
-    batches = iter(_loader(dataset, seed, order, numbers(), num_workers))
+    batches = _batches(dataset, seed, order, numbers(), num_workers)
     firsts = first_samples()
     while True:
         yield [MicroBatch(next(firsts), next(batches)) for _ in range(plan.accumulation)]
@@ -108,6 +124,6 @@ def evaluation_batches(
     rounds = -(-len(starts) // dp_size)
     mine = [starts[r * dp_size + dp_rank] if r * dp_size + dp_rank < len(starts) else None for r in range(rounds)]
     numbers = [list(range(s or 0, min((s or 0) + micro_batch, total))) for s in mine]
-    loader = _loader(dataset, 0, int, numbers, num_workers)
-    for start, data in zip(mine, loader, strict=True):
+    batches = _batches(dataset, 0, int, numbers, num_workers)
+    for start, data in zip(mine, batches, strict=True):
         yield MicroBatch(start or 0, data), start is not None

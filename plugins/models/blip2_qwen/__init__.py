@@ -73,6 +73,9 @@ class Blip2Qwen(Model):
         if self.options.language_model.lora is not None:
             trained = not self.options.language_model.freeze
             lora.add_adapters(self.language_model, self.options.language_model.lora, trained)
+        for part in _PREFIXES:
+            if (kept := getattr(self.options, part).weights) is not None:
+                weights.keep_matrices_in(DTYPES[kept], getattr(self, part))
 
     # ---- compute
 

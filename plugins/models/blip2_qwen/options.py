@@ -13,13 +13,18 @@ class Part:
     """What can be said about every part."""
 
     freeze: bool = True  # not trained: eval mode, no gradient, no optimizer state
-    precision: Literal["fp32", "bf16", "fp16"] | None = None  # what it computes in; None: as the run. Weights are fp32
+    precision: Literal["fp32", "bf16", "fp16"] | None = None  # what it computes in; None: as the run
+    weights: Literal["bf16", "fp16"] | None = None  # what its matrices are kept in while frozen; None: fp32
     lr_scale: float = 1.0  # factor on run.init_lr
     gradient_checkpointing: Literal["none", "full", "selective", "offload"] | None = None  # None: as the run
 
     def __post_init__(self) -> None:
         if self.lr_scale <= 0:
             raise OptionError("lr_scale", f"expected more than 0, got {self.lr_scale}; freeze: true trains nothing")
+        if self.weights is not None and not self.freeze:
+            raise OptionError("weights", f"what is trained is kept in fp32; {self.weights} needs freeze: true")
+        if self.weights is not None and self.precision != self.weights:
+            raise OptionError("weights", f"{self.weights} needs precision: {self.weights}, to be computed in")
 
 
 @dataclass(kw_only=True)

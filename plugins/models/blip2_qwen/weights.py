@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
 from crosstrain.checkpoint.folders import find_checkpoint
@@ -52,6 +54,19 @@ def sources(found: dict[str, Path], prefixes: dict[str, str], width: int, langua
     for source in language.pretrained_sources():
         out.append(_under(prefix, source))
     return out
+
+
+def keep_matrices_in(dtype: torch.dtype, part: nn.Module) -> None:
+    """Give the frozen parameters of linear maps and convolutions another type: those that autocast would convert.
+
+    So what is computed is the same to the bit. Embeddings, norms and whatever else is read in fp32 stay as they are.
+    """
+    looked_up = {module.weight for module in part.modules() if isinstance(module, nn.Embedding)}
+    for module in part.modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d)):
+            for parameter in module.parameters(recurse=False):
+                if not parameter.requires_grad and parameter not in looked_up:
+                    parameter.data = parameter.data.to(dtype)
 
 
 def _as_it_is(name: str, _: set[str]) -> str:

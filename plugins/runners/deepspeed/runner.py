@@ -81,7 +81,10 @@ class DeepSpeedRunner(Runner):
             return super().construct(make_model)
         # The type follows from the configuration: its argument `dtype` becomes bf16 on a CPU, whatever is asked for.
         with deepspeed.zero.Init(config_dict_or_path=self._config(1, 1)):
-            return make_model()
+            model = make_model()
+        for parameter in model.parameters():  # of which the model may keep some in another type
+            parameter.ds_tensor.data = parameter.ds_tensor.data.to(parameter.dtype)
+        return model
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
         self.model = self.module = model
