@@ -242,10 +242,11 @@ UNTIL_16 = ("run.max_iters=16", "run.lr_decay_iters=16")
 RING = ["ddp@2", "zero3@2", "fsdp@2", "zero1@2", "zero2@2", "ddp@2"]
 
 
-@pytest.mark.parametrize(("first", "then"), mostly_slow(list(itertools.pairwise(RING)), []))
+@pytest.mark.parametrize("runners", mostly_slow(list(itertools.pairwise(RING)), []), ids="-".join)
 def test_other_parts_are_trained_under_another_runner(
-    published: Path, projection: Run, other_parts: Run, first: str, then: str
+    published: Path, projection: Run, other_parts: Run, runners: tuple[str, str]
 ) -> None:
+    first, then = runners
     folder = published.parent / f"{first}_{then}"
     shutil.copytree(projection.folder, folder)
     for settings, name in (((*UNTIL_12, QFORMER), first), ((*UNTIL_16, LANGUAGE_MODEL), then)):

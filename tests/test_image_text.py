@@ -226,8 +226,9 @@ def test_a_wrong_folder_ends_a_large_training_at_once(home: Path, words: Path) -
 def test_an_error_of_a_loading_process_is_its_sentence_alone(home: Path, words: Path, workers: int) -> None:
     dataset = opened(home, captions(words, train=broken(home), max_skipped=0.0))
     steps = training_steps(dataset, BatchPlan(12, 12, 1, 1), seed=3, start=0, dp_rank=0, num_workers=workers)
-    with pytest.raises(DataError, match=r"^the train split of ImageText: 1 of 12 samples cannot be used.*\)$"):
+    with pytest.raises(DataError, match=r"^the train split of ImageText: 1 of 12 samples cannot be used") as raised:
         next(steps)
+    assert "Traceback" not in str(raised.value)
 
 
 @pytest.mark.parametrize(("policy", "length"), [("skip", 10), ("truncate", 12), ("error", None)])
