@@ -57,16 +57,17 @@ def sources(found: dict[str, Path], prefixes: dict[str, str], width: int, langua
 
 
 def keep_matrices_in(dtype: torch.dtype, part: nn.Module) -> None:
-    """Give the frozen parameters of linear maps and convolutions another type: those that autocast would convert.
+    """Give the frozen matrices of linear maps and convolutions the type that autocast would convert them to.
 
-    So what is computed is the same to the bit. Embeddings, norms and whatever else is read in fp32 stay as they are.
+    So what is computed is the same to the bit. Embeddings, norms and whatever else is read in fp32 stay as they are,
+    and so do biases, which not every runner's linear map rounds before it adds them.
     """
     looked_up = {module.weight for module in part.modules() if isinstance(module, nn.Embedding)}
     for module in part.modules():
         if isinstance(module, (nn.Linear, nn.Conv2d)):
-            for parameter in module.parameters(recurse=False):
-                if not parameter.requires_grad and parameter not in looked_up:
-                    parameter.data = parameter.data.to(dtype)
+            weight = module.weight
+            if not weight.requires_grad and weight not in looked_up:
+                weight.data = weight.data.to(dtype)
 
 
 def _as_it_is(name: str, _: set[str]) -> str:
