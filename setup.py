@@ -8,7 +8,18 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 CARRIED = ("plugins", "configs", "projects")
+CORPUS = [
+    "tiktoken>=0.7",
+    "rensa>=0.5",
+    "ftfy>=6.2",
+    "py3langid>=0.4",
+    "mwparserfromhell>=0.6.6",
+    "trafilatura>=2.0",
+    "datasets>=2.19",
+    "backports.zstd>=1.0; python_version < '3.14'",
+]
 EXTRAS = {
+    "corpus": CORPUS,
     "deepspeed": ["deepspeed>=0.19"],
     "vision": ["timm>=1.0", "webdataset>=0.2.100", "braceexpand", "pillow", "peft>=0.15", "pycocoevalcap"],
     "offload": ["fairscale>=0.4.13"],
@@ -22,6 +33,8 @@ EXTRAS = {
         "types-PyYAML",
         "setuptools>=68",
         "wheel",
+        "datasketch>=1.6",
+        *CORPUS,
     ],
     "bench": ["accelerate>=1.0"],
 }
@@ -70,6 +83,6 @@ setup(
         "filelock>=3.12",
     ],
     extras_require=EXTRAS
-    | {"all": sorted({p for name in ("deepspeed", "vision", "offload", "parquet") for p in EXTRAS[name]})},
+    | {"all": sorted({p for name in ("deepspeed", "vision", "offload", "parquet", "corpus") for p in EXTRAS[name]})},
     entry_points={"console_scripts": ["crosstrain = crosstrain.cli:main"]},
 )

@@ -19,7 +19,7 @@ from common import ROOT, ratio, rounds, table
 
 sys.path.insert(0, str(ROOT / "platform"))
 
-from crosstrain.data import corpus
+from crosstrain.corpus.inputs import documents
 from crosstrain.data.order import sample_index
 from crosstrain.data.prepare import PrepareOptions, prepare
 from crosstrain.data.tokenizer import load_tokenizer, train_bpe
@@ -39,8 +39,8 @@ def one_at_a_time(folder: Path) -> dict[str, float]:
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
     started = time.perf_counter()
     with TokenWriter(folder / "plain", best_dtype(tokenizer.vocab_size)) as writer:
-        for text in corpus.documents("stdlib"):
-            writer.add([[*tokenizer.encode(text), tokenizer.end_id]])
+        for document in documents("stdlib"):
+            writer.add([[*tokenizer.encode(document.text), tokenizer.end_id]])
     return {"tokens_per_second": writer.num_tokens / (time.perf_counter() - started)}
 
 
@@ -62,7 +62,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        train_bpe(corpus.documents("stdlib"), 32_000, False).save(folder / "tokenizer")
+        train_bpe((document.text for document in documents("stdlib")), 32_000, False).save(folder / "tokenizer")
         ways = {"prepare": whole, "one document at a time": one_at_a_time}
         results = rounds(list(ways), lambda way: ways[way](folder), arguments.rounds)
     print("tokens/s, prepare / one document at a time:", ratio(*results.values(), "tokens_per_second"))

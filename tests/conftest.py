@@ -35,6 +35,12 @@ def write_text(path: Path, documents: int = 60, seed: int = 0) -> Path:
     return path
 
 
+def json_lines(path: Path, texts: list[str], key: str = "text") -> Path:
+    """A file of JSON lines with these texts."""
+    path.write_text("".join(json.dumps({key: text, "url": "u"}) + "\n" for text in texts))
+    return path
+
+
 TEXTS = [
     "the cat sat on the mat, and the mat sat still",
     "naïve café — ☃ 雪だるま 🎉",

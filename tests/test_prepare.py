@@ -1,122 +1,22 @@
-"""From files to tokens: what is read, what is refused and where, what is written, and that it is all or nothing."""
+"""From files to tokens: what is written, and that it is all or nothing."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import sysconfig
 import threading
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from filelock import FileLock
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from conftest import TEXTS
+from conftest import TEXTS, json_lines
 from crosstrain.check import OptionError
-from crosstrain.data import corpus
-from crosstrain.data import prepare as module
+from crosstrain.corpus import encode, pipeline
 from crosstrain.data.prepare import PrepareOptions, Summary, prepare
 from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.data.tokens import TokenFile
 from crosstrain.errors import DataError
-
-
-def json_lines(path: Path, texts: list[str], key: str = "text") -> Path:
-    path.write_text("".join(json.dumps({key: text, "url": "u"}) + "\n" for text in texts))
-    return path
-
-
-def read(*inputs: Path, key: str = "text", separator: str | None = None) -> list[str]:
-    return list(corpus.documents([str(path) for path in inputs], key, separator))
-
-
-# ---- documents
-
-
-def test_the_standard_library_is_always_there_in_the_same_order() -> None:
-    texts = list(islice(corpus.documents("stdlib"), 300))
-    assert texts == list(islice(corpus.documents("stdlib"), 300))
-    assert (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text() in texts
-
-
-def test_text_files_are_documents_in_sorted_order_at_any_depth(tmp_path: Path) -> None:
-    (tmp_path / "b" / "deep").mkdir(parents=True)
-    for name, text in {"c.txt": "last", "b/deep/z.txt": "second", "a.txt": "first\r\n"}.items():
-        (tmp_path / name).write_bytes(text.encode())
-    (tmp_path / "blank.txt").write_text(" \n ")
-    (tmp_path / "picture.png").write_bytes(b"\xff")
-    assert read(tmp_path) == ["first\r\n", "second", "last"]
-    assert read(tmp_path / "c.txt", tmp_path / "b") == ["last", "second"]
-
-
-def test_json_lines_and_parquet_give_the_chosen_field(tmp_path: Path) -> None:
-    json_lines(tmp_path / "1.jsonl", TEXTS, key="body")
-    with open(tmp_path / "1.jsonl", "a") as file:
-        file.write("\n")  # a blank line is nothing
-    pyarrow.parquet.write_table(pyarrow.table({"body": ["p", None, "q"], "n": [1, 2, 3]}), tmp_path / "2.parquet")
-    assert read(tmp_path, key="body") == [*TEXTS, "p", "q"]
-
-
-@settings(deadline=None)
-@given(st.text(alphabet="ab\n☃", max_size=60), st.integers(1, 7))
-def test_a_separator_cuts_a_text_file_wherever_chunks_end(
-    tmp_path_factory: pytest.TempPathFactory, text: str, chunk: int
-) -> None:
-    file = tmp_path_factory.mktemp("cut") / "t.txt"
-    file.write_bytes(b"\xef\xbb\xbf" + ("a\n\n" + text).encode())  # editors put a byte order mark first
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "_CHUNK_BYTES", chunk)
-        expected = [part for part in ("a\n\n" + text).split("\n\n") if part and not part.isspace()]
-        assert [part.removeprefix("\ufeff") for part in read(file, separator="\n\n")] == expected
-
-
-def test_what_cannot_be_read_is_named_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def complaint(name: str, content: bytes) -> str:
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(DataError) as error:
-            read(tmp_path / name)
-        return str(error.value)
-
-    monkeypatch.setattr(corpus, "_CHUNK_BYTES", 4)
-    good = b'{"text": "fine"}\n'
-    assert "bad.txt is not UTF-8 text: invalid at byte 9" in complaint("bad.txt", "☃☃☃".encode() + b"\xff!")
-    assert "cut.txt is not UTF-8 text: invalid at byte 6" in complaint("cut.txt", "☃☃☃".encode()[:-1])
-    assert "b.jsonl:2 is not UTF-8 text: invalid at byte 27" in complaint("b.jsonl", good + b'{"text": "\xff"}\n')
-    assert "c.jsonl:3 is not a JSON object" in complaint("c.jsonl", good + good + b'{"text": "cut')
-    assert "it has 'body', 'url'; set text_key" in complaint("d.jsonl", b'{"body": "x", "url": "u"}\n')
-    assert "e.jsonl:1" in complaint("e.jsonl", b'["text"]\n')
-    assert "f.jsonl:2" in complaint("f.jsonl", good + b'{"text": 5}\n')
-    assert "g.jsonl:1" in complaint("g.jsonl", b'{"text": "half a pair \\ud83d"}\n')
-    assert "h.parquet is not a readable Parquet file" in complaint("h.parquet", b"PAR1 not at all")
-    assert "empty.txt holds no document" in complaint("empty.txt", b"")
-    assert "blank.jsonl holds no document" in complaint("blank.jsonl", good.replace(b"fine", b"  "))
-
-
-def test_parquet_without_the_column_says_which_there_are(tmp_path: Path) -> None:
-    pyarrow.parquet.write_table(pyarrow.table({"body": ["p"], "n": [1]}), tmp_path / "t.parquet")
-    with pytest.raises(DataError, match="no column 'text'; it has body, n"):
-        read(tmp_path)
-    with pytest.raises(DataError, match=r"column 'n' of .* holds int"):
-        read(tmp_path, key="n")
-
-
-def test_an_input_that_gives_nothing_says_why(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="nowhere does not exist"):
-        read(tmp_path / "nowhere")
-    (tmp_path / "page.md").write_text("text")
-    with pytest.raises(DataError, match=r"holds no \.txt.*found: 1 with \.md"):
-        read(tmp_path)
-    (tmp_path / "good.txt").write_text("text")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty holds no \.txt.*found: nothing"):
-        read(tmp_path / "good.txt", tmp_path / "empty")  # one good input does not excuse the other
-
 
 # ---- prepared folders
 
@@ -144,7 +44,8 @@ def test_a_prepared_folder_holds_every_document_and_its_end(tokenizer: Path, tmp
     assert summary.tokenizer_sha256 == hashlib.sha256(content).hexdigest()
     assert Summary.read(tmp_path / "out") == summary
     assert names(tmp_path) == ["out", "t.jsonl"]
-    assert names(tmp_path / "out") == ["dataset.json", "tokenizer", "tokens.bin", "tokens.idx"]
+    files = ["dataset.json", "lengths.svg", "report.json", "tokenizer", "tokens.bin", "tokens.idx"]
+    assert names(tmp_path / "out") == files
 
 
 def test_a_tokenizer_can_be_trained_on_the_way(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -160,7 +61,7 @@ def test_short_documents_are_dropped_and_counted(tokenizer: Path, tmp_path: Path
     source = json_lines(tmp_path / "t.jsonl", ["a", *TEXTS, "b"])
     summary = prepare(options(source, tokenizer, min_tokens=2), tmp_path / "out", progress=False)
     assert (summary.documents, summary.dropped) == (3, 2)
-    with pytest.raises(DataError, match=r"all 5 documents .* shorter than min_tokens=999"):
+    with pytest.raises(DataError, match=r"all 5 documents were dropped: 5 by min_tokens"):
         prepare(options(source, tokenizer, min_tokens=999), tmp_path / "none", progress=False)
     assert not (tmp_path / "none").exists()
 
@@ -171,8 +72,7 @@ def test_exactly_one_tokenizer_is_asked_for() -> None:
             PrepareOptions(input="stdlib", **both_or_none)  # type: ignore[arg-type]
 
 
-def test_documents_are_read_no_faster_than_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BATCH_CHARACTERS", 100)
+def test_documents_are_read_no_faster_than_they_are_used() -> None:
     read_so_far = 0
 
     def endless() -> Iterator[str]:
@@ -181,7 +81,7 @@ def test_documents_are_read_no_faster_than_they_are_used(monkeypatch: pytest.Mon
             read_so_far += 1
             yield "x" * 30
 
-    batches = module._batches(endless())
+    batches = encode.batches(endless(), 100)
     assert [len(next(batches)) for _ in range(5)] == [4] * 5
     assert read_so_far == 20
 
@@ -224,8 +124,8 @@ def test_a_failure_leaves_what_was_there_before(tokenizer: Path, tmp_path: Path)
 
 def test_the_remains_of_a_killed_process_do_not_matter(tokenizer: Path, tmp_path: Path) -> None:
     source = json_lines(tmp_path / "t.jsonl", TEXTS)
-    (tmp_path / ".out.partial" / "tokenizer").mkdir(parents=True)
-    (tmp_path / ".out.partial" / "tokens.bin").write_bytes(b"half")
+    (tmp_path / "out.partial" / "tokenizer").mkdir(parents=True)
+    (tmp_path / "out.partial" / "tokens.bin").write_bytes(b"half")
     (tmp_path / ".out.lock").touch()
     assert prepare(options(source, tokenizer), tmp_path / "out", progress=False).documents == 3
     assert names(tmp_path) == ["out", "t.jsonl"]
@@ -239,8 +139,8 @@ def test_a_second_writer_is_told_so(tokenizer: Path, tmp_path: Path) -> None:
 
 def test_writers_that_wait_share_one_result(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = json_lines(tmp_path / "t.jsonl", TEXTS)
-    built, build = [], module._build
-    monkeypatch.setattr(module, "_build", lambda *arguments: built.append(1) or build(*arguments))
+    built, build = [], pipeline.build
+    monkeypatch.setattr(pipeline, "build", lambda *arguments: built.append(1) or build(*arguments))
     summaries: list[Summary] = []
 
     def work() -> None:

@@ -13,6 +13,7 @@ from crosstrain.compilation import compile_model
 from crosstrain.config import BatchPlan, Component, Config, plan_batch
 from crosstrain.construct import fill_initial
 from crosstrain.data.dataset import Dataset, Split
+from crosstrain.data.tokenizer import TOKENIZER, vocabulary
 from crosstrain.errors import CheckpointError, ConfigError
 from crosstrain.model import Model
 from crosstrain.optim import optimizer_factory
@@ -68,10 +69,32 @@ def check_fit(model: Model, dataset: Dataset) -> None:
             f"model.vocab_size: {model.vocab_size} is too small for the dataset, whose tokenizer has "
             f"{dataset.vocab_size} ids; set model.vocab_size={dataset.vocab_size}"
         )
+    check_tokenizer(model.pretrained_weights(), dataset)
     if dataset.sequence_length and model.max_length and dataset.sequence_length > model.max_length:
         raise ConfigError(
             f"datasets: samples have {dataset.sequence_length} tokens and the model takes at most {model.max_length}; "
             f"shorten the samples or lengthen the model"
+        )
+
+
+def check_tokenizer(folder: Path | None, dataset: Dataset) -> None:
+    """ConfigError if an id of the dataset is another token to the weights in `folder`, as its tokenizer.json says.
+
+    Tokens that the dataset's vocabulary has beyond the other's are none of that.
+    """
+    ours = dataset.tokenizer_path
+    if folder is None or ours is None or not all((f / TOKENIZER).is_file() for f in (folder, ours)):
+        return
+    if (folder / TOKENIZER).read_bytes() == (ours / TOKENIZER).read_bytes():
+        return
+    theirs = {number: token for token, number in vocabulary(folder / TOKENIZER).items()}
+    found = sorted((number, token) for token, number in vocabulary(ours / TOKENIZER).items())
+    if changed := [(number, token) for number, token in found if theirs.get(number, token) != token]:
+        number, token = changed[0]
+        raise ConfigError(
+            f"the data was made with another tokenizer than the weights in {folder}: {len(changed)} ids differ, the "
+            f"first is {number}, {token!r} in the data and {theirs[number]!r} there; prepare it with "
+            f"tokenizer={folder}"
         )
 
 

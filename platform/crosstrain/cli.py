@@ -78,16 +78,24 @@ def _parser() -> _Parser:
     export.set_defaults(run=_export)
 
     prepare = verbs.add_parser("prepare", help="turn text into memory-mapped tokens, or make a dataset's files")
-    prepare.add_argument("dataset", nargs="?", help="a dataset that makes its own files, such as images in shards")
+    prepare.add_argument("dataset", nargs="?", metavar="WHAT",
+                         help="inspect, merge or split; or a dataset that makes files")  # fmt: skip
+    prepare.add_argument("paths", nargs="*", metavar="DIR", help="of inspect, merge and split: what was prepared")
+    prepare.add_argument("--cfg-path", metavar="FILE", help="a recipe; the other flags override it")
     prepare.add_argument("--input", nargs="+", metavar="PATH",
                          help=".txt files, folders of them, JSONL, parquet, or `stdlib`")  # fmt: skip
-    prepare.add_argument("--output", required=True, metavar="DIR")
+    prepare.add_argument("--output", metavar="DIR")
     prepare.add_argument("--tokenizer", metavar="NAME_OR_PATH", help="a Hugging Face tokenizer, or vocab.json's folder")
     prepare.add_argument("--train-tokenizer", type=int, metavar="N", help="train a byte-level BPE of N ids instead")
-    prepare.add_argument("--text-key", default="text", metavar="KEY", help="where JSONL and parquet keep the text")
+    prepare.add_argument("--text-key", metavar="KEY", help="where JSONL and parquet keep the text")
     prepare.add_argument("--separator", metavar="TEXT", help="cuts .txt files into documents (default: one per file)")
-    prepare.add_argument("--min-tokens", type=int, default=0, metavar="N", help="drop shorter documents")
-    prepare.add_argument("--options", nargs="+", default=[], metavar="KEY=VALUE", help="of the named dataset")
+    prepare.add_argument("--min-tokens", type=int, metavar="N", help="drop shorter documents")
+    prepare.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
+    prepare.add_argument("--shares", type=float, nargs="+", metavar="N", help="of split: the parts' shares")
+    prepare.add_argument("--document", type=int, default=0, metavar="N", help="of inspect: which one to show")
+    prepare.add_argument(
+        "--options", nargs="+", default=[], metavar="KEY=VALUE", help="of the recipe, or of the named dataset"
+    )
     prepare.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
     prepare.set_defaults(run=_prepare)
 

@@ -19,6 +19,14 @@ EXTRAS = {
     "pycocoevalcap": "vision",
     "fairscale": "offload",
     "pyarrow": "parquet",
+    "backports": "corpus",
+    "datasets": "corpus",
+    "ftfy": "corpus",
+    "mwparserfromhell": "corpus",
+    "py3langid": "corpus",
+    "rensa": "corpus",
+    "tiktoken": "corpus",
+    "trafilatura": "corpus",
 }
 
 

@@ -66,6 +66,9 @@ class Registry:
     def register_lr_scheduler(self, name: str) -> Callable[[T], T]:
         return self._register("lr_scheduler", name)
 
+    def register_reader(self, name: str) -> Callable[[T], T]:
+        return self._register("reader", name)
+
     # ---- looking up: each raises as `get` does
 
     def get_runner_class(self, name: str) -> Any:
@@ -85,6 +88,9 @@ class Registry:
 
     def get_lr_scheduler_class(self, name: str) -> Any:
         return self.get("lr_scheduler", name)
+
+    def get_reader_class(self, name: str) -> Any:
+        return self.get("reader", name)
 
     def get(self, kind: str, name: str, others: Iterable[str] = ()) -> Any:
         """The class or function registered as `name`; imports its module on first use.
@@ -130,6 +136,11 @@ class Registry:
         """
         self._scan_first_sources()
         self._add_folder(Path(path), label)
+
+    def folders(self) -> list[tuple[str, Path]]:
+        """(label, folder) of every folder of plugins so far, for another process to add."""
+        self._scan_first_sources()
+        return list(self._labels.items())
 
     def _scan_first_sources(self) -> None:
         if self._started:

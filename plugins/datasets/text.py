@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from crosstrain.check import OptionError
-from crosstrain.data.dataset import SPLITS, Dataset, Sample, Split
-from crosstrain.data.prepare import PrepareOptions, Summary, prepare
+from crosstrain.data.dataset import SPLITS, Batch, Dataset, Sample, Split
+from crosstrain.data.prepare import PrepareOptions, Summary, locate, prepare
 from crosstrain.data.tokenizer import TextTokenizer, cached_folder, load_gpt2, load_tokenizer
 from crosstrain.data.tokens import TokenFile
 from crosstrain.errors import DataError
@@ -59,21 +59,20 @@ class TextDataset(Dataset):
         if not cls.is_prepared(options):
             assert options.prepare is not None
             prepare(options.prepare, Path(options.path).expanduser(), wait=True)
-        _, folder = _locate(options)
-        if folder is not None and options.prepare is not None:
-            made, wanted = Summary.read(folder).options, asdict(options.prepare)
-            if changed := [key for key in wanted if made.get(key) != wanted[key]]:
-                key = changed[0]
-                raise DataError(
-                    f"{folder} was prepared with {key}={made.get(key)!r}, and prepare.{key} is now {wanted[key]!r}:"
-                    f" choose another path, or remove the folder"
-                )
+        _, folder = locate(options.path)
+        made = Summary.read(folder) if folder is not None and options.prepare is not None else None
+        if made is not None and options.prepare is not None and (changed := made.differs(options.prepare)):
+            key, then, now = changed
+            raise DataError(
+                f"{folder} was prepared with {key}={then!r}, and prepare.{key} is now {now!r}:"
+                f" choose another path, or remove the folder"
+            )
         _tokenizer_folder(options.tokenizer, options.vocab_file, options.merge_file)
 
     @classmethod
     def is_prepared(cls, options: Options) -> bool:
         try:
-            _locate(options)
+            locate(options.path)
         except DataError:
             return options.prepare is None  # then there is nothing to wait for
         return True
@@ -81,11 +80,12 @@ class TextDataset(Dataset):
     def __init__(self, options: Options, split: Split) -> None:
         super().__init__(options, split)
         self.sequence_length = options.seq_length
-        prefix, folder = _locate(options)
+        prefix, folder = locate(options.path)
         self.file = TokenFile(prefix)
         self.eod_id: int | None = None
         if folder is not None:
             summary = Summary.read(folder)
+            summary.check_tokenizer(folder)
             self.tokenizer_path = folder / "tokenizer"
             self.vocab_size, self.eod_id = summary.vocab_size, summary.eod_id
         if override := _tokenizer_folder(options.tokenizer, options.vocab_file, options.merge_file):
@@ -120,6 +120,9 @@ class TextDataset(Dataset):
         first = self.start + index * length
         tokens = self._tokens(first, first + length + 1)
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+
+    def shorten(self, batch: Batch, length: int) -> Batch:
+        return {key: tokens[:, :length] for key, tokens in batch.items()}
 
     def _tokens(self, start: int, stop: int) -> np.ndarray:
         """int64 tokens [start, stop) of the file. DataError when one is not in the vocabulary."""
@@ -167,26 +170,6 @@ def split_bounds(split: list[float], documents: int) -> list[int]:
         bounds.append(bounds[-1] + round(share / sum(split) * documents))
     error = bounds[-1] - documents
     return [0, *(max(bound - error, 0) for bound in bounds[1:])]
-
-
-def _locate(options: TextDataset.Options) -> tuple[Path, Path | None]:
-    """(prefix of the token files, the prepared folder if they are in one)."""
-    path = Path(options.path).expanduser()
-    if path.suffix in (".idx", ".bin"):
-        path = path.with_suffix("")
-    if (path / "dataset.json").exists():
-        return path / "tokens", path
-    if path.with_name(path.name + ".idx").exists():
-        return path, None
-    found = sorted(path.glob("*.idx"))
-    if len(found) == 1:
-        return found[0].with_suffix(""), None
-    if found:
-        raise DataError(f"{path} holds several token files ({', '.join(f.stem for f in found)}): path must name one")
-    raise DataError(
-        f"there are no tokens at {path}, neither a folder made by `crosstrain prepare` nor a Megatron prefix: run"
-        f" `crosstrain prepare`, or say under `prepare` how to make it"
-    )
 
 
 @lru_cache(maxsize=4)

@@ -3,49 +3,81 @@
 tokens.bin, tokens.idx   Megatron's format; every document ends with the tokenizer's end-of-text token
 tokenizer/               a Hugging Face tokenizer folder
 dataset.json             what is inside and how it was made
+report.json, lengths.svg what was read, kept and dropped, and why; how long the documents are
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-import logging
-import os
 import shutil
-import time
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from filelock import FileLock, Timeout
-from tqdm import tqdm
 
-from crosstrain.check import OptionError
-from crosstrain.data import corpus
-from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
-from crosstrain.data.tokens import TokenWriter, best_dtype
+from crosstrain.check import Component, OptionError, to_plain
 from crosstrain.errors import DataError
 
 FORMAT_VERSION = 1
-_BATCH_CHARACTERS = 1 << 21  # enough for every core to have work, small enough to hold several times over
-_log = logging.getLogger(__name__)
+
+
+@dataclass
+class NearOptions:
+    """When two documents are the same but for details: by MinHash and banding, then by their true similarity."""
+
+    threshold: float = 0.8  # Jaccard similarity of their sets of shingles from which on the later one is dropped
+    shingle: int = 5  # units that follow one another
+    unit: Literal["words", "characters"] = "words"  # characters for scripts that write no spaces
+    permutations: int = 128  # numbers in a signature: more find more surely, and take longer
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold <= 1:
+            raise OptionError("threshold", f"must be above 0 and at most 1, not {self.threshold}")
+        if self.shingle < 1:
+            raise OptionError("shingle", f"must be at least 1, not {self.shingle}")
+        if self.permutations < 1:
+            raise OptionError("permutations", f"must be at least 1, not {self.permutations}")
+
+
+@dataclass
+class DedupOptions:
+    """Which documents are dropped because an earlier one, of whatever input, says the same."""
+
+    exact: bool = True  # equal to the byte, after cleaning
+    near: NearOptions | None = None  # almost equal; null: only equal ones
 
 
 @dataclass
 class PrepareOptions:
     """What to turn into tokens, and how."""
 
-    input: str | list[str]  # "stdlib", or files and folders of .txt, .jsonl or .parquet
+    # "stdlib", files and folders, or readers with their options
+    input: str | list[str | Annotated[Component, "reader"]]
     text_key: str = "text"  # where a JSON line or a Parquet row keeps its text
     separator: str | None = None  # cuts a .txt file into documents; None: a file is a document
+    clean: list[Annotated[Component, "processor"]] = field(default_factory=list)  # rules in this order
+    dedup: DedupOptions | None = None  # drop repeated documents
     tokenizer: str | None = None  # a Hugging Face name, a folder or a tokenizer.json ...
     train_tokenizer: int | None = None  # ... or the size of a byte-level BPE vocabulary to train on the input
     min_tokens: int = 0  # shorter documents are dropped
+    downloads: str | None = None  # a folder that keeps what is fetched; null: it goes when all is done
+    workers: int | None = None  # processes; None: one per core, or none but this for little input
 
     def __post_init__(self) -> None:
         if (self.tokenizer is None) == (self.train_tokenizer is None):
             raise OptionError("tokenizer", "give either tokenizer (a name or a path) or train_tokenizer (a size)")
+        if self.workers is not None and self.workers < 1:
+            raise OptionError("workers", f"must be at least 1, not {self.workers}")
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """What decides the result, as JSON holds it: not the number of workers, nor where downloads are kept."""
+        found = to_plain(self)
+        del found["workers"], found["downloads"]
+        return found
 
 
 @dataclass
@@ -54,7 +86,7 @@ class Summary:
 
     format_version: int
     documents: int
-    dropped: int  # documents shorter than min_tokens
+    dropped: int  # documents that were read and are not in it
     tokens: int  # with one end-of-text token per document
     text_bytes: int  # of the kept and the dropped documents, as UTF-8
     vocab_size: int
@@ -78,6 +110,54 @@ class Summary:
             f" {FORMAT_VERSION}: prepare it again"
         )
 
+    def differs(self, options: PrepareOptions) -> tuple[str, Any, Any] | None:
+        """(key, value then, value now) of the first option that decides the result and is another one now."""
+        unset = PrepareOptions(input="", tokenizer="").plain  # of which an older version may not have known all
+        for key, value in options.plain.items():
+            if (then := self.options.get(key, unset[key])) != value:
+                return key, then, value
+        return None
+
+    def check_tokenizer(self, folder: Path) -> None:
+        """DataError unless the tokenizer in a prepared folder is the one that made its tokens."""
+        path = folder / "tokenizer" / "tokenizer.json"
+        if not path.is_file() or hash_of(path) != self.tokenizer_sha256:
+            raise DataError(
+                f"{path} is not the tokenizer that made the tokens beside it (its SHA-256 differs from that in"
+                f" {folder / 'dataset.json'}): put the original back, or prepare the data again"
+            )
+
+    def write(self, folder: Path) -> None:
+        (folder / "dataset.json").write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+
+def hash_of(tokenizer: Path) -> str:
+    """SHA-256 of a tokenizer.json, in hexadecimal."""
+    return hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+
+
+def locate(where: str | Path) -> tuple[Path, Path | None]:
+    """(prefix of the token files, the prepared folder if they are in one) at a path that names either.
+
+    Raises DataError where there are no tokens, or several files of them.
+    """
+    path = Path(where).expanduser()
+    if path.suffix in (".idx", ".bin"):
+        path = path.with_suffix("")
+    if (path / "dataset.json").exists():
+        return path / "tokens", path
+    if path.with_name(path.name + ".idx").exists():
+        return path, None
+    found = sorted(path.glob("*.idx"))
+    if len(found) == 1:
+        return found[0].with_suffix(""), None
+    if found:
+        raise DataError(f"{path} holds several token files ({', '.join(f.stem for f in found)}): path must name one")
+    raise DataError(
+        f"there are no tokens at {path}, neither a folder made by `crosstrain prepare` nor a Megatron prefix: run"
+        f" `crosstrain prepare`, or say under `prepare` how to make it"
+    )
+
 
 def prepare(
     options: PrepareOptions,
@@ -89,9 +169,12 @@ def prepare(
 ) -> Summary:
     """Make folder `output`, complete or not at all, and say what is in it.
 
+    What is finished when the process is killed or fails stays in `<output>.partial`; the next call goes on from there,
+    with the same result as if nothing had happened.
+
     Raises DataError when `output` exists (a dataset in it is replaced with `overwrite`, anything else never), when
-    another process is making it (with `wait`: waits and returns what that process made), or when an input is missing,
-    damaged or empty.
+    another process is making it (with `wait`: waits and returns what that process made), when an input is missing,
+    damaged or gives no document, or when a disk is full.
     """
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -108,91 +191,47 @@ def prepare(
 
 
 def _replace(options: PrepareOptions, output: Path, progress: bool, overwrite: bool) -> Summary:
-    occupied = output.exists() and not (output.is_dir() and not any(output.iterdir()))
-    if occupied and not (output / "dataset.json").exists():
-        raise DataError(f"{output} exists and is not a prepared dataset: choose another output")
-    if occupied and not overwrite:
-        raise DataError(f"{output} is prepared already: overwrite it explicitly or choose another output")
-    partial, old = (output.with_name(f".{output.name}.{state}") for state in ("partial", "old"))
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed: the lock says nobody is at it
+    from crosstrain.corpus.pipeline import build
+
+    replaceable(output, overwrite)
+    partial = output.with_name(f"{output.name}.partial")
     try:
-        summary = _build(options, partial, progress)
-        if occupied:
-            shutil.rmtree(old, ignore_errors=True)
-            output.rename(old)
-        partial.rename(output)
+        summary = build(options, partial, progress)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise DataError(
+            f"there is no room to write {error.filename or partial} ({error.strerror}): what is finished stays in"
+            f" {partial}; make room and run the same command again to go on"
+        ) from None
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove_if_useless(partial)
+    install(partial / "out", output)
+    shutil.rmtree(partial, ignore_errors=True)
+    return summary
+
+
+def replaceable(output: Path, overwrite: bool) -> None:
+    """DataError unless `output` is free, or a prepared dataset that may be overwritten."""
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not (output / "dataset.json").exists():
+        raise DataError(f"{output} exists and is not a prepared dataset: choose another output")
+    if not overwrite:
+        raise DataError(f"{output} is prepared already: overwrite it explicitly or choose another output")
+
+
+def install(made: Path, output: Path) -> None:
+    """Put the finished folder `made` in the place of `output`, which there may be."""
+    old = output.with_name(f".{output.name}.old")
     shutil.rmtree(old, ignore_errors=True)
-    return summary
+    if output.exists():
+        output.rename(old)
+    made.rename(output)
+    shutil.rmtree(old, ignore_errors=True)
 
 
-def _build(options: PrepareOptions, folder: Path, progress: bool) -> Summary:
-    def documents() -> Iterator[str]:
-        return corpus.documents(options.input, options.text_key, options.separator)
-
-    if options.tokenizer is not None:
-        tokenizer = load_tokenizer(options.tokenizer)
-    else:
-        assert options.train_tokenizer is not None
-        tokenizer = train_bpe(documents(), options.train_tokenizer, progress)
-        if tokenizer.vocab_size < options.train_tokenizer:
-            _log.warning(
-                "the text is too short for a vocabulary of %d: the tokenizer has %d",
-                *(options.train_tokenizer, tokenizer.vocab_size),
-            )
-    tokenizer.save(folder / "tokenizer")
-    dtype = best_dtype(tokenizer.vocab_size)
-    with TokenWriter(folder / "tokens", dtype) as writer:
-        text_bytes, dropped = _encode(documents(), tokenizer, writer, options.min_tokens, progress)
-    if not writer.num_documents:
-        raise DataError(f"all {dropped} documents of {options.input} are shorter than min_tokens={options.min_tokens}")
-    summary = Summary(
-        format_version=FORMAT_VERSION,
-        documents=writer.num_documents,
-        dropped=dropped,
-        tokens=writer.num_tokens,
-        text_bytes=text_bytes,
-        vocab_size=tokenizer.vocab_size,
-        eod_id=tokenizer.end_id,
-        dtype=dtype.name,
-        tokenizer_sha256=hashlib.sha256((folder / "tokenizer" / "tokenizer.json").read_bytes()).hexdigest(),
-        options=asdict(options),
-    )
-    with open(folder / "dataset.json", "w") as file:
-        file.write(json.dumps(asdict(summary), indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    return summary
-
-
-def _encode(
-    documents: Iterable[str], tokenizer: TextTokenizer, writer: TokenWriter, min_tokens: int, progress: bool
-) -> tuple[int, int]:
-    """(bytes of text, documents dropped) after writing every document's tokens."""
-    text_bytes = dropped = 0
-    end, started = tokenizer.end_id, time.monotonic()
-    with tqdm(bar_format="{n_fmt} documents in {elapsed}{postfix}", disable=not progress) as bar:
-        for texts in _batches(documents):
-            encoded = tokenizer.encode_batch(texts)
-            kept = [[*ids, end] for ids in encoded if len(ids) >= min_tokens]
-            writer.add(kept)
-            dropped += len(texts) - len(kept)
-            text_bytes += sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
-            rate = text_bytes / 1e6 / (time.monotonic() - started)
-            bar.set_postfix_str(f"{rate:.1f} MB/s, {writer.num_tokens:,} tokens", refresh=False)
-            bar.update(len(texts))
-    return text_bytes, dropped
-
-
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    characters = 0
-    for text in documents:
-        batch.append(text)
-        characters += len(text)
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+def _remove_if_useless(partial: Path) -> None:
+    """Remove what a failure left behind if no finished shard is in it."""
+    if partial.exists() and not (partial / "out").exists() and not any(partial.rglob("*.json")):
+        shutil.rmtree(partial, ignore_errors=True)

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from crosstrain.errors import DataError
 
+TOKENIZER = "tokenizer.json"  # the file in a tokenizer's folder, and in a model's
 END_OF_TEXT = "<|endoftext|>"
 _USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]")
 _FILES = (
@@ -114,6 +115,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> 
     )
     tokenizer.train_from_iterator(texts, trainer)
     return _byte_level(tokenizer)
+
+
+def vocabulary(path: Path) -> dict[str, int]:
+    """Ids by token, added ones included, of a tokenizer.json. DataError where it cannot be read."""
+    try:
+        return Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # the Rust side raises nothing finer
+        raise DataError(f"{path} is not a tokenizer: {error}") from None
 
 
 def cached_folder(tokenizer: TextTokenizer) -> Path:

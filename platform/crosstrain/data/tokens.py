@@ -14,6 +14,7 @@ their meaning once (float64 and double, then float64 and float32); no tokens wer
 from __future__ import annotations
 
 import os
+import shutil
 import struct
 from itertools import chain
 from pathlib import Path
@@ -32,6 +33,8 @@ DTYPES: dict[int, np.dtype] = {
 }
 _HEADER = struct.Struct("<9sQBQQ")
 _SPOT_CHECKS = 16
+_COPY = 1 << 22  # bytes copied at once
+_DOCUMENTS = 1 << 16  # copied at once
 _CHUNK = 1 << 20  # elements handled at once by whatever walks a whole index
 
 
@@ -171,12 +174,36 @@ class TokenWriter:
         """Append documents, each a list of token ids. DataError when an id does not fit the dtype."""
         sizes = np.array([len(document) for document in documents], dtype="<i4")
         tokens = np.fromiter(chain.from_iterable(documents), np.int64, count=int(sizes.sum(dtype=np.int64)))
+        self._write(tokens)
+        self._idx.write(sizes.tobytes())
+        self.num_documents += len(sizes)
+
+    def append(self, sizes: np.ndarray, file: Path) -> None:
+        """Append documents of `sizes` tokens each, which stand in `file` as they will stand here."""
+        tokens = int(sizes.sum(dtype=np.int64))
+        if file.stat().st_size != tokens * self.dtype.itemsize:
+            raise DataError(f"{file} has {file.stat().st_size} bytes, and {tokens} tokens of {self.dtype.name} differ")
+        with open(file, "rb") as source:
+            shutil.copyfileobj(source, self._bin, _COPY)
+        self._idx.write(sizes.astype("<i4").tobytes())
+        self.num_documents += len(sizes)
+        self.num_tokens += tokens
+
+    def copy(self, source: TokenFile, start: int, stop: int) -> None:
+        """Append documents [start, stop) of another file. DataError when an id does not fit the dtype."""
+        for first in range(start, stop, _DOCUMENTS):
+            last = min(first + _DOCUMENTS, stop)
+            begins = np.array([source.document_start(document) for document in range(first, last + 1)])
+            for begin in range(int(begins[0]), int(begins[-1]), _CHUNK):
+                self._write(source.tokens(begin, min(begin + _CHUNK, int(begins[-1]))))
+            self._idx.write(np.diff(begins).astype("<i4").tobytes())
+            self.num_documents += last - first
+
+    def _write(self, tokens: np.ndarray) -> None:
         limits = np.iinfo(self.dtype)
         if tokens.size and not limits.min <= tokens.min() <= tokens.max() <= limits.max:
             raise DataError(f"token ids from {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}")
         self._bin.write(tokens.astype(self.dtype).tobytes())
-        self._idx.write(sizes.tobytes())
-        self.num_documents += len(sizes)
         self.num_tokens += len(tokens)
 
     def __enter__(self) -> Self:

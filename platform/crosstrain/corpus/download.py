@@ -1,0 +1,113 @@
+"""Files from the web, transfers that broke off resumed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from crosstrain import __version__
+from crosstrain.errors import DataError
+
+AGENT = f"crosstrain/{__version__}"
+_BLOCK = 1 << 20
+_TRIES = 8  # in a row without a byte
+_log = logging.getLogger(__name__)
+
+
+def is_url(item: str) -> bool:
+    return item.startswith(("http://", "https://"))
+
+
+def download(url: str, folder: Path, progress: bool, patience: float = 1.0, timeout: float = 60.0) -> Path:
+    """The file behind `url` in `folder`, under the last part of the URL's path; there already, it is not fetched again.
+
+    What arrived before an interruption is kept beside it, and the rest is asked for, if the server says that the file
+    is still the same one. patience: seconds before the second try, twice as long before each further one.
+    Raises DataError when the server refuses, or nothing more arrives in several tries.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    name = Path(urllib.parse.unquote(urllib.parse.urlsplit(url).path)).name
+    if not name:
+        raise DataError(f"{url} names no file")
+    target = folder / name
+    if target.exists():
+        return target
+    partial, tries = target.with_name(name + ".part"), 0
+    while not target.exists():
+        before = partial.stat().st_size if partial.exists() else 0
+        try:
+            _transfer(url, target, partial, progress, timeout)
+        except urllib.error.HTTPError as error:
+            if error.code < 500 and error.code not in (408, 425, 429):
+                raise DataError(f"{url} cannot be fetched: the server says {error.code} {error.reason}") from None
+            reason: object = f"{error.code} {error.reason}"
+        except (OSError, EOFError) as error:
+            if getattr(error, "filename", None):
+                raise  # of the disk, not of the network
+            reason = getattr(error, "reason", None) or error
+        else:
+            break
+        tries = 0 if partial.exists() and partial.stat().st_size > before else tries + 1
+        if tries >= _TRIES:
+            raise DataError(
+                f"{url} cannot be fetched ({reason}): what arrived is kept in {partial}, and the same command goes on"
+            )
+        _log.warning("fetching %s broke off (%s); trying again", url, reason)
+        time.sleep(patience * 2 ** max(tries - 1, 0))
+    return target
+
+
+def _transfer(url: str, target: Path, partial: Path, progress: bool, timeout: float) -> None:
+    notes = target.with_name(target.name + ".json")  # what tells that the file is still the same
+    start = partial.stat().st_size if partial.exists() else 0
+    validator = _read(notes).get("validator") if start else None
+    headers = {"User-Agent": AGENT}
+    if start and validator:
+        headers |= {"Range": f"bytes={start}-", "If-Range": validator}
+    try:
+        answer = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout)
+    except urllib.error.HTTPError as error:
+        if error.code != 416:  # nothing is left to fetch, or what is here belongs to another file
+            raise
+        partial.unlink(missing_ok=True)
+        raise EOFError("the part that is here does not fit the file") from None
+    with answer:
+        resumed = answer.status == 206
+        start = start if resumed else 0
+        if not resumed:
+            etag = answer.headers.get("ETag")
+            strong = etag if etag and not etag.startswith("W/") else None
+            notes.write_text(json.dumps({"validator": strong or answer.headers.get("Last-Modified")}))
+        length = answer.headers.get("Content-Length")
+        total = start + int(length) if length else None
+        with (
+            open(partial, "ab" if resumed else "wb") as file,
+            tqdm(
+                desc=f"fetch {target.name}", total=total, initial=start, unit="B", unit_scale=True, disable=not progress
+            ) as bar,
+        ):
+            while block := answer.read(_BLOCK):
+                file.write(block)
+                bar.update(len(block))
+            file.flush()
+            os.fsync(file.fileno())
+            if total is not None and file.tell() < total:
+                raise EOFError(f"{file.tell():,} of {total:,} bytes arrived")
+    partial.replace(target)
+    notes.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,174 @@
+"""What a reader owes the platform: pieces of work that can be read apart, and the documents in each."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from crosstrain.corpus import streams
+from crosstrain.corpus.download import download, is_url
+
+TASK_BYTES = 8 << 20  # of input in a task: large enough to be worth a file of its own, small enough to be held
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and where it was found, such as `dump/part-3.jsonl:17`."""
+
+    text: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes [start, stop) of the content of a file; `data` holds them where they cannot be sought.
+
+    Of a compressed file without `data` it is the whole content, and start and stop are those of the file.
+    """
+
+    file: Path
+    start: int
+    stop: int
+    data: bytes | None = field(default=None, repr=False)
+
+    def read(self) -> bytes:
+        """The bytes. DataError where the file cannot be read."""
+        if self.data is not None:
+            return self.data
+        if streams.is_compressed(self.file):
+            return streams.read_all(self.file)
+        return streams.read_range(self.file, self.start, self.stop)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Input that one worker reads in one go, and that is done again if it did not get to its end.
+
+    key: changes with whatever would change the documents in it, other than the reader's options.
+    size: bytes of input, for the progress bar. payload: what `Reader.read` needs; it is pickled.
+    """
+
+    key: str
+    size: int
+    payload: Any = field(repr=False)
+
+
+class Reader(ABC):
+    """Turns one kind of input into documents. Made from its options in every process that reads.
+
+    `tasks` runs once, in the process that leads, and may hand out the raw records themselves where nobody else could
+    find them, as in a compressed file; `read` runs in the workers and does what takes long.
+    """
+
+    suffixes: ClassVar[tuple[str, ...]] = ()  # endings of the files that it reads where no reader is named
+    notes: ClassVar[tuple[str, ...]] = ()  # keys of `Options` that a recipe's own settings of that name fill in
+
+    @dataclass
+    class Options:
+        """A reader without options of its own needs no path: its name alone is an input."""
+
+    account: dict[str, int]  # what `fetch` has to tell: how many of what, for the report
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+        self.account = {}
+
+    @classmethod
+    def claims(cls, path: Path) -> bool:
+        """Whether a file or folder is one for this reader."""
+        return path.is_file() and streams.plain_name(path).lower().endswith(cls.suffixes or ("\0",))
+
+    def fetch(self, folder: Path, progress: bool) -> None:  # noqa: B027 - most have nothing to fetch
+        """Bring what is not here yet into `folder`, which outlives the process; called before `tasks`."""
+
+    def size(self) -> int | None:
+        """Bytes of all tasks, where that is known without reading them."""
+        return None
+
+    @abstractmethod
+    def tasks(self) -> Iterator[Task]:
+        """All input in an order that never varies. DataError for what is missing or holds nothing."""
+
+    @abstractmethod
+    def read(self, task: Task) -> Iterator[Document]:
+        """The documents of a task in order. DataError, saying where, for what is damaged."""
+
+
+class FileReader(Reader):
+    """Reads files, each cut into pieces. Its options have a `path`: a file, a folder or several of them."""
+
+    @dataclass
+    class Options:
+        """What to read."""
+
+        path: str | list[str]  # files, folders that are searched for such files, and URLs of files
+
+    found: list[Path] | None = None  # the files, where whoever made the reader has looked for them already
+    fetched: Path | None = None  # the folder of what came from URLs
+
+    def fetch(self, folder: Path, progress: bool) -> None:
+        self.fetched = folder
+        for item in filter(is_url, self._named()):
+            download(item, folder, progress)
+
+    def _named(self) -> list[str]:
+        return [self.options.path] if isinstance(self.options.path, str) else self.options.path
+
+    def files(self) -> list[Path]:
+        """The files that the options name, those of a folder sorted by path."""
+        if self.found is not None:
+            return self.found
+        found: list[Path] = []
+        for item in self._named():
+            if is_url(item):
+                assert self.fetched is not None
+                found.append(download(item, self.fetched, False))
+                continue
+            path = streams.existing(item)
+            inside = [file for file in streams.files_below(path) if self.claims(file)] if path.is_dir() else [path]
+            if not inside:
+                raise streams.nothing_in(path, "/".join(self.suffixes))
+            found += inside
+        return found
+
+    def pieces(self, file: Path) -> Iterator[Piece]:
+        """How a file is cut; by default not at all."""
+        yield Piece(file, 0, file.stat().st_size)
+
+    @abstractmethod
+    def read_piece(self, piece: Piece) -> Iterator[Document]:
+        """The documents of a piece in order."""
+
+    def size(self) -> int | None:
+        files = self.files()
+        return None if any(map(streams.is_compressed, files)) else sum(file.stat().st_size for file in files)
+
+    def tasks(self) -> Iterator[Task]:
+        """Pieces of about `TASK_BYTES`; small files share a task."""
+        batch: list[Piece] = []
+        size = 0
+        for file in self.files():
+            for piece in self.pieces(file):
+                if batch and size + piece.stop - piece.start > TASK_BYTES:
+                    yield _task(batch, size)
+                    batch, size = [], 0
+                batch.append(piece)
+                size += piece.stop - piece.start
+        if batch:
+            yield _task(batch, size)
+
+    def read(self, task: Task) -> Iterator[Document]:
+        for piece in task.payload:
+            yield from self.read_piece(piece)
+
+
+def _task(pieces: list[Piece], size: int) -> Task:
+    key = hashlib.blake2b(digest_size=16)
+    for piece in pieces:
+        state = piece.file.stat()
+        key.update(f"{piece.file}\0{state.st_size}\0{state.st_mtime_ns}\0{piece.start}\0{piece.stop}\0".encode())
+    return Task(key.hexdigest(), size, pieces)

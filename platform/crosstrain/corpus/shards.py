@@ -1,0 +1,83 @@
+"""Documents on their way, on disk: one shard per task, finished or not there.
+
+NAME.text  the documents' UTF-8, end to end          NAME.npy  a row per document: its length in bytes, its hash
+NAME.json  what was read, kept and dropped; written last, so whoever sees it sees a finished shard
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from crosstrain.errors import DataError
+
+ROW = np.dtype([("length", "<i8"), ("hash", "<u8", 2)])  # bytes of UTF-8; BLAKE2b of them, 128 bits
+
+
+def key_of(*parts: Any) -> str:
+    """A name for whatever follows from `parts`, which JSON can hold."""
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file whole or not at all."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(content))
+    partial.replace(path)
+
+
+class TextShard:
+    """A finished shard, or one that is to be written under that name."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self.folder, self.key = folder, key
+
+    def __repr__(self) -> str:
+        return f"TextShard({self.key})"
+
+    def path(self, ending: str) -> Path:
+        return self.folder / f"{self.key}.{ending}"
+
+    def finished(self) -> dict[str, Any] | None:
+        """What its report says; None: it is not there, or not as its writer left it."""
+        try:
+            report = json.loads(self.path("json").read_text())
+            whole = all(self.path(ending).stat().st_size == size for ending, size in report["sizes"].items())
+        except (OSError, ValueError, KeyError):
+            return None
+        return report if whole else None
+
+    def write(self, texts: Iterator[bytes], report: dict[str, Any]) -> dict[str, Any]:
+        """Write all `texts`, then `report`, which may fill while they are taken; returns what `finished` will."""
+        rows = []
+        with open(self.path("text"), "wb") as file:
+            for text in texts:
+                file.write(text)
+                digest = hashlib.blake2b(text, digest_size=16).digest()
+                rows.append((len(text), np.frombuffer(digest, "<u8")))
+        np.save(self.path("npy"), np.array(rows, ROW))
+        report = report | {"sizes": {ending: self.path(ending).stat().st_size for ending in ("text", "npy")}}
+        write_json(self.path("json"), report)
+        return report
+
+    def rows(self) -> np.ndarray:
+        """`ROW` of each document."""
+        return np.load(self.path("npy"), allow_pickle=False)
+
+    def texts(self, keep: np.ndarray | None = None) -> Iterator[str]:
+        """The documents, or those whose place in the mask `keep` is true."""
+        with open(self.path("text"), "rb") as file:
+            for place, length in enumerate(self.rows()["length"].tolist()):
+                if keep is not None and not keep[place]:
+                    file.seek(length, os.SEEK_CUR)
+                    continue
+                data = file.read(length)
+                if len(data) != length:
+                    raise DataError(f"{self.path('text')} is truncated: remove it and run the same command again")
+                yield data.decode()

@@ -1,0 +1,55 @@
+"""Documents in some languages only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from crosstrain.check import OptionError
+from crosstrain.corpus.rule import Dropped, Rule
+from crosstrain.extras import require
+from crosstrain.registry import registry
+
+
+@registry.register_processor("language")
+class LanguageRule(Rule):
+    """Keeps documents in the languages named, as py3langid identifies them; its model comes with it."""
+
+    @dataclass
+    class Options:
+        """Which languages."""
+
+        keep: list[str]  # ISO 639-1 codes, such as en
+        probability: float = 0.5  # of the likeliest language, for a document to be kept
+        characters: int = 4000  # looked at, from the middle of the document
+
+        def __post_init__(self) -> None:
+            if not self.keep:
+                raise OptionError("keep", "name at least one language")
+            if not 0 <= self.probability <= 1:
+                raise OptionError("probability", f"must be from 0 to 1, not {self.probability}")
+            if self.characters < 1:
+                raise OptionError("characters", f"must be at least 1, not {self.characters}")
+
+    options: Options
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self.identifier = _identifier()
+        known = sorted(map(str, self.identifier.labels))
+        if unknown := [code for code in options.keep if code not in known]:
+            raise OptionError("keep", f"there is no language {unknown[0]!r}; known: {', '.join(known)}")
+
+    def text(self, text: str) -> str | Dropped:
+        start = max(0, (len(text) - self.options.characters) // 2)
+        language, probability = self.identifier.classify(text[start : start + self.options.characters])
+        if language in self.options.keep and probability >= self.options.probability:
+            return text
+        return Dropped(f"{language} ({probability:.2f})")
+
+
+@cache
+def _identifier() -> Any:
+    langid = require("py3langid.langid", "the rule language")
+    return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)

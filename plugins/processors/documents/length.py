@@ -1,0 +1,38 @@
+"""Documents that are neither too short nor too long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from crosstrain.check import OptionError
+from crosstrain.corpus.rule import Dropped, TokenLimits
+from crosstrain.registry import registry
+
+
+@registry.register_processor("document_length")
+class DocumentLengthRule(TokenLimits):
+    """Keeps documents of at least 128 tokens; other limits can be set."""
+
+    @dataclass
+    class Options:
+        """From what to what, the limits included."""
+
+        min_tokens: int = 128  # without the end-of-text token
+        max_tokens: int | None = None
+        min_characters: int = 0
+        max_characters: int | None = None
+
+        def __post_init__(self) -> None:
+            for unit in ("tokens", "characters"):
+                least, most = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
+                if most is not None and most < least:
+                    raise OptionError(f"max_{unit}", f"{most} is below min_{unit}, {least}")
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options, options.min_tokens, options.max_tokens)
+
+    def text(self, text: str) -> str | Dropped:
+        least, most = self.options.min_characters, self.options.max_characters
+        if len(text) < least or (most is not None and len(text) > most):
+            return Dropped(f"{len(text)} characters")
+        return text

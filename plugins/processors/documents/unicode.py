@@ -1,0 +1,35 @@
+"""Text that was decoded wrongly on its way, set right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from crosstrain.corpus.rule import Dropped, Rule
+from crosstrain.extras import require
+from crosstrain.registry import registry
+
+
+@registry.register_processor("unicode")
+class UnicodeRule(Rule):
+    """Repairs wrongly decoded characters, HTML entities, ligatures and control characters, with ftfy."""
+
+    @dataclass
+    class Options:
+        """What is changed beyond that."""
+
+        normalization: Literal["NFC", "NFKC", "none"] = "NFC"
+        straight_quotes: bool = False  # curly quotation marks become straight ones
+
+    options: Options
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self.ftfy = require("ftfy", "the rule unicode")
+        form = None if options.normalization == "none" else options.normalization
+        self.config = self.ftfy.TextFixerConfig(
+            normalization=form, uncurl_quotes=options.straight_quotes, explain=False
+        )
+
+    def text(self, text: str) -> str | Dropped:
+        return self.ftfy.fix_text(text, self.config)

@@ -1,0 +1,79 @@
+"""Datasets that the Hugging Face library saved on disk."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from crosstrain.corpus.reader import Document, Reader, Task
+from crosstrain.corpus.streams import existing
+from crosstrain.errors import DataError
+from crosstrain.extras import require
+from crosstrain.registry import registry
+
+_ROWS = 4096  # in a task
+
+
+@registry.register_reader("huggingface")
+class HuggingFaceReader(Reader):
+    """Folders that `datasets.save_to_disk` wrote: a document per row of each split, its text in a column."""
+
+    notes = ("text_key",)
+
+    @dataclass
+    class Options:
+        """What to read."""
+
+        path: str  # a folder that save_to_disk wrote, of a dataset or of several splits
+        text_key: str = "text"  # the column that holds the text
+        splits: list[str] | None = None  # of a folder of several; None: all, sorted by name
+
+    options: Options
+
+    @classmethod
+    def claims(cls, path: Path) -> bool:
+        return path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+    def _folders(self) -> list[Path]:
+        path = existing(self.options.path)
+        if (path / "state.json").is_file():
+            return [path]
+        splits = sorted(file.parent.name for file in path.glob("*/state.json"))
+        wanted = splits if self.options.splits is None else self.options.splits
+        if missing := [name for name in wanted if name not in splits]:
+            raise DataError(f"{path} has no split {missing[0]!r}; it has {', '.join(splits) or 'none'}")
+        if not wanted:
+            raise DataError(f"{path} is no dataset that save_to_disk wrote: it has no state.json")
+        return [path / name for name in wanted]
+
+    def _open(self, folder: Path) -> Any:
+        library = require("datasets", f"reading {folder}")
+        try:
+            table = library.load_from_disk(str(folder))
+        except Exception as error:  # whatever of its many parts finds fault
+            raise DataError(f"{folder} cannot be read as a Hugging Face dataset: {error}") from None
+        if self.options.text_key not in table.column_names:
+            names = ", ".join(table.column_names)
+            raise DataError(f"{folder} has no column {self.options.text_key!r}; it has {names}: set text_key")
+        return table
+
+    def tasks(self) -> Iterator[Task]:
+        for folder in self._folders():
+            table = self._open(folder)
+            state = hashlib.blake2b((folder / "state.json").read_bytes(), digest_size=12).hexdigest()
+            bytes_per_row = sum(file.stat().st_size for file in folder.glob("*.arrow")) / max(len(table), 1)
+            for start in range(0, len(table), _ROWS):
+                stop = min(start + _ROWS, len(table))
+                yield Task(f"{state}-{folder}-{start}", int(bytes_per_row * (stop - start)), (folder, start, stop))
+
+    def read(self, task: Task) -> Iterator[Document]:
+        folder, start, stop = task.payload
+        table = self._open(folder)
+        for row, text in enumerate(table[start:stop][self.options.text_key], start):
+            if text is not None and not isinstance(text, str):
+                kind = type(text).__name__
+                raise DataError(f"column {self.options.text_key!r} of {folder} holds {kind}, not text (row {row})")
+            yield Document(text or "", f"{folder}, row {row}")

@@ -1,0 +1,82 @@
+"""Tables with a column of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from crosstrain.corpus.reader import Document, FileReader, Piece
+from crosstrain.errors import DataError
+from crosstrain.extras import require
+from crosstrain.registry import registry
+
+_ROWS = 1024  # held at once
+
+
+@registry.register_reader("parquet")
+class ParquetReader(FileReader):
+    """Parquet files: a document per row, its text in a column."""
+
+    suffixes = (".parquet",)
+    notes = ("text_key",)
+
+    @dataclass
+    class Options(FileReader.Options):
+        """What to read."""
+
+        text_key: str = "text"  # the column that holds the text
+
+    options: Options
+
+    def pieces(self, file: Path) -> Iterator[Piece]:
+        """A row group each; start and stop count bytes up to it, which begin in the groups' order."""
+        with _table(file) as table:
+            self._check(file, table)
+            groups = table.metadata.num_row_groups
+            size = file.stat().st_size
+            for group in range(groups):
+                yield Piece(file, size * group // groups, size * (group + 1) // groups, str(group).encode())
+
+    def _check(self, file: Path, table: Any) -> None:
+        names, column = table.schema_arrow.names, self.options.text_key
+        if column not in names:
+            raise DataError(f"{file} has no column {column!r}; it has {', '.join(names)}: set text_key")
+
+    def read_piece(self, piece: Piece) -> Iterator[Document]:
+        assert piece.data is not None
+        group, column = int(piece.data), self.options.text_key
+        with _table(piece.file) as table:
+            row = sum(table.metadata.row_group(before).num_rows for before in range(group))
+            for batch in table.iter_batches(batch_size=_ROWS, row_groups=[group], columns=[column]):
+                for text in batch.column(0).to_pylist():
+                    row += 1
+                    if text is not None and not isinstance(text, str):
+                        kind = type(text).__name__
+                        raise DataError(f"column {column!r} of {piece.file} holds {kind}, not text (row {row})")
+                    yield Document(text or "", f"{piece.file}, row {row}")
+
+
+class _table:
+    """A Parquet file, open; DataError where it, or anything read from it meanwhile, is damaged."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.pyarrow = require("pyarrow", f"reading {file}")
+        parquet = require("pyarrow.parquet", f"reading {file}")
+        try:
+            self.table = parquet.ParquetFile(file)
+        except (self.pyarrow.ArrowException, OSError) as error:
+            raise self._damaged(error) from None
+
+    def _damaged(self, error: BaseException) -> DataError:
+        return DataError(f"{self.file} is not a readable Parquet file: {str(error).splitlines()[0]}")
+
+    def __enter__(self) -> Any:
+        return self.table
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.table.close()
+        if isinstance(error, (self.pyarrow.ArrowException, OSError)):
+            raise self._damaged(error) from None

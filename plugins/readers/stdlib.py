@@ -1,0 +1,33 @@
+"""The running Python's standard library: about 30 MB of text that is always there."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from crosstrain.corpus.reader import Document, FileReader, Piece, Reader, Task
+from crosstrain.registry import registry
+
+_SKIPPED = {"site-packages", "dist-packages", "__pycache__"}
+
+
+class _Files(FileReader):
+    def files(self) -> list[Path]:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        return sorted(file for file in root.rglob("*.py") if not _SKIPPED & set(file.relative_to(root).parts))
+
+    def read_piece(self, piece: Piece) -> Iterator[Document]:
+        # Python tests its own decoder with files that are deliberately not UTF-8.
+        yield Document(piece.read().decode(errors="replace").replace("\r\n", "\n"), str(piece.file))
+
+
+@registry.register_reader("stdlib")
+class StandardLibraryReader(Reader):
+    """The Python standard library, a document per .py file; needs no path."""
+
+    def tasks(self) -> Iterator[Task]:
+        return _Files(None).tasks()
+
+    def read(self, task: Task) -> Iterator[Document]:
+        return _Files(None).read(task)

@@ -1,0 +1,86 @@
+"""Dumps of a MediaWiki: pages-articles.xml, compressed or not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+from crosstrain.corpus import records
+from crosstrain.corpus.reader import Document, FileReader, Piece
+from crosstrain.errors import DataError
+from crosstrain.extras import require
+from crosstrain.registry import registry
+
+_END = b"</page>"
+
+
+@registry.register_reader("wikipedia")
+class WikipediaReader(FileReader):
+    """XML dumps of Wikipedia and other MediaWikis: a document per page, its markup taken off by mwparserfromhell."""
+
+    suffixes = (".xml",)
+
+    @dataclass
+    class Options(FileReader.Options):
+        """What to read, and of which kinds of page."""
+
+        namespaces: list[int] = field(default_factory=lambda: [0])  # 0: articles; 1: talk, 10: templates, ...
+        titles: bool = True  # the page's title is its first line
+
+    options: Options
+
+    def pieces(self, file: Path) -> Iterator[Piece]:
+        return records.cut(file, _END)
+
+    def read_piece(self, piece: Piece) -> Iterator[Document]:
+        for offset, raw in _pages(piece):
+            try:
+                page = ElementTree.fromstring(raw)
+            except ElementTree.ParseError as error:
+                line = records.line_number(piece.file, offset)
+                raise DataError(f"{piece.file}:{line} begins a page that is not valid XML: {error}") from None
+            namespace = page.findtext("ns", "0")
+            if page.find("redirect") is not None or int(namespace) not in self.options.namespaces:
+                continue
+            title = page.findtext("title", "")
+            text = plain_text(page.findtext("revision/text", ""))
+            if text:
+                yield Document(f"{title}\n\n{text}" if self.options.titles else text, f"{piece.file}: {title}")
+
+
+def _pages(piece: Piece) -> Iterator[tuple[int, bytes]]:
+    """(offset in the content, a <page> element) of each; DataError where one is cut off."""
+    data, at = piece.read(), 0
+    while (start := data.find(b"<page>", at)) >= 0:
+        stop = data.find(_END, start)
+        if stop < 0:
+            line = records.line_number(piece.file, piece.start + start)
+            raise DataError(f"{piece.file}:{line} begins a page that does not end: the dump is truncated")
+        at = stop + len(_END)
+        yield piece.start + start, data[start:at]
+    if piece.start == 0 and at == 0 and not piece.read().lstrip().startswith(b"<mediawiki"):
+        raise DataError(f"{piece.file} is no dump of a MediaWiki: it does not begin with <mediawiki>")
+
+
+def plain_text(markup: str) -> str:
+    """What a reader of the page would see of its paragraphs: no templates, tables, references, files or categories."""
+    parser = require("mwparserfromhell", "taking the markup off wiki pages")
+    code = parser.parse(markup)
+    for link in code.filter_wikilinks():
+        prefix, colon, _ = str(link.title).partition(":")
+        if colon and prefix.strip().lower() in ("file", "image", "category"):
+            _remove(code, link)
+    for tag in code.filter_tags(matches=lambda node: str(node.tag).strip().lower() in ("ref", "table", "gallery")):
+        _remove(code, tag)
+    text = code.strip_code(normalize=True, collapse=True, keep_template_params=False)
+    lines = (line.strip() for line in text.split("\n"))
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+
+
+def _remove(code: object, node: object) -> None:
+    with suppress(ValueError):  # it stood in one that is gone already
+        code.remove(node)  # type: ignore[attr-defined]
