@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from crosstrain.check import Component, OptionError
+from crosstrain.curriculum import CurriculumOptions
 from crosstrain.errors import ConfigError
 
 
@@ -82,6 +83,7 @@ class RunOptions:
     resume_from: str | None = None  # a checkpoint, or a run's folder; None: this run's own latest, if any
     resume_optimizer: bool = True  # False: moments start at zero, as for another optimizer
 
+    curriculum: CurriculumOptions | None = None  # short sequences first; None: whole ones from the first step on
     num_workers: int = 0  # processes per rank that load data; 0: the rank itself does
     collective_timeout: float | None = 600.0  # seconds by which a rank may enter a collective late; None: unguarded
 

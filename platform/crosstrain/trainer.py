@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,9 +56,13 @@ class Trainer:
         self.val_dataset = assembly.open_split(config, "val") if run.eval_interval else None
         self.plan = plan_batch(run, runner.dp.size)
         self.max_iters = run_length(config, self.plan, self.dataset)
+        if run.curriculum is not None:
+            run.curriculum.check(self.dataset.sequence_length)
         self.schedule = make_schedule(config, self.max_iters)
 
         start = self._starting_point()
+        if start is not None:
+            assembly.check_tokenizer(start, self.dataset)
         self.frozen = assembly.build(config, runner, start, for_training=True)
         self.state = self._restore(start)
         self.checkpointer = Checkpointer(
@@ -167,10 +172,17 @@ class Trainer:
 
     def batches(self) -> Iterator[list[MicroBatch]]:
         """This rank's micro batches, step by step, from where the state stands."""
+        lengths = map(self._length, itertools.count(self.state.step + 1)) if self.run.curriculum else None
         return training_steps(
             self.dataset, self.plan, seed=self.run.seed, start=self.state.samples,
             dp_rank=self.runner.dp.rank, num_workers=self.run.num_workers,
+            lengths=lengths,
         )  # fmt: skip
+
+    def _length(self, step: int) -> int:
+        """Tokens of a sample in a step that a curriculum shortens."""
+        assert self.run.curriculum is not None
+        return self.run.curriculum.length(step, self.run.curriculum.check(self.dataset.sequence_length))
 
     def train_step(self, batches: Iterator[list[MicroBatch]]) -> dict[str, Any] | None:
         """One attempted step; its numbers, or None, and nothing done, if any rank was asked to stop."""
@@ -202,6 +214,7 @@ class Trainer:
             "loss_scale": scale,
             "samples": state.samples,
             "skipped_steps": state.step - state.applied_steps,
+            **({"sequence_length": self._length(state.step)} if self.run.curriculum else {}),
             **self.reporter.measure(targets, self.dataset.sequence_length),
         }
 

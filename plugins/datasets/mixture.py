@@ -12,8 +12,11 @@ import numpy as np
 
 from crosstrain.check import Component, OptionError
 from crosstrain.data.dataset import Batch, Dataset, Example, Questioner, Reading, Sample, Split
+from crosstrain.data.quota import Quota, quantise
+from crosstrain.data.tokenizer import same_vocabulary
 from crosstrain.errors import DataError
 from crosstrain.registry import registry
+from crosstrain.rng import derive_seed
 
 
 @dataclass
@@ -26,10 +29,11 @@ class MixturePart:
 
 @registry.register_dataset("mixture")
 class Mixture(Dataset):
-    """An epoch holds every sample of every part at least once, and more of those whose share asks for it.
+    """Among the first n samples of a run each part has its share of n, less than one sample off, for every n.
 
-    A part whose share is larger than its size goes round again, from its first sample on, so counts differ by one at
-    most. The parts must have the same tokenizer.
+    A part is shuffled and goes round as if it were alone, at the pace that its share gives it. An epoch is long enough
+    for every sample of every part; those of a part whose share is larger than its size come again. The parts must have
+    the same tokenizer.
     """
 
     @dataclass
@@ -60,13 +64,16 @@ class Mixture(Dataset):
             registry.get_dataset_class(p.dataset.name)(p.dataset.options, split) for p in options.parts
         ]
         first = self.parts[0]
-        if len({part.tokenizer_path for part in self.parts}) > 1:
-            raise DataError("the parts of a mixture have different tokenizers: give them the same one")
+        for part in self.parts[1:]:
+            if not same_vocabulary(part.tokenizer_path, first.tokenizer_path):
+                raise DataError("the parts of a mixture have different tokenizers: give them the same one")
         self.vocab_size, self.tokenizer_path = first.vocab_size, first.tokenizer_path
-        lengths = [part.sequence_length for part in self.parts]
-        self.sequence_length = None if None in lengths else max(length or 0 for length in lengths)
-        counts = epoch_counts([len(part) for part in self.parts], [part.ratio for part in options.parts])
-        self.starts = [0, *accumulate(counts)]
+        longest = [part.sequence_length for part in self.parts]
+        self.sequence_length = None if None in longest else max(length or 0 for length in longest)
+        lengths = [len(part) for part in self.parts]
+        ratios = [part.ratio for part in options.parts]
+        self.starts = [0, *accumulate(epoch_counts(lengths, ratios))]
+        self.quota = Quota(quantise([n if ratio is None else ratio for n, ratio in zip(lengths, ratios, strict=True)]))
 
     def begin(self, reading: Reading) -> None:
         for part in self.parts:
@@ -82,6 +89,17 @@ class Mixture(Dataset):
     def get(self, index: int, rng: np.random.Generator) -> Sample:
         part, inner = self._place(index)
         return part.get(inner, rng)
+
+    def training_index(self, seed: int, number: int) -> int:
+        k, n = self.quota.place(number)
+        return self.starts[k] + self.parts[k].training_index(derive_seed(seed, "part", k), n)
+
+    def evaluation_index(self, place: int) -> int:
+        k, n = self.quota.place(place)
+        return self.starts[k] + self.parts[k].evaluation_index(n % len(self.parts[k]))
+
+    def shorten(self, batch: Batch, length: int) -> Batch:
+        return self.parts[0].shorten(batch, length)
 
     def collate(self, samples: list[Sample]) -> Batch:
         return self.parts[0].collate(samples)

@@ -63,9 +63,8 @@ class Shapes(ImageText):
 
     options: Options
 
-    def __init__(self, options: Options, split: Split) -> None:
-        super().__init__(options, split)
-        self.in_order = options.curriculum
+    def training_index(self, seed: int, number: int) -> int:
+        return number % len(self) if self.options.curriculum else super().training_index(seed, number)
 
     @classmethod
     def prepare(cls, options: Any) -> None:

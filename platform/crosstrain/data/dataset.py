@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from crosstrain.data.order import sample_index
 from crosstrain.errors import UserError
 
 Split = Literal["train", "val", "test"]
@@ -69,8 +70,6 @@ class Dataset(ABC):
     sequence_length: int | None = None  # longest sample in tokens; checked against the model's limit
     tokenizer_path: Path | None = None  # a Hugging Face tokenizer folder, copied into every checkpoint
 
-    in_order = False  # samples are trained on as they stand, the easy ones first; otherwise shuffled every epoch
-
     # Subclasses accept (options, split) and keep what they need.
     def __init__(self, options: Any, split: Split) -> None:
         self.options = options
@@ -101,6 +100,18 @@ class Dataset(ABC):
         `rng` is the only source of randomness allowed: it depends on the run's seed and the sample's number, so
         augmentation is the same for any number of workers and after any resume.
         """
+
+    def training_index(self, seed: int, number: int) -> int:
+        """The index that training sees as sample `number` of a run: by default a new shuffle of all every epoch."""
+        return sample_index(seed, number, len(self))
+
+    def evaluation_index(self, place: int) -> int:
+        """The index that an evaluation sees at `place` where it does not take all; by default the file's order."""
+        return place
+
+    def shorten(self, batch: Batch, length: int) -> Batch:
+        """The first `length` tokens of every sample of a batch. UserError, the default, where that makes no sense."""
+        raise UserError(f"samples of {type(self).__name__} cannot be shortened, as run.curriculum asks: leave it out")
 
     def collate(self, samples: list[Sample]) -> Batch:
         """Batch of samples; the default stacks arrays of equal shape."""

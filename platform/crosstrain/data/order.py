@@ -84,7 +84,7 @@ def sample_index(seed: int, n: int, length: int) -> int:
     return _epoch(seed, epoch, length)(position)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)  # of as many parts of a mixture, and what else there is
 def _epoch(seed: int, epoch: int, length: int) -> Permutation:
     return Permutation(length, derive_seed(seed, "epoch", epoch))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from crosstrain.config import BatchPlan
 from crosstrain.data.dataset import Batch, Dataset, Reading, Sample
-from crosstrain.data.order import sample_index
 from crosstrain.errors import UserError
 from crosstrain.rng import sample_rng
 
@@ -48,18 +48,6 @@ class _ByNumber(torch.utils.data.Dataset):
         return errors[0] if errors else self.dataset.collate(whole)
 
 
-@dataclass
-class _TrainingOrder:
-    """A new permutation of the dataset every epoch, unless its samples are to be taken as they stand."""
-
-    seed: int
-    length: int
-    in_order: bool
-
-    def __call__(self, number: int) -> int:
-        return number % self.length if self.in_order else sample_index(self.seed, number, self.length)
-
-
 def _batches(
     dataset: Dataset, seed: int, index_of: Callable[[int], int], numbers: Any, num_workers: int
 ) -> Iterator[Batch]:
@@ -81,9 +69,19 @@ def _batches(
 
 
 def training_steps(
-    dataset: Dataset, plan: BatchPlan, *, seed: int, start: int, dp_rank: int, num_workers: int = 0
+    dataset: Dataset,
+    plan: BatchPlan,
+    *,
+    seed: int,
+    start: int,
+    dp_rank: int,
+    num_workers: int = 0,
+    lengths: Iterator[int] | None = None,
 ) -> Iterator[list[MicroBatch]]:
-    """This rank's micro batches of each step, for ever, from sample number `start` on."""
+    """This rank's micro batches of each step, for ever, from sample number `start` on.
+
+    lengths: to how many tokens the samples of each step are shortened; None: they stay whole.
+    """
 
     def first_samples() -> Iterator[int]:
         step_start = start
@@ -97,11 +95,15 @@ def training_steps(
             yield list(range(first, first + plan.micro_batch))
 
     dataset.begin(Reading(seed, start, dp_rank, plan.dp_size))
-    order = _TrainingOrder(seed, len(dataset), dataset.in_order)
-    batches = _batches(dataset, seed, order, numbers(), num_workers)
+    batches = _batches(dataset, seed, partial(dataset.training_index, seed), numbers(), num_workers)
     firsts = first_samples()
     while True:
-        yield [MicroBatch(next(firsts), next(batches)) for _ in range(plan.accumulation)]
+        length = next(lengths) if lengths is not None else None
+        step = [MicroBatch(next(firsts), next(batches)) for _ in range(plan.accumulation)]
+        for micro_batch in step:
+            if length is not None:
+                micro_batch.data = dataset.shorten(micro_batch.data, length)
+        yield step
 
 
 def evaluation_batches(
@@ -113,7 +115,7 @@ def evaluation_batches(
     max_samples: int | None = None,
     num_workers: int = 0,
 ) -> Iterator[tuple[MicroBatch, bool]]:
-    """The first `max_samples` samples in file order, each once, as (micro batch, counts).
+    """The first `max_samples` samples in the order of evaluation, each once, as (micro batch, counts).
 
     Every rank gets the same number of micro batches, because a forward may be a collective; where the samples do not
     go round, a rank repeats its share's first one with `counts` false.
@@ -124,6 +126,7 @@ def evaluation_batches(
     rounds = -(-len(starts) // dp_size)
     mine = [starts[r * dp_size + dp_rank] if r * dp_size + dp_rank < len(starts) else None for r in range(rounds)]
     numbers = [list(range(s or 0, min((s or 0) + micro_batch, total))) for s in mine]
-    batches = _batches(dataset, 0, int, numbers, num_workers)
+    order: Callable[[int], int] = int if total == len(dataset) else dataset.evaluation_index
+    batches = _batches(dataset, 0, order, numbers, num_workers)
     for start, data in zip(mine, batches, strict=True):
         yield MicroBatch(start or 0, data), start is not None

@@ -125,6 +125,14 @@ def vocabulary(path: Path) -> dict[str, int]:
         raise DataError(f"{path} is not a tokenizer: {error}") from None
 
 
+def same_vocabulary(first: Path | None, second: Path | None) -> bool:
+    """Whether the tokenizers in two folders give every token the same id; None, no tokenizer, is like itself alone."""
+    if first is None or second is None or first == second:
+        return first == second
+    one, other = first / TOKENIZER, second / TOKENIZER
+    return one.read_bytes() == other.read_bytes() or vocabulary(one) == vocabulary(other)
+
+
 def cached_folder(tokenizer: TextTokenizer) -> Path:
     """The tokenizer as a folder under $XDG_CACHE_HOME/crosstrain, named by its content."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "crosstrain" / "tokenizers"

@@ -1,0 +1,68 @@
+"""Several sources in stated shares, one sample after another, in exact proportion at every moment.
+
+The shares are quantised to whole numbers that add up to a period. One table of that length says whose turn it is; it
+is made by Tijdeman's algorithm ("The chairman assignment problem", Discrete Mathematics 32, 1980), whose counts are
+less than one sample off at any prefix. Sample number n is then looked up, not counted to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+
+LONGEST = 1 << 16  # period of shares that no shorter one gives exactly
+
+
+def quantise(weights: Sequence[float], longest: int = LONGEST) -> list[int]:
+    """Whole numbers above 0 in the proportions of `weights`: exactly, if their sum can be at most `longest`.
+
+    Otherwise they add up to `longest`, each less than one off its share of it, or 1 where that is less.
+    """
+    exact = [Fraction(str(weight)) for weight in weights]
+    shares = [weight / sum(exact) for weight in exact]
+    period = math.lcm(*(share.denominator for share in shares))
+    if period <= longest:
+        return [int(share * period) for share in shares]
+    counts = [max(1, math.floor(share * longest)) for share in shares]
+    lack = [share * longest - count for share, count in zip(shares, counts, strict=True)]
+    for place in sorted(range(len(shares)), key=lambda k: -lack[k])[: max(0, longest - sum(counts))]:
+        counts[place] += 1
+    return counts
+
+
+class Quota:
+    """Whose turn each sample is. `counts` are what `quantise` gives: each one's samples in a period."""
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.counts, self.period = list(counts), sum(counts)
+        self._turn = _turns(self.counts)
+        self._before = np.zeros(self.period, np.int64)  # earlier turns of the same one in the period
+        for k in range(len(self.counts)):
+            mine = np.flatnonzero(self._turn == k)
+            self._before[mine] = np.arange(len(mine))
+
+    def place(self, n: int) -> tuple[int, int]:
+        """(whose turn sample number n is, how many that one had before)."""
+        periods, position = divmod(n, self.period)
+        k = int(self._turn[position])
+        return k, periods * self.counts[k] + int(self._before[position])
+
+
+def _turns(counts: list[int]) -> np.ndarray:
+    """int64 [period]. At each step, of those that are behind by enough, the one that first would be too far behind."""
+    shares = np.array(counts, np.int64)
+    period, number = int(shares.sum()), len(counts)
+    turns = np.zeros(period, np.int64)
+    if number == 1:
+        return turns
+    scale = 2 * number - 2
+    had = np.zeros(number, np.int64)
+    for step in range(1, period + 1):
+        behind = scale * (shares * step - period * had)  # by how many samples, times period * scale
+        left = np.where(behind >= period, (period * (scale - 1) - behind) / shares, np.inf)
+        turns[step - 1] = chosen = int(np.argmin(left))
+        had[chosen] += 1
+    return turns
