@@ -15,6 +15,7 @@ CORPUS = [
     "py3langid>=0.4",
     "mwparserfromhell>=0.6.6",
     "trafilatura>=2.0",
+    "lxml_html_clean",  # which trafilatura needs, and pip may miss it behind the extra of another name
     "datasets>=2.19",
     "backports.zstd>=1.0; python_version < '3.14'",
 ]
