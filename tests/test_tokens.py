@@ -249,3 +249,38 @@ def test_verify_finds_documents_that_run_backwards(tmp_path: Path) -> None:
     damage(tmp_path / "t.idx", 34 + 36 + 8, struct.pack("<q", 3))
     with pytest.raises(DataError, match="document 1 ends before it begins"):
         TokenFile(tmp_path / "t").verify()
+
+
+def test_offsets_of_many_gigabytes(tmp_path: Path) -> None:
+    """Beyond what 32 bits can say; the files are sparse, so the disk holds next to nothing of them."""
+    length = (1 << 30) + 7
+    with TokenWriter(tmp_path / "large", "uint16") as writer:
+        for k in range(3):  # as if three documents of a gigatoken each had been added, all zeros but for one token
+            writer._bin.seek(2 * (k + 1) * length - 2)
+            writer._bin.write(struct.pack("<H", 60_000 + k))
+        writer._idx.write(struct.pack("<3i", *[length] * 3))
+        writer.num_documents, writer.num_tokens = 3, 3 * length
+    code, index = 8, (tmp_path / "large.idx").read_bytes()
+    assert struct.unpack_from("<QBQQ", index, 9) == (1, code, 3, 4)
+    assert struct.unpack_from("<3q", index, 34 + 12) == (0, 2 * length, 4 * length)
+    file = TokenFile(tmp_path / "large")
+    file.verify()
+    assert file.num_tokens == 3 * length
+    assert file.tokens(3 * length - 2, 3 * length).tolist() == [0, 60_002]
+    assert file.document(1)[-1] == 60_001
+    assert (tmp_path / "large.bin").stat().st_blocks * 512 < 1 << 20
+
+
+def test_documents_are_copied_between_files_of_different_widths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from crosstrain.data import tokens as module
+
+    monkeypatch.setattr(module, "_CHUNK", 3)
+    monkeypatch.setattr(module, "_DOCUMENTS", 2)
+    megatron_files(tmp_path / "wide", [[[1, 2, 3], [4]], [[]], [[5, 6]], [[7]], [[70_000]]], 4)
+    with TokenWriter(tmp_path / "copy", "uint16") as writer:
+        writer.copy(TokenFile(tmp_path / "wide"), 0, 4)
+    assert reference_read(tmp_path / "copy") == (8, [[[1, 2, 3, 4]], [[]], [[5, 6]], [[7]]])
+    with pytest.raises(DataError, match="do not fit uint16"), TokenWriter(tmp_path / "none", "uint16") as writer:
+        writer.copy(TokenFile(tmp_path / "wide"), 0, 5)

@@ -1,0 +1,245 @@
+"""From text to tokens and back: preparation, near-duplicates, random reads and start-up, against the plain ways.
+
+    python benchmarks/corpus.py [--quick] [--parts tokenize near read start] [--rounds 5]
+
+The corpus is the Python standard library as JSON lines, several times over with its lines shuffled among documents
+(--quick: once), the tokenizer a byte-level BPE trained on it before any clock starts. Everything runs on all cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from common import ROOT, Result, ratio, rounds, table
+
+sys.path.insert(0, str(ROOT / "platform"))
+
+from crosstrain.corpus.inputs import documents
+from crosstrain.corpus.pool import cores
+from crosstrain.data.prepare import DedupOptions, NearOptions, PrepareOptions, prepare
+from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
+from crosstrain.data.tokens import TokenFile, TokenWriter, best_dtype
+
+WORDS = 5  # in a shingle
+_tokenizer: TextTokenizer | None = None
+
+
+def make_corpus(folder: Path, copies: int) -> int:
+    """`corpus.jsonl` and a tokenizer; returns the bytes of text."""
+    texts = [document.text for document in documents("stdlib") if document.text.strip()]
+    train_bpe(texts, 32_000).save(folder / "tokenizer")
+    rng, size = random.Random(0), 0
+    with open(folder / "corpus.jsonl", "w") as file:
+        for copy in range(copies):
+            for text in texts:
+                lines = text.splitlines(keepends=True)
+                if copy:  # the same words in documents that no cache has seen
+                    rng.shuffle(lines)
+                text = "".join(lines)
+                size += len(text.encode())
+                file.write(json.dumps({"text": text}) + "\n")
+    return size
+
+
+def read_corpus(folder: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in (folder / "corpus.jsonl").read_text().splitlines()]
+
+
+# ---- tokenizing
+
+
+def ours(folder: Path) -> Result:
+    options = PrepareOptions(input=str(folder / "corpus.jsonl"), tokenizer=str(folder / "tokenizer"), workers=cores())
+    started = time.perf_counter()
+    summary = prepare(options, folder / "prepared", progress=False, overwrite=True)
+    seconds = time.perf_counter() - started
+    return {"bytes_per_second": summary.text_bytes / seconds, "tokens": summary.tokens}
+
+
+def _begin(tokenizer: str) -> None:
+    global _tokenizer
+    _tokenizer = load_tokenizer(tokenizer)
+
+
+def _encode(line: str) -> tuple[list[int], int]:
+    assert _tokenizer is not None
+    text = json.loads(line)["text"]
+    return [*_tokenizer.encode(text), _tokenizer.end_id], len(text.encode())
+
+
+def one_at_a_time(folder: Path) -> Result:
+    """Worker processes that take a document each, as Megatron-LM's tools/preprocess_data.py does."""
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    started, size = time.perf_counter(), 0
+    with (
+        open(folder / "corpus.jsonl") as lines,
+        multiprocessing.get_context("spawn").Pool(cores(), _begin, (str(folder / "tokenizer"),)) as pool,
+        TokenWriter(folder / "plain", best_dtype(tokenizer.vocab_size)) as writer,
+    ):
+        for ids, length in pool.imap(_encode, lines, 32):
+            writer.add([ids])
+            size += length
+    return {"bytes_per_second": size / (time.perf_counter() - started), "tokens": writer.num_tokens}
+
+
+def bare_batches(folder: Path) -> Result:
+    """`encode_batch_fast` on texts that are in memory, nothing written."""
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    texts = read_corpus(folder)
+    size, tokens, started = sum(len(text.encode()) for text in texts), 0, time.perf_counter()
+    for start in range(0, len(texts), 256):
+        encoded = tokenizer.backend.encode_batch_fast(texts[start : start + 256], add_special_tokens=False)
+        tokens += sum(len(found.ids) + 1 for found in encoded)
+    return {"bytes_per_second": size / (time.perf_counter() - started), "tokens": tokens}
+
+
+def tokenize(folder: Path, count: int) -> None:
+    ways: dict[str, Callable[[Path], Result]] = {
+        "prepare": ours, "one at a time": one_at_a_time, "encode_batch_fast": bare_batches,
+    }  # fmt: skip
+    found = rounds(list(ways), lambda way: ways[way](folder), count)
+    assert len({result["tokens"] for results in found.values() for result in results}) == 1
+    rows = [[name, ratio(found["prepare"], found[name], "bytes_per_second")] for name in list(ways)[1:]]
+    print(table(["tokenize and write, bytes/s against", "ratio"], rows), "\n")
+
+
+# ---- near-duplicates
+
+
+def our_near(folder: Path) -> Result:
+    """From texts in memory to marks, through the files that are in between."""
+    from crosstrain.corpus.dedup import find_repeated
+    from crosstrain.corpus.pool import Pool
+    from crosstrain.corpus.shards import TextShard
+
+    texts = read_corpus(folder)
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        started, size = time.perf_counter(), max(1, len(texts) // (4 * cores()))
+        shards = [TextShard(Path(name), str(k)) for k in range(0, len(texts), size)]
+        for k, shard in enumerate(shards):
+            shard.write((text.encode() for text in texts[k * size : (k + 1) * size]), {})
+        with Pool(cores()) as pool:
+            options = DedupOptions(exact=True, near=NearOptions(shingle=WORDS))
+            gone = find_repeated(options, shards, Path(name), pool, lambda count: None)
+        seconds = time.perf_counter() - started
+        assert gone.marks is not None
+        return {"documents_per_second": len(texts) / seconds, "dropped": float(gone.marks.sum())}
+
+
+def datasketch(folder: Path) -> Result:
+    """MinHash and MinHashLSH as the library's documentation uses them."""
+    from datasketch import MinHash, MinHashLSH
+
+    texts = read_corpus(folder)
+    started, dropped = time.perf_counter(), 0
+    index = MinHashLSH(threshold=0.8, num_perm=128)
+    for number, text in enumerate(texts):
+        words = text.lower().split()
+        found = MinHash(num_perm=128)
+        found.update_batch([" ".join(words[k : k + WORDS]).encode() for k in range(max(1, len(words) - WORDS + 1))])
+        if index.query(found):
+            dropped += 1
+        else:
+            index.insert(str(number), found)
+    return {"documents_per_second": len(texts) / (time.perf_counter() - started), "dropped": float(dropped)}
+
+
+def near(folder: Path, count: int) -> None:
+    ways = {"near": our_near, "datasketch": datasketch}
+    found = rounds(list(ways), lambda way: ways[way](folder), count)
+    rows = [["datasketch, one process", ratio(found["near"], found["datasketch"], "documents_per_second")]]
+    print(table(["near-duplicates, documents/s against", "ratio"], rows))
+    print("dropped:", {name: results[0]["dropped"] for name, results in found.items()}, "\n")
+
+
+# ---- reading
+
+
+def read(folder: Path, count: int, length: int = 1024, samples: int = 20_000) -> None:
+    """Samples at random, as int64 inputs and labels: through the dataset, and from a bare memmap."""
+    from crosstrain.registry import registry
+
+    tokens = np.random.default_rng(0).integers(0, 30_000, 50_000_000, dtype=np.uint16)
+    with TokenWriter(folder / "random", np.uint16) as writer:
+        writer._write(tokens)
+        writer._idx.write(np.full(50, 1_000_000, "<i4").tobytes())
+        writer.num_documents = 50
+    cls = registry.get_dataset_class("text")
+    dataset = cls(cls.Options(path=str(folder / "random"), seq_length=length, split=[1.0, 0.0, 0.0]), "train")
+    mapped = np.memmap(folder / "random.bin", np.uint16, "r")
+    order = np.random.default_rng(1).integers(0, len(dataset), samples).tolist()
+    rng = np.random.default_rng(0)
+
+    def through_dataset() -> None:
+        for index in order:
+            dataset.get(index, rng)
+
+    def plainly() -> None:
+        for index in order:
+            window = mapped[index * length : index * length + length + 1].astype(np.int64)
+            _ = {"input_ids": window[:-1], "labels": window[1:]}
+
+    def timed(work: Callable[[], None]) -> Result:
+        started = time.perf_counter()
+        work()
+        return {"samples_per_second": samples / (time.perf_counter() - started)}
+
+    ways = {"dataset": through_dataset, "memmap": plainly}
+    for work in ways.values():
+        work()
+    found = rounds(list(ways), lambda way: timed(ways[way]), max(count, 5))
+    rows = [["numpy memmap", ratio(found["dataset"], found["memmap"], "samples_per_second")]]
+    print(table(["random samples of 1,024, samples/s against", "ratio"], rows), "\n")
+
+
+def start(folder: Path) -> None:
+    """Opening 10^12 tokens and the first batch of training; the file is sparse, 2 TB that the disk does not hold."""
+    from crosstrain.config import BatchPlan
+    from crosstrain.data.stream import training_steps
+    from crosstrain.registry import registry
+
+    documents, size = 500, 2_000_000_000
+    with TokenWriter(folder / "huge", np.uint16) as writer:
+        writer._bin.truncate(2 * documents * size)
+        writer._idx.write(np.full(documents, size, "<i4").tobytes())
+        writer.num_documents, writer.num_tokens = documents, documents * size
+    cls = registry.get_dataset_class("text")
+    before = sorted(path.name for path in folder.rglob("*"))
+    started = time.perf_counter()
+    dataset = cls(cls.Options(path=str(folder / "huge"), seq_length=1024), "train")
+    next(training_steps(dataset, BatchPlan(8, 8, 1, 1), seed=1, start=0, dp_rank=0))
+    seconds = time.perf_counter() - started
+    assert TokenFile(folder / "huge").num_tokens == 10**12
+    assert sorted(path.name for path in folder.rglob("*")) == before
+    print(f"10^12 tokens: {seconds:.3f} s to the first batch of 8, no file made")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small corpus and two rounds")
+    parser.add_argument("--parts", nargs="+", default=["tokenize", "near", "read", "start"])
+    parser.add_argument("--rounds", type=int)
+    arguments = parser.parse_args()
+    count = arguments.rounds or (2 if arguments.quick else 5)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if {"tokenize", "near"} & set(arguments.parts):
+            print(f"{make_corpus(folder, 1 if arguments.quick else 5) / 1e6:.0f} MB of text", file=sys.stderr)
+        for part, work in {"tokenize": tokenize, "near": near, "read": read}.items():
+            if part in arguments.parts:
+                work(folder, count)
+        if "start" in arguments.parts:
+            start(folder)
+
+
+if __name__ == "__main__":
+    main()
