@@ -21,6 +21,7 @@ from crosstrain.check import Checker
 from crosstrain.cli import main
 from crosstrain.corpus import reader
 from crosstrain.corpus.clean import Clean
+from crosstrain.corpus.pool import Stage
 from crosstrain.data.prepare import PrepareOptions, Summary, prepare
 from crosstrain.data.tokens import TokenFile
 from crosstrain.errors import DataError
@@ -250,3 +251,35 @@ def test_a_part_without_documents_and_different_tokenizers_are_refused(
     path.write_text(path.read_text().replace('"version"', '"Version"', 1))
     assert main(["prepare", "inspect", str(tmp_path / "b")]) == 1
     assert "is not the tokenizer that made the tokens beside it" in capsys.readouterr().err
+
+
+def test_workers_end_with_the_one_that_leads(tmp_path: Path) -> None:
+    program = (
+        "import os, sys, time\nfrom test_pipeline import Sleep\nfrom crosstrain.corpus.pool import Pool\n"
+        "if __name__ == '__main__':\n"
+        "    with Pool(2) as pool:\n"
+        "        for pid in pool.run(Sleep(), [0, 0, 0, 0, 60, 60]):\n"
+        "            print(pid, flush=True)\n"
+    )
+    (tmp_path / "lead.py").write_text(program)
+    path = f"{ROOT / 'platform'}:{ROOT / 'tests'}"
+    lead = subprocess.Popen(
+        [sys.executable, str(tmp_path / "lead.py")], env=environment() | {"PYTHONPATH": path}, stdout=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    assert lead.stdout is not None
+    workers = {int(lead.stdout.readline()) for _ in range(4)}
+    lead.kill()
+    lead.wait()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+class Sleep(Stage[int, int]):
+    """Waits, and says who did."""
+
+    def __call__(self, item: int) -> int:
+        time.sleep(item)
+        return os.getpid()

@@ -76,7 +76,13 @@ class UrlListReader(Reader):
         states = pages.states()
         total, todo = sum(states.values()), states.get("None", 0)
         with tqdm(desc="fetch pages", total=total, initial=total - todo, unit=" pages", disable=not progress) as bar:
-            crawl(pages, manners, bar.update)
+            try:
+                crawl(pages, manners, bar.update)
+            except sqlite3.OperationalError as error:
+                raise DataError(
+                    f"{self.pages} cannot be written ({error}): what was fetched stays; make room and run the same"
+                    f" command again to go on"
+                ) from None
         self.account = {**refused, **pages.states()}
         if todo == total and known:
             self.account["named more than once"] = known

@@ -6,11 +6,13 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -102,8 +104,17 @@ _stages: dict[int, Stage[Any, Any]] = {}  # in a worker: the one that is worked 
 
 def _begin(folders: list[tuple[str, Path]]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one that leads says when to stop
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     for label, folder in folders:
         registry.add_folder(folder, label)
+
+
+def _end_with_parent() -> None:
+    """Otherwise a worker whose parent was killed waits for ever, or writes where the next run does."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
 
 
 def _work(named: _Named, item: Any) -> Any:
