@@ -169,7 +169,9 @@ def _unsure() -> np.ndarray:
     """
     old, table = unicodedata.ucd_3_2_0.category, np.zeros(0x110000, bool)
     table[[0x17F, 0x212A]] = True
-    for code in chain(range(128, 0xD800), range(0xF900, 0xF0000)):  # without private use, which is so for ever
+    table[0x323B0:0xE0000] = table[0xE01F0:0xF0000] = True  # not assigned up to Unicode 16
+    # Without private use, which is so for ever.
+    for code in chain(range(128, 0xD800), range(0xF900, 0x323B0), range(0xE0000, 0xE01F0)):
         now, before = unicodedata.category(chr(code)), old(chr(code))
         table[code] |= now == "Cn" or (now[0] != before[0] and (now[0] in "LNZ" or before[0] in "LNZ"))
     return table
