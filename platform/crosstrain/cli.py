@@ -41,7 +41,15 @@ def _parser() -> _Parser:
     train = verbs.add_parser("train", help="train what a project file says, resuming where its folder left off")
     _add_config(train, required=True)
     train.add_argument("--fresh", action="store_true", help="start over; the earlier run's folder is kept under NAME.1")
+    train.add_argument("--dry-run", action="store_true", help="say what it will cost, as `plan` does; start nothing")
+    train.add_argument("--no-fit-check", action="store_true", help="start although the device's memory is too small")
+    _add_budget(train)
     train.set_defaults(run=_train)
+
+    plan = verbs.add_parser("plan", help="what a project costs under each runner, before anything starts")
+    _add_config(plan, required=True)
+    _add_budget(plan)
+    plan.set_defaults(run=_plan)
 
     evaluate = verbs.add_parser("evaluate", help="loss, perplexity and text from a checkpoint")
     evaluate.add_argument(
@@ -127,10 +135,33 @@ def _add_config(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="workers (default: one per GPU, else one)")
 
 
+def _add_budget(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("planning")
+    group.add_argument("--world-size", type=_positive, metavar="N", help="ranks, there or not (default: as training)")
+    group.add_argument("--device-memory", metavar="SIZE", help="of each rank's device, such as 24GiB: what fits?")
+    group.add_argument("--throughput", metavar="FLOPS", help="a device's FLOP/s, such as 150T: how many days?")
+    group.add_argument("--tokens-per-second", metavar="N", help="the same as measured, of all ranks together")
+    group.add_argument("--tokens", metavar="N", help="of the whole training, such as 2.5B (default: run.max_iters)")
+    group.add_argument("--no-presets", action="store_true", help="say nothing of other runners")
+    group.add_argument("--output", metavar="FILE", help="write the plan as JSON")
+    group.add_argument("--picture", metavar="FILE", help="draw memory as stacked bars, .svg or .png")
+
+
 def _train(arguments: argparse.Namespace) -> int:
+    if arguments.dry_run:
+        return _plan(arguments)
     from crosstrain.commands.train import train
 
-    return train(arguments.cfg_path, arguments.options, arguments.nproc_per_node, arguments.fresh)
+    return train(
+        arguments.cfg_path, arguments.options, arguments.nproc_per_node, arguments.fresh,
+        None if arguments.no_fit_check else arguments.device_memory or "",
+    )  # fmt: skip
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from crosstrain.commands.plan import plan
+
+    return plan(arguments)
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:

@@ -139,6 +139,10 @@ class Model(nn.Module, ABC):
         """Floating-point operations of forward and backward per token, for the utilisation figure; None: unknown."""
         return None
 
+    def memory_formulas(self, micro_batch: int, sequence_length: int | None) -> dict[str, int]:
+        """Published estimates of memory for models of this kind, by what they say: bytes, to stand beside the plan."""
+        return {}
+
     # ---- life after training
 
     @property

@@ -28,6 +28,7 @@ from crosstrain.monitor.timers import Timers
 from crosstrain.norms import global_norm
 from crosstrain.optim import MakeOptimizer, NamedParameters, create_state, gradients_of
 from crosstrain.options import RunOptions
+from crosstrain.planning.layout import Layout, Situation, data_parallel
 from crosstrain.precision import Precision
 from crosstrain.rng import seed_everything_for
 
@@ -79,6 +80,11 @@ class Runner:
     @classmethod
     def check_model(cls, options: Any, model: Model) -> None:
         """Raise ConfigError where the model, on the meta device, cannot be laid out so; no worker exists yet."""
+
+    @classmethod
+    def layouts(cls, options: Any, at: Situation) -> list[Layout]:
+        """What ranks will hold and send, one layout for each kind of rank; for the plan, before any worker exists."""
+        return [data_parallel(at)]
 
     def setup(self) -> None:
         """Choose the device and join the other ranks."""

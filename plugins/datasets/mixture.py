@@ -58,6 +58,15 @@ class Mixture(Dataset):
         for part in options.parts:
             registry.get_dataset_class(part.dataset.name).prepare(part.dataset.options)
 
+    @classmethod
+    def shapes(cls, options: Any) -> Batch | None:
+        """The longest of the parts."""
+        found = [registry.get_dataset_class(p.dataset.name).shapes(p.dataset.options) for p in options.parts]
+        known = [batch for batch in found if batch is not None]
+        if len(known) < len(found):
+            return None
+        return max(known, key=lambda batch: sum(tensor.numel() for tensor in batch.values()))
+
     def __init__(self, options: Any, split: Split) -> None:
         super().__init__(options, split)
         self.parts: list[Dataset] = [

@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from crosstrain.check import OptionError
 from crosstrain.data.dataset import SPLITS, Batch, Dataset, Sample, Split
@@ -76,6 +77,11 @@ class TextDataset(Dataset):
         except DataError:
             return options.prepare is None  # then there is nothing to wait for
         return True
+
+    @classmethod
+    def shapes(cls, options: Options) -> Batch:
+        ids = torch.zeros(1, options.seq_length, dtype=torch.int64, device="meta")
+        return {"input_ids": ids, "labels": ids}
 
     def __init__(self, options: Options, split: Split) -> None:
         super().__init__(options, split)

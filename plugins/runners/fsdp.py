@@ -16,6 +16,7 @@ from crosstrain.construct import materialize, parameters_on_meta
 from crosstrain.errors import ConfigError
 from crosstrain.model import Model
 from crosstrain.optim import MakeOptimizer
+from crosstrain.planning.layout import Layout, Situation, Sizes, fully_sharded
 from crosstrain.registry import registry
 from crosstrain.runner import Runner
 
@@ -47,6 +48,16 @@ class FSDPRunner(Runner):
                 f"run.runner.shard_size: {options.shard_size} does not divide the {world_size} ranks evenly"
             )
         return world_size
+
+    @classmethod
+    def layouts(cls, options: Any, at: Situation) -> list[Layout]:
+        ranks = options.shard_size or at.world_size
+        return [
+            fully_sharded(
+                Sizes.of(at.model), at, ranks, regather=options.reshard_after_forward, offload=options.cpu_offload,
+                every=options.sync_each_micro_batch,
+            )
+        ]  # fmt: skip
 
     def setup(self) -> None:
         super().setup()

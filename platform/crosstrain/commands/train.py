@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from crosstrain import assembly
+from crosstrain.commands.plan import refuse_what_cannot_fit
 from crosstrain.config import Config, load_config
 from crosstrain.construct import parameters_on_meta
 from crosstrain.errors import UserError
@@ -18,11 +19,18 @@ from crosstrain.signals import StopRequest
 from crosstrain.trainer import Trainer, run_length
 
 
-def train(cfg_path: str, options: list[str], nproc_per_node: int | None, fresh: bool) -> int:
-    """Train what `cfg_path` says; returns the exit code. Raises UserError for every mistake it can foresee."""
+def train(
+    cfg_path: str, options: list[str], nproc_per_node: int | None, fresh: bool, device_memory: str | None = ""
+) -> int:
+    """Train what `cfg_path` says; returns the exit code. Raises UserError for every mistake it can foresee.
+
+    `device_memory`: what must be enough, such as 24GiB; "": a GPU's own; None: whatever there is.
+    """
     config = load_config(cfg_path, options)
     how = Launch.detect(nproc_per_node, config.run.device)
     check(config, how.world_size)
+    if device_memory is not None and how.is_first and not restarted():
+        refuse_what_cannot_fit(config, how.world_size, device_memory)
     if fresh and how.is_first and not restarted():
         aside = RunFolder(config.run.output_dir).set_aside()
         if aside:

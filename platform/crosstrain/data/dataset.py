@@ -89,6 +89,14 @@ class Dataset(ABC):
         A dataset that has each sample at its index need not know who asks; one that reads a stream must.
         """
 
+    @classmethod
+    def shapes(cls, options: Any) -> Batch | None:
+        """A batch of one sample as long as samples get, on the meta device; the data need not be there.
+
+        For the plan. None, the default: not known before the data is there.
+        """
+        return None
+
     @abstractmethod
     def __len__(self) -> int:
         """Number of samples in this split."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
+import torch
 
 from crosstrain.check import Component, OptionError
 from crosstrain.data.conversations import (
@@ -111,6 +112,17 @@ class ImageDataset(Dataset):
         self.encoder = ConversationEncoder(tokenizer, options.image_tokens, self.text_processor.style)
         self.skipped: dict[int, str] = {}
         self.tried = 0
+
+    @classmethod
+    def shapes(cls, options: Any) -> Batch | None:
+        """With one image, where `max_length` says how long samples get."""
+        if options.max_length is None:
+            return None
+        from PIL import Image
+
+        pixels = _processor(options.vis_processor.eval)(Image.new("RGB", (64, 64)), np.random.default_rng(0))
+        ids = torch.zeros(1, options.max_length, dtype=torch.int64, device="meta")
+        return {"input_ids": ids, "labels": ids, "pixel_values": torch.empty(1, *pixels.shape, device="meta")}
 
     @abstractmethod
     def read(self, index: int) -> tuple[list[Any], Annotation]:

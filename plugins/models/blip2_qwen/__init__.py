@@ -20,6 +20,7 @@ from crosstrain.errors import ConfigError, DataError
 from crosstrain.language_model import LanguageModel
 from crosstrain.loss import Head
 from crosstrain.model import Merge, Model
+from crosstrain.planning.pretend import has_values
 from crosstrain.precision import DTYPES
 from crosstrain.pretrained import Source
 from crosstrain.recompute import Mode
@@ -280,8 +281,8 @@ def _projector(options: Projector, width: int, out: int) -> nn.Module:
 
 def _put(embeddings: Tensor, places: Tensor, features: Tensor) -> Tensor:
     """Features of images [images, queries, width], in order, at the places [batch, length]."""
-    expected, found = features.shape[0] * features.shape[1], int(places.sum())
-    if expected != found:
+    expected = features.shape[0] * features.shape[1]
+    if has_values(places) and expected != (found := int(places.sum())):
         raise DataError(
             f"{features.shape[0]} images of {features.shape[1]} query tokens do not fill {found} placeholders: set the "
             f"dataset's image_tokens to model.qformer.num_query_tokens, which is {features.shape[1]}"

@@ -24,9 +24,11 @@ from crosstrain.model import Model
 from crosstrain.monitor.console import log
 from crosstrain.optim import MakeOptimizer, check_elementwise, create_state
 from crosstrain.options import RunOptions, plan_batch
+from crosstrain.planning.layout import Layout, Situation
 from crosstrain.registry import registry
 from crosstrain.runner import Runner, StepResult
 
+from .holding import layout
 from .nvme import SwapFolder, SwappedStage3
 from .options import Options
 from .partition import Partition, Stage3, Stage12
@@ -53,6 +55,10 @@ class DeepSpeedRunner(Runner):
                 "run.gradient_checkpointing: selective and ZeRO stage 3 exclude each other, because the second forward "
                 "gathers parameters that the first one had; use full or offload"
             )
+
+    @classmethod
+    def layouts(cls, options: Any, at: Situation) -> list[Layout]:
+        return [layout(options, at)]
 
     def setup(self) -> None:
         super().setup()

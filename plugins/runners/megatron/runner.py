@@ -21,6 +21,7 @@ from crosstrain.model import Model
 from crosstrain.norms import global_norm
 from crosstrain.optim import MakeOptimizer, NamedParameters, check_elementwise
 from crosstrain.options import RunOptions
+from crosstrain.planning.layout import Layout, Situation
 from crosstrain.registry import registry
 from crosstrain.rng import seed_everything_for
 from crosstrain.runner import Runner, StepResult
@@ -28,6 +29,7 @@ from crosstrain.runner import Runner, StepResult
 from . import sharded
 from .cutting import cut_model
 from .dropout import Randomness
+from .holding import layouts
 from .layers import TensorParallel, local
 from .layout import Cut, inside
 from .options import Options
@@ -69,6 +71,10 @@ class MegatronRunner(Runner):
         if options.pipeline_parallel > 1:
             ends_of(model, "pipeline_parallel")
             spread(len(model.blocks()), options.pipeline_parallel, options.pipeline_layers)
+
+    @classmethod
+    def layouts(cls, options: Options, at: Situation) -> list[Layout]:
+        return layouts(options, at)
 
     def setup(self) -> None:
         super().setup()

@@ -1,0 +1,151 @@
+"""Is the plan right about memory? Small trainings on a CPU in real processes, measured beside what `plan` says.
+
+    python benchmarks/plan_memory.py                # twelve configurations drawn by seed 1
+    python benchmarks/plan_memory.py --quick        # two
+    python benchmarks/plan_memory.py --seed 7 --count 3
+
+Measured is the highest resident memory of any rank (VmHWM) above what it was when everything was imported, over three
+steps. glibc is told to give freed blocks back at once, because what it holds on to is nobody's memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, Sizes, table, write_project
+
+# Runners, and on how many ranks they are drawn.
+RUNNERS = {
+    "ddp": (1, 2, 4), "fsdp": (2, 4), "zero0": (2,), "zero1": (2, 4), "zero2": (2, 4), "zero3": (2, 4),
+    "megatron_tp2": (2, 4), "megatron_pp2": (2, 4), "megatron_tp2_sp": (2,), "megatron_tp2_zero1": (4,),
+    "megatron_tp2_fsdp": (4,),
+}  # fmt: skip
+BAR = 0.15  # of what was measured
+
+
+def draw(seed: int, count: int) -> list[dict[str, Any]]:
+    """Configurations: sizes, batch, precision, checkpointing and runner, each at random."""
+    rng, drawn = random.Random(seed), []
+    for _ in range(count):
+        runner = rng.choice(sorted(RUNNERS))
+        mode = rng.choice(["none", "full", "none" if runner == "zero3" else "selective"])
+        hidden = rng.choice([256, 384, 512])
+        drawn.append({
+            "runner": runner, "ranks": rng.choice(RUNNERS[runner]), "layers": rng.choice([4, 6, 8]), "hidden": hidden,
+            "length": rng.choice([128, 256]), "vocabulary": rng.choice([8192, 30000, 50257]),
+            "micro": rng.choice([2, 4, 8]), "accumulation": rng.choice([1, 2, 4]), "mode": mode,
+            "amp": rng.choice(["fp32", "bf16"]),
+        })  # fmt: skip
+    return drawn
+
+
+def project_of(folder: Path, c: dict[str, Any]) -> Path:
+    """The project file of a drawn configuration."""
+    run = {
+        "runner": c["runner"], "output_dir": f"{folder}/run", "max_iters": 3, "micro_batch_size": c["micro"],
+        "accum_grad_iters": c["accumulation"], "amp": c["amp"], "gradient_checkpointing": c["mode"], "device": "cpu",
+        "save_in_background": False,
+    }  # fmt: skip
+    sizes = Sizes(c["layers"], c["hidden"], c["hidden"] // 64, c["length"], c["vocabulary"])
+    return write_project(folder, sizes, run)
+
+
+def predict(project: Path, ranks: int) -> tuple[int, dict[str, int]]:
+    """Bytes of the fullest rank, and its parts, as `plan` says, in a process of its own."""
+    out = project.parent / "plan.json"
+    command = ["train.py", "--dry-run", "--no-presets", "--cfg-path", str(project), "--world-size", str(ranks)]
+    subprocess.run([sys.executable, *command, "--output", str(out)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    memory = json.loads(out.read_text())["memory"]
+    return memory["device_total"] + sum(memory["host"].values()), memory["device"] | memory["host"]
+
+
+def measure(project: Path, ranks: int) -> int:
+    """Bytes of the fullest rank above the imports."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    base = os.environ | {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1",
+        "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536",
+    }  # fmt: skip
+    command = [sys.executable, __file__, "--rank-of", str(project)]
+    started = [
+        subprocess.Popen(command, env=base | {"RANK": str(n), "LOCAL_RANK": str(n)}, stdout=subprocess.PIPE, text=True)
+        for n in range(ranks)
+    ]
+    outputs = [process.communicate()[0] for process in started]
+    if any(process.returncode for process in started):
+        raise SystemExit(f"a rank failed: {outputs}")
+    return max(int(out.splitlines()[-1]) for out in outputs)
+
+
+def rank_of(project: str) -> None:
+    """What every rank does: import everything, then train, then print its peak."""
+    from crosstrain import assembly
+    from crosstrain.commands.train import train_worker
+    from crosstrain.config import load_config
+    from crosstrain.construct import parameters_on_meta
+
+    config = load_config(project)
+    assembly.make_runner(config)
+    with parameters_on_meta():
+        assembly.make_model(config)
+    import torch.distributed.fsdp  # which runners import when they need it
+    import torch.utils.tensorboard  # noqa: F401
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = _status("VmRSS")
+    train_worker(config.plain, True)
+    print(_status("VmHWM") - before, flush=True)
+    os._exit(0)
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=12)
+    parser.add_argument("--quick", action="store_true", help="two configurations")
+    parser.add_argument("--only", type=json.loads, help="one configuration, as JSON")
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank_of:
+        return rank_of(arguments.rank_of)
+    drawn = [arguments.only] if arguments.only else draw(arguments.seed, 2 if arguments.quick else arguments.count)
+    rows, errors = [], []
+    for c in drawn:
+        with tempfile.TemporaryDirectory() as folder:
+            project = project_of(Path(folder), c)
+            predicted, parts = predict(project, c["ranks"])
+            measured = measure(project, c["ranks"])
+        errors.append(predicted / measured - 1)
+        shape = f"{c['layers']} x {c['hidden']}, V {c['vocabulary']}"
+        batch = f"{c['micro']} x {c['accumulation']} x {c['length']}"
+        rows.append([f"{c['runner']}@{c['ranks']}", shape, batch, f"{c['amp']}, {c['mode']}",
+                     f"{predicted / 2**20:.0f}", f"{measured / 2**20:.0f}", f"{errors[-1]:+.0%}"])  # fmt: skip
+        print(rows[-1], {k: round(v / 2**20) for k, v in parts.items()}, file=sys.stderr, flush=True)
+    header = ["runner", "model", "micro x accumulation x length", "precision", "plan MiB", "measured MiB", "error"]
+    print(table(header, rows))
+    within = sum(abs(error) <= BAR for error in errors)
+    print(f"\n{within} of {len(errors)} within {BAR:.0%}; median error {statistics.median(map(abs, errors)):.1%}")
+    if within < len(errors):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""From what ranks hold and what computing takes to memory, arithmetic, traffic and time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import get_args
+
+import torch
+from torch import nn
+
+from crosstrain import assembly
+from crosstrain.config import Config
+from crosstrain.data.dataset import Batch
+from crosstrain.model import Model
+from crosstrain.optim import create_state, optimizer_factory
+from crosstrain.options import BatchPlan
+from crosstrain.planning.layout import Layout, Situation, Sizes
+from crosstrain.planning.pretend import pretended
+from crosstrain.planning.tracing import Trace, trace
+from crosstrain.precision import DTYPES
+from crosstrain.recompute import Mode
+from crosstrain.registry import registry
+
+MODES: tuple[Mode, ...] = get_args(Mode)
+_FP32 = 4
+
+
+@dataclass
+class Memory:
+    """Bytes of one rank at its fullest, by what they are for."""
+
+    kind: str  # of rank
+    parameters_held: int  # elements of parameters that this rank keeps between steps
+    device: dict[str, int]
+    host: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Of the device."""
+        return sum(self.device.values())
+
+
+@dataclass
+class Estimate:
+    """One runner on so many ranks. Bytes, operations and samples are those of a step, of all ranks if not said."""
+
+    runner: str
+    world_size: int
+    batch: BatchPlan
+    mode: Mode
+    memory: Memory  # of the rank that holds most
+    others: list[Memory] = field(default_factory=list)  # of other kinds of rank
+    sent: int = 0  # bytes by a rank
+
+
+class Project:
+    """A configuration, asked under any number of runners; the model is built once, and traced once for each use.
+
+    inputs: one sample's tensors on the meta device as a batch of one, or None where its shape is not known: then there
+    are no activations. absent: folders of weights that are not here. Raises what building the model raises.
+    """
+
+    def __init__(
+        self, config: Config, model: Model, inputs: Batch | None, device: str, absent: list[str] | None = None
+    ) -> None:
+        self.config, self.model, self.inputs, self.device = config, model, inputs, device
+        self.absent = absent or []
+        self.sizes = Sizes.of(model)
+        self.dtype = DTYPES[config.run.amp.dtype]
+        self.problem: str | None = None  # why there are no activations
+        self._traces: dict[Hashable, Trace] = {}
+
+    def estimate(self, label: str, config: Config, world_size: int, mode: Mode | None = None) -> Estimate:
+        """Under the runner of `config`, a configuration of the same project. Raises ConfigError where it cannot."""
+        batch = assembly.batch_plan(config, world_size)
+        mode = mode or config.run.gradient_checkpointing
+        runner = registry.get_runner_class(config.runner.name)
+        runner.check_model(config.runner.options, self.model)
+        inputs = self._batch_of(batch.micro_batch)
+        with pretended(world_size):
+            at = Situation(self.model, inputs, config.run, world_size, batch, self.device)
+            found = []
+            for layout in runner.layouts(config.runner.options, at):
+                traced = self.trace_of(layout, batch.micro_batch, mode)
+                found.append((self._memory(layout, traced, mode), layout.sent + traced.exchanged * batch.accumulation))
+        found.sort(key=lambda one: -one[0].total)
+        most = found[0][0]
+        return Estimate(label, world_size, batch, mode, most, [m for m, _ in found[1:]], max(sent for _, sent in found))
+
+    def _batch_of(self, rows: int) -> Batch:
+        return {k: v.expand(rows * len(v), *v.shape[1:]) for k, v in (self.inputs or {}).items()}
+
+    def trace_of(self, layout: Layout, rows: int, mode: Mode) -> Trace:
+        """What a micro batch takes; nothing where that is not known, which `problem` then explains."""
+        key = layout.computes, rows, mode
+        if self.inputs is None:
+            self.problem = self.problem or "the shape of a sample is not known before the data is there"
+        if self.problem is None and key not in self._traces:
+            try:
+                model = layout.model or self.model
+                self._traces[key] = trace(model, self._batch_of(rows), self.dtype, mode, self.device)
+            except Exception as error:  # whatever a model does that needs values
+                self.problem = f"the model's forward cannot be followed without values ({_first_line(error)})"
+        return self._traces.get(key, Trace())
+
+    def _memory(self, layout: Layout, traced: Trace, mode: Mode) -> Memory:
+        compute, made = traced.peak(layout.growing)
+        more = layout.in_flight - 1
+        kept = traced.kept * layout.in_flight
+        inputs = traced.inputs * layout.in_flight if mode == "offload" else 0
+        state = layout.masters + layout.updated * self.state_bytes
+        on_device = layout.optimizer == "device"
+        always = {
+            "parameters": layout.parameters,
+            "optimizer": state if on_device else 0,
+        }
+        workspace = compute + more * traced.kept - int(layout.growing * made) - kept
+        logits = min(traced.logits, max(workspace, 0))
+        computing = always | {
+            "gathered parameters": layout.gathered,
+            "gradients": layout.gradients + int(layout.growing * made),
+            "activations": kept - inputs,
+            "logits": logits,
+            "temporary": workspace - logits,
+            "communication": layout.buffers,
+        }
+        trained = layout.updated * _FP32
+        stepping = always | {
+            "gradients": max(layout.gradients, int(layout.growing * trained)),
+            "communication": layout.step_buffers,
+        }
+        host = dict(layout.host)
+        if layout.optimizer == "host":
+            host["optimizer"] = state
+        if inputs:
+            host["activations"] = inputs
+        if self.config.run.save_in_background:
+            host["checkpoint on its way"] = layout.updated * (_FP32 + self.state_bytes)
+        most = max(computing, stepping, key=lambda parts: sum(parts.values()))
+        return Memory(layout.kind, layout.held, {k: v for k, v in most.items() if v}, host)
+
+    # ---- what does not depend on the runner
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Of the optimizer for each element that it updates, found out by trying."""
+        parameter = nn.Parameter(torch.zeros(8, 8))
+        optimizer = optimizer_factory(self.config)([("weight", parameter)])
+        create_state(optimizer)
+        held = [v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor) and v.ndim]
+        return sum(v.numel() * v.element_size() for v in held) // parameter.numel()
+
+    def flops(self, batch: BatchPlan, mode: Mode) -> int:
+        """Of all ranks in a step, recomputation included; matrix products and attention, as torch counts them."""
+        layout = Layout(0, 0, 0)
+        return self.trace_of(layout, batch.micro_batch, mode).flops * batch.accumulation * batch.dp_size
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """Positions of a sample, if it is made of tokens."""
+        ids = (self.inputs or {}).get("input_ids")
+        return None if ids is None else ids.shape[1]
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Parameters and the optimizer's state; frozen parameters that come from a published folder are left out."""
+        sources = self.model.pretrained_sources()
+        size = 0
+        for name, p in self.model.canonical_parameters().items():
+            if p.requires_grad:
+                size += p.numel() * (_FP32 + self.state_bytes)
+            elif not any(source.covers(name) for source in sources):
+                size += p.numel() * p.element_size()
+        return size
+
+
+def with_options(
+    config: Config, micro_batch: int | None = None, mode: Mode | None = None, global_batch: int | None = None
+) -> Config:
+    """The configuration with another micro batch, and accumulation instead, and another mode of checkpointing."""
+    run = config.run
+    if micro_batch is not None:
+        total = global_batch or run.global_batch_size
+        run = replace(run, micro_batch_size=micro_batch, accum_grad_iters=None, global_batch_size=total)
+    if mode is not None:
+        run = replace(run, gradient_checkpointing=mode)
+    return replace(config, run=run)
+
+
+def steps_for(tokens: float, per_step: int) -> int:
+    """Steps until at least so many tokens were seen."""
+    return math.ceil(tokens / per_step)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]

@@ -1,0 +1,310 @@
+"""What computing takes: a forward and a backward of a model whose tensors have shapes and no memory.
+
+Every tensor that an operation makes is counted from its birth to its end, as torch's autograd, autocast and
+checkpointing have it, so nothing here knows any model. Operations are those of torch's CPU backend; for a GPU attention
+is taken as the fused kernel that runs there, and the softmax of the loss as one per chunk.
+
+Blocks that are all alike are not computed one by one: of n, the first and the last are, and then one alone. What grows
+with their number is the difference.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from crosstrain import loss, recompute
+from crosstrain.data.dataset import Batch
+from crosstrain.model import Model
+from crosstrain.recompute import Mode
+
+
+@dataclass
+class Trace:
+    """One micro batch, in bytes; without parameters and without the gradients of parameters."""
+
+    forward_peak: int = 0
+    kept: int = 0  # between forward and backward
+    backward: dict[int, int] = field(default_factory=dict)  # gradients of parameters made so far -> the most then
+    logits: int = 0  # at the most, while the head computes
+    inputs: int = 0  # of checkpointed blocks, which `offload` moves to host memory
+    flops: int = 0
+    exchanged: int = 0  # sent by this rank in exchanges within the forward and the backward
+
+    def peak(self, growing: float) -> tuple[int, int]:
+        """The most at any time, `growing` of the gradients made until then among it; and what those were."""
+        moments = [(self.forward_peak, 0)]
+        moments += [(most + int(growing * made), made) for made, most in self.backward.items()]
+        return max(moments)
+
+
+def trace(model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: str) -> Trace:
+    """What a forward and a backward take of `model`, on the meta device; `dtype` is autocast's.
+
+    batch: tensors of a micro batch, whose values do not count. Raises whatever the model raises where its forward
+    looks at values.
+    """
+    alike = _alike(model)
+    if len(alike) <= 2:
+        return _measure(model, batch, dtype, mode, device, []).trace
+    ends = _measure(model, batch, dtype, mode, device, alike[1:-1])
+    one = _measure(model, batch, dtype, mode, device, alike[:-1])
+    return _extended(ends, one, len(alike) - 2)
+
+
+def _alike(model: Model) -> list[int]:
+    """Indexes of the blocks that most others equal, if the model is one that hands hidden states from one to the next.
+
+    A parameter that two blocks share makes them unlike any other.
+    """
+    if model.ends() is None:
+        return []
+
+    def signature(block: nn.Module) -> tuple[Any, ...]:
+        return (type(block), *((n, p.shape, p.dtype, p.requires_grad) for n, p in block.named_parameters()))
+
+    kinds = [signature(block) for block in model.blocks()]
+    counts = Counter(kind for kind in kinds if len(kind) > 1)
+    if not counts:
+        return []
+    most, _ = counts.most_common(1)[0]
+    return [number for number, kind in enumerate(kinds) if kind == most]
+
+
+@dataclass
+class _Measurement:
+    trace: Trace
+    forward_end: int  # live when the forward ended, autocast's copies of weights among it
+    boundary: int | None  # gradients made when the backward came to the blocks left out
+
+
+def _extended(ends: _Measurement, one: _Measurement, more: int) -> Trace:
+    """With `more` blocks in the middle of `ends`, each of which takes what `ends` take beyond `one`."""
+    a, b = ends.trace, one.trace
+    in_forward, in_backward = ends.forward_end - one.forward_end, a.kept - b.kept
+    gradients = max(a.backward, default=0) - max(b.backward, default=0)
+    boundary = ends.boundary if ends.boundary is not None else max(a.backward, default=0) + 1
+    backward: dict[int, int] = {}
+    for made, most in a.backward.items():
+        if made < boundary or ends.boundary is None:
+            backward[made] = most + more * in_backward
+        else:
+            if made == boundary:  # the block before the ones left out ends where the one after them begins
+                backward[made] = most + more * in_backward
+            backward[made + more * gradients] = most
+    return Trace(
+        forward_peak=a.forward_peak + more * in_forward,
+        kept=a.kept + more * in_backward,
+        backward=backward,
+        logits=a.logits,
+        inputs=a.inputs + more * (a.inputs - b.inputs),
+        flops=a.flops + more * (a.flops - b.flops),
+        exchanged=a.exchanged + more * (a.exchanged - b.exchanged),
+    )
+
+
+def _measure(
+    model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: str, left_out: list[int]
+) -> _Measurement:
+    absent = [model.blocks()[number] for number in left_out]
+    model = copy.deepcopy(model, {id(block): block for block in absent})
+    model.train()
+    tracker = _Tracker()
+
+    def autocast() -> AbstractContextManager[Any]:
+        return nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype)
+
+    skipped = set(map(id, absent))
+    for blocks, how in model.checkpointing(mode):
+        here = [block for block in blocks if id(block) not in skipped]
+        recompute.apply(here, "full" if how == "offload" else how, autocast)
+        if how in ("full", "offload"):
+            for block in here:
+                if next(block.parameters(), None) is None:
+                    continue  # a stand-in for one on another stage
+                block.register_forward_pre_hook(tracker.sees_input)
+    with ExitStack() as stack:
+        fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_as_on(device))
+        for block in absent:  # which the copy shares with the model
+            stack.enter_context(patch.object(block, "forward", partial(_pass_on, tracker)))
+        _give_shapes(model, absent)
+        inputs = {
+            key: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
+            for key, value in batch.items()
+        }
+        tracker.ignore([*model.parameters(), *model.buffers(), *inputs.values()])
+        hooks = [
+            p.register_post_accumulate_grad_hook(tracker.takes_gradient)
+            for p in model.parameters()
+            if p.requires_grad and p.device.type != "meta"
+        ]
+        head = model.head
+        model.head = partial(tracker.watches, head)  # type: ignore[assignment]
+        stack.enter_context(tracker)
+        with autocast():
+            out = model(**inputs)
+            forward_end = tracker.live
+        tracker.ends_forward()
+        if out.requires_grad:  # not so on a stage where nothing is trained
+            out.backward(torch.empty_like(out) if out.ndim else None)
+        del out
+        for hook in hooks:
+            hook.remove()
+        del fake
+    return _Measurement(tracker.trace, forward_end, tracker.boundary)
+
+
+def _pass_on(tracker: _Tracker, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    """In the place of a block's forward; notes when the backward comes by."""
+    if hidden.requires_grad:
+        hidden.register_hook(tracker.comes_by)
+    return hidden
+
+
+def _give_shapes(model: Model, left_out: list[nn.Module]) -> None:
+    """Tensors of the current fake mode in the place of parameters and buffers, but for those of `left_out`."""
+    skipped = {id(module) for block in left_out for module in block.modules()}
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        if id(module) in skipped:
+            continue
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(
+                        torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad
+                    )
+                module._parameters[name] = made[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+class _Tracker(TorchDispatchMode):
+    """Counts what is alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self.live = 0
+        self.boundary: int | None = None
+        self._made = 0  # bytes of gradients of parameters so far
+        self._known: set[int] = set()  # storages that are counted, by id
+        self._ignored: list[Any] = []
+        self._in_head: int | None = None  # what was alive when the head began
+        self._backward = False
+
+    def ignore(self, tensors: list[Any]) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._known.add(id(storage))
+                self._ignored.append(storage)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func is torch.ops.prim.device.default:
+            return out
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):  # whose slice is counted
+                self._count(tensor)
+        if func._overloadpacket in flop_registry:
+            self.trace.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+        elif func.namespace == "c10d":
+            self._exchange(func, args)
+        if self._backward:
+            self.trace.backward[self._made] = max(self.trace.backward.get(self._made, 0), self.live)
+        else:
+            self.trace.forward_peak = max(self.trace.forward_peak, self.live)
+        if self._in_head is not None:
+            self.trace.logits = max(self.trace.logits, self.live - self._in_head)
+        return out
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if id(storage) not in self._known:
+            self._known.add(id(storage))
+            self.live += storage.nbytes()
+            weakref.finalize(storage, self._forget, id(storage), storage.nbytes())
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+    def _exchange(self, func: Any, args: Any) -> None:
+        """Each exchange of n ranks sends (n - 1) / n of the larger side, all-reduce twice that."""
+        groups = [a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())]
+        ranks = dist.ProcessGroup.unbox(groups[0]).size() if groups else 1
+        most = max((t.numel() * t.element_size() for t in tree_leaves(args) if isinstance(t, Tensor)), default=0)
+        self.trace.exchanged += most * (ranks - 1) // ranks * (2 if "allreduce" in str(func) else 1)
+
+    # ---- what tells the phases apart
+
+    def ends_forward(self) -> None:
+        self.trace.kept, self._backward = self.live, True
+        self.trace.backward[0] = self.live
+
+    def takes_gradient(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._made += parameter.grad.numel() * parameter.grad.element_size()
+        parameter.grad = None
+        self.trace.backward[self._made] = self.live
+
+    def comes_by(self, gradient: Tensor) -> None:
+        if self.boundary is None:
+            self.boundary = self._made
+
+    def sees_input(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._backward and torch.is_grad_enabled() and isinstance(args[0], Tensor):
+            self.trace.inputs += args[0].numel() * args[0].element_size() if args[0].requires_grad else 0
+
+    def watches(self, head: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        self._in_head = self.live
+        try:
+            return head(*args, **kwargs)
+        finally:
+            self._in_head = None
+
+
+@contextmanager
+def _as_on(device: str) -> Iterator[None]:
+    """Where CPU and GPU compute otherwise, and what takes long to trace and no memory."""
+    with ExitStack() as stack:
+        rows = loss._CPU_SOFTMAX_ROWS if device == "cpu" else 1 << 30
+        for name in ("_losses_and_gradient", "_losses_and_gradient_of_share"):
+            stack.enter_context(patch.object(loss, name, partial(_first_rows, getattr(loss, name), rows)))
+        if device == "cuda":
+            attention = partial(_fused, nn.functional.scaled_dot_product_attention)
+            stack.enter_context(patch.object(nn.functional, "scaled_dot_product_attention", attention))
+        yield
+
+
+def _first_rows(compute: Callable[..., Tensor], rows: int, logits: Tensor, targets: Tensor, *more: Any) -> Tensor:
+    """The loss of the first rows alone: of all others it takes the same memory, after the first ones' is free."""
+    n = min(rows, len(logits))
+    with patch.object(loss, "_CPU_SOFTMAX_ROWS", n):
+        some = compute(logits[:n], targets[:n], *more)
+    return some.new_empty(len(logits))
+
+
+def _fused(attention: Callable[..., Tensor], *args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
+    """Attention whose dropout is inside the kernel, as on a GPU; a CPU's has none."""
+    return attention(*args, **kwargs)

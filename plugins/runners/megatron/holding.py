@@ -1,0 +1,167 @@
+"""What ranks hold and send under Megatron's layouts, for the plan: the model is cut and staged as it will be."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from crosstrain.model import Model
+from crosstrain.planning.layout import Layout, Situation, Sizes, all_reduced, fully_sharded, scattered, share
+
+from .cutting import cut_model
+from .dropout import Randomness
+from .layers import TensorParallel, local
+from .options import Options
+from .ownership import MIB
+from .plan import resolve
+from .stages import ends_of, leave_out, spread, width_of
+from .vocabulary import ParallelHead
+
+
+def layouts(options: Options, at: Situation) -> list[Layout]:
+    """One for the first and one for the last stage, which hold most: activations, and the head."""
+    tensor = mesh = None
+    if options.tensor_parallel > 1:
+        group = dist.new_group(list(range(options.tensor_parallel)))
+        tensor, mesh = _Pretended(group, options.sequence_parallel), DeviceMesh.from_group(group, "cpu")
+    stages = dict.fromkeys((0, options.pipeline_parallel - 1))
+    return [_layout(options, at, tensor, mesh, stage) for stage in stages]
+
+
+class _Still(Randomness):
+    """No random numbers, because nothing has values."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), 0)
+
+    def fork(self) -> None: ...
+    def enter(self) -> None: ...
+    def leave(self) -> None: ...
+
+
+class _Pretended(TensorParallel):
+    """Ranks that are not there."""
+
+    def __init__(self, group: dist.ProcessGroup, splits_sequence: bool) -> None:
+        super().__init__(group, splits_sequence, _Still())
+
+    def __deepcopy__(self, memo: Any) -> _Pretended:
+        return self
+
+
+class _Head(ParallelHead):
+    """The head of a model whose slices are plain tensors."""
+
+    def __init__(self, tensor: TensorParallel, mesh: DeviceMesh) -> None:
+        super().__init__(tensor)
+        self.mesh = mesh
+
+    def __deepcopy__(self, memo: Any) -> _Head:
+        return self
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: int) -> Tensor:
+        slices = DTensor.from_local(weight, self.mesh, [Shard(0)], run_check=False)
+        return super().__call__(hidden, slices, labels, vocab_size)
+
+
+def _layout(
+    options: Options, at: Situation, tensor: TensorParallel | None, mesh: DeviceMesh | None, stage: int
+) -> Layout:
+    model, stages, copies = copy.deepcopy(at.model), options.pipeline_parallel, at.batch.dp_size
+    hidden = 0
+    if tensor is not None:
+        assert mesh is not None
+        cuts = cut_model(model, resolve(model, options.plan), tensor, mesh)
+        head = model.head
+        _plain(model)
+        if cuts and any(style == "vocabulary" for style in resolve(at.model, options.plan).modules.values()):
+            head = _Head(tensor, mesh)
+        model.head = head
+    first, last = model.blocks()[0], model.blocks()[-1]
+    if stages > 1:
+        ends, blocks = ends_of(model, "pipeline_parallel"), model.blocks()
+        here = spread(len(blocks), stages, options.pipeline_layers)[stage]
+        first, last = blocks[here[0]], blocks[here[-1]]
+        rows, length = at.inputs["input_ids"].shape
+        parts = options.tensor_parallel if options.sequence_parallel else 1
+        hidden = rows * length // parts * width_of(model, ends) * 4
+        leave_out(model, ends, here, stage == 0, stage == stages - 1, tensor)
+        if stage > 0:
+            first.register_forward_pre_hook(_receive(parts), prepend=True)
+    if tensor is not None and options.sequence_parallel:
+        if stage == 0:
+            first.register_forward_pre_hook(lambda _, x: (tensor.split_sequence(x[0]), *x[1:]), prepend=True)
+        closing = ends_of(at.model, "sequence_parallel").last[:-1]
+        if closing and stage == stages - 1:
+            last = model.get_submodule(closing[-1])
+        last.register_forward_hook(tensor.set_aside)
+    out = _owned(options, at, Sizes.of(model), copies)
+    out.model = model if tensor is not None or stages > 1 else None
+    if out.model is not None:
+        cut = options.tensor_parallel, options.sequence_parallel, options.plan
+        out.computes = repr((*cut, stage, stages, options.pipeline_layers))
+    if stages > 1:
+        out.kind = f"stage {stage + 1} of {stages}"
+        _pass(out, options, at, stage, hidden)
+    return out
+
+
+def _receive(parts: int) -> Callable[..., tuple[Any, ...]]:
+    def receive(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        rows, length, width = inputs[0].shape
+        return (torch.zeros(rows, length // parts, width, requires_grad=True), *inputs[1:])
+
+    return receive
+
+
+def _plain(model: Model) -> None:
+    """Slices as ordinary parameters."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, DTensor):
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(local(parameter.detach()), parameter.requires_grad)
+                module._parameters[name] = made[parameter]
+
+
+def _owned(options: Options, at: Situation, sizes: Sizes, copies: int) -> Layout:
+    """What `ownership` and `sharded` do with the data-parallel ranks' parameters."""
+    if options.data_parallel_style == "fsdp" or options.offload == "cpu":
+        return fully_sharded(sizes, at, copies, regather=True, offload=options.offload == "cpu", every=False)
+    zero1 = options.data_parallel_style == "zero1"
+    exchanged = copies > 1
+    once = at.batch.accumulation == 1
+    bucket = min(options.bucket_mb * MIB, sizes.trainable) if exchanged else 0
+    out = Layout(
+        parameters=sizes.parameters,
+        held=sizes.elements,
+        updated=sizes.trainable_elements,
+        gradients=0 if once else sizes.trainable,
+        growing=1.0 if once else 0.0,
+        buffers=bucket,
+        sent=all_reduced(sizes.trainable, copies),
+    )
+    if zero1:
+        out.updated = share(sizes.trainable_elements, copies)
+        out.growing += 1 / copies if exchanged and once else 0
+        out.step_buffers = 2 * bucket
+        out.sent = 2 * scattered(sizes.trainable, copies)
+    return out
+
+
+def _pass(out: Layout, options: Options, at: Situation, stage: int, hidden: int) -> None:
+    """A pipeline: micro batches under way, and what goes from stage to stage; torch has a buffer for each of them."""
+    count, stages = at.batch.accumulation, options.pipeline_parallel
+    one_f_one_b = options.pipeline_schedule == "1f1b" and count >= stages
+    out.in_flight = min(count, stages - stage) if one_f_one_b else count
+    neighbours = (stage > 0) + (stage < stages - 1)
+    out.buffers += neighbours * count * hidden
+    out.sent += neighbours * count * hidden

@@ -1,0 +1,147 @@
+"""What a plan says before anything starts: the numbers of published sizes, layouts, refusals; and that it is fast."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from conftest import ROOT
+from crosstrain import assembly
+from crosstrain.cli import main
+from crosstrain.config import load_config
+from crosstrain.construct import parameters_on_meta
+from crosstrain.planning import tracing
+from crosstrain.planning.units import read_bytes, read_number
+
+GIB, MIB = 1 << 30, 1 << 20
+SMALL = ["model.n_layer=2", "model.n_embd=128", "model.n_head=4", "model.vocab_size=1000"]
+
+
+def planned(tmp_path: Path, project: str, *arguments: str) -> dict[str, Any]:
+    out, file = tmp_path / "plan.json", str(ROOT / "projects" / f"{project}.yaml")
+    assert main(["plan", "--cfg-path", file, "--output", str(out), *arguments]) == 0
+    return json.loads(out.read_text())
+
+
+def test_gpt2_345m_on_two_tensor_parallel_ranks_has_the_known_numbers(tmp_path: Path) -> None:
+    plan = planned(tmp_path, "gpt2_345m_tp2", "--world-size", "2", "--no-presets")
+    assert plan["parameters"]["without_padding"] == 354_823_168
+    assert plan["parameters"]["total"] == 354_871_296
+    assert plan["parameters"]["per_rank"] == 178_100_224
+    assert sorted(plan["formulas"].values()) == [5760 * MIB, int(21.375 * GIB)]
+    # Weight and two moments, in fp32.
+    device = plan["memory"]["device"]
+    assert device["parameters"] == 4 * 178_100_224
+    assert device["optimizer"] == 8 * 178_100_224
+    assert plan["gradient_checkpointing"]["none"]["device_total"] > plan["memory"]["device_total"]
+    # Each of 24 blocks sums [8, 1024, 1024] four times, in two bytes or four; a ring of two ranks sends all of it.
+    assert plan["bytes_sent_per_step_by_a_rank"] >= 24 * 4 * 8 * 1024 * 1024 * 2
+
+
+def test_the_token_budget_of_125m_takes_4769_steps(tmp_path: Path) -> None:
+    plan = planned(tmp_path, "gpt3_125m", "--tokens", "2.5B", "--tokens-per-second", "100e3", "--no-presets")
+    assert (plan["tokens_per_step"], plan["steps"]) == (524_288, 4_769)
+    assert plan["days"] == pytest.approx(4_769 * 524_288 / 100e3 / 86_400)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "projects").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_project_has_a_plan(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runner = load_config(path).runner.options
+    ranks = getattr(runner, "tensor_parallel", 1) * getattr(runner, "pipeline_parallel", 1)
+    assert main(["train", "--cfg-path", str(path), "--dry-run", "--no-presets", "--world-size", str(ranks)]) == 0
+    out = capsys.readouterr().out
+    assert "memory of the fullest rank" in out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_175b_plan_of_1024_ranks_takes_seconds(tmp_path: Path) -> None:
+    plan = planned(tmp_path, "gpt3_175b", "--world-size", "1024", "--options", "run.device=cuda")
+    assert plan["batch"]["dp_size"] == 8
+    assert plan["memory"]["rank"] == "stage 1 of 16"
+    assert 174e9 < plan["parameters"]["total"] < 176e9
+
+
+@pytest.fixture
+def project(tmp_path: Path, dataset: Path) -> Path:
+    file = tmp_path / "project.yaml"
+    model = {"arch": "gpt2", "n_embd": 128, "n_layer": 2, "n_head": 4, "vocab_size": 320, "n_positions": 64}
+    run = {"output_dir": str(tmp_path / "run"), "max_iters": 2, "global_batch_size": 16, "micro_batch_size": 16}
+    data = {"t": {"name": "text", "path": str(dataset), "seq_length": 64}}
+    file.write_text(yaml.safe_dump({"model": model, "datasets": data, "run": run | {"device": "cpu"}}))
+    return file
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_starts(
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", "--cfg-path", str(project), "--device-memory", "30MiB"]
+    assert main(command) == 1
+    error = capsys.readouterr().err
+    assert "would need" in error
+    assert "its device has 30.0 MiB" in error
+    assert "run.gradient_checkpointing=" in error  # the nearest change
+    assert not (tmp_path / "run").exists()
+    assert main([*command, "--no-fit-check"]) == 0
+    assert (tmp_path / "run" / "checkpoints").is_dir()
+
+
+def test_the_advice_fits_when_it_is_taken(project: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    command = ["plan", "--cfg-path", str(project), "--device-memory", "30MiB", "--output", str(out)]
+    assert main(command) == 0
+    advice = json.loads(out.read_text())["advice"]
+    assert advice["fits"]
+    assert main([*command, "--options", *advice["settings"]]) == 0
+    plan = json.loads(out.read_text())
+    assert plan["memory"]["fits"]
+    assert plan["advice"] is None
+
+
+def test_pictures_are_written(project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--cfg-path", str(project), "--no-presets", "--picture"]
+    assert main([*command, str(tmp_path / "plan.svg")]) == 0
+    assert "activations" in (tmp_path / "plan.svg").read_text()
+    assert main([*command, str(tmp_path / "plan.png")]) == 0
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert main([*command, str(tmp_path / "plan.gif")]) == 1
+    assert ".svg or .png" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_alike_blocks_that_are_not_computed_count_as_if_they_were(
+    mode: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [*SMALL, "model.n_layer=5", "model.n_positions=64"]
+    with parameters_on_meta():
+        model = assembly.make_model(load_config(ROOT / "projects" / "gpt2_345m.yaml", options))
+    ids = torch.zeros(2, 64, dtype=torch.long, device="meta")
+    batch = {"input_ids": ids, "labels": ids}
+    short = tracing.trace(model, batch, dtype, mode, "cpu")
+    monkeypatch.setattr(tracing, "_alike", lambda model: [])
+    whole = tracing.trace(model, batch, dtype, mode, "cpu")
+    for name in ("forward_peak", "kept", "logits", "inputs", "flops"):
+        assert getattr(short, name) == getattr(whole, name), name
+    for growing in (0.0, 1.0):
+        assert short.peak(growing) == whole.peak(growing)
+
+
+@pytest.mark.parametrize(("text", "size"), [("24GiB", 24 * GIB), ("80GB", 80e9), ("512MiB", 512 * MIB), ("1000", 1e3)])
+def test_sizes_are_read_as_people_write_them(text: str, size: float) -> None:
+    assert read_bytes(text, "x") == size
+
+
+def test_large_numbers_are_read_as_people_write_them() -> None:
+    assert (read_number("2.5B", "x"), read_number("150T", "x"), read_number("3e11", "x")) == (2.5e9, 150e12, 3e11)
+
+
+@pytest.mark.parametrize("text", ["much", "-1GiB", "24 parsecs", ""])
+def test_what_is_no_size_is_said(text: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--cfg-path", str(project), f"--device-memory={text} "]) == 1
+    assert "is not a size such as 24GiB" in capsys.readouterr().err
