@@ -13,8 +13,8 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,9 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from crosstrain import loss, recompute
+from crosstrain import recompute
 from crosstrain.data.dataset import Batch
 from crosstrain.model import Model
+from crosstrain.planning.kernels import computing_as
 from crosstrain.recompute import Mode
 
 
@@ -141,7 +142,7 @@ def _measure(
                 block.register_forward_pre_hook(tracker.sees_input)
     with ExitStack() as stack:
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_as_on(device))
+        stack.enter_context(computing_as(device))
         for block in absent:  # which the copy shares with the model
             stack.enter_context(patch.object(block, "forward", partial(_pass_on, tracker)))
         _give_shapes(model, absent)
@@ -282,29 +283,3 @@ class _Tracker(TorchDispatchMode):
             return head(*args, **kwargs)
         finally:
             self._in_head = None
-
-
-@contextmanager
-def _as_on(device: str) -> Iterator[None]:
-    """Where CPU and GPU compute otherwise, and what takes long to trace and no memory."""
-    with ExitStack() as stack:
-        rows = loss._CPU_SOFTMAX_ROWS if device == "cpu" else 1 << 30
-        for name in ("_losses_and_gradient", "_losses_and_gradient_of_share"):
-            stack.enter_context(patch.object(loss, name, partial(_first_rows, getattr(loss, name), rows)))
-        if device == "cuda":
-            attention = partial(_fused, nn.functional.scaled_dot_product_attention)
-            stack.enter_context(patch.object(nn.functional, "scaled_dot_product_attention", attention))
-        yield
-
-
-def _first_rows(compute: Callable[..., Tensor], rows: int, logits: Tensor, targets: Tensor, *more: Any) -> Tensor:
-    """The loss of the first rows alone: of all others it takes the same memory, after the first ones' is free."""
-    n = min(rows, len(logits))
-    with patch.object(loss, "_CPU_SOFTMAX_ROWS", n):
-        some = compute(logits[:n], targets[:n], *more)
-    return some.new_empty(len(logits))
-
-
-def _fused(attention: Callable[..., Tensor], *args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
-    """Attention whose dropout is inside the kernel, as on a GPU; a CPU's has none."""
-    return attention(*args, **kwargs)
