@@ -172,3 +172,20 @@ def logged_step(folder: Path) -> int:
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return json.loads(lines[-1])["step"] if lines and lines[-1].endswith("}") else 0
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shapes' tokenizer, of whole words."""
+    from shard_home import module_of
+
+    folder = tmp_path_factory.mktemp("words")
+    module_of("shapes").write_tokenizer(folder)
+    return folder / "tokenizer"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder where nothing is yet, indexes of shards neither."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path

@@ -75,3 +75,21 @@ def picture(path: Path, seed: int, size: tuple[int, int] = (20, 24)) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels).save(path)
     return path
+
+
+def mixed_project(folder: Path, tokenizer: Path, **run: Any) -> Path:
+    """A project of micro batches of one, whose samples have no image, one, or three, so some ranks have text alone."""
+    entries = []
+    for i in range(12):
+        names = [f"{k}.png" for k in range((0, 1, 3)[i % 3])]
+        question = "<image>" * len(names) + "what colour is it"
+        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": ("red", "blue", "green")[i % 3]}]
+        entries.append({"image": names, "conversations": turns})
+    for k in range(3):
+        picture(folder / f"{k}.png", k)
+    (folder / "notes.json").write_text(json.dumps(entries))
+    dataset = {
+        "name": "instructions", "annotations": str(folder / "notes.json"), "images": str(folder),
+        "tokenizer": str(tokenizer),
+    }  # fmt: skip
+    return write_project(folder / "project.yaml", dataset, micro_batch_size=1, global_batch_size=2, **run)

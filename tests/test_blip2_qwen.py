@@ -21,7 +21,7 @@ from crosstrain.data.order import sample_index
 from crosstrain.errors import CheckpointError, ConfigError, DataError
 from crosstrain.runner import Runner
 from ranks import make_trainer, mostly_slow, run_ranks, train
-from sight import MODEL, OPEN, build, options, picture, shapes, write_project
+from sight import MODEL, OPEN, build, mixed_project, options, shapes, write_project
 from test_runners import TOLERANCE, Run, relative
 
 
@@ -232,20 +232,7 @@ def test_frozen_parts_have_neither_gradients_nor_state(project: Path, name: str)
 def mixed_images(tmp_path_factory: pytest.TempPathFactory, project: Path) -> tuple[Path, Run]:
     """A project whose samples have no image, one, or three, and what comes of it on one rank."""
     folder = tmp_path_factory.mktemp("mixed")
-    entries = []
-    for i in range(12):
-        names = [f"{k}.png" for k in range((0, 1, 3)[i % 3])]
-        question = "<image>" * len(names) + "what colour is it"
-        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": ("red", "blue", "green")[i % 3]}]
-        entries.append({"image": names, "conversations": turns})
-    for k in range(3):
-        picture(folder / f"{k}.png", k)
-    (folder / "notes.json").write_text(json.dumps(entries))
-    dataset = {
-        "name": "instructions", "annotations": str(folder / "notes.json"), "images": str(folder),
-        "tokenizer": str(project.parent / "shapes" / "tokenizer"),
-    }  # fmt: skip
-    path = write_project(folder / "project.yaml", dataset, micro_batch_size=1, global_batch_size=2)
+    path = mixed_project(folder, project.parent / "shapes" / "tokenizer")
     return path, train(path, "one", *mixed(path))
 
 

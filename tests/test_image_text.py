@@ -27,20 +27,6 @@ from shard_home import captions, jpeg, module_of, opened, serving, write_shard
 from sight import EVAL, options, picture, shapes, write_project
 
 
-@pytest.fixture(scope="session")
-def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shapes' tokenizer, of whole words."""
-    folder = tmp_path_factory.mktemp("words")
-    module_of("shapes").write_tokenizer(folder)
-    return folder / "tokenizer"
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path
-
-
 def two_shards(folder: Path) -> None:
     for shard in (0, 1):
         samples = [{"jpg": jpeg(10 * shard + i), "txt": b"red circle"} for i in range(5)]

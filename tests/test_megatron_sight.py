@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from crosstrain.data.order import sample_index
 from crosstrain.errors import ConfigError
 from crosstrain.registry import registry
 from ranks import mostly_slow, run_ranks, train
-from sight import LANGUAGE, OPEN, options, picture, shapes, write_project
+from sight import LANGUAGE, OPEN, mixed_project, options, shapes, write_project
 from test_runners import TOLERANCE, relative, sized
 
 LORA = {"model.language_model.lora": {"rank": 4, "dropout": 0.0}}
@@ -86,20 +85,7 @@ def test_copies_and_recomputation_change_nothing(project: Path, layout: str, mod
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_whose_batch_is_text_alone_takes_part(tmp_path: Path, project: Path, layout: str) -> None:
-    entries = []
-    for i in range(12):
-        names = [f"{k}.png" for k in range((0, 1, 3)[i % 3])]
-        question = "<image>" * len(names) + "what colour is it"
-        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": ("red", "blue", "green")[i % 3]}]
-        entries.append({"image": names, "conversations": turns})
-    for k in range(3):
-        picture(tmp_path / f"{k}.png", k)
-    (tmp_path / "notes.json").write_text(json.dumps(entries))
-    dataset = {
-        "name": "instructions", "annotations": str(tmp_path / "notes.json"), "images": str(tmp_path),
-        "tokenizer": str(project.parent / "shapes" / "tokenizer"),
-    }  # fmt: skip
-    mixed = write_project(tmp_path / "mixed.yaml", dataset, micro_batch_size=1, global_batch_size=2, max_iters=6)
+    mixed = mixed_project(tmp_path, project.parent / "shapes" / "tokenizer", max_iters=6)
     config = load_config(mixed)
     length = len(assembly.open_split(config, "train"))
     first = [sample_index(config.run.seed, n, length) % 3 for n in range(2 * 6)]

@@ -19,20 +19,6 @@ from shard_home import captions, jpeg, module_of, opened, serving, write_shard
 from sight import write_project
 
 
-@pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shapes' tokenizer, of whole words."""
-    folder = tmp_path_factory.mktemp("words")
-    module_of("shapes").write_tokenizer(folder)
-    return folder / "tokenizer"
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path
-
-
 @pytest.fixture
 def served(home: Path) -> Iterator[str]:
     write_shards(home / "www")
