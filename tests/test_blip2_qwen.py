@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from torch.distributed.tensor import DTensor
 
 from crosstrain import assembly
 from crosstrain.config import load_config
@@ -209,7 +210,8 @@ def kept(project: str, given: tuple[str, ...]) -> tuple[set[str], set[str], int]
     runner, micro = trainer.runner, next(trainer.batches())
     runner.forward_backward(micro, trainer._agree(micro)[0])
     gradients, state = runner.gradients(), [s for s in runner.shards() if s.kind.startswith("exp_avg")]
-    counted = sum(v.numel() for held in runner.optimizer.state.values() for v in held.values() if v.ndim)
+    moments = [v for held in runner.optimizer.state.values() for v in held.values() if v.ndim]
+    counted = sum((v.to_local() if isinstance(v, DTensor) else v).numel() for v in moments)
     runner.optimizer_step()
     trainer.reporter.close()
     runner.close()
