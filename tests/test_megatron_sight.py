@@ -146,7 +146,7 @@ def _asked(checkpoint: str, options: tuple[str, ...]) -> tuple[float, list[list[
     component = assembly.training_dataset(config)
     kind = registry.get_dataset_class(component.name)
     end = kind.questioner(component.options, Path(checkpoint)).end_id
-    answers = answer_questions(runner, tokenizer, end, dataset, 4, 6, 8)
+    answers, _ = answer_questions(runner, tokenizer, end, dataset, 4, 6, 8)
     runner.close()
     return loss, [list(map(str, answer.document().values())) for answer in answers]
 
