@@ -183,6 +183,7 @@ def low(published: Path) -> Run:
     return train(published, "low", *LOW)
 
 
+@pytest.mark.slow
 def test_frozen_matrices_kept_in_bf16_compute_the_same_to_the_bit(published: Path, low: Run) -> None:
     half = train(published, "half", *HALF)
     assert half.column("loss") == low.column("loss")
