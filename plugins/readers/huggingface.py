@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crosstrain.corpus.reader import Document, Reader, Task
+from crosstrain.corpus.reader import Document, Reader, Task, cell, check_column
 from crosstrain.corpus.streams import existing
 from crosstrain.errors import DataError
 from crosstrain.extras import require
@@ -55,9 +55,7 @@ class HuggingFaceReader(Reader):
             table = library.load_from_disk(str(folder))
         except Exception as error:  # whatever of its many parts finds fault
             raise DataError(f"{folder} cannot be read as a Hugging Face dataset: {error}") from None
-        if self.options.text_key not in table.column_names:
-            names = ", ".join(table.column_names)
-            raise DataError(f"{folder} has no column {self.options.text_key!r}; it has {names}: set text_key")
+        check_column(folder, table.column_names, self.options.text_key)
         return table
 
     def tasks(self) -> Iterator[Task]:
@@ -73,7 +71,4 @@ class HuggingFaceReader(Reader):
         folder, start, stop = task.payload
         table = self._open(folder)
         for row, text in enumerate(table[start:stop][self.options.text_key], start):
-            if text is not None and not isinstance(text, str):
-                kind = type(text).__name__
-                raise DataError(f"column {self.options.text_key!r} of {folder} holds {kind}, not text (row {row})")
-            yield Document(text or "", f"{folder}, row {row}")
+            yield cell(folder, self.options.text_key, row, text)

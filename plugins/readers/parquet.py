@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crosstrain.corpus.reader import Document, FileReader, Piece
+from crosstrain.corpus.reader import Document, FileReader, Piece, cell, check_column
 from crosstrain.errors import DataError
 from crosstrain.extras import require
 from crosstrain.registry import registry
@@ -33,16 +33,11 @@ class ParquetReader(FileReader):
     def pieces(self, file: Path) -> Iterator[Piece]:
         """A row group each; start and stop count bytes up to it, which begin in the groups' order."""
         with _table(file) as table:
-            self._check(file, table)
+            check_column(file, table.schema_arrow.names, self.options.text_key)
             groups = table.metadata.num_row_groups
             size = file.stat().st_size
             for group in range(groups):
                 yield Piece(file, size * group // groups, size * (group + 1) // groups, str(group).encode())
-
-    def _check(self, file: Path, table: Any) -> None:
-        names, column = table.schema_arrow.names, self.options.text_key
-        if column not in names:
-            raise DataError(f"{file} has no column {column!r}; it has {', '.join(names)}: set text_key")
 
     def read_piece(self, piece: Piece) -> Iterator[Document]:
         assert piece.data is not None
@@ -52,10 +47,7 @@ class ParquetReader(FileReader):
             for batch in table.iter_batches(batch_size=_ROWS, row_groups=[group], columns=[column]):
                 for text in batch.column(0).to_pylist():
                     row += 1
-                    if text is not None and not isinstance(text, str):
-                        kind = type(text).__name__
-                        raise DataError(f"column {column!r} of {piece.file} holds {kind}, not text (row {row})")
-                    yield Document(text or "", f"{piece.file}, row {row}")
+                    yield cell(piece.file, column, row, text)
 
 
 class _table:

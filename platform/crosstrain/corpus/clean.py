@@ -10,7 +10,7 @@ from typing import Any
 from crosstrain.corpus.inputs import Source
 from crosstrain.corpus.pool import Stage
 from crosstrain.corpus.reader import Reader, Task
-from crosstrain.corpus.report import Counts
+from crosstrain.corpus.report import Counts, size_of
 from crosstrain.corpus.rule import Dropped, make_rules
 from crosstrain.corpus.shards import TextShard, key_of
 
@@ -66,7 +66,7 @@ class Clean(Stage[Work, dict[str, Any]]):
             if not text or text.isspace():
                 counts.blank()
                 continue
-            size = len(text) if text.isascii() else len(text.encode())
+            size = size_of(text)
             counts.read(size)
             for name, rule in self.rules:
                 outcome = rule.text(text)

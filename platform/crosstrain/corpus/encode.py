@@ -12,9 +12,9 @@ import numpy as np
 
 from crosstrain.corpus.engine import Engine
 from crosstrain.corpus.pool import Stage
-from crosstrain.corpus.report import Counts
+from crosstrain.corpus.report import Counts, size_of
 from crosstrain.corpus.rule import Rule, TokenLimits, make_rules
-from crosstrain.corpus.shards import TextShard, key_of, write_json
+from crosstrain.corpus.shards import TextShard, key_of
 from crosstrain.data.tokenizer import load_tokenizer
 
 _BATCH_CHARACTERS = 1 << 20  # enough for every core to have work, small enough to hold several times over
@@ -70,17 +70,14 @@ class Encode(Stage[Kept, dict[str, Any]]):
                     file.write(tokens.data)
                     sizes.append(len(tokens))
         np.save(shard.path("npy"), np.array(sizes, "<i4"))
-        files = {ending: shard.path(ending).stat().st_size for ending in ("bin", "npy")}
-        report = {"counts": counts.plain, "sizes": files, "key": shard.key}
-        write_json(shard.path("json"), report)
-        return report
+        return shard.finish({"counts": counts.plain, "key": shard.key}, "bin", "npy")
 
     def _encoded(self, shard: TextShard, mask: np.ndarray | None) -> Iterator[tuple[str, np.ndarray]]:
         for texts in batches(shard.texts(mask)):
             yield from zip(texts, self.engine.encode(texts), strict=True)
 
     def _kept(self, text: str, length: int, source: str, counts: Counts) -> bool:
-        size = len(text) if text.isascii() else len(text.encode())
+        size = size_of(text)
         counts.read(size)
         for name, rule in self.rules:
             if (dropped := rule.tokens(length)) is not None:

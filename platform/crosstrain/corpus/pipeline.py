@@ -51,7 +51,8 @@ class _Pipeline:
         cleaned = self._clean()
         repeated = self._dedup(cleaned)
         tokenizer = self._tokenizer(cleaned, repeated)
-        encode, shards, late = self._encode(cleaned, repeated, tokenizer)
+        loaded = load_tokenizer(tokenizer)
+        encode, shards, late = self._encode(cleaned, repeated, tokenizer, best_dtype(loaded.vocab_size))
         out = self.folder / "out"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
@@ -63,7 +64,6 @@ class _Pipeline:
                 lengths += histogram(sizes - 1)
                 bar.update()
         shutil.copytree(tokenizer, out / "tokenizer")
-        loaded = load_tokenizer(tokenizer)
         read = [counts.plain for counts in cleaned.counts.values()]
         documents = sum(counts["documents"] for counts in read)
         summary = Summary(
@@ -153,8 +153,9 @@ class _Pipeline:
                 )
         return folder
 
-    def _encode(self, cleaned: Cleaned, repeated: Repeated, tokenizer: Path) -> tuple[Encode, list[TokenShard], Counts]:
-        dtype = best_dtype(load_tokenizer(tokenizer).vocab_size)
+    def _encode(
+        self, cleaned: Cleaned, repeated: Repeated, tokenizer: Path, dtype: np.dtype
+    ) -> tuple[Encode, list[TokenShard], Counts]:
         how = key_of(tokenizer.name, dtype.name, self.rules, self.options.min_tokens)
         encode = Encode(
             cleaned.shards[0].folder, _made(self.folder / f"tokens-{how}"), tokenizer, dtype, self.rules,

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from crosstrain.corpus import streams
 from crosstrain.corpus.download import download, is_url
+from crosstrain.errors import DataError
 
 TASK_BYTES = 8 << 20  # of input in a task: large enough to be worth a file of its own, small enough to be held
 
@@ -55,6 +56,19 @@ class Task:
     key: str
     size: int
     payload: Any = field(repr=False)
+
+
+def check_column(table: object, names: list[str], column: str) -> None:
+    """DataError unless `column` is among a table's; `table` is what people know it by."""
+    if column not in names:
+        raise DataError(f"{table} has no column {column!r}; it has {', '.join(names)}: set text_key")
+
+
+def cell(table: object, column: str, row: int, value: object) -> Document:
+    """The document of a row, where null is an empty text. DataError for anything else that is no text."""
+    if value is not None and not isinstance(value, str):
+        raise DataError(f"column {column!r} of {table} holds {type(value).__name__}, not text (row {row})")
+    return Document(value or "", f"{table}, row {row}")
 
 
 class Reader(ABC):

@@ -16,6 +16,11 @@ _SNIPPET = 200  # characters of an example
 BINS = 40  # lengths are counted by powers of two: bin k has those of k binary digits
 
 
+def size_of(text: str) -> int:
+    """Bytes of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
 class Counts:
     """Of one shard, or of several added up. `plain` is what JSON can hold."""
 

@@ -62,7 +62,11 @@ class TextShard:
                 digest = hashlib.blake2b(text, digest_size=16).digest()
                 rows.append((len(text), np.frombuffer(digest, "<u8")))
         np.save(self.path("npy"), np.array(rows, ROW))
-        report = report | {"sizes": {ending: self.path(ending).stat().st_size for ending in ("text", "npy")}}
+        return self.finish(report, "text", "npy")
+
+    def finish(self, report: dict[str, Any], *endings: str) -> dict[str, Any]:
+        """Write the report, last of all, with the sizes of the files of these endings; returns what `finished` will."""
+        report = report | {"sizes": {ending: self.path(ending).stat().st_size for ending in endings}}
         write_json(self.path("json"), report)
         return report
 

@@ -100,8 +100,8 @@ def training_steps(
     while True:
         length = next(lengths) if lengths is not None else None
         step = [MicroBatch(next(firsts), next(batches)) for _ in range(plan.accumulation)]
-        for micro_batch in step:
-            if length is not None:
+        if length is not None:
+            for micro_batch in step:
                 micro_batch.data = dataset.shorten(micro_batch.data, length)
         yield step
 

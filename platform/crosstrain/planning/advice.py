@@ -52,7 +52,8 @@ def nearest(
                 estimate = project.estimate("", changed, world_size)
             except UserError:
                 continue
-            advice = Advice(settings, needs(estimate, project.device), needs(estimate, project.device) <= limit)
+            needed = needs(estimate, project.device)
+            advice = Advice(settings, needed, needed <= limit)
             if advice.fits:
                 fitting.append((estimate.sent, advice))
             elif closest is None or advice.needs < closest.needs:

@@ -97,8 +97,15 @@ def share(size: int, ranks: int) -> int:
 
 def data_parallel(at: Situation) -> Layout:
     """Every rank holds everything, and gradients are summed."""
-    sizes, ranks = Sizes.of(at.model), at.batch.dp_size
-    once = ranks == 1 and at.batch.accumulation == 1
+    ranks = at.batch.dp_size
+    return replicated(Sizes.of(at.model), ranks, ranks == 1 and at.batch.accumulation == 1)
+
+
+def replicated(sizes: Sizes, ranks: int, once: bool) -> Layout:
+    """All of `sizes` on each of `ranks` ranks, which sum gradients.
+
+    once: a gradient begins in the step's only backward; otherwise all are there all the time.
+    """
     return Layout(
         parameters=sizes.parameters,
         held=sizes.elements,

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from crosstrain.model import Model
-from crosstrain.planning.layout import Layout, Situation, Sizes, all_reduced, fully_sharded, scattered, share
+from crosstrain.planning.layout import Layout, Situation, Sizes, fully_sharded, replicated, scattered, share
 
 from .cutting import cut_model
 from .dropout import Randomness
@@ -78,10 +78,11 @@ def _layout(
     hidden = 0
     if tensor is not None:
         assert mesh is not None
-        cuts = cut_model(model, resolve(model, options.plan), tensor, mesh)
+        plan = resolve(model, options.plan)
+        cuts = cut_model(model, plan, tensor, mesh)
         head = model.head
         _plain(model)
-        if cuts and any(style == "vocabulary" for style in resolve(at.model, options.plan).modules.values()):
+        if cuts and "vocabulary" in plan.modules.values():
             head = _Head(tensor, mesh)
         model.head = head
     first, last = model.blocks()[0], model.blocks()[-1]
@@ -140,15 +141,8 @@ def _owned(options: Options, at: Situation, sizes: Sizes, copies: int) -> Layout
     exchanged = copies > 1
     once = at.batch.accumulation == 1
     bucket = min(options.bucket_mb * MIB, sizes.trainable) if exchanged else 0
-    out = Layout(
-        parameters=sizes.parameters,
-        held=sizes.elements,
-        updated=sizes.trainable_elements,
-        gradients=0 if once else sizes.trainable,
-        growing=1.0 if once else 0.0,
-        buffers=bucket,
-        sent=all_reduced(sizes.trainable, copies),
-    )
+    out = replicated(sizes, copies, once)
+    out.buffers = bucket
     if zero1:
         out.updated = share(sizes.trainable_elements, copies)
         out.growing += 1 / copies if exchanged and once else 0
