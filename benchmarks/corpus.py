@@ -126,7 +126,7 @@ def our_near(folder: Path) -> Result:
         started, size = time.perf_counter(), max(1, len(texts) // (4 * cores()))
         shards = [TextShard(Path(name), str(k)) for k in range(0, len(texts), size)]
         for k, shard in enumerate(shards):
-            shard.write((text.encode() for text in texts[k * size : (k + 1) * size]), {})
+            shard.write(((text.encode(), str(k)) for text in texts[k * size : (k + 1) * size]), {})
         with Pool(cores()) as pool:
             options = DedupOptions(exact=True, near=NearOptions(shingle=WORDS))
             gone = find_repeated(options, shards, Path(name), pool, lambda count: None)

@@ -28,7 +28,8 @@ def write_shards(folder: Path, texts: list[str], size: int = 100) -> list[TextSh
     folder.mkdir(parents=True, exist_ok=True)
     shards = [TextShard(folder, f"s{k}") for k in range(0, len(texts), size)]
     for k, shard in enumerate(shards):
-        shard.write((text.encode() for text in texts[k * size : (k + 1) * size]), {"counts": {}})
+        part = texts[k * size : (k + 1) * size]
+        shard.write(((text.encode(), f"t:{k * size + i}") for i, text in enumerate(part)), {"counts": {}})
     return shards
 
 
@@ -72,7 +73,8 @@ def test_equal_documents_leave_the_first(tmp_path: Path) -> None:
     gone, found = search(tmp_path, texts, DedupOptions())
     assert gone == [2, 4, 305]
     assert found.report["exact"]["documents"] == 3
-    assert found.report["exact"]["examples"][0]["why"] == "equal to document 0: a b c"
+    assert found.report["exact"]["examples"][0]["why"] == "equal to t:0: a b c"
+    assert {example["source"] for example in found.report["exact"]["examples"]} == {"t:2", "t:4", "t:305"}
 
 
 def planted(count: int, seed: int = 0) -> tuple[list[str], list[tuple[int, int, float]]]:
@@ -172,7 +174,7 @@ def write_many(folder: Path, count: int) -> list[TextShard]:
         texts, _ = planted(800, seed=k)
         shards += [TextShard(part.folder, part.key) for part in write_shards(folder / "all", texts, len(texts))]
         last = shards[-1]
-        for ending in ("text", "npy", "json"):
+        for ending in ("text", "npy", "sources", "json"):
             last.path(ending).rename(last.folder / f"p{k}.{ending}")
         shards[-1] = TextShard(last.folder, f"p{k}")
     return shards

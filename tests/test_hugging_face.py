@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from conftest import Workspace
+from conftest import Workspace, json_lines
 from crosstrain import assembly
 from crosstrain.config import load_config
 from crosstrain.construct import construct, fill_initial, parameters_on_meta
+from crosstrain.data.prepare import PrepareOptions, prepare
 from crosstrain.errors import CheckpointError
 from crosstrain.runner import Runner
 
@@ -129,3 +130,19 @@ def test_constructing_draws_no_random_numbers() -> None:
     assert model.lm.lm_head.weight is model.lm.transformer.wte.weight
     fill_initial(model, [], 0)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_data_of_another_tokenizer_than_the_weights_is_refused(workspace: Workspace) -> None:
+    """Whether training begins from a folder of weights or goes on from a run."""
+    weights = workspace.train("first", "run.max_iters=1").checkpoint(1)
+    begins = {"second": f"model.pretrained={weights}", "third": f"run.resume_from={weights}"}
+    workspace.train("same", begins["second"], "run.max_iters=1")
+    texts = [" ".join(f"other{i}" for i in range(k, k + 60)) for k in range(30)]
+    source = json_lines(workspace.path / "t.jsonl", texts)
+    prepare(PrepareOptions(input=str(source), train_tokenizer=320), workspace.path / "other", False)
+    for name, begin in begins.items():
+        run = workspace.train(name, begin, f"datasets.tiny.path={workspace.path / 'other'}", fails=True)
+        assert run.code == 1
+        assert "the data was made with another tokenizer than the weights in" in run.err
+        assert "prepare it with tokenizer=" in run.err
+        assert "Traceback" not in run.err

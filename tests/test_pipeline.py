@@ -89,8 +89,11 @@ def test_a_report_says_what_became_of_every_document(tmp_path: Path) -> None:
     assert found["dropped"]["repetition"]["examples"][0]["source"] == f"{source}:21"
     assert found["changed"]["unicode"]["examples"][0]["became"].startswith("schön")
     assert report["repeated"]["exact"]["documents"] == 1
+    assert report["repeated"]["exact"]["examples"][0]["source"] == f"{source}:23"
+    assert report["repeated"]["exact"]["examples"][0]["why"].startswith(f"equal to {source}:1: text 0: ")
     assert report["tokenized"]["dropped"]["document_length"]["documents"] == 1
     assert report["tokenized"]["dropped"]["document_length"]["examples"][0]["text"] == "tiny"
+    assert report["tokenized"]["dropped"]["document_length"]["examples"][0]["source"] == f"{source}:22"
     summary = Summary.read(tmp_path / "out")
     assert (summary.documents, summary.dropped) == (21, 3)
     assert sum(row["documents"] for row in report["lengths"]["tokens"]) == 21

@@ -48,7 +48,7 @@ class Clean(Stage[Work, dict[str, Any]]):
     def key(self, source: int, task: Task) -> str:
         """The name of a task's shard: another one as soon as anything that decides its content changes."""
         options = {name: value for name, value in self.sources[source].options.items() if name != "path"}
-        return key_of(1, self.sources[source].reader, options, self.clean, task.key)
+        return key_of(2, self.sources[source].reader, options, self.clean, task.key)
 
     def __call__(self, work: Work) -> dict[str, Any]:
         shard = TextShard(self.folder, work.key)
@@ -60,7 +60,7 @@ class Clean(Stage[Work, dict[str, Any]]):
         counts = Counts()
         return shard.write(self._kept(self.readers[work.source], work.task, counts), {"counts": counts.plain})
 
-    def _kept(self, reader: Reader, task: Task, counts: Counts) -> Iterator[bytes]:
+    def _kept(self, reader: Reader, task: Task, counts: Counts) -> Iterator[tuple[bytes, str]]:
         for document in reader.read(task):
             text: str = document.text
             if not text or text.isspace():
@@ -77,4 +77,4 @@ class Clean(Stage[Work, dict[str, Any]]):
                     counts.change(name, document.source, text, outcome)
                     text = outcome
             else:
-                yield text.encode()
+                yield text.encode(), document.source

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,8 @@ class Encode(Stage[Kept, dict[str, Any]]):
             return done
         counts, sizes = Counts(), []
         with open(shard.path("bin"), "wb") as file:
-            for text, ids in self._encoded(TextShard(self.texts, kept[0]), kept[1]):
-                if self._kept(text, len(ids), kept[0], counts):
+            for text, source, ids in self._encoded(TextShard(self.texts, kept[0]), kept[1]):
+                if self._kept(text, len(ids), source, counts):
                     tokens = np.empty(len(ids) + 1, self.dtype)
                     tokens[:-1], tokens[-1] = ids, self.end
                     file.write(tokens.data)
@@ -72,9 +73,10 @@ class Encode(Stage[Kept, dict[str, Any]]):
         np.save(shard.path("npy"), np.array(sizes, "<i4"))
         return shard.finish({"counts": counts.plain, "key": shard.key}, "bin", "npy")
 
-    def _encoded(self, shard: TextShard, mask: np.ndarray | None) -> Iterator[tuple[str, np.ndarray]]:
+    def _encoded(self, shard: TextShard, mask: np.ndarray | None) -> Iterator[tuple[str, str, np.ndarray]]:
+        sources = iter(shard.sources() if mask is None else compress(shard.sources(), mask))
         for texts in batches(shard.texts(mask)):
-            yield from zip(texts, self.engine.encode(texts), strict=True)
+            yield from zip(texts, islice(sources, len(texts)), self.engine.encode(texts), strict=True)
 
     def _kept(self, text: str, length: int, source: str, counts: Counts) -> bool:
         size = size_of(text)

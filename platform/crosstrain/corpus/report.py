@@ -40,6 +40,10 @@ class Counts:
         example = {"source": source, "why": why, "text": text[:_SNIPPET]}
         self._add("dropped", step, {"documents": 1, "bytes": size, "examples": [example]})
 
+    def wants_example(self, step: str) -> bool:
+        """Whether an example of what `step` drops would be kept."""
+        return len(self.plain["dropped"].get(step, {"examples": []})["examples"]) < EXAMPLES
+
     def change(self, step: str, source: str, before: str, after: str) -> None:
         """A document was changed by `step`; the example begins a little before the first difference."""
         pairs = enumerate(zip(before, after, strict=False))

@@ -1,7 +1,8 @@
 """Documents on their way, on disk: one shard per task, finished or not there.
 
-NAME.text  the documents' UTF-8, end to end          NAME.npy  a row per document: its length in bytes, its hash
-NAME.json  what was read, kept and dropped; written last, so whoever sees it sees a finished shard
+NAME.text     the documents' UTF-8, end to end     NAME.npy  a row per document: its length in bytes, its hash
+NAME.sources  where each document was found, as a JSON list
+NAME.json     what was read, kept and dropped; written last, so whoever sees it sees a finished shard
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +54,18 @@ class TextShard:
             return None
         return report if whole else None
 
-    def write(self, texts: Iterator[bytes], report: dict[str, Any]) -> dict[str, Any]:
-        """Write all `texts`, then `report`, which may fill while they are taken; returns what `finished` will."""
-        rows = []
+    def write(self, documents: Iterable[tuple[bytes, str]], report: dict[str, Any]) -> dict[str, Any]:
+        """Write each (text, source), then `report`, which may fill meanwhile; returns what `finished` will."""
+        rows, sources = [], []
         with open(self.path("text"), "wb") as file:
-            for text in texts:
+            for text, source in documents:
                 file.write(text)
                 digest = hashlib.blake2b(text, digest_size=16).digest()
                 rows.append((len(text), np.frombuffer(digest, "<u8")))
+                sources.append(source)
         np.save(self.path("npy"), np.array(rows, ROW))
-        return self.finish(report, "text", "npy")
+        self.path("sources").write_text(json.dumps(sources))
+        return self.finish(report, "text", "npy", "sources")
 
     def finish(self, report: dict[str, Any], *endings: str) -> dict[str, Any]:
         """Write the report, last of all, with the sizes of the files of these endings; returns what `finished` will."""
@@ -73,6 +76,10 @@ class TextShard:
     def rows(self) -> np.ndarray:
         """`ROW` of each document."""
         return np.load(self.path("npy"), allow_pickle=False)
+
+    def sources(self) -> list[str]:
+        """Where each document was found."""
+        return json.loads(self.path("sources").read_text())
 
     def texts(self, keep: np.ndarray | None = None) -> Iterator[str]:
         """The documents, or those whose place in the mask `keep` is true."""

@@ -117,6 +117,8 @@ class _Search:
     def _mark(self, kind: str, document: int, like: int, how: str) -> None:
         """Drop a document for its likeness to an earlier one."""
         self.marks[document] = 1
-        text = self.texts.get(document)
-        kept = " ".join(self.texts.get(like)[:80].decode(errors="ignore").split())
-        self.counts.drop(kind, len(text), f"document {document}", f"{how} document {like}: {kept}", text.decode())
+        text, source, why = self.texts.get(document), "", ""
+        if self.counts.wants_example(kind):
+            kept = " ".join(self.texts.get(like)[:80].decode(errors="ignore").split())
+            source, why = self.texts.source(document), f"{how} {self.texts.source(like)}: {kept}"
+        self.counts.drop(kind, len(text), source, why, text.decode())

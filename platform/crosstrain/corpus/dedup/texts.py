@@ -37,6 +37,11 @@ class Texts:
             file.seek(start)
             return file.read(stop - start)
 
+    def source(self, document: int) -> str:
+        """Where a document was found."""
+        number, _ = self._place(document)
+        return TextShard(self.folder, self.keys[number]).sources()[document - int(self.starts[number])]
+
     def _place(self, document: int) -> tuple[int, tuple[int, int]]:
         number = int(np.searchsorted(self.starts, document, side="right")) - 1
         if number not in self.offsets:
