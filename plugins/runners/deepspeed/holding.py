@@ -28,15 +28,20 @@ def _stage12(options: Any, at: Situation) -> Layout:
     part, elements = share(sizes.trainable, ranks), share(sizes.trainable_elements, ranks)
     partitioned = options.stage == 2
     sums = scattered(sizes.trainable, ranks) if options.reduce_scatter else all_reduced(sizes.trainable, ranks)
+    # Of a gradient that is in the bucket this rank keeps its part; stage 1 sums after the last micro batch alone.
+    waiting = 0 if rounds == 1 else part if partitioned else sizes.trainable
+    bucket = _buckets(options, sizes, at, 2 if options.overlap_comm else 1)
     offloads = options.offloads_optimizer
     out = Layout(
         parameters=sizes.parameters,
         held=sizes.elements,
         updated=elements,
-        gradients=0 if partitioned and offloads else part if partitioned else sizes.trainable,
+        gradients=0 if partitioned and offloads else waiting,
+        growing=1 / ranks if rounds == 1 and not offloads else 0.0,
         masters=part,
-        buffers=_buckets(options, sizes, at, 2 if options.overlap_comm else 1),
-        step_buffers=0 if offloads else part,
+        buffers=bucket,
+        # Gradients in the bucket and flattened, and what the optimizer makes of one flat tensor on its way.
+        step_buffers=bucket + (0 if offloads else 2 * part),
         sent=sums * (rounds if partitioned else 1) + scattered(sizes.trainable, ranks),
     )
     if offloads:

@@ -101,8 +101,9 @@ class Copies:
             if bucket.finish is None:  # some parameter had no part in some forward
                 bucket.finish = self._exchange(bucket.shares)
         for bucket in self.buckets:
-            assert bucket.finish is not None
-            bucket.finish()
+            finish, bucket.finish = bucket.finish, None  # which holds on to what was sent
+            assert finish is not None
+            finish()
 
     def _exchange(self, shares: list[Share]) -> Callable[[], None]:
         """Begin to sum the gradients of a bucket; what is returned waits for them."""
@@ -157,13 +158,14 @@ class OptimizerShards(Copies):
 
     def _exchange(self, shares: list[Share]) -> Callable[[], None]:
         rows = [self._padded(_take_gradient(share)) for share in shares]
+        widths = [row.shape[1] for row in rows]
         everybody = torch.cat(rows, dim=1)
+        del rows
         mine = torch.empty_like(everybody[0])
         work = dist.reduce_scatter_tensor(mine, everybody.view(-1), group=self.group.process_group, async_op=True)
 
         def finish() -> None:
             work.wait()
-            widths = [row.shape[1] for row in rows]
             for share, gradient in zip(shares, mine.split(widths), strict=True):
                 share.owned.grad = gradient[: share.owned.numel()]
 
