@@ -4,13 +4,16 @@
     python benchmarks/plan_memory.py --quick        # two
     python benchmarks/plan_memory.py --seed 7 --count 3
 
-Measured is the highest resident memory of any rank (VmHWM) above what it was when everything was imported, over three
-steps. glibc is told to give freed blocks back at once, because what it holds on to is nobody's memory.
+Measured is the highest resident memory of any rank (VmHWM) over three steps, above what it was when everything that a
+run with a tiny model imports was imported, and a layer trained. glibc is told to give freed blocks back at once:
+what it holds on to is nobody's memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
 import os
 import random
@@ -69,8 +72,19 @@ def predict(project: Path, ranks: int) -> tuple[int, dict[str, int]]:
     return memory["device_total"] + sum(memory["host"].values()), memory["device"] | memory["host"]
 
 
-def measure(project: Path, ranks: int) -> int:
-    """Bytes of the fullest rank above the imports."""
+def measure(c: dict[str, Any]) -> int:
+    """Bytes of the fullest rank above the imports, which are those of a run with a tiny model."""
+    with tempfile.TemporaryDirectory() as folder:
+        tiny = project_of(Path(folder), c | {"layers": 4, "hidden": 128, "length": 32, "vocabulary": 8192, "micro": 1})
+        modules = Path(folder) / "modules.json"
+        _run(tiny, c["ranks"], modules)
+        whole = Path(folder) / "whole"
+        whole.mkdir()
+        return _run(project_of(whole, c), c["ranks"], modules)
+
+
+def _run(project: Path, ranks: int, modules: Path) -> int:
+    """Train on so many ranks; bytes of the fullest. `modules`: what to import before; written if it is not there."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -79,7 +93,7 @@ def measure(project: Path, ranks: int) -> int:
         "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1",
         "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536",
     }  # fmt: skip
-    command = [sys.executable, __file__, "--rank-of", str(project)]
+    command = [sys.executable, __file__, "--rank-of", str(project), str(modules)]
     started = [
         subprocess.Popen(command, env=base | {"RANK": str(n), "LOCAL_RANK": str(n)}, stdout=subprocess.PIPE, text=True)
         for n in range(ranks)
@@ -90,8 +104,12 @@ def measure(project: Path, ranks: int) -> int:
     return max(int(out.splitlines()[-1]) for out in outputs)
 
 
-def rank_of(project: str) -> None:
+def rank_of(project: str, modules: Path) -> None:
     """What every rank does: import everything, then train, then print its peak."""
+    known = modules.exists()
+    for name in json.loads(modules.read_text()) if known else ():
+        with contextlib.suppress(Exception):  # such as those that others make as they go
+            importlib.import_module(name)
     from crosstrain import assembly
     from crosstrain.commands.train import train_worker
     from crosstrain.config import load_config
@@ -101,14 +119,26 @@ def rank_of(project: str) -> None:
     assembly.make_runner(config)
     with parameters_on_meta():
         assembly.make_model(config)
-    import torch.distributed.fsdp  # which runners import when they need it
-    import torch.utils.tensorboard  # noqa: F401
-
+    _warm_up()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     before = _status("VmRSS")
     train_worker(config.plain, True)
     print(_status("VmHWM") - before, flush=True)
+    if not known and os.environ["RANK"] == "0":
+        modules.write_text(json.dumps(list(sys.modules)))
     os._exit(0)
+
+
+def _warm_up() -> None:
+    """Libraries load and compile kernels when they are first used, which is theirs like an import."""
+    import torch
+
+    layer = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            layer(torch.zeros(64, 64)).sum().backward()
+        optimizer.step()
 
 
 def _status(key: str) -> int:
@@ -122,17 +152,16 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=12)
     parser.add_argument("--quick", action="store_true", help="two configurations")
     parser.add_argument("--only", type=json.loads, help="one configuration, as JSON")
-    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    parser.add_argument("--rank-of", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_of:
-        return rank_of(arguments.rank_of)
+        return rank_of(arguments.rank_of[0], Path(arguments.rank_of[1]))
     drawn = [arguments.only] if arguments.only else draw(arguments.seed, 2 if arguments.quick else arguments.count)
     rows, errors = [], []
     for c in drawn:
         with tempfile.TemporaryDirectory() as folder:
-            project = project_of(Path(folder), c)
-            predicted, parts = predict(project, c["ranks"])
-            measured = measure(project, c["ranks"])
+            predicted, parts = predict(project_of(Path(folder), c), c["ranks"])
+        measured = measure(c)
         errors.append(predicted / measured - 1)
         shape = f"{c['layers']} x {c['hidden']}, V {c['vocabulary']}"
         batch = f"{c['micro']} x {c['accumulation']} x {c['length']}"
