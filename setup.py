@@ -25,6 +25,8 @@ EXTRAS = {
     "vision": ["timm>=1.0", "webdataset>=0.2.100", "braceexpand", "pillow", "peft>=0.15", "pycocoevalcap"],
     "offload": ["fairscale>=0.4.13"],
     "parquet": ["pyarrow>=14"],
+    "wandb": ["wandb>=0.31"],
+    "mlflow": ["mlflow>=2.16"],
     "test": [
         "pytest>=8",
         "pytest-timeout",

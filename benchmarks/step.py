@@ -120,16 +120,17 @@ def crosstrain(steps: int, precision: str, device: str) -> Result:
     import transformers  # noqa: F401
 
     import crosstrain.commands.train
-    from crosstrain.monitor.trackers import JsonlTracker
+    from crosstrain.registry import registry
 
     clock = Clock()
-    log = JsonlTracker.log
+    tracker = registry.get_tracker_class("jsonl")
+    log = tracker.log
 
-    def stamped(self: JsonlTracker, row: dict[str, Any]) -> None:
+    def stamped(self: Any, row: dict[str, Any]) -> None:
         log(self, row)
         clock.step()
 
-    JsonlTracker.log = stamped  # type: ignore[method-assign]
+    tracker.log = stamped
     with tempfile.TemporaryDirectory() as folder:
         run = {
             "output_dir": f"{folder}/out", "max_iters": steps, "micro_batch_size": BATCH, "amp": precision,

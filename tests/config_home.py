@@ -110,6 +110,21 @@ def cosine(step):
 @registry.register_lr_scheduler("linear")
 def linear(step):
     return 1.0
+
+@registry.register_tracker("jsonl")
+class Jsonl:
+    """No options."""
+
+@registry.register_tracker("tensorboard")
+class TensorBoard:
+    """No options."""
+
+@registry.register_tracker("board")
+class Board:
+    @dataclass
+    class Options:
+        project: str
+        tags: list[str] = field(default_factory=list)
 '''
 
 HOME = {

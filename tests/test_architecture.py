@@ -38,7 +38,7 @@ def test_the_core_names_no_plugin() -> None:
 
     allowed = {"text"}  # an English word before it is a dataset
     packages = {"extras.py", "recorder.py"}  # name packages, one of which a runner is called after
-    defaults = {"ddp", "adamw", "cosine"}  # what a project file that says nothing gets
+    defaults = {"ddp", "adamw", "cosine", "jsonl", "tensorboard"}  # what a project file that says nothing gets
     names = {name for kind in KINDS for name in registry.names(kind)} - allowed
     for path in (p for p in CORE.rglob("*.py") if p.name not in packages):
         strings = {n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}

@@ -19,6 +19,8 @@ EXTRAS = {
     "pycocoevalcap": "vision",
     "fairscale": "offload",
     "pyarrow": "parquet",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
     "backports": "corpus",
     "datasets": "corpus",
     "ftfy": "corpus",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from crosstrain.check import Component, OptionError
+from crosstrain.check import Component, NoOptions, OptionError
 from crosstrain.curriculum import CurriculumOptions
 from crosstrain.errors import ConfigError
 
@@ -74,6 +74,11 @@ class RunOptions:
     sample_prompts: list[str] = field(default_factory=list)  # continued and shown when training ends
     sample_tokens: int = 64  # length of those continuations
 
+    # Where the numbers go. jsonl is always among them.
+    trackers: list[Annotated[Component, "tracker"]] = field(
+        default_factory=lambda: [Component("jsonl"), Component("tensorboard")]
+    )
+
     # Checkpoints: one is always saved after the last step.
     save_interval: int | None = None  # steps; None: only after the last one
     save_in_background: bool = True  # training goes on meanwhile, beside a copy of each rank's share in host memory
@@ -88,6 +93,8 @@ class RunOptions:
     collective_timeout: float | None = 600.0  # seconds by which a rank may enter a collective late; None: unguarded
 
     def __post_init__(self) -> None:
+        if "jsonl" not in (tracker.name for tracker in self.trackers):
+            self.trackers = [Component("jsonl", NoOptions()), *self.trackers]
         counts = ["max_iters", "max_epoch", "global_batch_size", "micro_batch_size", "accum_grad_iters"]
         counts += ["lr_decay_iters", "log_interval", "eval_interval", "eval_iters", "sample_tokens"]
         counts += ["save_interval", "keep_last", "keep_every"]

@@ -69,6 +69,9 @@ class Registry:
     def register_reader(self, name: str) -> Callable[[T], T]:
         return self._register("reader", name)
 
+    def register_tracker(self, name: str) -> Callable[[T], T]:
+        return self._register("tracker", name)
+
     # ---- looking up: each raises as `get` does
 
     def get_runner_class(self, name: str) -> Any:
@@ -91,6 +94,9 @@ class Registry:
 
     def get_reader_class(self, name: str) -> Any:
         return self.get("reader", name)
+
+    def get_tracker_class(self, name: str) -> Any:
+        return self.get("tracker", name)
 
     def get(self, kind: str, name: str, others: Iterable[str] = ()) -> Any:
         """The class or function registered as `name`; imports its module on first use.

@@ -1,4 +1,4 @@
-"""The folder of a run: config.yaml, log.txt, metrics.jsonl, tensorboard/, checkpoints/."""
+"""The folder of a run: config.yaml, log.txt, metrics.jsonl, checkpoints/, and what trackers keep there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ class RunFolder:
         self.config = self.path / "config.yaml"
         self.log = self.path / "log.txt"
         self.metrics = self.path / "metrics.jsonl"
-        self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self._lock = FileLock(self.path / ".lock")  # given back when the process ends, however it ends
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-KINDS = ("runner", "model", "dataset", "processor", "optimizer", "lr_scheduler", "reader")
+KINDS = ("runner", "model", "dataset", "processor", "optimizer", "lr_scheduler", "reader", "tracker")
 
 
 @dataclass(frozen=True)

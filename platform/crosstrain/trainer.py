@@ -18,8 +18,8 @@ from crosstrain.data.stream import MicroBatch, training_steps
 from crosstrain.errors import CheckpointError, TrainingError
 from crosstrain.evaluation import LossMetrics, evaluate_loss
 from crosstrain.monitor.console import log, set_up_logging
+from crosstrain.monitor.metrics import finite
 from crosstrain.monitor.reporter import Reporter
-from crosstrain.monitor.trackers import finite
 from crosstrain.optim import make_schedule
 from crosstrain.run_folder import RunFolder
 from crosstrain.runner import Runner

@@ -75,7 +75,8 @@ def _configs(
     batch = (f"run.global_batch_size={total}", f"run.micro_batch_size={micro}", "run.accum_grad_iters=null")
     out = []
     for number, ((runner, size), label) in enumerate(zip(contestants, _labels(arguments.runners), strict=True)):
-        config = load(runner, *batch, f"run.output_dir={scratch}/run{number}", "run.eval_interval=null")
+        config = load(runner, *batch, f"run.output_dir={scratch}/run{number}", "run.eval_interval=null",
+                      "run.trackers=[]")  # fmt: skip
         check(config, size)
         out.append((label, size, config))
     return out

@@ -22,7 +22,7 @@ from crosstrain.evaluation import evaluate_loss
 from crosstrain.generation import Sampling, generate
 from crosstrain.launch import Launch, launch
 from crosstrain.monitor.console import log, set_up_logging
-from crosstrain.monitor.trackers import finite
+from crosstrain.monitor.metrics import finite
 from crosstrain.registry import registry
 
 _MICRO_BATCH = 8  # samples per forward where the run does not say; the result does not depend on it

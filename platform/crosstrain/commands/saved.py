@@ -47,6 +47,7 @@ def _without_harm(saved: dict[str, Any], checkpoint: Path, options: list[str]) -
                 f"{checkpoint}: its runner writes to a path of its own, which is not done on a checkpoint's word; name "
                 f"the runner yourself: --options run.runner=..."
             )
+        run.pop("trackers", None)  # which may not be installed here, and nothing is tracked
         if isinstance(run.get("num_workers"), int):
             run["num_workers"] = min(run["num_workers"], os.cpu_count() or 1)
     if isinstance(datasets, dict):

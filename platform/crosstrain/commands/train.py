@@ -12,6 +12,7 @@ from crosstrain.errors import UserError
 from crosstrain.generation import Sampling, generate
 from crosstrain.launch import Launch, launch, restarted
 from crosstrain.monitor.console import log
+from crosstrain.monitor.trackers import check_trackers
 from crosstrain.optim import make_schedule
 from crosstrain.registry import registry
 from crosstrain.run_folder import RunFolder
@@ -51,6 +52,7 @@ def check(config: Config, world_size: int) -> None:
     assembly.freeze(model, config.run.freeze)
     registry.get_runner_class(config.runner.name).check_model(config.runner.options, model)
     make_schedule(config, run_length(config, plan, dataset))
+    check_trackers(config.run.trackers)
 
 
 def train_worker(plain: dict, under_launcher: bool) -> int:
@@ -90,10 +92,9 @@ def _farewell(trainer: Trainer) -> None:
                 continue
             log.info("sample of generated text:\n%s", textwrap.indent(text, "    | ", lambda _: True))
     folder = trainer.folder
-    log.info(
-        "open next:\n"
-        f"  checkpoint   {folder.checkpoints} (`crosstrain export` makes a Hugging Face folder of one)\n"
-        f"  curves       tensorboard --logdir {folder.tensorboard}\n"
-        f"  numbers      {folder.metrics}\n"
-        f"  try it       python evaluate.py --checkpoint {folder.path} --interactive"
-    )
+    lines = [
+        ("checkpoint", f"{folder.checkpoints} (`crosstrain export` makes a Hugging Face folder of one)"),
+        *trainer.reporter.trackers.places(),
+        ("try it", f"python evaluate.py --checkpoint {folder.path} --interactive"),
+    ]
+    log.info("open next:\n%s", "\n".join(f"  {what:<12} {where}" for what, where in lines))

@@ -10,7 +10,9 @@ from typing import Any
 from crosstrain.config import Config
 from crosstrain.monitor.console import Progress, log, log_line, memory_line
 from crosstrain.monitor.hardware import memory_mb, peak_flops
-from crosstrain.monitor.trackers import JsonlTracker, Row, TensorBoardTracker
+from crosstrain.monitor.metrics import Row
+from crosstrain.monitor.tracker import TrackedRun
+from crosstrain.monitor.trackers import Trackers
 from crosstrain.run_folder import RunFolder
 from crosstrain.runner import Runner
 
@@ -21,10 +23,10 @@ class Reporter:
     def __init__(self, runner: Runner, config: Config, folder: RunFolder, resumed_step: int, max_iters: int) -> None:
         is_main = runner.world.rank == 0
         self._runner, self._max_iters = runner, max_iters
-        self._trackers: list[JsonlTracker | TensorBoardTracker] = []
-        if is_main:
-            self._trackers.append(JsonlTracker(folder.metrics, resumed_step))
-            self._trackers.append(TensorBoardTracker(folder.tensorboard, resumed_step, config.plain))
+        self.trackers = Trackers(
+            config.run.trackers if is_main else [], TrackedRun(folder.path, config.plain, resumed_step)
+        )
+        self._tracked_step = resumed_step
         self._progress = Progress(max_iters, resumed_step, enabled=is_main)
         self._memory_logged = False
         self.begin_interval()
@@ -70,10 +72,9 @@ class Reporter:
         self.begin_interval()
 
     def track(self, row: dict[str, Any]) -> None:
-        for tracker in self._trackers:
-            tracker.log(row)
+        self._tracked_step = row["step"]
+        self.trackers.log(row)
 
     def close(self) -> None:
         self._progress.close()
-        for tracker in self._trackers:
-            tracker.close()
+        self.trackers.close(finished=self._tracked_step == self._max_iters)

@@ -1,86 +1,117 @@
-"""Where a run's numbers go: metrics.jsonl for programs, TensorBoard for eyes."""
+"""The configured trackers of a run, none of which can stop it or hold it up."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
-from pathlib import Path
-from typing import Any
+import queue
+import threading
+from collections.abc import Callable, Iterable
 
-import yaml
+from crosstrain.check import Component
+from crosstrain.errors import ConfigError, UserError, sentence
+from crosstrain.monitor.console import log
+from crosstrain.monitor.metrics import Row
+from crosstrain.monitor.tracker import TrackedRun, Tracker
+from crosstrain.registry import registry
 
-Row = dict[str, Any]  # step, plain numbers, and {"timers": {phase: ms}}
-
-
-def finite(value: Any) -> Any:
-    """`value`, or None for a number that JSON has no form for."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class JsonlTracker:
-    """One JSON object per logged step, flushed line by line; no step stands twice, also after a resume."""
-
-    def __init__(self, path: Path, resumed_step: int) -> None:
-        _cut_back(path, resumed_step)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
-
-    def log(self, row: Row) -> None:
-        self._file.write(json.dumps({key: finite(value) for key, value in row.items()}) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
+_WAITING = 1000  # rows that a slow tracker may lag behind; further ones are lost for it
+_PATIENCE = 30.0  # seconds that it may take to send the rest when training has ended
 
 
-def _cut_back(path: Path, step: int) -> None:
-    """Drop rows after `step`, and a last line that a kill left unfinished."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+def check_trackers(components: Iterable[Component]) -> None:
+    """Raise UserError for a tracker that cannot work as it is configured; no worker exists yet."""
+    components = list(components)
+    for number, component in enumerate(components):
+        if component.name in (other.name for other in components[:number]):
+            raise ConfigError(f"run.trackers: {component.name} is named twice")
         try:
-            if line.endswith("\n") and json.loads(line)["step"] <= step:
-                kept.append(line)
-        except ValueError:
-            continue
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    os.replace(temporary, path)
+            registry.get_tracker_class(component.name).check(component.options)
+        except UserError as error:
+            raise type(error)(f"run.trackers: {error}") from error
 
 
-class TensorBoardTracker:
-    """Scalars, hyper-parameters and the resolved configuration as a TensorBoard event file."""
+class Trackers:
+    """Those of one run, in the order of the configuration."""
 
-    def __init__(self, folder: Path, resumed_step: int, config: dict[str, Any]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
-        if not resumed_step:
-            text = yaml.safe_dump(config, sort_keys=False)
-            self._writer.add_text("config", "    " + text.replace("\n", "\n    "))
-        # add_hparams would open a second run folder; the plugin's own summaries put them into this one.
-        from torch.utils.tensorboard.summary import hparams
-
-        for summary in hparams(dict(_flat(config)), {"train/loss": None, "val/loss": None}):
-            self._writer._get_file_writer().add_summary(summary)
+    def __init__(self, components: Iterable[Component], run: TrackedRun) -> None:
+        self._guarded = [_start(component, run) for component in components]
 
     def log(self, row: Row) -> None:
-        step = row["step"]
-        for key, value in row.items():
-            if key == "timers":
-                for phase, milliseconds in value.items():
-                    self._writer.add_scalar(f"timers_ms/{phase}", milliseconds, step)
-            elif key != "step" and isinstance(value, int | float):
-                group, name = key.split("_", 1) if key.startswith("val_") else ("train", key)
-                self._writer.add_scalar(f"{group}/{name}", value, step)
+        for tracker in self._guarded:
+            tracker.call(lambda t: t.log(row))
 
-    def close(self) -> None:
-        self._writer.close()
+    def close(self, finished: bool) -> None:
+        for tracker in self._guarded:
+            tracker.call(lambda t: t.close(finished))
+        for tracker in self._guarded:
+            tracker.join()
+
+    def places(self) -> list[tuple[str, str]]:
+        """(tracker, how to look at what it has) of those that are to be looked at; to be called after `close`."""
+        return [(tracker.name, place) for tracker in self._guarded if (place := tracker.place)]
 
 
-def _flat(config: dict[str, Any], prefix: str = "") -> Any:
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
+def _start(component: Component, run: TrackedRun) -> _Guarded:
+    cls = registry.get_tracker_class(component.name)
+    guarded = _Background if cls.remote else _Guarded
+    return guarded(component.name, lambda: cls(component.options, run))
+
+
+class _Guarded:
+    """A tracker whose failures cost its own numbers and nothing else."""
+
+    def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
+        self.name = name
+        self.place: str | None = None
+        self._make = make
+        self._tracker: Tracker | None = None
+        self._warned = False
+        self.call(lambda _: None)
+
+    def call(self, work: Callable[[Tracker], None]) -> None:
+        """Do it with the tracker, which is made if that has not succeeded before."""
+        try:
+            self._tracker = self._tracker or self._make()
+            self.place = self._tracker.place()
+            work(self._tracker)
+        except Exception as error:
+            self.warn(f"failed ({type(error).__name__}: {error}); training goes on, and it is offered what follows")
+
+    def warn(self, what: str) -> None:
+        """Say what is wrong with the tracker, the first time."""
+        if not self._warned:
+            self._warned = True
+            log.warning("%s", sentence(f"run.trackers: {self.name} {what}"))
+
+    def join(self) -> None:
+        """Wait until it has done what it was asked to."""
+
+
+class _Background(_Guarded):
+    """One whose calls are made in a thread, in their order, which training does not wait for."""
+
+    def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
+        self._work: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(_WAITING)
+        self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+        super().__init__(name, make)
+
+    def call(self, work: Callable[[Tracker], None]) -> None:
+        try:
+            self._work.put_nowait(work)
+        except queue.Full:
+            self.warn(f"is more than {_WAITING} rows behind; training goes on, and it loses rows")
+
+    def join(self) -> None:
+        try:
+            self._work.put(None, timeout=_PATIENCE)
+        except queue.Full:
+            pass
         else:
-            yield f"{prefix}{key}", value if isinstance(value, bool | int | float | str) else str(value)
+            self._thread.join(_PATIENCE)
+        if self._thread.is_alive():
+            self._warned = False
+            self.warn(f"did not take the last rows within {_PATIENCE:.0f} s; it may lack them")
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            super().call(work)

@@ -1,0 +1,66 @@
+"""metrics.jsonl: a run's numbers, one JSON object a line; and how rows name what is in them to trackers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]  # step, plain numbers, {"timers": {phase: ms}}, and texts: see `texts`
+
+
+def finite(value: Any) -> Any:
+    """`value`, or None for a number that JSON has no form for."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def line(row: Row) -> str:
+    """A row as the file holds it."""
+    return json.dumps({key: finite(value) for key, value in row.items()}) + "\n"
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Drop the rows after `step` from a file, and what a kill left unfinished; nothing if there is no file."""
+    if not path.exists():
+        return
+    kept = []
+    for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            if text.endswith("\n") and json.loads(text)["step"] <= step:
+                kept.append(text)
+        except ValueError:
+            continue
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def scalars(row: Row) -> Iterator[tuple[str, float]]:
+    """The numbers of a row under the tags that every tracker gives them: train/loss, val/loss, timers_ms/forward."""
+    for key, value in row.items():
+        if key == "timers":
+            for phase, milliseconds in value.items():
+                yield f"timers_ms/{phase}", milliseconds
+        elif key != "step" and isinstance(value, int | float):
+            group, name = key.split("_", 1) if key.startswith("val_") else ("train", key)
+            yield f"{group}/{name}", value
+
+
+def texts(row: Row) -> Iterator[tuple[str, str]]:
+    """The texts of a row under their tags: generated/0 and so on, a prompt with its continuation; notes."""
+    for number, sample in enumerate(row.get("generated", [])):
+        yield f"generated/{number}", sample["prompt"] + sample["text"]
+    if row.get("notes"):
+        yield "notes", "\n".join(row["notes"])
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+    """Keys of a configuration as run.optimizer.name; values that are neither numbers nor texts as text."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, bool | int | float | str) else str(value)

@@ -1,0 +1,77 @@
+"""MLflow tracking. https://mlflow.org/docs/latest/ml/tracking"""
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from crosstrain.extras import require
+from crosstrain.monitor.metrics import Row, flat, scalars, texts
+from crosstrain.monitor.tracker import TrackedRun, Tracker
+from crosstrain.registry import registry
+
+_LONGEST = 500  # characters of a parameter's value, which every MLflow server takes
+_AT_ONCE = 100  # parameters per request, of which servers take no more
+
+
+@registry.register_tracker("mlflow")
+class MlflowTracker(Tracker):
+    """MLflow, on a server, in a database, or in the run's folder."""
+
+    remote = True
+
+    @dataclass
+    class Options:
+        uri: str | None = None  # None: as MLFLOW_TRACKING_URI says, or a SQLite file in the run's folder
+        experiment: str = "crosstrain"
+        run_name: str | None = None  # None: the name of the run's folder
+
+    @classmethod
+    def check(cls, options: Options) -> None:
+        require("mlflow", "tracker 'mlflow'")
+
+    def __init__(self, options: Options, run: TrackedRun) -> None:
+        super().__init__(options, run)
+        self._entities = require("mlflow.entities", "tracker 'mlflow'")
+        client = require("mlflow.tracking", "tracker 'mlflow'").MlflowClient
+        folder = run.folder.resolve() / "mlflow"
+        folder.mkdir(exist_ok=True)
+        ours = f"sqlite:///{folder}/mlflow.db"
+        self._uri = options.uri or os.environ.get("MLFLOW_TRACKING_URI") or ours
+        self._client = client(tracking_uri=self._uri)
+        remembered = folder / "run_id"
+        if remembered.exists():
+            self._id = remembered.read_text(encoding="utf-8").strip()
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            self._id = self._create(f"file://{folder}/artifacts" if self._uri == ours else None)
+            remembered.write_text(self._id, encoding="utf-8")
+        known = self._client.get_run(self._id).data.metrics
+        self._last = int(known.get("step", 0))  # the last one that it has: no step stands twice
+
+    def _create(self, artifacts: str | None) -> str:
+        """A run's id, its hyper-parameters set."""
+        client, options = self._client, self.options
+        experiment = client.get_experiment_by_name(options.experiment)
+        number = experiment.experiment_id if experiment else client.create_experiment(options.experiment, artifacts)
+        run_id = client.create_run(number, run_name=options.run_name or self.run.name).info.run_id
+        parameters = [self._entities.Param(k, str(v)[:_LONGEST]) for k, v in flat(self.run.config)]
+        for start in range(0, len(parameters), _AT_ONCE):
+            client.log_batch(run_id, params=parameters[start : start + _AT_ONCE])
+        return run_id
+
+    def log(self, row: Row) -> None:
+        step, now = row["step"], int(1000 * time.time())
+        if step <= self._last:
+            return
+        numbers: dict[str, Any] = {"step": step, **dict(scalars(row))}
+        self._client.log_batch(self._id, [self._entities.Metric(k, float(v), now, step) for k, v in numbers.items()])
+        for tag, text in texts(row):
+            self._client.log_text(self._id, text, f"{tag}/step_{step:06d}.txt")
+        self._last = step
+
+    def close(self, finished: bool) -> None:
+        self._client.set_terminated(self._id, "FINISHED" if finished else "KILLED")
+
+    def place(self) -> str:
+        return f"mlflow ui --backend-store-uri {self._uri} (run {self._id})"

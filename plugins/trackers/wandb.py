@@ -1,0 +1,73 @@
+"""Weights & Biases. https://docs.wandb.ai/ref/python"""
+
+import os
+import secrets
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Literal
+
+from crosstrain.errors import UserError
+from crosstrain.extras import require
+from crosstrain.monitor.metrics import Row, scalars, texts
+from crosstrain.monitor.tracker import TrackedRun, Tracker
+from crosstrain.registry import registry
+
+
+@registry.register_tracker("wandb")
+class WandbTracker(Tracker):
+    """Weights & Biases, on its servers or kept on disk for `wandb sync`."""
+
+    remote = True
+
+    @dataclass
+    class Options:
+        project: str = "crosstrain"
+        entity: str | None = None  # a user or a team; None: the account's default
+        run_name: str | None = None  # None: the name of the run's folder
+        group: str | None = None
+        tags: list[str] = field(default_factory=list)
+        mode: Literal["online", "offline"] | None = None  # None: as the environment variable WANDB_MODE says, or online
+
+    @classmethod
+    def check(cls, options: Options) -> None:
+        wandb = require("wandb", "tracker 'wandb'")
+        if (options.mode or os.environ.get("WANDB_MODE", "online")) != "online":
+            return
+        try:
+            logged_in = wandb.login(prompt=False, verify=False)
+        except wandb.Error as error:
+            raise UserError(f"wandb: {error}") from error
+        if not logged_in:
+            raise UserError("wandb is not logged in; run `wandb login`, set WANDB_API_KEY, or say mode: offline")
+
+    def __init__(self, options: Options, run: TrackedRun) -> None:
+        super().__init__(options, run)
+        wandb = self._wandb = require("wandb", "tracker 'wandb'")
+        folder = run.folder.resolve() / "wandb"
+        folder.mkdir(exist_ok=True)
+        self._run = wandb.init(
+            project=options.project, entity=options.entity, name=options.run_name or run.name, group=options.group,
+            tags=options.tags or None, mode=options.mode, config=run.config, dir=str(run.folder.resolve()),
+            id=_remembered_id(folder / "run_id"), resume="allow", reinit="create_new",
+            # Lines on the console are log.txt's, and other people's programs have no business in a model's folder.
+            settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
+        )  # fmt: skip
+
+    def log(self, row: Row) -> None:
+        # A step that the interrupted run had sent already is passed over there: no step stands twice.
+        pages = {tag: self._wandb.Html(f"<pre>{escape(text)}</pre>") for tag, text in texts(row)}
+        self._run.log(dict(scalars(row)) | pages, step=row["step"])
+
+    def close(self, finished: bool) -> None:
+        self._run.finish(exit_code=0)
+
+    def place(self) -> str:
+        return self._run.url or f"wandb sync {self._run.dir and Path(self._run.dir).parent}"
+
+
+def _remembered_id(file: Path) -> str:
+    """The id by which a resumed run goes on as itself, from a file in the run's folder."""
+    if not file.exists():
+        file.write_text(secrets.token_hex(4), encoding="utf-8")
+    return file.read_text(encoding="utf-8").strip()
