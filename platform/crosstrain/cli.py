@@ -117,6 +117,11 @@ def _parser() -> _Parser:
     compare.add_argument("--output", metavar="FILE", help="write everything that was measured as JSON")
     compare.set_defaults(run=_compare)
 
+    report = verbs.add_parser("report", help="one page about one or several runs: curves, timings, differences")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder (run.output_dir)")
+    report.add_argument("--output", default="report.html", metavar="FILE", help="the page (default: report.html)")
+    report.set_defaults(run=_report)
+
     listing = verbs.add_parser("list", help="everything that a project file can name")
     listing.add_argument("kind", nargs="?", help="runner, model, dataset, ...")
     listing.set_defaults(run=_list)
@@ -187,6 +192,12 @@ def _prepare(arguments: argparse.Namespace) -> int:
     from crosstrain.commands.prepare import prepare
 
     return prepare(arguments)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from crosstrain.commands.report import report
+
+    return report(arguments.runs, arguments.output)
 
 
 def _list(arguments: argparse.Namespace) -> int:

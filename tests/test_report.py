@@ -1,0 +1,358 @@
+"""`crosstrain report`: a page about runs that may be anybody's, half written or damaged."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from conftest import ENVIRONMENT, Workspace
+from crosstrain.cli import main
+from crosstrain.report.assets import SCRIPT, STYLE
+from crosstrain.report.page import page
+from crosstrain.report.reading import Curve, read_runs
+from crosstrain.report.scale import show, value_axis
+from crosstrain.report.thin import smooth, thin
+
+CHROMIUM = Path("/usr/bin/chromium")
+ELEMENTS = {
+    "html", "head", "meta", "title", "style", "body", "script", "h1", "h2", "p", "b", "div", "span", "table", "thead",
+    "tbody", "tr", "th", "td", "figure", "figcaption", "svg", "line", "text", "polyline", "circle", "details",
+    "summary", "pre", "mark",
+}  # fmt: skip
+
+
+class Outline(HTMLParser):
+    """Elements, attributes and text of a page; fails where elements are not closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[str] = []
+        self.attributes: set[str] = set()
+        self.text: list[str] = []
+        self.scripts: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
+        self.elements.append(tag)
+        self.attributes |= {name for name, _ in attrs}
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            self.scripts.append(data)
+        elif not (self.open and self.open[-1] == "style"):
+            self.text.append(data)
+
+
+def check_harmless(text: str) -> Outline:
+    """The page is well formed, runs our own script alone, refers to nothing and can be encoded."""
+    text.encode("utf-8")
+    outline = Outline(text)
+    assert set(outline.elements) <= ELEMENTS
+    assert outline.scripts == [SCRIPT]
+    assert not [name for name in outline.attributes if name.startswith("on") or name in ("href", "src", "srcdoc")]
+    assert re.search(r"content=\"default-src &#x27;none&#x27;;[^\"]*script-src &#x27;sha256-", text)
+    return outline
+
+
+def write_run(folder: Path, rows: Sequence[Any], config: object = None, log: str = "started\n", raw: str = "") -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "metrics.jsonl").write_text(lines + raw, encoding="utf-8", errors="surrogatepass")
+    (folder / "config.yaml").write_text(yaml.safe_dump(config or {"run": {"seed": 1}}), encoding="utf-8")
+    (folder / "log.txt").write_text(log, encoding="utf-8", errors="surrogatepass")
+    return str(folder)
+
+
+def rows(steps: int, every: int = 1, **more: Any) -> list[dict[str, Any]]:
+    rng = random.Random(steps)
+    return [
+        {"step": s, "loss": 3 + 5 * math.exp(-s / steps) + rng.random() / 10, "lr": 1e-3 * (1 - s / steps),
+         "grad_norm": 1 + rng.random(), "loss_scale": 1.0, "samples": 8 * s, "skipped_steps": 0, "step_ms": 50.0,
+         "tokens_per_second": 6000.0, "timers": {"forward": 20 + rng.random(), "data loader": 1.0},
+         "memory_peak_mb": 900.0, "memory_allocated_mb": 800.0, **more}
+        for s in range(every, steps + 1, every)
+    ]  # fmt: skip
+
+
+def test_runs_are_shown_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shared = {"seed": 1, "runner": {"name": "ddp"}}
+    first = rows(40)
+    first[-1] |= {"val_loss": 2.5, "val_perplexity": 12.2, "generated": [{"prompt": "def ", "text": "f(x):"}]}
+    a = write_run(tmp_path / "first", first, {"run": shared | {"init_lr": 0.001}})
+    b = write_run(tmp_path / "second", rows(20, every=2, mfu=0.5), {"run": shared | {"init_lr": 0.002, "amp": "bf16"}})
+    output = tmp_path / "page.html"
+    assert main(["report", a, b, "--output", str(output)]) == 0
+    assert "2 run(s)" in capsys.readouterr().out
+    outline = check_harmless(output.read_text())
+    told = "\n".join(outline.text)
+    for expected in ("Training report of 2 runs", "Training loss", "Validation loss", "median MFU", "50.0%", "2.5000",
+                     "Time per phase", "forward", "900 MiB", "What the configurations differ in", "run.init_lr",
+                     "0.002", "Generated text", "f(x):", "config.yaml"):  # fmt: skip
+        assert expected in told, expected
+    differing = told.split("What the configurations differ in")[1].split("Generated text")[0]
+    assert "run.amp" in differing
+    assert "run.seed" not in differing
+    assert "could not be read" not in told
+    # Each run's curve of the loss, as far as it goes, in the run's colour.
+    drawn = re.findall(
+        r'class="raw (c\d)[^"]*" points="[^"]*" data-name="(\w+)" data-steps="([^"]*)"', output.read_text()
+    )
+    assert ("c0", "first", " ".join(map(str, range(1, 41)))) in drawn
+    assert ("c1", "second", " ".join(map(str, range(2, 21, 2)))) in drawn
+
+
+def test_a_damaged_file_gives_what_can_be_read_and_a_note(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "cut", rows(10), raw='{"step": 11, "loss": 2.')
+    (run,) = read_runs([folder])
+    assert (run.rows, run.last_step) == (10, 10)
+    assert run.problems == [
+        "metrics.jsonl: the last line could not be read, as when a run was killed or is being written; "
+        "the rest is shown"
+    ]
+    bad = [
+        "not json",
+        "[1]",
+        '{"step": "7"}',
+        '{"step": -1}',
+        '{"step": 1e999}',
+        "[" * 100_000,
+        '{"step":1' + " " * (1 << 21),
+    ]
+    folder = write_run(tmp_path / "bad", [], raw="\n".join([*bad, json.dumps({"step": 5, "loss": 1.5}), "\0\0"]))
+    (run,) = read_runs([folder])
+    assert list(run.curves["loss"].values) == [1.5]
+    assert "lines, the first of them 1," in run.problems[0]
+    check_harmless(page([run]))
+
+
+def test_values_that_are_no_numbers_are_passed_over(tmp_path: Path) -> None:
+    strange = {"loss": None, "lr": True, "grad_norm": "2", "step_ms": float("inf"), "mfu": float("nan"), "big": 10**400}
+    (run,) = read_runs([write_run(tmp_path / "run", [{"step": 1, "tokens_per_second": 3, **strange}])])
+    assert {key: list(curve.values) for key, curve in run.curves.items()} == {"tokens_per_second": [3.0]}
+    assert run.events == [(1, "the loss was not finite")]
+    check_harmless(page([run]))
+
+
+def test_steps_that_stand_twice_count_once(tmp_path: Path) -> None:
+    again = [{"step": s, "loss": float(v)} for v, s in enumerate([1, 2, 3, 2, 3, 4])]
+    (run,) = read_runs([write_run(tmp_path / "run", again)])
+    assert list(run.curves["loss"].steps) == [1, 2, 3, 4]
+    assert list(run.curves["loss"].values) == [0.0, 3.0, 4.0, 5.0]
+    assert "the later row counts" in run.problems[0]
+
+
+def test_events_are_told(tmp_path: Path) -> None:
+    told = rows(4)
+    told[1] |= {"loss": None, "skipped_steps": 2, "loss_scale": 0.5}
+    told[2] |= {"skipped_steps": 2, "loss_scale": 0.5, "notes": ["rank 1 is a straggler"]}
+    told[3] |= {"skipped_steps": 2, "loss_scale": 0.5}
+    (run,) = read_runs([write_run(tmp_path / "run", told)])
+    assert run.events == [
+        (2, "2 skipped since the row before, 2 in all"),
+        (2, "loss scale 1 became 0.5"),
+        (2, "the loss was not finite"),
+        (3, "rank 1 is a straggler"),
+    ]
+
+
+def test_a_run_with_nothing_but_a_metrics_file_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "metrics.jsonl").write_text("")
+    (run,) = read_runs([str(tmp_path / "bare")])
+    assert len(run.problems) == 2
+    check_harmless(page([run]))
+
+
+@pytest.mark.parametrize("bomb", ["a: &a [1, 2]\nb: [*a, *a]\n", "[" * 5000, "a: !!python/object/apply:os.getcwd []"])
+def test_a_configuration_that_is_a_bomb_is_a_note(tmp_path: Path, bomb: str) -> None:
+    folder = write_run(tmp_path / "run", rows(2))
+    (tmp_path / "run" / "config.yaml").write_text(bomb)
+    (run,) = read_runs([folder])
+    assert run.config == {}
+    assert "config.yaml could not be read" in run.problems[0]
+    check_harmless(page([run]))
+
+
+def test_what_is_no_run_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 1
+    assert "there is no metrics.jsonl" in capsys.readouterr().err
+    folder = write_run(tmp_path / "run", rows(2))
+    assert main(["report", folder, "--output", str(tmp_path / "no" / "page.html")]) == 1
+    assert capsys.readouterr().err.startswith("error: --output:")
+    assert main(["report", folder, "--output", str(tmp_path)]) == 1
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / place / "out", rows(2)) for place in ("a", "b")]
+    assert [run.name for run in read_runs(folders)] == ["a/out", "b/out"]
+    assert [run.name for run in read_runs([folders[0], folders[0]])] == ["out (1)", "out (2)"]
+
+
+HOSTILE = st.one_of(
+    st.text(max_size=30),
+    st.sampled_from([
+        "</script><script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "' onload='alert(1)", "<!--", "]]>",
+        "</style><svg onload=alert(1)>", "&lt;script&gt;", "{{7*7}}", "\x1b[31m", "\u202eevil", "\ud800", "</pre>",
+        "javascript:alert(1)", "\x00", "<a href=//evil>",
+    ]),
+)  # fmt: skip
+NUMBER = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), HOSTILE)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    table=st.lists(st.dictionaries(HOSTILE, NUMBER, max_size=4), max_size=4),
+    timers=st.dictionaries(HOSTILE, NUMBER, max_size=3),
+    config=st.dictionaries(HOSTILE, st.one_of(HOSTILE, st.lists(HOSTILE, max_size=2)), max_size=3),
+    words=st.lists(HOSTILE, min_size=3, max_size=3),
+)
+def test_nothing_in_a_runs_files_becomes_markup(
+    tmp_path: Path, table: list[Any], timers: dict[str, Any], config: dict[str, Any], words: list[str]
+) -> None:
+    told = [row | {"step": i, "timers": timers} for i, row in enumerate(table)]
+    told.append({"step": 9, "loss": 1, "notes": words, "generated": [{"prompt": words[0], "text": words[1]}]})
+    runs = read_runs([write_run(tmp_path / "a <b>", told), write_run(tmp_path / "c", rows(3))])
+    runs[0].config = {str(key): str(value) for key, value in config.items()}  # as no YAML file of ours would hold
+    runs[0].config_text = runs[0].log_end = runs[0].name = words[2]
+    outline = check_harmless(page(runs))
+    if (visible := words[0].strip()).isascii() and visible.isprintable():
+        assert visible in "".join(outline.text)
+
+
+def test_our_own_style_and_script_stand_as_they_are() -> None:
+    assert "</" not in STYLE + SCRIPT
+    assert "http" not in STYLE + SCRIPT
+    assert "innerHTML" not in SCRIPT
+
+
+@given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=2000), st.integers(1, 40), st.integers(1, 9))
+def test_thinning_keeps_ends_and_extremes(values: list[float], buckets: int, every: int) -> None:
+    steps = list(range(7, 7 + every * len(values), every))
+    points = thin(steps, values, buckets)
+    assert len(points) <= max(2 * buckets + 2, 2)
+    assert points[0] == (steps[0], values[0])
+    assert points[-1] == (steps[-1], values[-1])
+    assert {min(values), max(values)} <= {value for _, value in points}
+    assert set(points) <= set(zip(steps, values, strict=True))
+    assert [step for step, _ in points] == sorted({step for step, _ in points})
+
+
+def test_the_average_does_not_lag() -> None:
+    line = [2.0 * i for i in range(50)]
+    assert smooth(line, 5)[5:-5] == pytest.approx(line[5:-5])
+    assert smooth([1.0], 3) == [1.0]
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=120))
+def test_every_value_has_a_place_on_the_axis(values: list[float]) -> None:
+    axis, _ = value_axis(values)
+    places = [axis.place(value) for value in sorted(values)]
+    assert all(0 <= place <= 1 for place in places)
+    assert places == sorted(places)
+    assert len(axis.marks()) <= 12
+    assert all(len(show(value)) <= 10 for value in values)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (1e-3, "0.001"), (1.5e-4, "1.5e-4"), (12_500, "12.5k"), (2e6, "2M"), (3.14159, "3.142"), (9999, "9999")],
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert show(value) == text
+
+
+def test_reporting_needs_nothing_heavy(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", rows(3))
+    program = (
+        "import sys; from crosstrain.cli import main; "
+        f"assert main(['report', {folder!r}, '--output', {str(tmp_path / 'p.html')!r}]) == 0; "
+        "assert not {'torch', 'numpy', 'transformers', 'matplotlib'} & set(sys.modules)"
+    )
+    environment = ENVIRONMENT | {"PYTHONPATH": ":".join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment, timeout=60)
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_rows_are_a_small_page(tmp_path: Path) -> None:
+    long, short = (write_run(tmp_path / str(n), rows(n)) for n in (100_000, 1000))
+    text = page(read_runs([long]))
+    check_harmless(text)
+    assert len(text) < 500_000
+    assert len(text) < 1.3 * len(page(read_runs([short])))  # what is beyond two points a bucket costs nothing
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("playwright") is None or not CHROMIUM.exists(),
+    reason="needs the package playwright and Debian's chromium",
+)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_shows_the_page(workspace: Workspace, tmp_path: Path, scheme: str) -> None:
+    """A trained run and one whose files attack: nothing runs but our script, nothing is fetched, values are shown."""
+    run = workspace.train("out", "run.max_iters=12", "run.eval_interval=4", "run.eval_iters=1")
+    attack = "</script><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+    evil = write_run(
+        tmp_path / "evil", [{"step": 1, attack: 1, "loss": 2, "notes": [attack]}], {attack: attack}, attack
+    )
+    output = tmp_path / "page.html"
+    assert main(["report", str(run.folder), evil, "--output", str(output)]) == 0
+    program = f"""
+import json
+from playwright.sync_api import sync_playwright
+with sync_playwright() as p:
+    browser = p.chromium.launch(executable_path={str(CHROMIUM)!r}, args=["--no-sandbox"])
+    page = browser.new_page(viewport={{"width": 1400, "height": 1000}}, color_scheme={scheme!r})
+    said, asked = [], []
+    page.on("console", lambda m: said.append(m.text))
+    page.on("pageerror", lambda e: said.append(str(e)))
+    page.on("request", lambda r: asked.append(r.url))
+    page.goto("file://{output}")
+    chart = page.locator("svg.chart").first
+    chart.hover(position={{"x": 200, "y": 60}})
+    tip = page.locator(".tip").first.inner_text()
+    back = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+    picture = len(page.screenshot(full_page=True))
+    print(json.dumps([page.title(), said, asked, tip, page.locator("svg.chart").count(), back, wide, picture]))
+    browser.close()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    title, said, asked, tip, charts, back, wide, picture = json.loads(done.stdout)
+    assert title == "Report: out, evil"
+    assert said == []
+    assert asked == [f"file://{output}"]
+    assert re.match(r"out, step \d+: \d\.\d+\nevil, step 1: 2$", tip.replace("\n\n", "\n"))
+    assert charts > 10
+    assert (sum(map(int, re.findall(r"\d+", back))) < 200) == (scheme == "dark")
+    assert wide <= 0
+    assert picture > 50_000
+
+
+def test_a_curve_put_in_order_is_left_alone_when_it_is() -> None:
+    curve = Curve()
+    for step in (1, 2, 5):
+        curve.add(step, 1.0)
+    assert not curve.put_in_order()
