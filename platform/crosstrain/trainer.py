@@ -23,6 +23,7 @@ from crosstrain.monitor.reporter import Reporter
 from crosstrain.optim import make_schedule
 from crosstrain.run_folder import RunFolder
 from crosstrain.runner import Runner
+from crosstrain.samples import PromptSamples
 from crosstrain.signals import StopRequest
 from crosstrain.state import State
 
@@ -72,6 +73,8 @@ class Trainer:
         self.reporter = Reporter(runner, config, self.folder, self.state.step, self.max_iters)
         self.stopped = False  # whether a signal ended the run early, the same on every rank
         self.last_validation: LossMetrics | None = None  # of the present step
+        self.samples = PromptSamples(runner, run, self.dataset.tokenizer_path)
+        self.last_samples: list[dict[str, str]] = []  # of the last validation
         self._announce()
 
     # ---- starting
@@ -155,6 +158,8 @@ class Trainer:
                 if self._due(self.run.eval_interval):
                     metrics, improved = self._validate()
                     logged |= {"val_loss": metrics.loss, "val_perplexity": metrics.perplexity}
+                    if self.last_samples:
+                        logged["generated"] = self.last_samples
                 if logged:
                     self.reporter.track({"step": self.state.step} | logged)
                 if self._due(self.run.save_interval) or (improved and self.run.save_best):
@@ -248,6 +253,7 @@ class Trainer:
     def _validate(self) -> tuple[LossMetrics, bool]:
         with self.reporter.paused():
             metrics = self.validate()
+            self.last_samples = self.samples.draw()
         log.info(
             "validation at step %d | loss %.6E | perplexity %.6E (%d tokens)",
             self.state.step, metrics.loss, metrics.perplexity, metrics.targets,

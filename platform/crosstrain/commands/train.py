@@ -8,8 +8,6 @@ from crosstrain import assembly
 from crosstrain.commands.plan import refuse_what_cannot_fit
 from crosstrain.config import Config, load_config
 from crosstrain.construct import parameters_on_meta
-from crosstrain.errors import UserError
-from crosstrain.generation import Sampling, generate
 from crosstrain.launch import Launch, launch, restarted
 from crosstrain.monitor.console import log
 from crosstrain.monitor.trackers import check_trackers
@@ -71,7 +69,7 @@ def train_worker(plain: dict, under_launcher: bool) -> int:
 
 def _farewell(trainer: Trainer) -> None:
     """How good the model is, beside what no training gives; a sample of its text; what to open next."""
-    runner, run = trainer.runner, trainer.run
+    run = trainer.run
     # A run too short for its first validation, such as a smoke run, does not end in one either.
     if trainer.val_dataset is not None and run.eval_interval is not None and run.eval_interval <= trainer.max_iters:
         metrics = trainer.last_validation or trainer.validate()
@@ -79,18 +77,9 @@ def _farewell(trainer: Trainer) -> None:
         if trainer.is_main:
             for name, perplexity in trainer.val_dataset.baselines().items():
                 log.info("  against %.2f of the %s model, which learns nothing from context", perplexity, name)
-    if run.sample_prompts and trainer.dataset.tokenizer_path is not None:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(trainer.dataset.tokenizer_path, trust_remote_code=False)
-        sampling = Sampling(max_new_tokens=run.sample_tokens, temperature=0.8, top_k=50, seed=run.seed)
-        for prompt in run.sample_prompts:
-            try:
-                text = prompt + generate(runner, tokenizer, prompt, sampling)[0]
-            except UserError as error:  # the model is trained and saved; a prompt too long is no reason to fail
-                log.warning("run.sample_prompts: %s", error)
-                continue
-            log.info("sample of generated text:\n%s", textwrap.indent(text, "    | ", lambda _: True))
+    for sample in trainer.last_samples if trainer.last_validation else trainer.samples.draw():
+        text = sample["prompt"] + sample["text"]
+        log.info("sample of generated text:\n%s", textwrap.indent(text, "    | ", lambda _: True))
     folder = trainer.folder
     lines = [
         ("checkpoint", f"{folder.checkpoints} (`crosstrain export` makes a Hugging Face folder of one)"),

@@ -34,6 +34,16 @@ def memory_mb(device: torch.device) -> dict[str, float]:
     return {"memory_peak_mb": peak / MIB}
 
 
+def gpu_utilisation(device: torch.device) -> dict[str, float]:
+    """Percent of the last moments in which the GPU was at work, where there is one and nvidia-ml-py can tell."""
+    if device.type != "cuda":
+        return {}
+    try:
+        return {"gpu_utilisation": float(torch.cuda.utilization(device))}
+    except Exception:  # no nvidia-ml-py, or a driver that does not tell, each with errors of its own
+        return {}
+
+
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Peak matrix FLOP/s of the device in this precision, where it is known (half precisions of common GPUs)."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):

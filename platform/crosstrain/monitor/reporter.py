@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from crosstrain.config import Config
+from crosstrain.config import Config, plan_batch
 from crosstrain.monitor.console import Progress, log, log_line, memory_line
-from crosstrain.monitor.hardware import memory_mb, peak_flops
+from crosstrain.monitor.hardware import gpu_utilisation, memory_mb, peak_flops
 from crosstrain.monitor.metrics import Row
+from crosstrain.monitor.ranks import RankWatch
 from crosstrain.monitor.tracker import TrackedRun
 from crosstrain.monitor.trackers import Trackers
 from crosstrain.run_folder import RunFolder
@@ -29,10 +30,13 @@ class Reporter:
         self._tracked_step = resumed_step
         self._progress = Progress(max_iters, resumed_step, enabled=is_main)
         self._memory_logged = False
+        self._batch = plan_batch(config.run, runner.dp.size).global_batch
+        self._watch = RankWatch(runner, config.run.num_workers)
         self.begin_interval()
 
     def begin_interval(self) -> None:
         self._steps, self._tokens, self._start = 0, 0, time.perf_counter()
+        self._watch.begin_interval()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -45,6 +49,7 @@ class Reporter:
         """Count a step of `tokens` target tokens; time per step, tokens/s, memory and utilisation so far."""
         self._steps += 1
         self._tokens += tokens
+        self._watch.count()
         seconds = time.perf_counter() - self._start
         device, precision = self._runner.device, self._runner.precision
         row: Row = {
@@ -63,12 +68,24 @@ class Reporter:
         self._progress.advance(row)
 
     def log(self, row: Row) -> None:
-        """Log a step, and after the first one the memory in use; a new interval begins."""
+        """Log a step, and after the first one the memory in use; a new interval begins. Collective.
+
+        The row gets what is measured in logged steps alone.
+        """
+        waited, notes = self._watch.judge(row["step"], self._steps, time.perf_counter() - self._start)
+        row |= gpu_utilisation(self._runner.device)
+        if waited > 0:
+            row["loader_samples_per_second"] = self._batch * self._steps / waited
         for line in log_line(row, self._max_iters):
             log.info(line)
         if not self._memory_logged:
             log.info(memory_line(row))
             self._memory_logged = True
+        if notes:
+            row["notes"] = notes
+            if self._runner.world.rank == 0:
+                for note in notes:
+                    log.warning(note)
         self.begin_interval()
 
     def track(self, row: dict[str, Any]) -> None:
