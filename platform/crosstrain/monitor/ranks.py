@@ -61,7 +61,7 @@ class RankWatch:
         return self._seldom(f"rank {rank} is a straggler", f": at step {step}, as at the logged one before, its {what}")
 
     def _data_bound(self, step: int, steps: int, seconds: float, waited: list[float]) -> str | None:
-        if self._intervals == 1 and step > 1:  # in which the loader's processes started
+        if self._intervals == 1:  # in which the loader's processes started
             return None
         bad = [r for r, w in enumerate(waited) if w >= WAITING * seconds and 1000 * w / steps >= WAITING_MS]
         if not bad:
