@@ -14,16 +14,15 @@ from ranks import mostly_slow, train
 
 PROMPTS = "run.sample_prompts=[ban der, kin]"
 EVALUATED = ("run.max_iters=6", "run.eval_interval=2", "run.eval_iters=1", "run.sample_tokens=8")
-RUNNERS = [("ddp", 1), ("ddp", 2), ("fsdp", 2), ("zero1", 2), ("zero3", 2), ("megatron_tp2", 2), ("megatron_pp2", 2)]
+RUNNERS = ["ddp@2", "ddp@1", "fsdp@2", "zero1@2", "zero3@2", "megatron_tp2@2", "megatron_pp2@2"]
 
 
-@pytest.mark.parametrize(("runner", "size"), mostly_slow(RUNNERS, quick=[("ddp", 2)]))
-def test_prompts_are_continued_at_every_validation_and_leave_no_trace(
-    workspace: Workspace, runner: str, size: int
-) -> None:
+@pytest.mark.parametrize("place", mostly_slow(RUNNERS, quick=["ddp@2"]))
+def test_prompts_are_continued_at_every_validation_and_leave_no_trace(workspace: Workspace, place: str) -> None:
+    runner, size = place.split("@")
     named = (f"run.runner={runner}", *EVALUATED)
-    plain = train(workspace.project, "plain", *named, size=size)
-    told = train(workspace.project, "told", *named, PROMPTS, size=size)
+    plain = train(workspace.project, "plain", *named, size=int(size))
+    told = train(workspace.project, "told", *named, PROMPTS, size=int(size))
     for key in ("loss", "grad_norm", "lr"):  # dropout is on, so a random number more or less would show
         assert told.column(key) == plain.column(key)
     validated = [row for row in told.rows if "val_loss" in row]

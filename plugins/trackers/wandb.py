@@ -63,7 +63,8 @@ class WandbTracker(Tracker):
         self._run.finish(exit_code=0)
 
     def place(self) -> str:
-        return self._run.url or f"wandb sync {self._run.dir and Path(self._run.dir).parent}"
+        offline = self._run.offline
+        return f"wandb sync {Path(self._run.dir).parent}" if offline else str(self._run.url)
 
 
 def _remembered_id(file: Path) -> str:
