@@ -100,7 +100,7 @@ def test_runs_are_shown_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
     shared = {"seed": 1, "runner": {"name": "ddp"}}
     first = rows(40)
     first[-1] |= {"val_loss": 2.5, "val_perplexity": 12.2, "generated": [{"prompt": "def ", "text": "f(x):"}]}
-    a = write_run(tmp_path / "first", first, {"run": shared | {"init_lr": 0.001}})
+    a = write_run(tmp_path / "first", first, {"run": shared | {"init_lr": 0.001, "amp": None}})
     b = write_run(tmp_path / "second", rows(20, every=2, mfu=0.5), {"run": shared | {"init_lr": 0.002, "amp": "bf16"}})
     output = tmp_path / "page.html"
     assert main(["report", a, b, "--output", str(output)]) == 0
@@ -112,7 +112,7 @@ def test_runs_are_shown_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
                      "0.002", "Generated text", "f(x):", "config.yaml"):  # fmt: skip
         assert expected in told, expected
     differing = told.split("What the configurations differ in")[1].split("Generated text")[0]
-    assert "run.amp" in differing
+    assert "run.amp\nnull\nbf16" in differing
     assert "run.seed" not in differing
     assert "could not be read" not in told
     # Each run's curve of the loss, as far as it goes, in the run's colour.

@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 
 from crosstrain.errors import UserError
-from crosstrain.monitor.metrics import flat
 from crosstrain.run_folder import RunFolder
 
 _LONGEST_LINE = 1 << 20  # bytes of a row; longer ones are passed over
@@ -199,9 +198,18 @@ def _read_config(run: ReadRun, path: Path) -> None:
         tree = yaml.load(run.config_text, Loader=_NoAliases)
         if not isinstance(tree, dict):
             raise ValueError("it is no mapping")
-        run.config = {str(key): str(value) for key, value in flat(tree)}
+        run.config = dict(_spelled_out(tree))
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         run.problems.append(f"config.yaml could not be read ({str(error).splitlines()[0] if str(error) else error!r})")
+
+
+def _spelled_out(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Keys as run.optimizer.name, and values as YAML has them."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _spelled_out(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _read_log(run: ReadRun, path: Path) -> None:
