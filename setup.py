@@ -30,6 +30,7 @@ EXTRAS = {
     "test": [
         "pytest>=8",
         "pytest-timeout",
+        "pytest-xdist",
         "hypothesis>=6.100",
         "ruff",
         "mypy",

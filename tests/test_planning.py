@@ -44,9 +44,14 @@ def test_gpt2_345m_on_two_tensor_parallel_ranks_has_the_known_numbers(tmp_path: 
 
 
 def test_the_token_budget_of_125m_takes_4769_steps(tmp_path: Path) -> None:
-    plan = planned(tmp_path, "gpt3_125m", "--tokens", "2.5B", "--tokens-per-second", "100e3", "--no-presets")
-    assert (plan["tokens_per_step"], plan["steps"]) == (524_288, 4_769)
-    assert plan["days"] == pytest.approx(4_769 * 524_288 / 100e3 / 86_400)
+    run = tmp_path / "run"
+    run.mkdir()
+    rows = [{"step": k, "tokens_per_second": speed} for k, speed in enumerate((3.0, 100e3, 200e3), 1)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for speed in ("100e3", str(run)):
+        plan = planned(tmp_path, "gpt3_125m", "--tokens", "2.5B", "--tokens-per-second", speed, "--no-presets")
+        assert (plan["tokens_per_step"], plan["steps"]) == (524_288, 4_769)
+        assert plan["days"] == pytest.approx(4_769 * 524_288 / 100e3 / 86_400)
 
 
 # The same model of 7 billion parameters as in another project, with more of it trained: half a minute.

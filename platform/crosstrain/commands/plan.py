@@ -6,6 +6,7 @@ import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from crosstrain.planning.pretend import without_weights
 from crosstrain.planning.report import Budget, Plan, length
 from crosstrain.planning.units import read_bytes, read_number, show_bytes
 from crosstrain.registry import registry
+from crosstrain.report.reading import read_runs
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -71,9 +73,19 @@ def _budget(arguments: argparse.Namespace) -> Budget:
 
     memory = read_bytes(arguments.device_memory, "--device-memory") if arguments.device_memory else None
     return Budget(
-        memory, number("throughput", "--throughput"), number("tokens_per_second", "--tokens-per-second"),
+        memory, number("throughput", "--throughput"), _measured(arguments.tokens_per_second),
         number("tokens", "--tokens"),
     )  # fmt: skip
+
+
+def _measured(given: str | None) -> float | None:
+    """Tokens per second: a number, or what a run's folder says."""
+    if not given or not Path(given).is_dir():
+        return read_number(given, "--tokens-per-second") if given else None
+    curve = read_runs([given])[0].curves.get("tokens_per_second")
+    if curve is None:
+        raise UserError(f"--tokens-per-second: {given} has logged no step yet")
+    return median(curve.values)
 
 
 def _known_memory(config: Config) -> int | None:
