@@ -145,7 +145,7 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--world-size", type=_positive, metavar="N", help="ranks, there or not (default: as training)")
     group.add_argument("--device-memory", metavar="SIZE", help="of each rank's device, such as 24GiB: what fits?")
     group.add_argument("--throughput", metavar="FLOPS", help="a device's FLOP/s, such as 150T: how many days?")
-    group.add_argument("--tokens-per-second", metavar="N", help="the same as measured, of all ranks: a number, or a run")
+    group.add_argument("--tokens-per-second", metavar="N", help="as measured, of all ranks: a number, or a run")
     group.add_argument("--tokens", metavar="N", help="of the whole training, such as 2.5B (default: run.max_iters)")
     group.add_argument("--no-presets", action="store_true", help="say nothing of other runners")
     group.add_argument("--output", metavar="FILE", help="write the plan as JSON")
