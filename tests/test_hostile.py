@@ -236,6 +236,12 @@ STATES: dict[str, Callable[[dict], object]] = {
        for value in (float("nan"), float("-inf"), "1.5", True, [], 10**400)},
     **{f"a scaler of {value!r:.40}": setting("scaler", value)
        for value in (None, [], "x", {"scale": float("inf")}, {"scale": "1"}, {"scale": 10**400}, {"\x1b[2J": [[]]})},
+    **{f"numbers left out {value!r:.40}": setting("left_out", value)
+       for value in (None, "x", [3], [[3]], [[4, 3]], [[1, 5], [4, 9]], [[8, 9], [1, 2]], [[-1, 2]], [[0, 10**400]])},
+    **{f"skipped steps {value!r:.40}": setting("skipped", value) for value in ({}, [[1, 2]], [[1, 2, "3"]])},
+    **{f"recent losses {value!r:.40}": setting("recent_losses", value) for value in (None, [float("nan")], ["1"])},
+    **{f"{key} of {value!r}": setting(key, value)
+       for key in ("bad_in_a_row", "overflows_in_a_row") for value in (-1, "1", None)},
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,9 @@ from crosstrain import assembly
 from crosstrain.config import load_config
 from crosstrain.data.stream import MicroBatch
 from crosstrain.errors import TrainingError
-from crosstrain.runner import Runner
+from crosstrain.policy import Attempt, BadSteps
+from crosstrain.runner import Runner, StepResult
+from crosstrain.state import State
 
 
 def make_runner(*options: str) -> Runner:
@@ -148,20 +151,24 @@ def test_a_loss_scale_leaves_gradients_as_they_are_and_an_overflow_changes_nothi
     assert all(p.grad is None for p in scaled.model.parameters())
 
 
+def account(runner: Runner, state: State, *applied: bool) -> None:
+    """Steps with finite losses, some of whose gradients were not finite."""
+    for step in applied:
+        state.step += 1
+        result = StepResult(1.0 if step else math.inf, step)
+        BadSteps(runner, None, None).account(state, Attempt([], list(range(32, 40)), 1.0, None, result))
+
+
 def test_endless_overflow_ends_with_a_diagnosis() -> None:
-    runner = make_runner("run.amp={dtype: fp16, max_skipped: 3}")
-    runner.precision.update(True, "step 1")
-    runner.precision.update(False, "step 2")
-    runner.precision.update(True, "step 3")
-    runner.precision.update(True, "step 4")
-    with pytest.raises(TrainingError, match=r"step 5 .* 3 steps in a row overflowed"):
-        runner.precision.update(True, "step 5 (samples 32 to 39)")
+    runner, state = make_runner("run.amp={dtype: fp16, max_skipped: 3}"), State()
+    account(runner, state, False, True, False, False)
+    with pytest.raises(TrainingError, match=r"step 5 \(samples 32 to 39\): 3 steps in a row overflowed"):
+        account(runner, state, False)
 
 
 def test_gradients_that_are_not_finite_stop_a_run_without_loss_scaling() -> None:
-    runner = make_runner("run.amp=bf16")
-    with pytest.raises(TrainingError, match="not finite"):
-        runner.precision.update(True, "step 1")
+    with pytest.raises(TrainingError, match=r"step 1 \(samples 32 to 39\): the gradients are not finite"):
+        account(make_runner("run.amp=bf16"), State(), False)
 
 
 def test_norms_and_biases_do_not_decay() -> None:

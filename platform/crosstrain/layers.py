@@ -20,7 +20,7 @@ from crosstrain.errors import ConfigError
 OPTIONS = "--options"
 
 # The key that says which thing a mapping is about; a plain string in the mapping's place is short for it.
-_HEADS = {("model",): "arch", ("run", "amp"): "dtype"}
+_HEADS = {("model",): "arch", ("run", "amp"): "dtype", ("run", "on_bad_step"): "policy"}
 
 
 def head(key: Key) -> str:
@@ -124,7 +124,7 @@ def merge(lower: Any, upper: Any, key: Key = (), *, names_replace: bool = True) 
     if not (isinstance(lower, dict) and isinstance(upper, dict)):
         return upper
     old, new = lower.get(naming), upper.get(naming)
-    if names_replace and isinstance(old, str) and isinstance(new, str) and old != new and naming != "dtype":
+    if names_replace and isinstance(old, str) and isinstance(new, str) and old != new and naming in ("name", "arch"):
         return upper
     merged = lower | upper
     for name in lower.keys() & upper.keys():

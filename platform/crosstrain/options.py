@@ -28,6 +28,24 @@ class AmpOptions:
 
 
 @dataclass
+class BadStepOptions:
+    """What to do about a bad step: `on_bad_step: skip` is short for `on_bad_step: {policy: skip}`.
+
+    Bad are a loss that is not finite; gradients that are not, unless fp16's loss scale explains it; and with `spike` a
+    loss above `spike` times the median of the last `spike_window` good steps' losses.
+    """
+
+    policy: Literal["stop", "skip", "roll_back"] = "stop"
+    spike: float | None = None  # None: a loss may jump as it likes
+    spike_window: int = 100  # nothing is a spike before there are so many good steps
+    max_in_a_row: int = 10  # bad steps without a good one, or roll backs to one checkpoint, after which training ends
+
+    def __post_init__(self) -> None:
+        _above(self, 1, "spike")
+        _at_least(self, 1, "spike_window", "max_in_a_row")
+
+
+@dataclass
 class RunOptions:
     """How to train. Steps are attempted optimizer steps; a sample is one row of a batch.
 
@@ -87,6 +105,7 @@ class RunOptions:
     save_best: bool = True  # also keep the one with the lowest validation loss
     resume_from: str | None = None  # a checkpoint, or a run's folder; None: this run's own latest, if any
     resume_optimizer: bool = True  # False: moments start at zero, as for another optimizer
+    on_bad_step: BadStepOptions = field(default_factory=BadStepOptions)
 
     curriculum: CurriculumOptions | None = None  # short sequences first; None: whole ones from the first step on
     num_workers: int = 0  # processes per rank that load data; 0: the rank itself does
@@ -101,6 +120,7 @@ class RunOptions:
         _at_least(self, 1, *counts)
         _at_least(self, 0, "seed", "min_lr", "weight_decay", "grad_norm_clip", "warmup_steps", "num_workers")
         _above(self, 0, "init_lr", "collective_timeout")
+        self._check_roll_back()
         if self.min_lr > self.init_lr:
             raise OptionError("min_lr", f"{self.min_lr} is above init_lr, {self.init_lr}")
         if self.warmup_fraction is not None and not 0 <= self.warmup_fraction < 1:
@@ -115,6 +135,18 @@ class RunOptions:
             raise OptionError("max_iters", "how long to train is required: give max_iters or max_epoch")
         if self.global_batch_size is self.micro_batch_size is self.accum_grad_iters is None:
             raise OptionError("global_batch_size", "required, unless micro_batch_size or accum_grad_iters is given")
+
+    def _check_roll_back(self) -> None:
+        if self.on_bad_step.policy != "roll_back":
+            return
+        if self.save_interval is None:
+            raise OptionError(
+                "on_bad_step", "roll_back goes back to the last checkpoint: set save_interval, or use skip"
+            )
+        if not self.resume_optimizer:
+            raise OptionError(
+                "resume_optimizer", "false would go back to moments that were not to be taken: use on_bad_step=skip"
+            )
 
 
 @dataclass(frozen=True)

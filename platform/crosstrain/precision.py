@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from crosstrain.errors import CheckpointError, TrainingError
+from crosstrain.errors import CheckpointError
 from crosstrain.options import AmpOptions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -77,14 +77,13 @@ class DynamicLossScaler(LossScaler):
 
 
 class Precision:
-    """What `run.amp` means: the autocast context, the loss scaler, and when to give up."""
+    """What `run.amp` means: the autocast context and the loss scaler."""
 
     def __init__(self, options: AmpOptions, device_type: str) -> None:
         self.options = options
         self.dtype = DTYPES[options.dtype]
         self.device_type = device_type
         self.scaler = self._make_scaler(options)
-        self.skipped_in_a_row = 0
 
     @staticmethod
     def _make_scaler(options: AmpOptions) -> LossScaler:
@@ -100,24 +99,7 @@ class Precision:
             return nullcontext()
         return torch.autocast(self.device_type, self.dtype)
 
-    def update(self, overflow: bool, where: str) -> None:
-        """Account for an attempted step; raises TrainingError when skipping has become hopeless.
-
-        `where` describes the step for the message.
-        """
-        self.scaler.update(overflow)
-        if not overflow:
-            self.skipped_in_a_row = 0
-            return
-        self.skipped_in_a_row += 1
-        if self.options.dtype != "fp16":
-            raise TrainingError(
-                f"{where}: the gradients are not finite, so the model is diverging; lower run.init_lr, lengthen the "
-                f"warmup or lower run.grad_norm_clip, and resume from the last checkpoint"
-            )
-        if self.skipped_in_a_row >= self.options.max_skipped:
-            raise TrainingError(
-                f"{where}: {self.skipped_in_a_row} steps in a row overflowed although the loss scale fell to "
-                f"{self.scaler.scale:g}, so the model itself is diverging; lower run.init_lr, use run.amp=bf16, or "
-                f"look at these samples"
-            )
+    @property
+    def overflows(self) -> bool:
+        """Whether gradients that are not finite are what the loss scale reckons with."""
+        return self.options.dtype == "fp16"

@@ -1,4 +1,6 @@
-"""The folder of a run: config.yaml, log.txt, metrics.jsonl, checkpoints/, and what trackers keep there."""
+"""The folder of a run: config.yaml, log.txt, metrics.jsonl, bad_steps.jsonl, checkpoints/, and what trackers
+keep there.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +24,7 @@ class RunFolder:
         self.config = self.path / "config.yaml"
         self.log = self.path / "log.txt"
         self.metrics = self.path / "metrics.jsonl"
+        self.bad_steps = self.path / "bad_steps.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self._lock = FileLock(self.path / ".lock")  # given back when the process ends, however it ends
 

@@ -61,10 +61,12 @@ class Runner:
     model: Model
     module: nn.Module
     optimizer: torch.optim.Optimizer | None = None
+    micro_losses: list[Tensor]  # summed, of the last step's micro batches; empty on a rank that computes none
 
     def __init__(self, options: Any, run: RunOptions) -> None:
         self.options, self.run = options, run
         self.timers = Timers()
+        self.micro_losses = []
 
     # ---- joining
 
@@ -156,13 +158,15 @@ class Runner:
         """
         weight = self.precision.scaler.scale / num_targets
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.micro_losses = []
         for i, micro_batch in enumerate(micro_batches):
             with self.gradient_sync(last=i == len(micro_batches) - 1):
                 seed_everything_for(self.run.seed, micro_batch.first_sample)
                 with self.timers("forward"):
                     loss = self.compute_loss(self.to_device(micro_batch.data))
                 self.backward(loss * weight)
-            total += loss.detach()
+            self.micro_losses.append(loss.detach())
+            total += self.micro_losses[-1]
         with self.timers("allreduce"):
             return self.dp.all_reduce_sum(total.item())[0] / num_targets
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
 from crosstrain.checkpoint.manifest import is_safe_name
 from crosstrain.config import BatchPlan, Config, plan_batch
 from crosstrain.data.dataset import Dataset
+from crosstrain.data.left_out import take
 from crosstrain.data.stream import MicroBatch, training_steps
 from crosstrain.errors import CheckpointError, TrainingError
 from crosstrain.evaluation import LossMetrics, evaluate_loss
@@ -21,6 +23,8 @@ from crosstrain.monitor.console import log, set_up_logging
 from crosstrain.monitor.metrics import finite
 from crosstrain.monitor.reporter import Reporter
 from crosstrain.optim import make_schedule
+from crosstrain.policy import Attempt, BadSteps, RollBack
+from crosstrain.resume import reload, starting_point
 from crosstrain.run_folder import RunFolder
 from crosstrain.runner import Runner
 from crosstrain.samples import PromptSamples
@@ -70,7 +74,8 @@ class Trainer:
             self.folder.checkpoints, runner.new_group(), Retention(run.keep_last, run.keep_every), self._write_assets
         )
         self._saved_step = self.state.step if start and start.parent == self.folder.checkpoints else None
-        self.reporter = Reporter(runner, config, self.folder, self.state.step, self.max_iters)
+        self.bad_steps = BadSteps(runner, self.dataset, self.folder.bad_steps if self.is_main else None)
+        self._report()
         self.stopped = False  # whether a signal ended the run early, the same on every rank
         self.last_validation: LossMetrics | None = None  # of the present step
         self.samples = PromptSamples(runner, run, self.dataset.tokenizer_path)
@@ -80,30 +85,7 @@ class Trainer:
     # ---- starting
 
     def _starting_point(self) -> Path | None:
-        """The checkpoint to go on from: the newest undamaged one here, else `run.resume_from`, else none."""
-        newest: Path | None = None
-        problem: CheckpointError | None = None
-        if self.is_main:
-            try:
-                newest = self._newest()
-            except CheckpointError as error:
-                problem = error
-        newest, problem = self.runner.world.all_gather((newest, problem))[0]
-        if problem is not None:
-            raise problem
-        return newest
-
-    def _newest(self) -> Path | None:
-        newest, damaged = folders.newest_valid(self.folder.checkpoints)
-        for sentence in damaged:
-            log.warning("damaged checkpoint passed over: %s", sentence)
-        if newest is None and damaged:
-            raise CheckpointError(
-                f"{self.folder.checkpoints}: every checkpoint is damaged; --fresh starts over and keeps them"
-            )
-        if newest is None and self.run.resume_from:
-            newest = folders.find_checkpoint(Path(self.run.resume_from))
-        return newest
+        return starting_point(self.folder.checkpoints, self.run.resume_from, self.runner.world)
 
     def _restore(self, checkpoint: Path | None) -> State:
         if checkpoint is None:
@@ -112,6 +94,10 @@ class Trainer:
         self.runner.precision.scaler.load_state(state.scaler)
         log.info("resuming %s at step %d (sample %d)", checkpoint, state.step, state.samples)
         return state
+
+    def _report(self) -> None:
+        """Begin to report, from where the state stands."""
+        self.reporter = Reporter(self.runner, self.config, self.folder, self.state.step, self.max_iters)
 
     def _announce(self) -> None:
         runner = self.runner
@@ -141,10 +127,17 @@ class Trainer:
     def fit(self) -> State:
         """Train to `max_iters` or until a stop is asked for, and save; returns the final state."""
         batches = self.batches()
+        if self.bad_steps.rolls_back and self._saved_step is None:
+            self._save(best=False, background=False)
+            self.checkpointer.wait()  # from here on there is one to go back to
         self.reporter.begin_interval()
         try:
             while self.state.step < self.max_iters:
-                row = self.train_step(batches)
+                try:
+                    row = self.train_step(batches)
+                except RollBack as bad:
+                    batches = self._go_back(bad)
+                    continue
                 if row is None:
                     self.stopped = True
                     break
@@ -175,13 +168,28 @@ class Trainer:
             log.info("stopped at step %d; the same command goes on from there", self.state.step)
         return self.state
 
+    def _go_back(self, bad: RollBack) -> Iterator[list[MicroBatch]]:
+        """To the last checkpoint, as a new start would; the micro batches from there on."""
+        with suppress(CheckpointError):  # of a save that failed, which was logged
+            self.checkpointer.wait()
+        checkpoint = self._starting_point()
+        assert checkpoint is not None  # one was saved before the first step
+        left_out = self.bad_steps.go_back(checkpoint, bad, self.state)
+        reload(self.runner, checkpoint, self.frozen)
+        self.state = self._restore(checkpoint)
+        self.state.left_out = left_out
+        self._saved_step = self.state.step
+        self.reporter.close()
+        self._report()
+        return self.batches()
+
     def batches(self) -> Iterator[list[MicroBatch]]:
         """This rank's micro batches, step by step, from where the state stands."""
         lengths = map(self._length, itertools.count(self.state.step + 1)) if self.run.curriculum else None
         return training_steps(
             self.dataset, self.plan, seed=self.run.seed, start=self.state.samples,
             dp_rank=self.runner.dp.rank, num_workers=self.run.num_workers,
-            lengths=lengths,
+            lengths=lengths, left_out=self.state.left_out,
         )  # fmt: skip
 
     def _length(self, step: int) -> int:
@@ -203,14 +211,15 @@ class Trainer:
         runner.set_learning_rate(rate)
         scale = runner.precision.scaler.scale
         loss = runner.forward_backward(micro_batches, max(targets, 1))
+        problem = self.bad_steps.judge(loss, state)
         with timers("optimizer"):
-            result = runner.optimizer_step()
+            result = runner.optimizer_step(apply=problem is None)
 
-        first, last = state.samples, state.samples + self.plan.global_batch - 1
+        numbers = take(state.samples, self.plan.global_batch, state.left_out)
         state.step += 1
-        state.samples = last + 1
+        state.samples = numbers[-1] + 1
         state.applied_steps += result.applied
-        runner.precision.update(not result.applied, f"step {state.step} (samples {first} to {last})")
+        self.bad_steps.account(state, Attempt(micro_batches, numbers, loss, problem, result))
         return {
             "step": state.step,
             "loss": finite(loss),

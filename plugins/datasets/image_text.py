@@ -97,7 +97,8 @@ class ImageText(ImageDataset):
         if not names:
             raise DataError(f"the {split} split has no shards: name them under `{split}` of the dataset")
         self.names, self.reading = names, Reading(0, 0, 0, 1)
-        self.samples = None if self.streams(options, split) else Shards(names, self.cache(options))
+        self.indexed = not self.streams(options, split)
+        self.samples = Shards(names, self.cache(options)) if self.indexed else None
         self._stream: Iterator[tuple[str, dict[str, bytes]]] | None = None
         if not len(self):
             raise DataError(f"the {split} split has no sample: its {len(names)} shards are empty")
@@ -124,6 +125,9 @@ class ImageText(ImageDataset):
                 return self.sample(*_parsed(*next(self._stream)), rng)
             except SampleError as error:
                 self.skip(self.tried, str(error))
+
+    def whereabouts(self, index: int) -> str:
+        return "" if self.samples is None else self.samples.name(index)
 
     def read(self, index: int) -> tuple[list[Any], Annotation]:
         if self.samples is None:

@@ -63,6 +63,9 @@ class Instructions(ImageDataset):
     def __len__(self) -> int:
         return self.stop - self.start
 
+    def whereabouts(self, index: int) -> str:
+        return f"entry {self.start + index} of {self.options.annotations}"
+
     def read(self, index: int) -> tuple[list[Any], Annotation]:
         entry = self.entries[self.start + index]
         return [open_image_file(self.folder / name) for name in entry["images"]], entry

@@ -77,6 +77,7 @@ class Mixture(Dataset):
             if not same_vocabulary(part.tokenizer_path, first.tokenizer_path):
                 raise DataError("the parts of a mixture have different tokenizers: give them the same one")
         self.vocab_size, self.tokenizer_path = first.vocab_size, first.tokenizer_path
+        self.indexed = all(part.indexed for part in self.parts)
         longest = [part.sequence_length for part in self.parts]
         self.sequence_length = None if None in longest else max(length or 0 for length in longest)
         lengths = [len(part) for part in self.parts]
@@ -102,6 +103,10 @@ class Mixture(Dataset):
     def training_index(self, seed: int, number: int) -> int:
         k, n = self.quota.place(number)
         return self.starts[k] + self.parts[k].training_index(derive_seed(seed, "part", k), n)
+
+    def whereabouts(self, index: int) -> str:
+        part, inner = self._place(index)
+        return part.whereabouts(inner)
 
     def evaluation_index(self, place: int) -> int:
         k, n = self.quota.place(place)

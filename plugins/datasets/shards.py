@@ -180,9 +180,7 @@ class Shards:
 
     def read(self, index: int) -> tuple[str, dict[str, bytes]]:
         """(shard and key, content by extension) of a sample. DataError where the shard changed meanwhile."""
-        shard = int(np.searchsorted(self.starts, index, "right")) - 1
-        path = self.paths[shard]
-        key, files = self._entry(_index_path(path, self.cache), index - int(self.starts[shard]))
+        path, key, files = self._find(index)
         content = {}
         with open(path, "rb") as file:
             for extension, (start, size) in files.items():
@@ -191,6 +189,16 @@ class Shards:
                 if len(content[extension]) < size:
                     raise DataError(f"the shard {path} ends within {key}.{extension}")
         return f"{path.name}: {key}", content
+
+    def name(self, index: int) -> str:
+        """Shard and key of a sample."""
+        path, key, _ = self._find(index)
+        return f"{path.name}: {key}"
+
+    def _find(self, index: int) -> tuple[Path, str, Files]:
+        shard = int(np.searchsorted(self.starts, index, "right")) - 1
+        path = self.paths[shard]
+        return path, *self._entry(_index_path(path, self.cache), index - int(self.starts[shard]))
 
     def _entry(self, index: Path, number: int) -> tuple[str, Files]:
         """(key, files) of a shard's sample."""

@@ -127,6 +127,14 @@ class TextDataset(Dataset):
         tokens = self._tokens(first, first + length + 1)
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
 
+    def whereabouts(self, index: int) -> str:
+        first = self.start + index * self.options.seq_length
+        documents = [self.file.document_at(position) for position in (first, first + self.options.seq_length)]
+        which = (
+            f"documents {documents[0]} to {documents[1]}" if documents[0] < documents[1] else f"document {documents[0]}"
+        )
+        return f"{which} of {self.options.path}"
+
     def shorten(self, batch: Batch, length: int) -> Batch:
         return {key: tokens[:, :length] for key, tokens in batch.items()}
 

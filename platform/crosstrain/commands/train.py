@@ -49,8 +49,8 @@ def check(config: Config, world_size: int) -> None:
     assembly.check_fit(model, dataset)
     assembly.freeze(model, config.run.freeze)
     registry.get_runner_class(config.runner.name).check_model(config.runner.options, model)
-    make_schedule(config, run_length(config, plan, dataset))
     check_trackers(config.run.trackers)
+    make_schedule(config, run_length(config, plan, dataset))
 
 
 def train_worker(plain: dict, under_launcher: bool) -> int:

@@ -69,6 +69,7 @@ class Dataset(ABC):
     vocab_size: int | None = None  # ids in samples are below this; checked against the model's
     sequence_length: int | None = None  # longest sample in tokens; checked against the model's limit
     tokenizer_path: Path | None = None  # a Hugging Face tokenizer folder, copied into every checkpoint
+    indexed: bool = True  # False: `get` gives the next sample of a stream, whatever index it is asked for
 
     # Subclasses accept (options, split) and keep what they need.
     def __init__(self, options: Any, split: Split) -> None:
@@ -112,6 +113,10 @@ class Dataset(ABC):
     def training_index(self, seed: int, number: int) -> int:
         """The index that training sees as sample `number` of a run: by default a new shuffle of all every epoch."""
         return sample_index(seed, number, len(self))
+
+    def whereabouts(self, index: int) -> str:
+        """Where a person finds sample `index`: a file, a place in it. Empty, the default: the index says it all."""
+        return ""
 
     def evaluation_index(self, place: int) -> int:
         """The index that an evaluation sees at `place` where it does not take all; by default the file's order."""

@@ -1,8 +1,9 @@
 """Batches of an endless stream of samples, cut for one data-parallel rank.
 
-Sample number n of a run is a pure function of (seed, n); step after step takes the next `global_batch` numbers. Micro
-batch m of a step goes to rank m mod dp_size, so its first sample number, and with it its dropout, is the same for
-every number of ranks. Starting anywhere is seeking: nothing is replayed, nothing is stored but the number.
+Sample number n of a run is a pure function of (seed, n); step after step takes the next `global_batch` numbers, but
+those that the run leaves out. Micro batch m of a step goes to rank m mod dp_size, so its first sample number, and with
+it its dropout, is the same for every number of ranks. Starting anywhere is seeking: nothing is replayed, nothing is
+stored but the number.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from torch.utils.data import DataLoader
 
 from crosstrain.config import BatchPlan
 from crosstrain.data.dataset import Batch, Dataset, Reading, Sample
+from crosstrain.data.left_out import Ranges
+from crosstrain.data.left_out import numbers as sample_numbers
 from crosstrain.errors import UserError
 from crosstrain.rng import sample_rng
 
@@ -28,6 +32,7 @@ class MicroBatch:
     first_sample: int  # number of its first sample; dropout is seeded with it
     data: Batch
     num_targets: int = 0  # target tokens in it
+    numbers: tuple[int, ...] = ()  # of its samples
 
 
 class _ByNumber(torch.utils.data.Dataset):
@@ -77,33 +82,38 @@ def training_steps(
     dp_rank: int,
     num_workers: int = 0,
     lengths: Iterator[int] | None = None,
+    left_out: Ranges | None = None,
 ) -> Iterator[list[MicroBatch]]:
     """This rank's micro batches of each step, for ever, from sample number `start` on.
 
     lengths: to how many tokens the samples of each step are shortened; None: they stay whole.
+    left_out: numbers that are passed over.
     """
 
-    def first_samples() -> Iterator[int]:
-        step_start = start
-        while True:
-            for k in range(plan.accumulation):
-                yield step_start + (k * plan.dp_size + dp_rank) * plan.micro_batch
-            step_start += plan.global_batch
-
     def numbers() -> Iterator[list[int]]:
-        for first in first_samples():
-            yield list(range(first, first + plan.micro_batch))
+        following = sample_numbers(start, left_out or [])
+        while True:
+            micro_batches = [list(islice(following, plan.micro_batch)) for _ in range(plan.accumulation * plan.dp_size)]
+            yield from micro_batches[dp_rank :: plan.dp_size]
 
     dataset.begin(Reading(seed, start, dp_rank, plan.dp_size))
     batches = _batches(dataset, seed, partial(dataset.training_index, seed), numbers(), num_workers)
-    firsts = first_samples()
+    mine = numbers()
     while True:
         length = next(lengths) if lengths is not None else None
-        step = [MicroBatch(next(firsts), next(batches)) for _ in range(plan.accumulation)]
+        step = []
+        for _ in range(plan.accumulation):
+            own = next(mine)
+            step.append(MicroBatch(own[0], next(batches), numbers=tuple(own)))
         if length is not None:
             for micro_batch in step:
                 micro_batch.data = dataset.shorten(micro_batch.data, length)
         yield step
+
+
+def one_sample(dataset: Dataset, seed: int, number: int) -> Batch:
+    """Sample `number` of a run alone, as training saw it. Not for a dataset whose samples have no index."""
+    return dataset.collate([dataset.get(dataset.training_index(seed, number), sample_rng(seed, number))])
 
 
 def evaluation_batches(

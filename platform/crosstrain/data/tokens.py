@@ -13,6 +13,7 @@ their meaning once (float64 and double, then float64 and float32); no tokens wer
 
 from __future__ import annotations
 
+import bisect
 import os
 import shutil
 import struct
@@ -138,6 +139,10 @@ class TokenFile:
         if remainder or not 0 <= start <= self.num_tokens:
             raise DataError(f"{self.idx_path} is damaged: sequence {sequence} begins at byte {self.pointers[sequence]}")
         return start
+
+    def document_at(self, position: int) -> int:
+        """The document that the token at `position` of the stream of all tokens is in."""
+        return bisect.bisect_right(range(self.num_documents), position, key=self.document_start) - 1
 
     def document(self, document: int) -> np.ndarray:
         """Tokens of one document, all its sequences joined: a view of the file."""

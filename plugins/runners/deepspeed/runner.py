@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -207,7 +208,9 @@ class DeepSpeedRunner(Runner):
             return StepResult(float(self.engine.get_global_grad_norm()), self.engine.was_step_applied())
         with self._refusal() as norm:
             self.engine.step()
-        return StepResult(norm[0] / self.gradient_scale, False)
+        # One that is not finite DeepSpeed marks by -1, or it does not compute it.
+        finite = bool(norm) and norm[0] >= 0
+        return StepResult(norm[0] / self.gradient_scale if finite else math.inf, False)
 
     @contextmanager
     def _refusal(self) -> Iterator[list[float]]:

@@ -88,12 +88,12 @@ class Pipeline:
         batch: Callable[[int], Batch],
         weight: float,
         last: Callable[[bool], None],
-    ) -> Tensor | None:
+    ) -> Tensor:
         """Forward and backward of `count` micro batches with hidden states of `shape` [batch, length].
 
         `batch(number)` gives a micro batch, and on the first stage seeds for it. Losses are multiplied by `weight`
-        before their backward; `last` is told before each whether it is the step's last. Returns the sum of the
-        losses on the last stage.
+        before their backward; `last` is told before each whether it is the step's last. Returns the losses [count],
+        float64, on the last stage, and none on the others.
         """
         self.stage.batch, self._weight = batch, weight
         schedule = self._schedule(shape, count)
@@ -106,7 +106,7 @@ class Pipeline:
             losses=losses if self.stage.is_last else None,
             return_outputs=False,
         )
-        return torch.stack(losses).detach().double().sum() / weight if losses else None
+        return torch.stack(losses).detach().double() / weight if losses else torch.empty(0, dtype=torch.float64)
 
     def _schedule(self, shape: tuple[int, int], count: int) -> Any:
         """torch's schedule for `count` micro batches; its buffers are made for one shape."""

@@ -212,8 +212,9 @@ class MegatronRunner(Runner):
         if self.tensor is not None and self.tensor.splits_sequence:
             length //= self.tensor.size
         weight = self.precision.scaler.scale / num_targets
-        total = pipeline.train((rows, length), len(micro_batches), batch, weight, self._before_backward)
-        mine = total.item() if total is not None and self.mesh.get_local_rank("tensor") == 0 else 0.0
+        losses = pipeline.train((rows, length), len(micro_batches), batch, weight, self._before_backward)
+        self.micro_losses = list(losses)
+        mine = losses.sum().item() if self.mesh.get_local_rank("tensor") == 0 else 0.0
         with self.timers("allreduce"):
             return self.world.all_reduce_sum(mine)[0] / num_targets
 

@@ -1,0 +1,47 @@
+"""The checkpoint that a run goes on from, and going back to one without a new start."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from crosstrain.checkpoint import folders
+from crosstrain.checkpoint.base import load_shards
+from crosstrain.checkpoint.store import Reader
+from crosstrain.distributed import Group
+from crosstrain.errors import CheckpointError
+from crosstrain.monitor.console import log
+from crosstrain.runner import Runner
+
+
+def starting_point(root: Path, resume_from: str | None, world: Group) -> Path | None:
+    """The newest undamaged checkpoint under `root`, else the one `resume_from` means, else none. Collective."""
+    newest: Path | None = None
+    problem: CheckpointError | None = None
+    if world.rank == 0:
+        try:
+            newest = _newest(root, resume_from)
+        except CheckpointError as error:
+            problem = error
+    newest, problem = world.all_gather((newest, problem))[0]
+    if problem is not None:
+        raise problem
+    return newest
+
+
+def _newest(root: Path, resume_from: str | None) -> Path | None:
+    newest, damaged = folders.newest_valid(root)
+    for sentence in damaged:
+        log.warning("damaged checkpoint passed over: %s", sentence)
+    if newest is None and damaged:
+        raise CheckpointError(f"{root}: every checkpoint is damaged; --fresh starts over and keeps them")
+    if newest is None and resume_from:
+        newest = folders.find_checkpoint(Path(resume_from))
+    return newest
+
+
+def reload(runner: Runner, checkpoint: Path, frozen: Collection[str]) -> None:
+    """Fill what the runner holds of a run with an earlier state of it, but for the `frozen` parameters. Collective."""
+    names = set[str]().union(*runner.world.all_gather(set(runner.model.canonical_parameters())))
+    load_shards(Reader.open(checkpoint), [s for s in runner.shards() if s.name not in frozen], names=names)
+    runner.loaded()
