@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Annotated, Literal
 
 from crosstrain.check import Component, NoOptions, OptionError
@@ -43,6 +44,48 @@ class BadStepOptions:
     def __post_init__(self) -> None:
         _above(self, 1, "spike")
         _at_least(self, 1, "spike_window", "max_in_a_row")
+
+
+@dataclass
+class ProfileOptions:
+    """Which steps torch's profiler looks at, and how closely."""
+
+    steps: list[int] | list[list[int]]  # [first, last], or several such windows; attempted steps
+    ranks: list[int] = field(default_factory=lambda: [0])  # which ranks are profiled
+    record_shapes: bool = False  # shapes of what operators are given; the table tells them apart then
+    with_stack: bool = False  # lines of the source that called them: large traces, slow steps
+    profile_memory: bool = True  # allocations, and memory over time
+    top: int = 30  # rows of the table of operators
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "top")
+        if not self.ranks or min(self.ranks) < 0:
+            raise OptionError("ranks", "name at least one rank, such as [0]")
+        if not all(len(w) == 2 and 1 <= w[0] <= w[1] for w in self.windows):
+            raise OptionError("steps", "expected [first, last], such as [2, 4], or several such windows")
+        for (first, last), (start, end) in pairwise(self.windows):
+            if start <= last:
+                raise OptionError("steps", f"the windows {first} to {last} and {start} to {end} overlap")
+
+    @property
+    def windows(self) -> list[tuple[int, ...]]:
+        """[(first, last), ...] in order."""
+        several = [tuple(window) for window in self.steps if isinstance(window, list)]
+        one = tuple(bound for bound in self.steps if isinstance(bound, int))
+        return sorted(several or [one])
+
+    def check(self, max_iters: int, world_size: int) -> None:
+        """ConfigError for a window or a rank that the run does not have."""
+        for first, last in self.windows:
+            if last > max_iters:
+                raise ConfigError(
+                    f"run.profile.steps: the window {first} to {last} does not end before the run, whose last step is "
+                    f"{max_iters}"
+                )
+        if max(self.ranks) >= world_size:
+            raise ConfigError(
+                f"run.profile.ranks: there is no rank {max(self.ranks)}; the last one is {world_size - 1}"
+            )
 
 
 @dataclass
@@ -96,6 +139,8 @@ class RunOptions:
     trackers: list[Annotated[Component, "tracker"]] = field(
         default_factory=lambda: [Component("jsonl"), Component("tensorboard")]
     )
+
+    profile: ProfileOptions | None = None  # None: no step is profiled
 
     # Checkpoints: one is always saved after the last step.
     save_interval: int | None = None  # steps; None: only after the last one

@@ -1,5 +1,5 @@
-"""The folder of a run: config.yaml, log.txt, metrics.jsonl, bad_steps.jsonl, checkpoints/, and what trackers
-keep there.
+"""The folder of a run: config.yaml, log.txt, metrics.jsonl, bad_steps.jsonl, profile/, checkpoints/, and what
+trackers keep there.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class RunFolder:
         self.log = self.path / "log.txt"
         self.metrics = self.path / "metrics.jsonl"
         self.bad_steps = self.path / "bad_steps.jsonl"
+        self.profile = self.path / "profile"
         self.checkpoints = self.path / "checkpoints"
         self._lock = FileLock(self.path / ".lock")  # given back when the process ends, however it ends
 

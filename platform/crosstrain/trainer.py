@@ -21,6 +21,7 @@ from crosstrain.errors import CheckpointError, TrainingError
 from crosstrain.evaluation import LossMetrics, evaluate_loss
 from crosstrain.monitor.console import log, set_up_logging
 from crosstrain.monitor.metrics import finite
+from crosstrain.monitor.profiler import Profiler
 from crosstrain.monitor.reporter import Reporter
 from crosstrain.optim import make_schedule
 from crosstrain.policy import Attempt, BadSteps, RollBack
@@ -75,6 +76,7 @@ class Trainer:
         )
         self._saved_step = self.state.step if start and start.parent == self.folder.checkpoints else None
         self.bad_steps = BadSteps(runner, self.dataset, self.folder.bad_steps if self.is_main else None)
+        self.profiler = Profiler(run.profile, self.folder.profile, runner.world.rank, runner.device)
         self._report()
         self.stopped = False  # whether a signal ended the run early, the same on every rank
         self.last_validation: LossMetrics | None = None  # of the present step
@@ -134,13 +136,17 @@ class Trainer:
         try:
             while self.state.step < self.max_iters:
                 try:
-                    row = self.train_step(batches)
+                    with self.profiler.step(self.state.step + 1):
+                        row = self.train_step(batches)
                 except RollBack as bad:
                     batches = self._go_back(bad)
                     continue
                 if row is None:
                     self.stopped = True
                     break
+                if self.profiler.ends_at(self.state.step):
+                    with self.reporter.paused():
+                        self.profiler.write()
                 self.last_validation = None
                 self.reporter.advance(row)
                 logged: dict[str, Any] = {}
@@ -157,6 +163,7 @@ class Trainer:
                     self.reporter.track({"step": self.state.step} | logged)
                 if self._due(self.run.save_interval) or (improved and self.run.save_best):
                     self._save(best=improved and self.run.save_best, background=self.run.save_in_background)
+            self.profiler.write()  # of a window that was not gone through
             self._save(best=False, background=False)
             self.checkpointer.wait()
         except TrainingError:  # raised on every rank alike; what was being saved is worth having

@@ -50,7 +50,10 @@ def check(config: Config, world_size: int) -> None:
     assembly.freeze(model, config.run.freeze)
     registry.get_runner_class(config.runner.name).check_model(config.runner.options, model)
     check_trackers(config.run.trackers)
-    make_schedule(config, run_length(config, plan, dataset))
+    length = run_length(config, plan, dataset)
+    make_schedule(config, length)
+    if config.run.profile is not None:
+        config.run.profile.check(length, world_size)
 
 
 def train_worker(plain: dict, under_launcher: bool) -> int:
