@@ -19,8 +19,11 @@ CORPUS = [
     "datasets>=2.19",
     "backports.zstd>=1.0; python_version < '3.14'",
 ]
+SERVE = ["uvicorn>=0.30", "starlette>=0.40", "pydantic>=2.7"]
 EXTRAS = {
     "corpus": CORPUS,
+    "serve": SERVE,
+    "eval": ["lm_eval[hf]>=0.4.9"],
     "deepspeed": ["deepspeed>=0.19"],
     "vision": ["timm>=1.0", "webdataset>=0.2.100", "braceexpand", "pillow", "peft>=0.15", "pycocoevalcap"],
     "offload": ["fairscale>=0.4.13"],
@@ -39,6 +42,8 @@ EXTRAS = {
         "wheel",
         "datasketch>=1.6",
         *CORPUS,
+        *SERVE,
+        "openai>=1.50",
     ],
     "bench": ["accelerate>=1.0"],
 }
@@ -73,6 +78,7 @@ setup(
     python_requires=">=3.11",
     package_dir={"": "platform"},
     packages=find_packages("platform"),
+    package_data={"crosstrain.serving": ["*.html"]},
     cmdclass={"build_py": BuildWithPlugins},
     install_requires=[
         "torch>=2.8",
@@ -87,6 +93,10 @@ setup(
         "filelock>=3.12",
     ],
     extras_require=EXTRAS
-    | {"all": sorted({p for name in ("deepspeed", "vision", "offload", "parquet", "corpus") for p in EXTRAS[name]})},
+    | {
+        "all": sorted(
+            {p for name in ("deepspeed", "vision", "offload", "parquet", "corpus", "serve") for p in EXTRAS[name]}
+        )
+    },
     entry_points={"console_scripts": ["crosstrain = crosstrain.cli:main"]},
 )

@@ -13,6 +13,7 @@ from crosstrain.errors import UserError
 from crosstrain.generation import Sampling, choose, generate
 from crosstrain.rng import generator
 from crosstrain.runner import Runner
+from crosstrain.text_stream import TextStream
 from test_hugging_face import build
 
 
@@ -100,10 +101,39 @@ def test_impossible_settings_are_refused(wrong: dict) -> None:
         Sampling(**wrong)
 
 
-def test_bytes_of_one_character_are_shown_together() -> None:
-    from crosstrain.generation import _TextStream
+def bytes_tokenizer(text: bytes) -> SimpleNamespace:
+    """One token for each byte, by its place."""
+    return SimpleNamespace(decode=lambda ids: bytes(text[i] for i in ids).decode(errors="replace"))
 
-    letters = "é".encode()
-    tokenizer = SimpleNamespace(decode=lambda ids: bytes(letters[i] for i in ids).decode(errors="replace"))
-    stream = _TextStream(tokenizer)
+
+def test_bytes_of_one_character_are_shown_together() -> None:
+    stream = TextStream(bytes_tokenizer("é".encode()))
     assert [stream.push(0), stream.push(1)] == ["", "é"]
+
+
+def test_half_a_character_is_shown_when_nothing_follows() -> None:
+    stream = TextStream(bytes_tokenizer("aé".encode()))
+    assert [stream.push(0), stream.push(1), stream.finish()] == ["a", "", "\N{REPLACEMENT CHARACTER}"]
+    assert stream.text == "a\N{REPLACEMENT CHARACTER}"
+
+
+@given(st.text("ab\n", max_size=30), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3))
+def test_a_stream_ends_before_the_first_stop_string_and_shows_none_of_it(text: str, stops: list[str]) -> None:
+    stream = TextStream(bytes_tokenizer(text.encode()), stops)
+    pieces = []
+    for i in range(len(text)):
+        pieces.append(stream.push(i))
+        if stream.stopped:
+            break
+    pieces.append(stream.finish())
+    # The stop string that is complete first ends the text, where it begins.
+    ends = [text.index(s) + len(s) for s in stops if s in text]
+    seen = text[: min(ends)] if ends else text
+    expected = seen[: min(seen.index(s) for s in stops if s in seen)] if ends else text
+    assert "".join(pieces) == stream.text == expected
+    assert stream.stopped == bool(ends)
+
+
+def test_blanks_at_the_beginning_can_be_left_out() -> None:
+    stream = TextStream(bytes_tokenizer(b" \n hi you"), strip=True)
+    assert "".join(map(stream.push, range(9))) + stream.finish() == stream.text == "hi you"

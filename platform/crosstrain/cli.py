@@ -74,6 +74,33 @@ def _parser() -> _Parser:
     evaluate.add_argument("--output", metavar="FILE", help="write the results as JSON")
     evaluate.set_defaults(run=_evaluate)
 
+    serve = verbs.add_parser("serve", help="answer to OpenAI's interface and a web page from a checkpoint")
+    serve.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's folder (its newest)"
+    )
+    _add_config(serve, required=False)
+    serve.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (default: 127.0.0.1)")
+    serve.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000; 0 takes a free one")
+    serve.add_argument("--name", metavar="NAME", help="of the model (default: the run's folder's)")
+    serve.add_argument("--api-key", metavar="KEY", help="what clients have to show (default: $CROSSTRAIN_API_KEY)")
+    serve.add_argument("--batch", type=_positive, default=8, metavar="N",
+                       help="sequences that are computed together (default: 8)")  # fmt: skip
+    serve.add_argument("--max-waiting", type=_positive, default=512, metavar="N",
+                       help="completions that may wait, others being refused (default: 512)")  # fmt: skip
+    serve.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for a request (default: 600)")
+    serve.set_defaults(run=_serve)
+
+    chat = verbs.add_parser("chat", help="talk with a server on the command line")
+    chat.add_argument("--url", default="http://127.0.0.1:8000", metavar="URL", help="default: http://127.0.0.1:8000")
+    chat.add_argument("--api-key", metavar="KEY", help="default: $CROSSTRAIN_API_KEY")
+    chat.add_argument("--model", metavar="NAME", help="default: the server's first")
+    chat.add_argument("--system", metavar="TEXT", help="what the conversation begins with")
+    chat.add_argument("--max-tokens", type=_positive, metavar="N", help="of an answer (default: what fits)")
+    chat.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 takes the likeliest token")
+    chat.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    chat.add_argument("--seed", type=int)
+    chat.set_defaults(run=_chat)
+
     export = verbs.add_parser("export", help="write a checkpoint as a plain Hugging Face model folder")
     export.add_argument(
         "--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's folder (its newest)"
@@ -174,6 +201,18 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
     arguments.answers = [] if arguments.answers is None else arguments.answers or ["test"]
     return evaluate(arguments)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from crosstrain.commands.serve import serve
+
+    return serve(arguments)
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    from crosstrain.commands.chat import chat
+
+    return chat(arguments)
 
 
 def _compare(arguments: argparse.Namespace) -> int:

@@ -33,6 +33,14 @@ class Group:
         dist.all_gather_object(out, value, group=self.process_group)
         return out
 
+    def broadcast(self, value: T) -> T:
+        """The first rank's value. For small Python objects, never for tensors."""
+        if self.process_group is None:
+            return value
+        out: list[Any] = [value]
+        dist.broadcast_object_list(out, group=self.process_group, group_src=0)
+        return out[0]
+
     def all_reduce_sum(self, *values: float) -> list[float]:
         """Sums over the ranks, in double precision.
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from crosstrain.data.dataset import Batch, Sample
+from crosstrain.data.conversations import IMAGE_ID
+from crosstrain.data.dataset import Sample
 from crosstrain.errors import UserError
+from crosstrain.model import Model
 from crosstrain.rng import generator
 from crosstrain.runner import Runner
+from crosstrain.text_stream import TextStream
 
 
 @dataclass
@@ -55,43 +60,74 @@ def generate(
     """
     end = tokenizer.eos_token_id if end is None else end
     count = sampling.num_completions
-    more: Batch = {}
-    if isinstance(prompt, str):
-        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [end]
-    else:
-        ids = prompt["input_ids"].tolist()
-        more = {
-            k: torch.from_numpy(v).repeat(count, *[1] * (v.ndim - 1)) for k, v in prompt.items() if k != "input_ids"
-        }
-    vocabulary, limit = runner.model.vocab_size, runner.model.max_length
-    if any(i is None or (vocabulary is not None and i >= vocabulary) for i in ids):
-        raise UserError("the tokenizer gives ids that the model does not know, so they do not belong together")
-    room = sampling.max_new_tokens if limit is None else min(sampling.max_new_tokens, limit - len(ids))
-    if room < 1:
-        raise UserError(f"the prompt has {len(ids)} tokens and the model's limit is {limit}; shorten it")
-
-    random = [generator(sampling.seed, "completion", i) for i in range(count)]
-    streams = [_TextStream(tokenizer) for _ in range(count)]
+    sample = prompt if not isinstance(prompt, str) else text_prompt(tokenizer, prompt, end)
+    room = min(sampling.max_new_tokens, room_after(runner.model, sample))
+    random = [completion_rng(sampling.seed, i) for i in range(count)]
+    streams = [TextStream(tokenizer) for _ in range(count)]
     done = [False] * count
-    new = torch.tensor([ids] * count)
+
+    def show(completion: int, piece: str) -> None:
+        if piece and on_text:
+            on_text(completion, piece)
+
     with runner.evaluating():
-        cache = runner.model.new_cache()
+        growing = Growing(runner, sample, count)
         for _ in range(room):
-            logits = runner.evaluate({"input_ids": new, "cache": cache, **more}).float().cpu()
-            token = choose(logits, sampling, random)
+            token = choose(growing.logits(), sampling, random)
             for i, chosen in enumerate(token.tolist()):
                 done[i] = done[i] or chosen == end
                 if not done[i]:
-                    piece = streams[i].push(chosen)
-                    if piece and on_text:
-                        on_text(i, piece)
+                    show(i, streams[i].push(chosen))
             if all(done):
                 break
-            if cache is None:
-                new = torch.cat([new, token[:, None]], dim=1)
-            else:
-                new, more = token[:, None], {}
+            growing.append(token)
+    for i, stream in enumerate(streams):
+        show(i, stream.finish())
     return [stream.text for stream in streams]
+
+
+def text_prompt(tokenizer: Any, text: str, end: int) -> Sample:
+    """A text as a sample; an empty one is `end`, after which documents begin."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"] or [end]
+    return {"input_ids": np.array([-1 if i is None else i for i in ids], np.int64)}
+
+
+def room_after(model: Model, sample: Sample) -> int:
+    """How many tokens the model can add to a prompt; UserError where that is none, or ids are not the model's."""
+    ids, vocabulary, limit = sample["input_ids"], model.vocab_size, model.max_length
+    known = (ids >= 0) | (ids == IMAGE_ID)
+    if not known.all() or (vocabulary is not None and ids.max() >= vocabulary):
+        raise UserError("the tokenizer gives ids that the model does not know, so they do not belong together")
+    if limit is not None and len(ids) >= limit:
+        raise UserError(f"the prompt has {len(ids)} tokens and the model's limit is {limit}; shorten it")
+    return sys.maxsize if limit is None else limit - len(ids)
+
+
+def completion_rng(seed: int, completion: int) -> torch.Generator:
+    """What the n-th completion of a prompt draws from, whatever else is computed."""
+    return generator(seed, "completion", completion)
+
+
+class Growing:
+    """Sequences that begin with the same prompt and grow, with a key/value cache where the model keeps one."""
+
+    def __init__(self, runner: Runner, sample: Sample, count: int = 1) -> None:
+        self._runner, self.cache = runner, runner.model.new_cache()
+        tensors = {key: torch.from_numpy(value) for key, value in sample.items()}
+        self._new = tensors.pop("input_ids").expand(count, -1)
+        self._more = {key: value.repeat(count, *[1] * (value.ndim - 1)) for key, value in tensors.items()}
+
+    def logits(self) -> Tensor:
+        """Of the next token: fp32 [count, vocabulary] on the CPU. Collective; once for every `append`."""
+        batch = {"input_ids": self._new, "cache": self.cache, **self._more}
+        return self._runner.evaluate(batch).float().cpu()
+
+    def append(self, token: Tensor) -> None:
+        """Go on with these tokens [count]."""
+        if self.cache is None:
+            self._new = torch.cat([self._new, token[:, None]], dim=1)
+        else:
+            self._new, self._more = token[:, None], {}
 
 
 def choose(logits: Tensor, sampling: Sampling, random: list[torch.Generator]) -> Tensor:
@@ -108,24 +144,3 @@ def choose(logits: Tensor, sampling: Sampling, random: list[torch.Generator]) ->
         logits = TopPLogitsWarper(sampling.top_p)(unused, logits)
     rows = zip(logits.softmax(-1), random, strict=True)
     return torch.cat([torch.multinomial(row, 1, generator=g) for row, g in rows])
-
-
-class _TextStream:
-    """Text of a growing token sequence; holds back bytes that are not yet a whole character."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._shown = 0
-
-    @property
-    def text(self) -> str:
-        return self._tokenizer.decode(self._ids)
-
-    def push(self, token: int) -> str:
-        self._ids.append(token)
-        text = self.text
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        piece, self._shown = text[self._shown :], len(text)
-        return piece

@@ -44,6 +44,7 @@ class Model(nn.Module, ABC):
     class Options:
         """A model without options of its own."""
 
+    takes_positions = False  # whether `forward` takes position_ids and attention_mask, as `LanguageModel` says
     head: Head = Head()  # what a language model's forward ends in; a runner may put another in its place
 
     def __init__(self, options: Any) -> None:

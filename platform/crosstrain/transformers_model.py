@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class TransformersModel(LanguageModel):
         """`config` is without padding; `source` is the folder of weights to start from, if any."""
         super().__init__(options)
         self.config, self.lm, self.source = config, lm, source
+        self.takes_positions = "position_ids" in inspect.signature(lm.base_model.forward).parameters
         words = (lm.get_input_embeddings(), lm.get_output_embeddings())
         self._vocabulary = {f"{name}.weight" for name, module in lm.named_modules() if module in words}
 

@@ -10,14 +10,10 @@ from typing import Any
 
 from crosstrain import assembly
 from crosstrain.checkpoint import folders
-from crosstrain.checkpoint.base import Base, load_shards
-from crosstrain.checkpoint.boxes import Shard
-from crosstrain.checkpoint.store import Reader
 from crosstrain.commands.answers import Conversing, answer_splits
-from crosstrain.commands.saved import saved_config
-from crosstrain.config import Config, load_config
-from crosstrain.construct import parameters_on_meta
-from crosstrain.errors import CheckpointError, ConfigError, UserError, printable, sentence
+from crosstrain.commands.saved import check_model, chosen_config, open_tokenizer
+from crosstrain.config import Config
+from crosstrain.errors import UserError, printable, sentence
 from crosstrain.evaluation import evaluate_loss
 from crosstrain.generation import Sampling, generate
 from crosstrain.launch import Launch, launch
@@ -31,7 +27,7 @@ _MICRO_BATCH = 8  # samples per forward where the run does not say; the result d
 def evaluate(arguments: argparse.Namespace) -> int:
     """Evaluate `arguments.checkpoint`; returns the exit code."""
     checkpoint = folders.find_checkpoint(Path(arguments.checkpoint))
-    config = _config(checkpoint, arguments)
+    config = chosen_config(checkpoint, arguments)
     how = Launch.detect(arguments.nproc_per_node, config.run.device)
     if arguments.interactive and how.world_size > 1:
         raise UserError("--interactive: prompts are typed into one process; use --nproc-per-node 1")
@@ -59,40 +55,12 @@ def evaluate(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     runner = registry.get_runner_class(config.runner.name)
     runner.data_parallel_size(config.runner.options, how.world_size)  # raises where the layout does not fit
-    _check_model(config, checkpoint)
+    check_model(config, checkpoint)
     if opened := dict.fromkeys([*splits, *arguments.answers]):
         assembly.prepare_data(config)
         for split in opened:
             assembly.open_split(config, split)
     return launch(evaluate_worker, (config.plain, job, sampling), how)
-
-
-def _config(checkpoint: Path, arguments: argparse.Namespace) -> Config:
-    """The run's own configuration; a project file replaces it, --options override either."""
-    if arguments.cfg_path:
-        return load_config(arguments.cfg_path, arguments.options)
-    return saved_config(checkpoint, arguments.options)
-
-
-def _check_model(config: Config, checkpoint: Path) -> None:
-    """CheckpointError unless the configured model has the checkpoint's parameters; found out before it takes memory.
-
-    ConfigError unless the runner can lay it out.
-    """
-    # Tied parameters are registered more than once, and libraries may build modules that they then replace.
-    reader = Reader.open(checkpoint)
-    most = 100 + 4 * (len(reader.names("param")) + len(reader.frozen))
-    try:
-        with parameters_on_meta(most):
-            model = assembly.make_model(config)
-    except UserError:
-        raise
-    except Exception as error:  # whatever a library's constructor makes of absurd sizes
-        reason = _first_line(error)
-        raise CheckpointError(f"{checkpoint}: the model of its configuration cannot be built ({reason})") from error
-    shapes = {name: tuple(model.logical_shape(name, p.shape)) for name, p in model.canonical_parameters().items()}
-    load_shards(reader, [Shard("param", name, shape, []) for name, shape in shapes.items()], Base.of(model))
-    registry.get_runner_class(config.runner.name).check_model(config.runner.options, model)
 
 
 def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], sampling: Sampling) -> int:
@@ -119,9 +87,9 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], sampling: Sampli
         )
 
     if job["answers"]:
-        results["answers"] = answer_splits(config, runner, _tokenizer(checkpoint), job, sampling, is_main)
+        results["answers"] = answer_splits(config, runner, open_tokenizer(checkpoint), job, sampling, is_main)
     if job["prompts"] or job["interactive"]:
-        tokenizer = _tokenizer(checkpoint)
+        tokenizer = open_tokenizer(checkpoint)
         talk = Conversing.about(job["images"], config, checkpoint) if job["images"] else None
         for prompt in job["prompts"]:
             texts = _complete(runner, tokenizer, prompt, sampling, show=is_main, talk=talk)
@@ -134,24 +102,6 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], sampling: Sampli
         log.info("results are in %s", job["output"])
     runner.close()
     return 0
-
-
-def _tokenizer(checkpoint: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    if not (checkpoint / "tokenizer_config.json").is_file():
-        raise ConfigError(
-            f"{checkpoint}: no tokenizer is stored with it, so text is not possible; train with one "
-            f"(datasets.<name>.tokenizer)"
-        )
-    try:
-        return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # of many kinds, from Python and from Rust
-        raise CheckpointError(f"{checkpoint}: its tokenizer cannot be loaded ({_first_line(error)})") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _complete(

@@ -1,7 +1,8 @@
-"""The configuration that a checkpoint was trained with, which may be anybody's."""
+"""What is stored with a checkpoint, which may be anybody's: configuration, model, tokenizer."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import sys
@@ -9,9 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from crosstrain import assembly
+from crosstrain.checkpoint.base import Base, load_shards
+from crosstrain.checkpoint.boxes import Shard
 from crosstrain.checkpoint.checkpointer import load_state
-from crosstrain.config import Config
-from crosstrain.errors import CheckpointError, ConfigError, sentence
+from crosstrain.checkpoint.store import Reader
+from crosstrain.config import Config, load_config
+from crosstrain.construct import parameters_on_meta
+from crosstrain.errors import CheckpointError, ConfigError, UserError, sentence
+from crosstrain.registry import registry
 
 
 def saved_config(checkpoint: Path, options: list[str]) -> Config:
@@ -79,3 +86,50 @@ def _given(tree: Any) -> Iterator[str]:
                 yield from _given(value)
             elif value is not None:
                 yield str(key)
+
+
+def chosen_config(checkpoint: Path, arguments: argparse.Namespace) -> Config:
+    """The run's own configuration; a project file replaces it, --options override either."""
+    if arguments.cfg_path:
+        return load_config(arguments.cfg_path, arguments.options)
+    return saved_config(checkpoint, arguments.options)
+
+
+def check_model(config: Config, checkpoint: Path) -> None:
+    """CheckpointError unless the configured model has the checkpoint's parameters; found out before it takes memory.
+
+    ConfigError unless the runner can lay it out.
+    """
+    # Tied parameters are registered more than once, and libraries may build modules that they then replace.
+    reader = Reader.open(checkpoint)
+    most = 100 + 4 * (len(reader.names("param")) + len(reader.frozen))
+    try:
+        with parameters_on_meta(most):
+            model = assembly.make_model(config)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a library's constructor makes of absurd sizes
+        reason = _first_line(error)
+        raise CheckpointError(f"{checkpoint}: the model of its configuration cannot be built ({reason})") from error
+    shapes = {name: tuple(model.logical_shape(name, p.shape)) for name, p in model.canonical_parameters().items()}
+    load_shards(reader, [Shard("param", name, shape, []) for name, shape in shapes.items()], Base.of(model))
+    registry.get_runner_class(config.runner.name).check_model(config.runner.options, model)
+
+
+def open_tokenizer(checkpoint: Path) -> Any:
+    """The tokenizer that is stored with a checkpoint; UserError where there is none, or it cannot be loaded."""
+    from transformers import AutoTokenizer
+
+    if not (checkpoint / "tokenizer_config.json").is_file():
+        raise ConfigError(
+            f"{checkpoint}: no tokenizer is stored with it, so text is not possible; train with one "
+            f"(datasets.<name>.tokenizer)"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # of many kinds, from Python and from Rust
+        raise CheckpointError(f"{checkpoint}: its tokenizer cannot be loaded ({_first_line(error)})") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

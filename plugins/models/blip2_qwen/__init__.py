@@ -64,7 +64,7 @@ class Blip2Qwen(Model):
         self.qformer = Blip2QFormerModel(_qformer_config(options.qformer, self.width))
         self.query_tokens = nn.Parameter(torch.empty(1, options.qformer.num_query_tokens, options.qformer.hidden_size))
         self.projector = _projector(options.projector, options.qformer.hidden_size, language.hidden_size)
-        self.language_model = language
+        self.language_model, self.takes_positions = language, language.takes_positions
         self.folders = weights.folders(options.vision, options.qformer, options.projector)
         self._freeze()
 

@@ -1,0 +1,161 @@
+"""`crosstrain serve`: a checkpoint behind OpenAI's interface."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import logging
+import os
+import socket
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from crosstrain import assembly
+from crosstrain.checkpoint import folders
+from crosstrain.commands.answers import Conversing
+from crosstrain.commands.saved import check_model, chosen_config, open_tokenizer
+from crosstrain.config import Config
+from crosstrain.errors import UserError
+from crosstrain.extras import require
+from crosstrain.launch import Launch, launch
+from crosstrain.monitor.console import log, set_up_logging
+from crosstrain.registry import registry
+from crosstrain.serving.limits import Limits
+from crosstrain.signals import StopRequest
+
+_KEY = "CROSSTRAIN_API_KEY"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is served, and where."""
+
+    checkpoint: Path
+    name: str
+    host: str
+    port: int
+    key: str | None
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def url(self, port: int) -> str:
+        return f"http://[{self.host}]:{port}" if ":" in self.host else f"http://{self.host}:{port}"
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Serve `arguments.checkpoint` until a signal comes; returns the exit code."""
+    for module in ("uvicorn", "starlette", "pydantic"):
+        require(module, "serving")
+    limits = Limits(arguments.batch, arguments.max_waiting, arguments.timeout)
+    checkpoint = folders.find_checkpoint(Path(arguments.checkpoint))
+    key = os.environ.get(_KEY) if arguments.api_key is None else arguments.api_key
+    if key is not None and not key.strip():
+        raise UserError(f"--api-key, ${_KEY}: an empty key lets nobody in; leave it out to need none")
+    place = Place(checkpoint, arguments.name or _name(checkpoint), arguments.host, arguments.port, key)
+    if not 0 <= place.port < 65536:
+        raise UserError(f"--port: {place.port} is not between 0 and 65535")
+    config = chosen_config(checkpoint, arguments)
+    how = Launch.detect(arguments.nproc_per_node, config.run.device)
+    registry.get_runner_class(config.runner.name).data_parallel_size(config.runner.options, how.world_size)
+    check_model(config, checkpoint)
+    open_tokenizer(checkpoint)
+    code = launch(serve_worker, (config.plain, place, limits, how.starts_workers), how)
+    return 0 if code > 128 else code  # a signal is how a server ends
+
+
+def _name(checkpoint: Path) -> str:
+    """A run's folder's name for one of its checkpoints, else its own."""
+    folder = checkpoint.resolve()
+    return (folder.parents[1] if folder.parent.name == "checkpoints" else folder).name or "model"
+
+
+def serve_worker(plain: dict[str, Any], place: Place, limits: Limits, under_launcher: bool) -> int:
+    """What every worker runs."""
+    from crosstrain.serving.rows import Rows, follow
+
+    stop = StopRequest(under_launcher)
+    config = Config.from_plain(plain)
+    runner = assembly.make_runner(config)
+    runner.setup()
+    first = runner.world.rank == 0
+    set_up_logging(None, quiet=not first)
+    listener = listen(place) if first else None
+    assembly.build(config, runner, place.checkpoint, for_training=False)
+    rows, group = Rows(runner, limits.batch), runner.new_group()
+    with runner.evaluating():
+        if listener is None:
+            follow(rows, group)
+        else:
+            lead(config, runner, rows, group, place, limits, listener, stop)
+    runner.close()
+    return 0
+
+
+def lead(
+    config: Config, runner: Any, rows: Any, group: Any, place: Place, limits: Limits, listener: socket.socket,
+    stop: StopRequest,
+) -> None:  # fmt: skip
+    """HTTP in a thread beside this one, which computes."""
+    import uvicorn
+
+    from crosstrain.serving.app import Web
+    from crosstrain.serving.engine import Engine
+    from crosstrain.serving.prompts import chat_format
+    from crosstrain.serving.service import Service
+
+    encoding, decoding = open_tokenizer(place.checkpoint), open_tokenizer(place.checkpoint)
+    talk = Conversing.possible(config, place.checkpoint)
+    service = Service(
+        place.name, runner.model, encoding, chat_format(encoding, None if talk is None else talk.questioner), limits
+    )
+    engine = Engine(rows, group, decoding, limits)
+    web = Web(service, engine, decoding, place.key, place.loopback)
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # errors are told by `Web`
+    settings = uvicorn.Config(
+        web.app, log_config=None, access_log=False, lifespan="off", ws="none", http="h11", server_header=False,
+        proxy_headers=False, backlog=2048, timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(limits.grace_seconds) + 2,
+        limit_concurrency=2 * (limits.waiting + limits.batch) + 64,  # connections
+    )  # fmt: skip
+    server = uvicorn.Server(settings)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
+    thread.start()
+    if not place.loopback and place.key is None:
+        log.warning(
+            "warning: everybody who reaches %s may use this model; --api-key asks them for a key", place.host
+        )  # fmt: skip
+    log.info(
+        "serving %s (%s) on %s; chats are %s; Ctrl-C ends",
+        place.name, place.checkpoint, place.url(listener.getsockname()[1]), service.chat_format.name,
+    )  # fmt: skip
+
+    def stopping() -> bool:
+        if stop and not server.should_exit:
+            log.info("stopping")
+            server.should_exit = True
+        return bool(stop) or not thread.is_alive()
+
+    engine.run(stopping)
+    web.close()
+    server.should_exit = True
+    thread.join(limits.grace_seconds + 5)
+    if not stop:
+        raise UserError("the HTTP server ended by itself")
+
+
+def listen(place: Place) -> socket.socket:
+    """A socket that listens; UserError where the address is not ours to take."""
+    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+    try:
+        return socket.create_server((place.host, place.port), family=family, backlog=2048)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UserError(f"--host {place.host} --port {place.port}: cannot listen there ({reason})") from None

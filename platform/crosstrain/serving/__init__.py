@@ -1,0 +1,1 @@
+"""A model behind an HTTP interface."""

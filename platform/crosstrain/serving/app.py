@@ -1,0 +1,282 @@
+"""The server: routes, who may ask, how much at once, and streams that end when their reader goes."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from crosstrain.serving.documents import Answer, ChatAnswer, CompletionAnswer
+from crosstrain.serving.engine import Engine, finished_at_once
+from crosstrain.serving.jobs import Event, Job
+from crosstrain.serving.protocol import ChatRequest, CompletionRequest, parse
+from crosstrain.serving.refusal import Refusal
+from crosstrain.serving.service import Call, Service
+
+log = logging.getLogger("crosstrain")
+T = TypeVar("T")
+
+_BODIES = 8  # of the largest size that are held at once
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_PAGE = Path(__file__).with_name("page.html")
+_PAGE_HEADERS = {
+    # The page needs nothing but itself, and shows nothing but text and images that its user chose.
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+class Web:
+    """HTTP before an engine."""
+
+    def __init__(self, service: Service, engine: Engine, tokenizer: Any, key: str | None, loopback: bool) -> None:
+        """`loopback`: whether only this machine can reach it; then names of other hosts are not answered to."""
+        self._service, self._engine, self._tokenizer = service, engine, tokenizer
+        self._key = None if key is None else key.encode()
+        self._loopback = loopback
+        self._since = int(time.time())
+        self._encoding = ThreadPoolExecutor(1, "encoding")  # a tokenizer encodes in one thread at a time
+        self._requests, self._bytes = 0, 0  # that are being answered
+        self.app = Starlette(
+            routes=[
+                Route("/", self._page),
+                Route("/health", self._health),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._model),
+                Route("/v1/completions", self._completions, methods=["POST"]),
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            ],
+            exception_handlers={Refusal: _refused, HTTPException: _http, Exception: _broken},
+        )
+
+    # ---- routes
+
+    async def _page(self, request: Request) -> Response:
+        self._check_host(request)
+        return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
+
+    async def _health(self, request: Request) -> Response:
+        running, waiting = self._engine.busy
+        return JSONResponse({"status": "ok", "running": running, "waiting": waiting})
+
+    async def _models(self, request: Request) -> Response:
+        self._admit(request)
+        return JSONResponse({"object": "list", "data": [self._description()]})
+
+    async def _model(self, request: Request) -> Response:
+        self._admit(request)
+        if request.path_params["name"] != self._service.name:
+            raise Refusal(404, f"there is no such model here, only {self._service.name!r}", "model", "model_not_found")
+        return JSONResponse(self._description())
+
+    async def _completions(self, request: Request) -> Response:
+        return await self._answer(request, CompletionRequest, self._service.completion, CompletionAnswer)
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._answer(request, ChatRequest, self._service.chat, ChatAnswer)
+
+    def _description(self) -> dict[str, Any]:
+        return {
+            "id": self._service.name, "object": "model", "created": self._since, "owned_by": "crosstrain",
+            "max_model_len": self._service.model.max_length, "images": self._service.chat_format.sees,
+        }  # fmt: skip
+
+    # ---- who may ask
+
+    def _check_host(self, request: Request) -> None:
+        """A page on another site may have its own name lead here; a browser still tells that name."""
+        try:
+            host = urlsplit(f"//{request.headers.get('host', '')}").hostname
+        except ValueError:
+            host = None
+        if self._loopback and host not in _LOOPBACK:
+            raise Refusal(403, "this server answers to localhost alone", code="wrong_host")
+
+    def _admit(self, request: Request) -> None:
+        self._check_host(request)
+        given = request.headers.get("authorization", "")
+        scheme, _, key = given.partition(" ")
+        if self._key is not None and not (
+            scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key)
+        ):
+            raise Refusal(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+
+    # ---- completions
+
+    async def _answer(
+        self, request: Request, kind: Any, understand: Callable[..., Call], answer: Callable[..., Answer]
+    ) -> Response:
+        self._admit(request)
+        most = self._service.limits.waiting + self._service.limits.batch
+        if self._requests >= most:
+            raise Refusal(429, "too many requests at once; try again later", code="too_many_requests", retry=5)
+        self._requests += 1
+        jobs: list[Job] = []
+        streaming = False
+        try:
+            loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+
+            def deliver(event: Event) -> None:
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(events.put_nowait, event)
+
+            body = await self._body(request)
+            try:
+                asked = parse(body, kind)
+                call = await loop.run_in_executor(self._encoding, understand, asked, deliver)
+            finally:
+                self._bytes -= len(body)
+            jobs = call.jobs
+            self._engine.submit([job for job in jobs if not finished_at_once(job)])
+            told = answer(self._service.name, call, self._tokenizer)
+            if asked.stream:
+                first = await _unless_gone(request, events.get())
+                if isinstance(first, Refusal):
+                    raise first
+                stream = self._stream(told, first, events, asked.wants_usage)
+                streaming = True
+                return _Stream(stream, self._service.limits.seconds + 60, lambda: self._end(jobs))
+            await _unless_gone(request, _collect(told, events))
+            return JSONResponse(told.whole())
+        except ClientDisconnect:
+            return Response(status_code=499)  # which nobody reads
+        finally:
+            if not streaming:
+                self._end(jobs)
+
+    def close(self) -> None:
+        """Encode nothing more."""
+        self._encoding.shutdown(wait=False, cancel_futures=True)
+
+    def _end(self, jobs: list[Job]) -> None:
+        self._requests -= 1
+        self._engine.cancel(jobs)
+
+    async def _stream(
+        self, told: Answer, first: Event, events: asyncio.Queue[Event], usage: bool
+    ) -> AsyncIterator[str]:
+        for opening in told.openings():
+            yield _event(told.chunk(opening, usage))
+        event = first
+        while not isinstance(event, Refusal):
+            told.hear(event)
+            yield _event(told.chunk([told.part(event)], usage))
+            if told.done:
+                break
+            event = await events.get()
+        if isinstance(event, Refusal):  # the status has been sent
+            yield _event(event.document)
+            return
+        if usage:
+            yield _event(told.last())
+        yield "data: [DONE]\n\n"
+
+    async def _body(self, request: Request) -> bytes:
+        """The whole body, whose bytes count from now on. Refusal 415, 413, 408 or 503."""
+        limits = self._service.limits
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise Refusal(415, "the body has to be JSON: Content-Type: application/json", code="unsupported_media_type")
+        too_large = Refusal(413, f"the body has more than {limits.body_bytes} bytes", code="body_too_large")
+        length = request.headers.get("content-length", "0")
+        if length.isdecimal() and int(length[:20]) > limits.body_bytes:
+            raise too_large
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(limits.body_seconds):
+                async for part in request.stream():
+                    size += len(part)
+                    self._bytes += len(part)
+                    parts.append(part)
+                    if size > limits.body_bytes:
+                        raise too_large
+                    if self._bytes > _BODIES * limits.body_bytes:
+                        raise Refusal(503, "too much is being sent at once; try again later", code="busy", retry=5)
+        except BaseException as error:
+            self._bytes -= size
+            if isinstance(error, TimeoutError):
+                late = f"the body did not arrive within {limits.body_seconds:g} s"
+                raise Refusal(408, late, code="timeout") from None
+            raise
+        return b"".join(parts)
+
+
+class _Stream(StreamingResponse):
+    """Events, as long as they are read; `at_end` is called however it ends."""
+
+    def __init__(self, content: AsyncIterator[str], seconds: float, at_end: Callable[[], None]) -> None:
+        super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        self._seconds, self._at_end = seconds, at_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._seconds):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            log.warning("a reader was too slow and is left")
+        finally:
+            self._at_end()
+
+
+async def _collect(told: Answer, events: asyncio.Queue[Event]) -> None:
+    while not told.done:
+        event = await events.get()
+        if isinstance(event, Refusal):
+            raise event
+        told.hear(event)
+
+
+async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`; ClientDisconnect where the client leaves before."""
+
+    async def leaving() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(leaving())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise ClientDisconnect
+        return tasks[0].result()  # type: ignore[return-value]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _event(document: dict[str, Any]) -> str:
+    return f"data: {json.dumps(document, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return JSONResponse(error.document, error.status, headers=error.headers)
+
+
+def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = {404: f"there is no {request.url.path[:200]}", 405: f"{request.method[:20]} is not allowed here"}
+    refusal = Refusal(error.status_code, what.get(error.status_code, error.detail), code={404: "not_found"}.get(
+        error.status_code, "method_not_allowed" if error.status_code == 405 else None))  # fmt: skip
+    return JSONResponse(refusal.document, refusal.status, headers=error.headers)
+
+
+def _broken(_: Request, error: Exception) -> Response:
+    log.error("a request failed", exc_info=error)
+    return JSONResponse(Refusal(500, "the server failed", code="failed").document, 500)

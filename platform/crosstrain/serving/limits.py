@@ -1,0 +1,32 @@
+"""What a server takes on, at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from crosstrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Whatever is beyond one of these is refused, with a status that says so."""
+
+    batch: int = 8  # sequences that are computed together
+    waiting: int = 512  # completions that wait for a place; more are refused with 429
+    seconds: float = 600.0  # from the arrival of a request to its last token
+    body_seconds: float = 30.0  # for a request's body to arrive
+    body_bytes: int = 32 << 20
+    prompts: int = 64  # in one request for completions
+    tokens: int = 4096  # new ones of a completion, where the model has no limit
+    stops: int = 16  # stop strings
+    stop_characters: int = 256
+    logprobs: int = 20  # likeliest tokens that are told of
+    messages: int = 1000
+    images: int = 8  # in one request
+    image_pixels: int = 1 << 24
+    grace_seconds: float = 10.0  # for what runs when the server is asked to stop
+
+    def __post_init__(self) -> None:
+        for name, value in (("--batch", self.batch), ("--max-waiting", self.waiting), ("--timeout", self.seconds)):
+            if not value > 0:
+                raise UserError(f"{name}: must be above 0, not {value}")

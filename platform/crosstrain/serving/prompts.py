@@ -1,0 +1,125 @@
+"""What a model is given of a request: the conversation in the format that it knows, as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from crosstrain.data.conversations import IMAGE, Message
+from crosstrain.data.dataset import Questioner, Sample
+from crosstrain.generation import text_prompt
+from crosstrain.serving.refusal import Refusal
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A sample without labels, and what ends the text that follows."""
+
+    sample: Sample
+    ends: frozenset[int]  # tokens
+    stops: tuple[str, ...] = ()
+    strip: bool = False  # blanks at the beginning of the text do not count
+
+    @property
+    def ids(self) -> list[int]:
+        return self.sample["input_ids"].tolist()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Somebody's words, with images (PIL) where they stand among them."""
+
+    role: str  # system, user or assistant
+    parts: list[Any] = field(default_factory=list)  # texts and images
+
+    @property
+    def images(self) -> list[Any]:
+        return [part for part in self.parts if not isinstance(part, str)]
+
+    @property
+    def text(self) -> str:
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+
+class ChatFormat(Protocol):
+    """How a conversation becomes a prompt. Raises Refusal where it cannot."""
+
+    sees: bool
+    name: str
+
+    def __call__(self, turns: Sequence[Turn]) -> Prompt: ...
+
+
+class Trained:
+    """As the model was asked in training, images among the words. Written marks of images are only text."""
+
+    sees = True
+    name = "as in training"
+
+    def __init__(self, questioner: Questioner) -> None:
+        self._questioner = questioner
+
+    def __call__(self, turns: Sequence[Turn]) -> Prompt:
+        messages = []
+        for turn in turns:
+            words = [part.replace(IMAGE, "") if isinstance(part, str) else IMAGE for part in turn.parts]
+            messages.append(Message(turn.role, "".join(words)))  # type: ignore[arg-type]
+        sample = self._questioner.ask(messages, [image for turn in turns for image in turn.images])
+        return Prompt(sample, frozenset({self._questioner.end_id}), strip=True)
+
+
+class Template:
+    """The tokenizer's own chat template, which transformers renders in a sandbox."""
+
+    sees = False
+    name = "the tokenizer's template"
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, turns: Sequence[Turn]) -> Prompt:
+        messages = [{"role": turn.role, "content": turn.text} for turn in turns]
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # of jinja, or whatever the template raises
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise Refusal(400, f"messages: the chat template refuses them ({reason})", "messages") from None
+        end = self._tokenizer.eos_token_id
+        return Prompt(text_prompt(self._tokenizer, text, end), frozenset({end}))
+
+
+class Plain:
+    """For models that know no conversations: `User: ...` and `Assistant: ...` on lines of their own."""
+
+    sees = False
+    name = "plain turns"
+    _NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, turns: Sequence[Turn]) -> Prompt:
+        lines = [f"{self._NAMES[turn.role]}: {turn.text.strip()}\n" for turn in turns]
+        end = self._tokenizer.eos_token_id
+        stops = tuple(f"\n{name}:" for name in self._NAMES.values())
+        return Prompt(
+            text_prompt(self._tokenizer, "".join([*lines, "Assistant:"]), end), frozenset({end}), stops, strip=True
+        )
+
+
+def chat_format(tokenizer: Any, questioner: Questioner | None) -> ChatFormat:
+    """As in training if there were conversations, else the tokenizer's template, else plain turns."""
+    if questioner is not None:
+        return Trained(questioner)
+    return Template(tokenizer) if tokenizer.chat_template else Plain(tokenizer)
+
+
+def completion_prompt(tokenizer: Any, given: str | list[int]) -> Prompt:
+    """A text, or its tokens, to go on from; nothing is the end of a text, after which another begins."""
+    end = tokenizer.eos_token_id
+    if isinstance(given, str):
+        return Prompt(text_prompt(tokenizer, given, end), frozenset({end}))
+    return Prompt({"input_ids": np.array(given or [end], np.int64)}, frozenset({end}))

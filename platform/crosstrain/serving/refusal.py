@@ -1,0 +1,27 @@
+"""A request that is not answered: the status and the document that say why, as OpenAI's interface has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class Refusal(Exception):
+    """An HTTP status, a sentence, the parameter that is to blame, a code, and after how long to try again."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, retry: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.retry = status, message, param, code, retry
+
+    @property
+    def document(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        wanted = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        return wanted if self.retry is None else {"Retry-After": str(self.retry)}

@@ -1,0 +1,56 @@
+"""Text of tokens as they come: whole characters only, up to what ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextStream:
+    """Text of a growing token sequence.
+
+    Holds back bytes that are not yet a whole character, and what may be the beginning of one of `stops`: the text ends
+    before the first of these. With `strip`, blanks at the beginning are left out.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), strip: bool = False) -> None:
+        self._tokenizer, self._stops, self._strip = tokenizer, tuple(stops), strip
+        self._ids: list[int] = []
+        self._text = ""  # of all tokens, but for bytes that are not yet a character
+        self._shown = 0
+        self.stopped = False  # a stop string was found; the text is at its end
+
+    @property
+    def text(self) -> str:
+        """Everything said so far, what is held back included unless a stop string came."""
+        return self._text[: self._shown] if self.stopped else self._tail(self._tokenizer.decode(self._ids))
+
+    def push(self, token: int) -> str:
+        """The text that is decided with one more token."""
+        assert not self.stopped
+        self._ids.append(token)
+        text = self._tail(self._tokenizer.decode(self._ids))
+        return "" if text.endswith(_BROKEN) else self._advance(text, last=False)
+
+    def finish(self) -> str:
+        """What was held back, as no token follows."""
+        return "" if self.stopped else self._advance(self._tail(self._tokenizer.decode(self._ids)), last=True)
+
+    def _advance(self, text: str, last: bool) -> str:
+        # A stop string may begin in what was held back, which is everything from `_shown` on.
+        found = [at for stop in self._stops if (at := text.find(stop, self._shown)) >= 0]
+        self.stopped = bool(found)
+        end = min(found) if found else len(text) if last else len(text) - self._begun(text)
+        piece = text[self._shown : end]
+        self._text, self._shown = text, max(self._shown, end)
+        return piece
+
+    def _begun(self, text: str) -> int:
+        """Length of the longest end of `text`, not yet shown, that a stop string begins with."""
+        most = min(len(text) - self._shown, max(map(len, self._stops), default=0))
+        return next((n for n in range(most, 0, -1) if any(s.startswith(text[-n:]) for s in self._stops)), 0)
+
+    def _tail(self, text: str) -> str:
+        return text.lstrip() if self._strip else text

@@ -1,0 +1,97 @@
+"""Sequences that are computed together come to what each comes to alone, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import Workspace
+from crosstrain.data.conversations import IMAGE_ID
+from crosstrain.data.dataset import Sample
+from crosstrain.generation import Growing
+from crosstrain.lanes import BLOCK
+from crosstrain.runner import Runner
+from crosstrain.serving.rows import Rows
+from sight import build as build_sight
+from sight import shapes, write_project
+from test_hugging_face import build
+from test_qwen import build as build_qwen
+from test_qwen import use
+
+SIZE = 4
+
+
+def prompt(length: int, seed: int) -> Sample:
+    return {"input_ids": np.random.default_rng(seed).integers(0, 60, length)}
+
+
+def grow(rows: Rows, row: int, sample: Sample, steps: int, others: dict[int, Sample]) -> list[torch.Tensor]:
+    """Logits of a row that grows greedily while others come, grow and go."""
+    found = [rows.start([row], sample)]
+    tokens: dict[int, int] = {}
+    for step in range(steps):
+        for other, its in others.items():
+            if step == other:  # each begins at another time
+                tokens[other] = int(rows.start([other], its).argmax())
+            if step == other + 5:
+                del tokens[other]
+                rows.free(other)
+        tokens[row] = int(found[-1].argmax())
+        logits = rows.step(tokens)
+        tokens |= {r: int(value.argmax()) for r, value in logits.items()}
+        found.append(logits[row])
+    rows.free(row)
+    return found
+
+
+def check(runner: Runner, sample: Sample) -> None:
+    # The longest neighbour comes and goes, and with it the number of keys that all are shown.
+    others = {1: prompt(3, 1), 2: prompt(BLOCK + 8, 2), 3: prompt(7, 3)}
+    with runner.evaluating():
+        rows = Rows(runner, SIZE)
+        assert rows._lanes is not None
+        alone = grow(rows, 0, sample, 12, {})
+        beside = grow(rows, 0, sample, 12, others)
+        elsewhere = grow(rows, 3, sample, 12, {k - 1: v for k, v in others.items()})
+        plain = Growing(runner, sample)
+        expected = []
+        for logits in alone:
+            expected.append(plain.logits()[0])
+            plain.append(logits.argmax()[None])
+    for a, b, c, d in zip(alone, beside, elsewhere, expected, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+        # Sums of fp32 in another order.
+        assert torch.allclose(a, d, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_gpt2(attention: str) -> None:
+    check(build(f"model.attention={attention}"), prompt(9, 0))
+    check(build(f"model.attention={attention}"), prompt(BLOCK - 5, 0))
+
+
+def test_gpt2_in_bf16() -> None:
+    runner = build("run.amp=bf16")
+    with runner.evaluating():
+        rows = Rows(runner, SIZE)
+        alone = grow(rows, 0, prompt(9, 0), 12, {})
+        beside = grow(rows, 0, prompt(9, 0), 12, {1: prompt(3, 1), 2: prompt(BLOCK + 8, 2)})
+    assert all(torch.equal(a, b) for a, b in zip(alone, beside, strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_qwen(workspace: Workspace, family: str) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    use(workspace, family=family, vocab_size=320, num_key_value_heads=2, max_position_embeddings=256, **sizes)
+    check(build_qwen(workspace), prompt(9, 0))
+
+
+def test_a_model_that_sees(tmp_path: Path, words: Path) -> None:
+    runner = build_sight(write_project(tmp_path / "project.yaml", shapes(tmp_path, tokenizer=str(words))))
+    ids = np.concatenate([prompt(3, 0)["input_ids"], [IMAGE_ID] * 4, prompt(3, 1)["input_ids"]])
+    pixels = np.random.default_rng(0).normal(size=(1, 3, 16, 16)).astype(np.float32)
+    check(runner, {"input_ids": ids, "pixel_values": pixels})
