@@ -64,6 +64,8 @@ def _parser() -> _Parser:
     evaluate.add_argument("--answers", nargs="*", default=None, choices=("train", "val", "test"), metavar="SPLIT",
                           help="ask what these splits' answers are known of (default: test)")  # fmt: skip
     evaluate.add_argument("--sheet", metavar="FILE", help="a picture of images, questions and --answers")
+    evaluate.add_argument("--tasks", nargs="+", default=[], metavar="NAME", help="of lm-evaluation-harness, to be run")
+    evaluate.add_argument("--task-path", metavar="DIR", help="a folder with more of its task files")
     evaluate.add_argument("--interactive", action="store_true", help="complete prompts as you type them; `stop` ends")
     evaluate.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
     evaluate.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 takes the likeliest token")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,19 +51,21 @@ def generate(
     sampling: Sampling,
     on_text: Callable[[int, str], None] | None = None,
     end: int | None = None,
+    stops: Sequence[str] = (),
 ) -> list[str]:
     """Completions of `prompt`, a text or a sample without labels, the same on every rank. Collective.
 
-    `on_text(completion, piece)` is called with each piece of text as it is decided; `end` ends it, by default the
-    tokenizer's end-of-text token. An empty prompt begins after that, as documents do in training. Raises UserError
-    where the prompt leaves no room for a token, and where the tokenizer is not the model's.
+    `on_text(completion, piece)` is called with each piece of text as it is decided. `end`, by default the tokenizer's
+    end-of-text token, ends it, and the first of the strings `stops`, which is left out. An empty prompt begins after
+    the end of a text, as documents do in training. Raises UserError where the prompt leaves no room for a token, and
+    where the tokenizer is not the model's.
     """
     end = tokenizer.eos_token_id if end is None else end
     count = sampling.num_completions
     sample = prompt if not isinstance(prompt, str) else text_prompt(tokenizer, prompt, end)
     room = min(sampling.max_new_tokens, room_after(runner.model, sample))
     random = [completion_rng(sampling.seed, i) for i in range(count)]
-    streams = [TextStream(tokenizer) for _ in range(count)]
+    streams = [TextStream(tokenizer, stops) for _ in range(count)]
     done = [False] * count
 
     def show(completion: int, piece: str) -> None:
@@ -78,6 +80,7 @@ def generate(
                 done[i] = done[i] or chosen == end
                 if not done[i]:
                     show(i, streams[i].push(chosen))
+                    done[i] = streams[i].stopped
             if all(done):
                 break
             growing.append(token)

@@ -72,7 +72,7 @@ class Lanes(Cache):
         at = self._at.to(key_states.device)
         out = []
         for held, new in zip(self._room(layer_idx, key_states, self._span), (key_states, value_states), strict=True):
-            held[rows, :, at] = new[:, :, 0]
+            held[rows, :, at] = new[:, :, 0].to(held.dtype)
             out.append(held[:, :, : self._span])
         return tuple(out)
 
@@ -80,13 +80,16 @@ class Lanes(Cache):
         return max(self.lengths)
 
     def _room(self, layer: int, like: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """A layer's memory, with room for sequences of this length; what is not in use is zero or once was finite."""
+        """A layer's memory, with room for sequences of this length; what is not in use is zero or once was finite.
+
+        Values are kept in the keys' precision, as `DynamicCache` does: under autocast keys may be fp32, values bf16.
+        """
         held = self._held.get(layer)
-        if held is None or held[0].shape[2] < length:
-            old = 0 if held is None else held[0].shape[2]
-            room = max(-(-length // BLOCK) * BLOCK, 2 * old)
-            grown = [like.new_zeros(len(self.lengths), like.shape[1], room, like.shape[3]) for _ in range(2)]
-            for new, before in zip(grown, held or (), strict=False):
-                new[:, :, :old] = before
-            self._held[layer] = grown[0], grown[1]
-        return self._held[layer]
+        if held is not None and held[0].shape[2] >= length:
+            return held
+        room = max(-(-length // BLOCK) * BLOCK, 2 * held[0].shape[2] if held else 0)
+        keys, values = (like.new_zeros(len(self.lengths), like.shape[1], room, like.shape[3]) for _ in range(2))
+        for new, old in zip((keys, values), held or (), strict=False):
+            new[:, :, : old.shape[2]] = old
+        self._held[layer] = keys, values
+        return keys, values

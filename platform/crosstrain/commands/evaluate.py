@@ -12,9 +12,11 @@ from crosstrain import assembly
 from crosstrain.checkpoint import folders
 from crosstrain.commands.answers import Conversing, answer_splits
 from crosstrain.commands.saved import check_model, chosen_config, open_tokenizer
+from crosstrain.commands.tasks import run_tasks
 from crosstrain.config import Config
 from crosstrain.errors import UserError, printable, sentence
 from crosstrain.evaluation import evaluate_loss
+from crosstrain.extras import require
 from crosstrain.generation import Sampling, generate
 from crosstrain.launch import Launch, launch
 from crosstrain.monitor.console import log, set_up_logging
@@ -33,11 +35,16 @@ def evaluate(arguments: argparse.Namespace) -> int:
         raise UserError("--interactive: prompts are typed into one process; use --nproc-per-node 1")
     splits = arguments.splits
     if splits is None:
-        splits = [] if arguments.generate or arguments.interactive or arguments.answers else ["val", "test"]
+        others = arguments.generate or arguments.interactive or arguments.answers or arguments.tasks
+        splits = [] if others else ["val", "test"]
     if arguments.sheet and not arguments.answers:
         raise UserError("--sheet: shows what --answers found; give both")
     if arguments.image and not (arguments.generate or arguments.interactive):
         raise UserError("--image: say what is asked about it, with --generate or --interactive")
+    if arguments.tasks:
+        require("lm_eval", "--tasks")
+    elif arguments.task_path:
+        raise UserError("--task-path: name tasks with --tasks")
     job = {
         "checkpoint": str(checkpoint),
         "splits": splits,
@@ -46,6 +53,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
         "images": arguments.image,
         "answers": arguments.answers,
         "sheet": arguments.sheet,
+        "tasks": arguments.tasks,
+        "task_path": arguments.task_path,
         "interactive": arguments.interactive,
         "output": arguments.output,
     }
@@ -88,6 +97,10 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], sampling: Sampli
 
     if job["answers"]:
         results["answers"] = answer_splits(config, runner, open_tokenizer(checkpoint), job, sampling, is_main)
+    if job["tasks"]:
+        results["tasks"] = run_tasks(
+            runner, open_tokenizer(checkpoint), job["tasks"], job["task_path"], job["max_samples"], is_main
+        )
     if job["prompts"] or job["interactive"]:
         tokenizer = open_tokenizer(checkpoint)
         talk = Conversing.about(job["images"], config, checkpoint) if job["images"] else None

@@ -1,0 +1,175 @@
+"""lm-evaluation-harness over a checkpoint: in place under any runner, and over the exported folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from conftest import ENVIRONMENT, ROOT, Run
+from crosstrain.data.tokenizer import load_tokenizer
+from crosstrain.data.tokens import TokenWriter, best_dtype
+from crosstrain.errors import UserError
+from crosstrain.extras import require
+from ranks import train
+
+LENGTH, SAMPLES = 32, 20
+harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
+    """A project, a text of a whole number of samples, and task files about it."""
+    folder = tmp_path_factory.mktemp("harness")
+    tokenizer = load_tokenizer(dataset)
+    text = json.loads((dataset.parent / "text.jsonl").read_text().splitlines()[0])["text"] * 20
+    ids = tokenizer.encode(text)
+    while len(ids) % LENGTH or len(ids) > LENGTH * SAMPLES:
+        text = text[:-1]
+        ids = tokenizer.encode(text)
+    # Behind the end of another text, as the harness reads it.
+    with TokenWriter(folder / "tokens", best_dtype(tokenizer.vocab_size)) as writer:
+        writer.add([[tokenizer.end_id, *ids]])
+    tokenizer.save(folder / "tokens")
+    model = {
+        "arch": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": LENGTH, "dropout": 0.0,
+        "vocab_size": tokenizer.vocab_size,
+    }  # fmt: skip
+    run = {
+        "runner": "ddp", "max_iters": 20, "global_batch_size": 4, "init_lr": 1e-2, "device": "cpu", "log_interval": 10,
+    }  # fmt: skip
+    text_data = {"name": "text", "path": str(folder / "tokens"), "seq_length": LENGTH, "split": [1, 0, 0]}
+    config = {"model": model, "datasets": {"text": text_data}, "run": run}
+    (folder / "project.yaml").write_text(yaml.safe_dump(config))
+    tasks = folder / "tasks"
+    tasks.mkdir()
+    write_task(tasks, "flow", [{"text": text}], {
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "byte_perplexity"}, {"metric": "bits_per_byte"}],
+    })  # fmt: skip
+    words = text.split()
+    questions = [
+        {"text": " ".join(words[i : i + 6]), "choices": [words[i + 6], "zzz", "qqq"], "answer": 0}
+        for i in range(0, 80, 8)
+    ]
+    write_task(tasks, "next", questions, {
+        "output_type": "multiple_choice", "doc_to_text": "{{text}}", "doc_to_choice": "choices",
+        "doc_to_target": "answer", "metric_list": [{"metric": "acc"}],
+    })  # fmt: skip
+    write_task(tasks, "goes_on", questions, {
+        "output_type": "generate_until", "doc_to_text": "{{text}}", "doc_to_target": "{{choices[0]}}",
+        "generation_kwargs": {"until": [" ", "\n"], "max_gen_toks": 6, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    })  # fmt: skip
+    return folder
+
+
+def write_task(folder: Path, name: str, documents: list[dict[str, Any]], more: dict[str, Any]) -> None:
+    data = folder / f"{name}.jsonl"
+    data.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    task = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+    }
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump({"task": name} | source | more))
+
+
+@pytest.fixture(scope="module")
+def run(place: Path) -> Run:
+    return train(place / "project.yaml", "out")
+
+
+def evaluated(place: Path, *arguments: str) -> dict[str, Any]:
+    """What `evaluate.py` writes."""
+    program = [sys.executable, str(ROOT / "evaluate.py"), "--checkpoint", str(place / "out"), "--output", "found.json"]
+    done = subprocess.run(
+        [*program, *arguments],
+        cwd=place, env=ENVIRONMENT | {"HF_DATASETS_OFFLINE": "1", "HF_HOME": str(place / "cache")}, capture_output=True,
+        text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads((place / "found.json").read_text()) | {"said": done.stdout}
+
+
+@harness
+@pytest.mark.slow
+def test_the_harness_finds_the_perplexity_that_evaluation_finds(place: Path, run: Run) -> None:
+    given = ("--task-path", "tasks", "--tasks", "flow", "next", "goes_on", "--splits", "train")
+    found = evaluated(place, *given)
+    nats = found["tasks"]["flow"]["bits_per_byte,none"] * math.log(2)
+    text = json.loads((place / "tasks" / "flow.jsonl").read_text())["text"]
+    split = found["splits"]["train"]
+    # The same tokens in the same windows: only the order of fp32 sums differs.
+    assert nats * len(text.encode()) == pytest.approx(split["loss"] * split["tokens"], rel=1e-5)
+    assert found["tasks"]["next"]["acc,none"] == 1.0, "words that are not of this language are unlikely"
+    assert 0 <= found["tasks"]["goes_on"]["exact_match,none"] <= 1
+    assert re.search(r"next \| acc 1", found["said"])
+    # Every rank asks for the same, whatever it holds; sums in another order.
+    for runner in ("fsdp", "megatron_tp2"):
+        shared = evaluated(place, *given[:-2], "--nproc-per-node", "2", "--options", f"run.runner={runner}")["tasks"]
+        for name, metrics in found["tasks"].items():
+            for key, value in metrics.items():
+                assert shared[name][key] == pytest.approx(value, rel=1e-4), (name, key)
+
+
+@harness
+@pytest.mark.slow
+def test_the_exported_folder_runs_under_the_harness_as_any_model(place: Path, run: Run) -> None:
+    exported = place / "exported"
+    program = [sys.executable, "-m", "crosstrain", "export", "--checkpoint", str(run.folder), "--output", str(exported)]
+    subprocess.run(program, env=ENVIRONMENT, check=True, capture_output=True)
+    code = f"""
+import json, lm_eval
+from lm_eval.tasks import TaskManager
+found = lm_eval.simple_evaluate(
+    "hf", {{"pretrained": {str(exported)!r}, "device": "cpu", "dtype": "float32", "max_length": {LENGTH}}},
+    tasks=["flow", "next", "goes_on"], task_manager=TaskManager(include_path={str(place / "tasks")!r}),
+)
+numbers = {{name: {{k: v for k, v in m.items() if isinstance(v, float)}} for name, m in found["results"].items()}}
+print(json.dumps(numbers))
+"""
+    environment = ENVIRONMENT | {"HF_DATASETS_OFFLINE": "1", "HF_HOME": str(place / "cache")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    ours = evaluated(place, "--task-path", "tasks", "--tasks", "flow", "next", "goes_on")["tasks"]
+    for name, metrics in theirs.items():
+        for key in metrics:
+            if "stderr" not in key:
+                # Two forms of the same activation function, in fp32.
+                assert ours[name][key] == pytest.approx(metrics[key], rel=1e-4), (name, key)
+
+
+@harness
+@pytest.mark.slow
+def test_tasks_that_are_not_there_are_named(place: Path, run: Run) -> None:
+    for arguments, complaint in (
+        (["--tasks", "nxt", "--task-path", "tasks"], r"the harness has no task nxt; did you mean next\?"),
+        (["--tasks", "next", "--task-path", "nowhere"], "nowhere is not a folder"),
+        (["--task-path", "tasks"], "name tasks with --tasks"),
+    ):
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "evaluate.py"), "--checkpoint", str(run.folder), *arguments],
+            cwd=place, env=ENVIRONMENT, capture_output=True, text=True, timeout=280,
+        )  # fmt: skip
+        assert done.returncode == 1
+        assert re.search(complaint, done.stderr), done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_without_the_harness_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "lm_eval" else found(name, *a))
+    with pytest.raises(UserError, match=r"--tasks needs the package lm_eval.*crosstrain\[eval\]"):
+        require("lm_eval", "--tasks")
