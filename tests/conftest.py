@@ -189,3 +189,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder where nothing is yet, indexes of shards neither."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def speaker(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
+    """A checkpoint of a tiny GPT-2 whose every id has text."""
+    from ranks import train
+
+    workspace = Workspace(tmp_path_factory.mktemp("speaker"), dataset)
+    sizes = ("model.n_positions=128", "model.vocab_size=303", "run.max_iters=30")
+    return train(workspace.project, "speaker", *sizes).checkpoint(30)

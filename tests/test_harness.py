@@ -29,7 +29,7 @@ harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason
 def place(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
     """A project, a text of a whole number of samples, and task files about it."""
     folder = tmp_path_factory.mktemp("harness")
-    tokenizer = load_tokenizer(dataset)
+    tokenizer = load_tokenizer(dataset / "tokenizer")
     text = json.loads((dataset.parent / "text.jsonl").read_text().splitlines()[0])["text"] * 20
     ids = tokenizer.encode(text)
     while len(ids) % LENGTH or len(ids) > LENGTH * SAMPLES:
@@ -38,7 +38,6 @@ def place(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
     # Behind the end of another text, as the harness reads it.
     with TokenWriter(folder / "tokens", best_dtype(tokenizer.vocab_size)) as writer:
         writer.add([[tokenizer.end_id, *ids]])
-    tokenizer.save(folder / "tokens")
     model = {
         "arch": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": LENGTH, "dropout": 0.0,
         "vocab_size": tokenizer.vocab_size,
@@ -46,7 +45,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
     run = {
         "runner": "ddp", "max_iters": 20, "global_batch_size": 4, "init_lr": 1e-2, "device": "cpu", "log_interval": 10,
     }  # fmt: skip
-    text_data = {"name": "text", "path": str(folder / "tokens"), "seq_length": LENGTH, "split": [1, 0, 0]}
+    source = {"path": str(folder / "tokens"), "tokenizer": str(dataset / "tokenizer")}
+    text_data = {"name": "text", "seq_length": LENGTH, "split": [1, 0, 0]} | source
     config = {"model": model, "datasets": {"text": text_data}, "run": run}
     (folder / "project.yaml").write_text(yaml.safe_dump(config))
     tasks = folder / "tasks"
@@ -75,12 +75,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
 def write_task(folder: Path, name: str, documents: list[dict[str, Any]], more: dict[str, Any]) -> None:
     data = folder / f"{name}.jsonl"
     data.write_text("".join(json.dumps(document) + "\n" for document in documents))
-    task = {
-        "task": name,
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(data)}},
-        "test_split": "test",
-    }
+    source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
     (folder / f"{name}.yaml").write_text(yaml.safe_dump({"task": name} | source | more))
 
 

@@ -20,7 +20,7 @@ import pytest
 from PIL import Image
 from transformers import AutoTokenizer
 
-from conftest import ENVIRONMENT, Workspace
+from conftest import ENVIRONMENT
 from crosstrain import assembly
 from crosstrain.commands.answers import Conversing
 from crosstrain.config import load_config
@@ -115,13 +115,8 @@ def test_images_are_never_fetched_and_must_be_images(eyes: Server, tmp_path: Pat
         eyes.client().chat.completions.create(model="eyes", messages=seen(file, file, file))
 
 
-@pytest.fixture(scope="module")
-def plain(shared_workspace: Workspace) -> Path:
-    return train(shared_workspace.project, "plain", "model.vocab_size=303", "run.max_iters=3").checkpoint(3)
-
-
-def test_a_chat_template_is_used_where_there_is_one(plain: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(plain, tmp_path / "step_000003"))
+def test_a_chat_template_is_used_where_there_is_one(speaker: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(speaker, tmp_path / "step_000030"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     with served(folder) as server:
         client = server.client()
@@ -169,11 +164,11 @@ def ask(url: str, **more: Any) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("runner", ["ddp@1", "ddp@2", "fsdp@2", "zero3@2", "megatron_tp2@2", "megatron_pp2@2"])
-def test_every_runner_answers_alike_and_ends_when_told(plain: Path, runner: str) -> None:
-    with served(plain) as server:
+def test_every_runner_answers_alike_and_ends_when_told(speaker: Path, runner: str) -> None:
+    with served(speaker) as server:
         expected = ask(f"http://127.0.0.1:{server.port}")
     name, size = runner.split("@")
-    with program(plain, "--nproc-per-node", size, "--options", f"run.runner={name}") as (url, process):
+    with program(speaker, "--nproc-per-node", size, "--options", f"run.runner={name}") as (url, process):
         assert ask(url) == expected
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=60)
@@ -182,10 +177,10 @@ def test_every_runner_answers_alike_and_ends_when_told(plain: Path, runner: str)
 
 
 @pytest.mark.slow
-def test_what_runs_is_finished_before_the_end(plain: Path) -> None:
-    with program(plain) as (url, process):
+def test_what_runs_is_finished_before_the_end(speaker: Path) -> None:
+    with program(speaker) as (url, process):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
-        stream = client.completions.create(model="plain", prompt="ban", max_tokens=30, stream=True)
+        stream = client.completions.create(model="speaker", prompt="ban", max_tokens=30, stream=True)
         next(stream)
         process.send_signal(signal.SIGINT)
         assert [c.choices[0].finish_reason for c in stream][-1] in ("length", "stop")
@@ -193,11 +188,11 @@ def test_what_runs_is_finished_before_the_end(plain: Path) -> None:
 
 
 @pytest.mark.slow
-def test_beyond_this_machine_without_a_key_is_worth_a_warning(plain: Path) -> None:
-    with program(plain, "--host", "0.0.0.0") as (_, process):
+def test_beyond_this_machine_without_a_key_is_worth_a_warning(speaker: Path) -> None:
+    with program(speaker, "--host", "0.0.0.0") as (_, process):
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
-    place = ["serve", "--checkpoint", str(plain), "--port"]
+    place = ["serve", "--checkpoint", str(speaker), "--port"]
     for arguments, complaint in (
         (["70000"], "--port: 70000 is not between"),
         (["0", "--host", "192.0.2.1"], "cannot listen there"),

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from conftest import ENVIRONMENT, ROOT, Workspace
+from conftest import ENVIRONMENT, ROOT
 from crosstrain import assembly
 from crosstrain.commands.chat import Client
 from crosstrain.config import load_config
@@ -28,7 +28,7 @@ CHROMIUM = shutil.which("chromium")
 needs_browser = pytest.mark.skipif(
     CHROMIUM is None or importlib.util.find_spec("playwright") is None, reason="needs chromium and playwright"
 )
-QUESTIONS = ("describe the image", "how many things are there", "where is the green triangle", "what shape is red")
+QUESTIONS = ("how many things are there", "where is the green triangle", "is it large or small")
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +47,9 @@ def eyes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def locked(shared_workspace: Workspace) -> Iterator[Server]:
+def locked(speaker: Path) -> Iterator[Server]:
     """A server of text that wants a key."""
-    run = train(shared_workspace.project, "locked", "model.vocab_size=303", "run.max_iters=3", "model.n_positions=96")
-    with served(run.checkpoint(3), key="secret", limits=Limits(batch=2)) as running:
+    with served(speaker, key="secret", limits=Limits(batch=2)) as running:
         yield running
 
 
@@ -80,7 +79,7 @@ def opened(browser: Any, server: Server) -> tuple[Any, list[str]]:
 @pytest.mark.slow
 def test_the_page_talks_about_images(eyes: Server, browser: Any, tmp_path: Path) -> None:
     page, trouble = opened(browser, eyes)
-    page.wait_for_function("document.title === 'shapes'")
+    page.wait_for_function("() => document.title === 'shapes'")
     assert "takes images" in page.inner_text("#about")
     image = os.environ.get("CROSSTRAIN_PAGE_IMAGE") or str(picture(tmp_path / "0.png", 0, (160, 160)))
     page.set_input_files("#file", image)
@@ -115,7 +114,7 @@ def test_the_page_asks_for_a_key_shows_refusals_and_stops(
     assert "key is needed" in page.inner_text("#about")
     page.fill("#key", "secret")
     page.press("#key", "Tab")
-    page.wait_for_function("document.title === 'tiny'")
+    page.wait_for_function("() => document.title === 'tiny'")
     assert page.locator("#attach").is_hidden()
     page.fill("#max_tokens", "5000")
     page.fill("#text", "ban")
@@ -133,7 +132,7 @@ def test_the_page_asks_for_a_key_shows_refusals_and_stops(
     monkeypatch.setattr(locked.runner, "evaluate", slow)
     page.fill("#max_tokens", "60")
     page.click("#send")
-    page.wait_for_function("[...document.querySelectorAll('.turn.busy')].some(t => t.textContent.length > 2)")
+    page.wait_for_function("() => [...document.querySelectorAll('.turn.busy')].some(t => t.textContent.length > 2)")
     page.click("#stop")
     page.wait_for_selector("#send:visible")
     for _ in range(50):
