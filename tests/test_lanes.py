@@ -95,3 +95,26 @@ def test_a_model_that_sees(tmp_path: Path, words: Path) -> None:
     ids = np.concatenate([prompt(3, 0)["input_ids"], [IMAGE_ID] * 4, prompt(3, 1)["input_ids"]])
     pixels = np.random.default_rng(0).normal(size=(1, 3, 16, 16)).astype(np.float32)
     check(runner, {"input_ids": ids, "pixel_values": pixels})
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_models_whose_cache_is_of_another_kind_are_computed_one_after_another(
+    monkeypatch: pytest.MonkeyPatch, cached: bool
+) -> None:
+    runner = build()
+    together = build()
+    if cached:
+        runner.model.takes_positions = False
+    else:
+        monkeypatch.setattr(type(runner.model), "new_cache", lambda self: None)
+    with runner.evaluating():
+        rows = Rows(runner, SIZE)
+        assert rows._lanes is None
+        alone = grow(rows, 0, prompt(9, 0), 12, {})
+        beside = grow(rows, 0, prompt(9, 0), 12, {1: prompt(3, 1), 2: prompt(8, 2)})
+    monkeypatch.undo()
+    with together.evaluating():
+        expected = grow(Rows(together, SIZE), 0, prompt(9, 0), 12, {})
+    for a, b, c in zip(alone, beside, expected, strict=True):
+        assert torch.equal(a, b)
+        assert torch.allclose(a, c, rtol=1e-4, atol=1e-5)

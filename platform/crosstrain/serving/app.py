@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -133,7 +134,7 @@ class Web:
             loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
             def deliver(event: Event) -> None:
-                if not loop.is_closed():
+                with suppress(RuntimeError):  # the loop has ended before what is computed has
                     loop.call_soon_threadsafe(events.put_nowait, event)
 
             body = await self._body(request)
