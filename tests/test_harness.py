@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -15,13 +16,19 @@ import pytest
 import yaml
 
 from conftest import ENVIRONMENT, ROOT, Run
+from crosstrain import assembly
+from crosstrain.cli import main
+from crosstrain.commands.saved import open_tokenizer, saved_config
+from crosstrain.commands.tasks import run_tasks
 from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.data.tokens import TokenWriter, best_dtype
 from crosstrain.errors import UserError
 from crosstrain.extras import require
-from ranks import train
+from ranks import run_ranks, train
+from served import loaded
 
 LENGTH, SAMPLES = 32, 20
+TASKS = ["flow", "next", "goes_on"]
 harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval")
 
 
@@ -84,23 +91,25 @@ def run(place: Path) -> Run:
     return train(place / "project.yaml", "out")
 
 
-def evaluated(place: Path, *arguments: str) -> dict[str, Any]:
-    """What `evaluate.py` writes."""
-    program = [sys.executable, str(ROOT / "evaluate.py"), "--checkpoint", str(place / "out"), "--output", "found.json"]
+@pytest.fixture(scope="module")
+def found(place: Path, run: Run) -> dict[str, Any]:
+    """What `evaluate.py` writes of every task, and of the split that holds the same text."""
+    program = [sys.executable, str(ROOT / "evaluate.py"), "--checkpoint", str(run.folder), "--output", "found.json"]
     done = subprocess.run(
-        [*program, *arguments],
-        cwd=place, env=ENVIRONMENT | {"HF_DATASETS_OFFLINE": "1", "HF_HOME": str(place / "cache")}, capture_output=True,
-        text=True, timeout=280,
+        [*program, "--task-path", "tasks", "--tasks", *TASKS, "--splits", "train"],
+        cwd=place, env=ENVIRONMENT | offline(place), capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads((place / "found.json").read_text()) | {"said": done.stdout}
 
 
+def offline(place: Path) -> dict[str, str]:
+    return {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(place / "cache")}
+
+
 @harness
 @pytest.mark.slow
-def test_the_harness_finds_the_perplexity_that_evaluation_finds(place: Path, run: Run) -> None:
-    given = ("--task-path", "tasks", "--tasks", "flow", "next", "goes_on", "--splits", "train")
-    found = evaluated(place, *given)
+def test_the_harness_finds_the_perplexity_that_evaluation_finds(place: Path, found: dict[str, Any]) -> None:
     nats = found["tasks"]["flow"]["bits_per_byte,none"] * math.log(2)
     text = json.loads((place / "tasks" / "flow.jsonl").read_text())["text"]
     split = found["splits"]["train"]
@@ -109,17 +118,35 @@ def test_the_harness_finds_the_perplexity_that_evaluation_finds(place: Path, run
     assert found["tasks"]["next"]["acc,none"] == 1.0, "words that are not of this language are unlikely"
     assert 0 <= found["tasks"]["goes_on"]["exact_match,none"] <= 1
     assert re.search(r"next \| acc 1", found["said"])
-    # Every rank asks for the same, whatever it holds; sums in another order.
-    for runner in ("fsdp", "megatron_tp2"):
-        shared = evaluated(place, *given[:-2], "--nproc-per-node", "2", "--options", f"run.runner={runner}")["tasks"]
+
+
+def on_ranks(checkpoint: str, folder: str, runner: str) -> dict[str, Any]:
+    """Tasks on however many ranks this is run."""
+    os.environ |= offline(Path(folder))
+    config = saved_config(Path(checkpoint), [f"run.runner={runner}"])
+    made = assembly.make_runner(config)
+    made.setup()
+    assembly.build(config, made, Path(checkpoint), for_training=False)
+    tokenizer = open_tokenizer(Path(checkpoint))
+    results = run_tasks(made, tokenizer, TASKS, f"{folder}/tasks", None, made.world.rank == 0)
+    made.close()
+    return results
+
+
+@harness
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", ["ddp", "fsdp", "megatron_tp2"])
+def test_every_rank_finds_the_same(place: Path, run: Run, found: dict[str, Any], runner: str) -> None:
+    for shared in run_ranks(2, on_ranks, str(run.checkpoint(20)), str(place), runner, seconds=250):
         for name, metrics in found["tasks"].items():
             for key, value in metrics.items():
+                # Sums in another order.
                 assert shared[name][key] == pytest.approx(value, rel=1e-4), (name, key)
 
 
 @harness
 @pytest.mark.slow
-def test_the_exported_folder_runs_under_the_harness_as_any_model(place: Path, run: Run) -> None:
+def test_the_exported_folder_runs_under_the_harness_as_any_model(place: Path, run: Run, found: dict[str, Any]) -> None:
     exported = place / "exported"
     program = [sys.executable, "-m", "crosstrain", "export", "--checkpoint", str(run.folder), "--output", str(exported)]
     subprocess.run(program, env=ENVIRONMENT, check=True, capture_output=True)
@@ -128,38 +155,37 @@ import json, lm_eval
 from lm_eval.tasks import TaskManager
 found = lm_eval.simple_evaluate(
     "hf", {{"pretrained": {str(exported)!r}, "device": "cpu", "dtype": "float32", "max_length": {LENGTH}}},
-    tasks=["flow", "next", "goes_on"], task_manager=TaskManager(include_path={str(place / "tasks")!r}),
+    tasks={TASKS!r}, task_manager=TaskManager(include_path={str(place / "tasks")!r}),
 )
 numbers = {{name: {{k: v for k, v in m.items() if isinstance(v, float)}} for name, m in found["results"].items()}}
 print(json.dumps(numbers))
 """
-    environment = ENVIRONMENT | {"HF_DATASETS_OFFLINE": "1", "HF_HOME": str(place / "cache")}
+    environment = ENVIRONMENT | offline(place)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    theirs = json.loads(done.stdout.splitlines()[-1])
-    ours = evaluated(place, "--task-path", "tasks", "--tasks", "flow", "next", "goes_on")["tasks"]
-    for name, metrics in theirs.items():
-        for key in metrics:
+    for name, metrics in json.loads(done.stdout.splitlines()[-1]).items():
+        for key, value in metrics.items():
             if "stderr" not in key:
                 # Two forms of the same activation function, in fp32.
-                assert ours[name][key] == pytest.approx(metrics[key], rel=1e-4), (name, key)
+                assert found["tasks"][name][key] == pytest.approx(value, rel=1e-4), (name, key)
 
 
 @harness
 @pytest.mark.slow
 def test_tasks_that_are_not_there_are_named(place: Path, run: Run) -> None:
-    for arguments, complaint in (
-        (["--tasks", "nxt", "--task-path", "tasks"], r"the harness has no task nxt; did you mean next\?"),
-        (["--tasks", "next", "--task-path", "nowhere"], "nowhere is not a folder"),
-        (["--task-path", "tasks"], "name tasks with --tasks"),
+    checkpoint = run.checkpoint(20)
+    runner = loaded(checkpoint)[1]
+    for task, folder, complaint in (
+        ("nxt", "tasks", r"the harness has no task nxt; did you mean next\?"),
+        ("next", "nowhere", "nowhere is not a folder"),
     ):
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "evaluate.py"), "--checkpoint", str(run.folder), *arguments],
-            cwd=place, env=ENVIRONMENT, capture_output=True, text=True, timeout=280,
-        )  # fmt: skip
-        assert done.returncode == 1
-        assert re.search(complaint, done.stderr), done.stderr
-        assert "Traceback" not in done.stderr
+        with pytest.raises(UserError, match=complaint):
+            run_tasks(runner, open_tokenizer(checkpoint), [task], str(place / folder), None, True)
+
+
+def test_a_folder_of_tasks_alone_is_a_mistake(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "--checkpoint", str(run.folder), "--task-path", "tasks"]) == 1
+    assert "--task-path: name tasks with --tasks" in capsys.readouterr().err
 
 
 def test_without_the_harness_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

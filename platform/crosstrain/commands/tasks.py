@@ -47,11 +47,11 @@ def run_tasks(
         except (OSError, ValueError, KeyError) as error:  # of data that is not there, or a task file
             raise UserError(f"--tasks: the harness cannot do it ({type(error).__name__}: {sentence(error)})") from error
     results: dict[str, Any] = {}
-    for name, metrics in found["results"].items():
+    for name, metrics in (found or {"results": {}})["results"].items():  # the harness gives them to the first rank
         results[name] = {key: finite(value) for key, value in metrics.items() if isinstance(value, (int, float))}
         for key, value in results[name].items():
             if value is not None and "_stderr" not in key and "," in key:
                 metric, _, filtered = key.partition(",")
                 spread = results[name].get(f"{metric}_stderr,{filtered}")
                 log.info("%s | %s %.6g%s", name, metric, value, f" (standard error {spread:.2g})" if spread else "")
-    return results
+    return runner.world.broadcast(results)
