@@ -227,8 +227,10 @@ def test_logits_that_are_no_numbers_fail_one_request_and_not_the_server(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(server.runner, "evaluate", lambda batch: torch.full((len(batch["input_ids"]), 303), math.nan))
-        status, document, _ = server.send("POST", "/v1/completions", COMPLETION)
-        assert (status, document["error"]["type"]) == (500, "server_error")
+        for temperature in (0, 1):
+            status, document, _ = server.send("POST", "/v1/completions", COMPLETION | {"temperature": temperature})
+            assert (status, document["error"]["type"]) == (500, "server_error")
+            assert "logits are not numbers" in document["error"]["message"]
     assert server.send("POST", "/v1/completions", COMPLETION)[0] == 200
 
 

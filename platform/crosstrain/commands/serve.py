@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import logging
 import os
 import socket
@@ -37,14 +36,6 @@ class Place:
     host: str
     port: int
     key: str | None
-
-    @property
-    def loopback(self) -> bool:
-        """Whether only this machine can reach it."""
-        try:
-            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
 
     def url(self, port: int) -> str:
         return f"http://[{self.host}]:{port}" if ":" in self.host else f"http://{self.host}:{port}"
@@ -106,7 +97,7 @@ def lead(
     """HTTP in a thread beside this one, which computes."""
     import uvicorn
 
-    from crosstrain.serving.app import Web
+    from crosstrain.serving.app import Web, is_loopback
     from crosstrain.serving.engine import Engine
     from crosstrain.serving.prompts import chat_format
     from crosstrain.serving.service import Service
@@ -117,7 +108,7 @@ def lead(
         place.name, runner.model, encoding, chat_format(encoding, None if talk is None else talk.questioner), limits
     )
     engine = Engine(rows, group, decoding, limits)
-    web = Web(service, engine, decoding, place.key, place.loopback)
+    web = Web(service, engine, decoding, place.key, place.host)
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # errors are told by `Web`
     settings = uvicorn.Config(
         web.app, log_config=None, access_log=False, lifespan="off", ws="none", http="h11", server_header=False,
@@ -128,7 +119,7 @@ def lead(
     server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
     thread.start()
-    if not place.loopback and place.key is None:
+    if not is_loopback(place.host) and place.key is None:
         log.warning(
             "warning: everybody who reaches %s may use this model; --api-key asks them for a key", place.host
         )  # fmt: skip

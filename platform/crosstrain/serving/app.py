@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
 import logging
 import time
@@ -32,7 +33,6 @@ log = logging.getLogger("crosstrain")
 T = TypeVar("T")
 
 _BODIES = 8  # of the largest size that are held at once
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_HEADERS = {
     # The page needs nothing but itself, and shows nothing but text and images that its user chose.
@@ -43,14 +43,22 @@ _PAGE_HEADERS = {
 }
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address means this machine, for programs on it alone."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 class Web:
     """HTTP before an engine."""
 
-    def __init__(self, service: Service, engine: Engine, tokenizer: Any, key: str | None, loopback: bool) -> None:
-        """`loopback`: whether only this machine can reach it; then names of other hosts are not answered to."""
+    def __init__(self, service: Service, engine: Engine, tokenizer: Any, key: str | None, host: str) -> None:
+        """`host`: where it listens. Where only this machine can reach that, other hosts' names are not answered to."""
         self._service, self._engine, self._tokenizer = service, engine, tokenizer
         self._key = None if key is None else key.encode()
-        self._loopback = loopback
+        self._loopback = is_loopback(host)
         self._since = int(time.time())
         self._encoding = ThreadPoolExecutor(1, "encoding")  # a tokenizer encodes in one thread at a time
         self._requests, self._bytes = 0, 0  # that are being answered
@@ -103,10 +111,10 @@ class Web:
     def _check_host(self, request: Request) -> None:
         """A page on another site may have its own name lead here; a browser still tells that name."""
         try:
-            host = urlsplit(f"//{request.headers.get('host', '')}").hostname
+            host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
         except ValueError:
-            host = None
-        if self._loopback and host not in _LOOPBACK:
+            host = ""
+        if self._loopback and not is_loopback(host):
             raise Refusal(403, "this server answers to localhost alone", code="wrong_host")
 
     def _admit(self, request: Request) -> None:
@@ -272,9 +280,12 @@ def _refused(_: Request, error: Exception) -> Response:
 
 def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    what = {404: f"there is no {request.url.path[:200]}", 405: f"{request.method[:20]} is not allowed here"}
-    refusal = Refusal(error.status_code, what.get(error.status_code, error.detail), code={404: "not_found"}.get(
-        error.status_code, "method_not_allowed" if error.status_code == 405 else None))  # fmt: skip
+    told = {
+        404: (f"there is no {request.url.path[:200]}", "not_found"),
+        405: (f"{request.method[:20]} is not allowed here", "method_not_allowed"),
+    }
+    message, code = told.get(error.status_code, (error.detail, None))
+    refusal = Refusal(error.status_code, message, code=code)
     return JSONResponse(refusal.document, refusal.status, headers=error.headers)
 
 

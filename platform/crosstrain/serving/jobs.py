@@ -19,6 +19,9 @@ from crosstrain.text_stream import TextStream
 Reason = Literal["stop", "length"]
 
 
+_LEAST = -9999.0  # the smallest that is told of: JSON has no infinity
+
+
 @dataclass(frozen=True)
 class Score:
     """A token, the logarithm of its probability (None: nothing comes before it), and the likeliest ones in its place.
@@ -97,6 +100,8 @@ class Growth:
     def advance(self, logits: Tensor) -> int | None:
         """Take the next token by its logits [vocabulary], and tell of it; None: there is no more."""
         job = self.job
+        if logits.isnan().any():
+            raise ValueError("the model's logits are not numbers")
         if self._given:
             token = self._given.pop()
             self._tell("", [self._score(token, logits)])
@@ -124,6 +129,6 @@ class Growth:
             self.job.deliver(Piece(self.choice, text, scores))
 
     def _score(self, token: int, logits: Tensor) -> Score:
-        logprobs = torch.log_softmax(logits, -1)
+        logprobs = torch.log_softmax(logits, -1).clamp(min=_LEAST)
         best = logprobs.topk(min(self.job.logprobs or 0, len(logprobs)))
         return Score(token, logprobs[token].item(), list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
