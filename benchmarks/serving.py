@@ -1,6 +1,6 @@
 """A served GPT-2 against transformers' own server: tokens per second and time to the first token, taken in turns.
 
-Both serve the same random weights and are asked the same through OpenAI's client: greedy completions, streamed, that
+Both serve the same weights and are asked the same through OpenAI's client: greedy completions, streamed, that
 end by their length alone. Prints a Markdown table of ratios, crosstrain / transformers.
 """
 
@@ -25,16 +25,20 @@ PROMPT = "the quick brown fox jumps over the lazy dog and " * 4
 
 
 def make_model(folder: Path, sizes: Sizes) -> tuple[Path, Path]:
-    """(a run's folder, the exported model) of a GPT-2 whose tokenizer was trained on a few words."""
+    """(a run's folder, the exported model) of a GPT-2 that has learned a few words, so that it writes on and on."""
     from crosstrain.data.tokenizer import train_bpe
+    from crosstrain.data.tokens import TokenWriter, best_dtype
 
     words = folder / "words"
     run = {
-        "runner": "ddp", "max_iters": 1, "global_batch_size": 1, "output_dir": str(folder / "run"), "device": "cpu",
-        "init_lr": 0.0,
+        "runner": "ddp", "max_iters": 40, "global_batch_size": 4, "output_dir": str(folder / "run"), "device": "cpu",
+        "init_lr": 1e-3, "eval_interval": None,
     }  # fmt: skip
     project = write_project(folder, sizes, run)
-    train_bpe([PROMPT * 50], sizes.vocabulary).save(words)
+    tokenizer = train_bpe([PROMPT * 50], sizes.vocabulary)
+    tokenizer.save(words)
+    with TokenWriter(folder / "tokens", best_dtype(sizes.vocabulary)) as writer:
+        writer.add([tokenizer.encode(PROMPT * 200)])
     for program in (
         [str(ROOT / "train.py"), "--cfg-path", str(project), "--options", f"datasets.random.tokenizer={words}"],
         ["-m", "crosstrain", "export", "--checkpoint", str(folder / "run"), "--output", str(folder / "model")],
@@ -112,8 +116,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         run, model = make_model(Path(scratch), Sizes(arguments.layers, arguments.hidden, 6, 256, 280))
         ours = [sys.executable, "-m", "crosstrain", "serve", "--checkpoint", str(run), "--name", "m", "--port"]
-        theirs = ["transformers", "serve", str(model), "--device", "cpu", "--host", "127.0.0.1", "--port"]
-        theirs[0] = str(Path(sys.executable).with_name("transformers"))
+        theirs = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(model), "--device", "cpu"]
+        theirs += ["--host", "127.0.0.1", "--port"]
         with contextlib.ExitStack() as stack:
             urls = {
                 f"--batch {size}": (stack.enter_context(serving([*ours, str(p), "--batch", str(size)], p)), "m")
