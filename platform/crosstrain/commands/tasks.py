@@ -10,7 +10,7 @@ from typing import Any
 from crosstrain.errors import UserError, sentence
 from crosstrain.extras import require
 from crosstrain.monitor.console import log
-from crosstrain.monitor.trackers import finite
+from crosstrain.monitor.metrics import finite
 from crosstrain.runner import Runner
 
 _BOOTSTRAPS = 1000  # draws for standard errors that have no formula
