@@ -75,7 +75,7 @@ def draw(memory: Memory, path: Path, title: str) -> None:
     for part in range(5):
         size = low + (high - low) * part / 4
         lines.append(f'<line x1="{_LEFT}" x2="{_LEFT + _WIDTH}" y1="{y(size):.1f}" y2="{y(size):.1f}" stroke="#ccc"/>')
-        lines.append(f'<text x="{_LEFT - 6}" y="{y(size) + 4:.1f}" text-anchor="end">{size / _MIB:.1f}</text>')
+        lines.append(f'<text x="{_LEFT - 6}" y="{y(size) + 4:.1f}" text-anchor="end">{size / _MIB:.3g}</text>')
     for number, (device, curve) in enumerate(sorted(memory.curves.items())):
         colour = _COLOURS[number % len(_COLOURS)]
         corners = " ".join(f"H{x(ms):.1f}V{y(size):.1f}" for ms, size in _thinned(curve))
