@@ -9,45 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from conftest import Run, Workspace, kill, logged_step, wait_until
+from deaths import INTERVALS, SLOW_MODEL, assert_same_weights, numbers
 from ranks import mostly_slow
-
-COMPARED = ("step", "loss", "lr", "grad_norm", "samples", "val_loss")
-INTERVALS = (
-    "run.save_interval=4",
-    "run.eval_interval=5",
-    "run.eval_iters=2",
-    "run.lr_sched=cosine",
-    "run.warmup_steps=3",
-)
-
-# A model whose checkpoints take a second to write, so that a kill can be aimed at the middle of a save.
-SLOW_MODEL = '''
-import time
-from crosstrain.registry import registry
-GPT2 = registry.get_model_class("gpt2")
-
-@registry.register_model("slow_to_save")
-class SlowToSave(GPT2):
-    """GPT-2 that dawdles."""
-    def save_config(self, folder):
-        super().save_config(folder)
-        time.sleep(1.0)
-'''
-
-
-def numbers(run: Run) -> list[tuple]:
-    return [tuple(row.get(key) for key in COMPARED) for row in run.rows]
-
-
-def assert_same_weights(a: Path, b: Path) -> None:
-    for name in ("model.safetensors", "training-00000.safetensors"):
-        left, right = load_file(a / name), load_file(b / name)
-        assert left.keys() == right.keys()
-        for key in left:
-            assert left[key].equal(right[key]), f"{name}: {key} differs"
 
 
 @pytest.fixture(scope="module")

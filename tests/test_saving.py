@@ -14,8 +14,8 @@ import pytest
 from conftest import Workspace, kill, wait_until
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.store import Reader
+from deaths import SLOW_MODEL, workers
 from ranks import make_trainer, mostly_slow, run_ranks
-from test_resume import SLOW_MODEL
 
 MB = 2**20
 
@@ -138,19 +138,3 @@ def test_a_rank_killed_while_it_saves(workspace: Workspace) -> None:
     assert "was killed by SIGKILL" in out
     assert folders.newest_valid(folder / "checkpoints") == (folder / "checkpoints" / "step_000005", [])
     assert Reader.open(folder / "checkpoints" / "step_000005").names("exp_avg")
-
-
-def workers(launcher: int) -> list[int]:
-    """Processes that the launcher started to train."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                parent = int((entry / "stat").read_text().rsplit(") ", 1)[1].split()[1])
-                command = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if parent == launcher and b"spawn_main" in command:
-                found.append(int(entry.name))
-    assert found
-    return found

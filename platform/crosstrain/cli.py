@@ -43,6 +43,7 @@ def _parser() -> _Parser:
     train.add_argument("--fresh", action="store_true", help="start over; the earlier run's folder is kept under NAME.1")
     train.add_argument("--dry-run", action="store_true", help="say what it will cost, as `plan` does; start nothing")
     train.add_argument("--no-fit-check", action="store_true", help="start although the device's memory is too small")
+    _add_nodes(train)
     _add_budget(train)
     train.set_defaults(run=_train)
 
@@ -169,6 +170,15 @@ def _add_config(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="workers (default: one per GPU, else one)")
 
 
+def _add_nodes(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("several machines, the same command on each; the names are torchrun's")
+    group.add_argument("--nnodes", metavar="N|MIN:MAX", help="machines that train together (default: 1)")
+    group.add_argument("--node-rank", type=int, metavar="R", help="this machine's number, from 0")
+    group.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="node 0's address, and a free port there")
+    group.add_argument("--local-addr", metavar="ADDRESS", help="this machine's (default: that which faces node 0)")
+    group.add_argument("--rdzv-conf", metavar="KEY=N,...", help="how nodes meet, such as join_timeout=600 (seconds)")
+
+
 def _add_budget(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("planning")
     group.add_argument("--world-size", type=_positive, metavar="N", help="ranks, there or not (default: as training)")
@@ -185,11 +195,12 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return _plan(arguments)
     from crosstrain.commands.train import train
+    from crosstrain.nodes import Nodes
 
-    return train(
-        arguments.cfg_path, arguments.options, arguments.nproc_per_node, arguments.fresh,
-        None if arguments.no_fit_check else arguments.device_memory or "",
-    )  # fmt: skip
+    a = arguments
+    nodes = Nodes.of(a.nnodes, a.node_rank, a.rdzv_endpoint, a.local_addr, a.rdzv_conf)
+    memory = None if a.no_fit_check else a.device_memory or ""
+    return train(a.cfg_path, a.options, a.nproc_per_node, a.fresh, memory, nodes)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

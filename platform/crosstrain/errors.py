@@ -29,6 +29,10 @@ class TrainingError(UserError):
     """Training cannot sensibly go on: divergence, endless overflow, a full disk."""
 
 
+class RankLost(UserError):
+    """Another rank is gone. Nothing here is wrong: all can go on from the newest checkpoint."""
+
+
 def printable(text: str) -> str:
     """`text`, which somebody else may have written, with whatever would steer a terminal as visible escapes."""
     return _STEERS_A_TERMINAL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

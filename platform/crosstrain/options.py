@@ -100,6 +100,7 @@ class RunOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
     seed: int = 1234  # of initial values, sample order, dropout and augmentation
     plugins: list[str] = field(default_factory=list)  # further folders of plugins
+    max_restarts: int = 0  # how often all workers start again, from the newest checkpoint, after one has died
 
     # Length: exactly one of the two.
     max_iters: int | None = None  # steps
@@ -163,7 +164,9 @@ class RunOptions:
         counts += ["lr_decay_iters", "log_interval", "eval_interval", "eval_iters", "sample_tokens"]
         counts += ["save_interval", "keep_last", "keep_every"]
         _at_least(self, 1, *counts)
-        _at_least(self, 0, "seed", "min_lr", "weight_decay", "grad_norm_clip", "warmup_steps", "num_workers")
+        _at_least(
+            self, 0, "seed", "min_lr", "weight_decay", "grad_norm_clip", "warmup_steps", "num_workers", "max_restarts"
+        )
         _above(self, 0, "init_lr", "collective_timeout")
         self._check_roll_back()
         if self.min_lr > self.init_lr:

@@ -5,15 +5,19 @@ trackers keep there.
 from __future__ import annotations
 
 import os
+import socket
+import time
+import uuid
 from pathlib import Path
 from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
 
+from crosstrain.distributed import Group
 from crosstrain.errors import UserError
 
-_PATIENCE = 20  # seconds that a run which was just killed may take to be gone
+_PATIENCE = 20  # seconds that a run which was just killed may take to be gone, or a file to be seen elsewhere
 
 
 class RunFolder:
@@ -41,6 +45,42 @@ class RunFolder:
             ) from None
         except OSError as error:
             raise UserError(f"run.output_dir: {self.path} cannot be written to ({error.strerror})") from None
+
+    def check_shared(self, world: Group) -> None:
+        """UserError, on every rank, unless each sees the folder that rank 0 has made. Collective."""
+        if world.size == 1:
+            return
+        proof = self.path / ".shared"
+        token = uuid.uuid4().hex if world.rank == 0 else ""
+        if world.rank == 0:
+            try:
+                proof.write_text(token)
+            except OSError as error:
+                raise UserError(f"run.output_dir: {self.path} cannot be written to ({error.strerror})") from None
+        token = world.all_gather(token)[0]
+        blind = world.all_gather(None if self._holds(proof, token) else socket.gethostname())
+        if world.rank == 0:
+            proof.unlink(missing_ok=True)
+        if hosts := sorted({host for host in blind if host}):
+            raise UserError(
+                f"run.output_dir: {self.path.absolute()} on {', '.join(hosts[:4])} is not the folder that rank 0 "
+                f"writes to; put it on a file system that all nodes share"
+            )
+
+    @staticmethod
+    def _holds(proof: Path, token: str) -> bool:
+        """Whether a file says `token`, which other machines may see some seconds after it was written."""
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                os.listdir(proof.parent)  # has a network's file system look again
+                if proof.read_text() == token:
+                    return True
+            except OSError:
+                pass
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.2)
 
     def set_aside(self) -> Path | None:
         """Rename an earlier run's folder to the first free NAME.1, NAME.2, ...; nothing is ever deleted."""

@@ -56,6 +56,7 @@ class Trainer:
         if self.is_main:
             self.folder.create()
             self.folder.write_config(config.plain)
+        self.folder.check_shared(runner.world)
         set_up_logging(self.folder.log if self.is_main else None, quiet=quiet or not self.is_main)
 
         self.dataset = assembly.open_split(config, "train")

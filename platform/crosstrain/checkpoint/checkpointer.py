@@ -26,7 +26,7 @@ from crosstrain.checkpoint.manifest import FORMAT, MANIFEST, STATE, VERSION, Fro
 from crosstrain.checkpoint.plan import Assignment, assign, holdings
 from crosstrain.checkpoint.store import Reader, file_sum, fsync, write_json, write_safetensors
 from crosstrain.distributed import Group
-from crosstrain.errors import CheckpointError
+from crosstrain.errors import CheckpointError, RankLost
 
 _log = logging.getLogger("crosstrain")
 
@@ -122,12 +122,12 @@ class Checkpointer:
         try:
             self._write_together(save, held)
         except Exception as error:  # a rank is gone; `wait` tells, unless that rank's own error ends the run before
-            self._error = CheckpointError(f"{self.root}: the save was broken off ({error}); earlier ones are intact")
+            self._error = RankLost(f"{self.root}: the save was broken off ({error}); earlier ones are intact")
         if self._error is not None and self.group.rank == 0:
             _log.warning("%s", self._error)
 
     def wait(self) -> None:
-        """Wait for the save that is under way; raises CheckpointError if the last one failed on any rank."""
+        """Wait for the save that is under way; raises CheckpointError, or RankLost, if the last one failed."""
         self._join()
         if self._error is not None:
             raise self._error

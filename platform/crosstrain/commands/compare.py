@@ -22,7 +22,8 @@ from crosstrain.compare.diagnosis import (
 from crosstrain.compare.worker import compare_worker
 from crosstrain.config import Config, load_config
 from crosstrain.errors import UserError
-from crosstrain.launch import Launch, WorkerFailure, launch
+from crosstrain.failures import WorkerFailure
+from crosstrain.launch import Launch, launch
 
 
 def compare(arguments: argparse.Namespace) -> int:

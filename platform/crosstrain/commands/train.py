@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import textwrap
 
-from crosstrain import assembly
+from crosstrain import assembly, restarts
 from crosstrain.commands.plan import refuse_what_cannot_fit
 from crosstrain.config import Config, load_config
 from crosstrain.construct import parameters_on_meta
-from crosstrain.launch import Launch, launch, restarted
+from crosstrain.joined import restarted
+from crosstrain.launch import Launch, launch
 from crosstrain.monitor.console import log
 from crosstrain.monitor.trackers import check_trackers
+from crosstrain.nodes import Nodes
 from crosstrain.optim import make_schedule
 from crosstrain.registry import registry
 from crosstrain.run_folder import RunFolder
@@ -19,17 +22,20 @@ from crosstrain.trainer import Trainer, run_length
 
 
 def train(
-    cfg_path: str, options: list[str], nproc_per_node: int | None, fresh: bool, device_memory: str | None = ""
-) -> int:
+    cfg_path: str, options: list[str], nproc_per_node: int | None, fresh: bool, device_memory: str | None = "",
+    nodes: Nodes | None = None,
+) -> int:  # fmt: skip
     """Train what `cfg_path` says; returns the exit code. Raises UserError for every mistake it can foresee.
 
     `device_memory`: what must be enough, such as 24GiB; "": a GPU's own; None: whatever there is.
     """
     config = load_config(cfg_path, options)
-    how = Launch.detect(nproc_per_node, config.run.device)
-    check(config, how.world_size)
+    how = Launch.detect(nproc_per_node, config.run.device, nodes, config.run.max_restarts)
+    for size in how.world_sizes[1:]:
+        assembly.batch_plan(config, size)
+    check(config, how.world_sizes[0])
     if device_memory is not None and how.is_first and not restarted():
-        refuse_what_cannot_fit(config, how.world_size, device_memory)
+        refuse_what_cannot_fit(config, how.world_sizes[0], device_memory)
     if fresh and how.is_first and not restarted():
         aside = RunFolder(config.run.output_dir).set_aside()
         if aside:
@@ -63,11 +69,12 @@ def train_worker(plain: dict, under_launcher: bool) -> int:
     runner = assembly.make_runner(config)
     runner.setup()
     trainer = Trainer(config, runner, stop)
+    restarts.tell(runner.world, trainer.state.step)
     trainer.fit()
     if not trainer.stopped:
         _farewell(trainer)
     runner.close()
-    return int(stop.received or 0) if trainer.stopped else 0
+    return int(stop.received or signal.SIGTERM) if trainer.stopped else 0  # which one, only some ranks may know
 
 
 def _farewell(trainer: Trainer) -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import itertools
 import os
 import signal
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from crosstrain import launch
-from crosstrain.errors import TrainingError
+from crosstrain import failures
+from crosstrain.errors import RankLost, TrainingError, UserError
 from crosstrain.guard.recorder import REMEMBERED, Recorder, whereabouts
 from crosstrain.guard.state import State
 from crosstrain.guard.verdict import SETTLED, absence, deadlock, mismatch
@@ -38,7 +38,6 @@ _EARNEST = 3 * SETTLED  # seconds without a move after which they tell of all th
 _LEAVING = 5.0  # seconds that a rank stays after another has told; launchers take the first that ends for the cause
 
 _guard: Guard | None = None
-_generations = itertools.count()
 
 
 def backend_timeout(limit: float | None) -> timedelta:
@@ -91,11 +90,13 @@ class Guard:
         self._heard = 0  # the last question
         self._mark: Any = None  # where the main thread was
         self._since = time.monotonic()
+        # A launcher that starts workers again may keep the store, and what earlier guards wrote there.
+        mine = [uuid.uuid4().hex]
+        dist.broadcast_object_list(mine)
         # A connection of its own: the process group's may be in the hands of a thread that waits.
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = dist.PrefixStore(f"crosstrain/guard/{attempt}/{next(_generations)}", store)
+        self._store = dist.PrefixStore(f"crosstrain/guard/{mine[0]}", store)
         self._recorder = Recorder(self.explain)
         self._let_abort = _delay_abort()
         self._stop = threading.Event()
@@ -117,7 +118,7 @@ class Guard:
             mine = self._state(REMEMBERED)
             problem = mismatch(mine, states, failed=True, mispaired=mispaired) or deadlock(mine, answered, failed=True)
             if problem is not None:
-                self._report(problem)
+                self._report(TrainingError(problem))
         except RuntimeError:  # the store went with the process that kept it
             return
 
@@ -143,10 +144,11 @@ class Guard:
         states, answered, silent = self._ask(_ANSWERING, depth)
         mine = self._state(depth)
         problem = mismatch(mine, states) or deadlock(mine, answered)
-        if problem is None and mine.still >= self._limit:
-            problem = absence(mine, answered, silent)
         if problem is not None:
-            self._report(problem)
+            self._report(TrainingError(problem))
+        if mine.still >= self._limit and (problem := absence(mine, answered, silent)) is not None:
+            # A process that says nothing at all is not one that made another call.
+            self._report(RankLost(problem) if silent else TrainingError(problem))
 
     def _still(self) -> float:
         """For how long the main thread has been at the same instruction, with no collective entered elsewhere."""
@@ -169,7 +171,7 @@ class Guard:
         if heard != self._heard:
             self._heard = heard
             if self._store.add("told", 0):
-                launch.leave(_LEAVING)
+                failures.leave(_LEAVING)
             depth = int(self._store.get("depth"))  # which is set before the first question
             self._store.set(str(self._rank), self._state(depth).dumps())
 
@@ -194,14 +196,14 @@ class Guard:
         answered = [state for state in states.values() if state.rank not in silent]
         return list(states.values()), answered, sorted(silent)
 
-    def _report(self, problem: str) -> None:
+    def _report(self, problem: UserError) -> NoReturn:
         """End the run; of several ranks that have found something out, one tells."""
         if self._store.add("told", 1) > 1:
-            launch.leave(_LEAVING)
-        launch.tell(TrainingError(problem))
+            failures.leave(_LEAVING)
+        failures.tell(problem)
         self._store.set("depth", str(_FEW))
         self._store.add("asked", 1)
-        launch.leave(2 * _TICK)  # when the others have heard of it, and none complains of a lost connection
+        failures.leave(2 * _TICK)  # when the others have heard of it, and none complains of a lost connection
 
 
 def _delay_abort() -> Callable[[], None]:

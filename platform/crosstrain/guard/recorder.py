@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from crosstrain import launch
+from crosstrain import failures, launch
 from crosstrain.guard.state import Call, History, Place, Waiting
 
 REMEMBERED = 2048  # calls per group
@@ -35,6 +35,7 @@ _COLLECTIVES: dict[str, str | None] = {
     "all_reduce_coalesced": None, "all_gather_coalesced": None, "barrier": None, "all_gather_object": None,
     "gather_object": None, "broadcast_object_list": None, "scatter_object_list": None,
 }  # fmt: skip
+_OUTERMOST = (launch.__file__, failures.__file__)  # no worker's code is outside of these
 _TYPED = ("all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter_single")  # others move bytes of any type
 
 
@@ -198,7 +199,7 @@ def whereabouts(innermost: FrameType) -> tuple[Place, Place | None]:
     """Where a thread is, and, if that is Crosstrain's own code, the plugged-in code that called it."""
     places = []
     frame: FrameType | None = innermost
-    while frame is not None and frame.f_code.co_filename != launch.__file__:  # outside of which no worker's code is
+    while frame is not None and frame.f_code.co_filename not in _OUTERMOST:
         if not _plumbing[frame.f_code.co_filename]:
             places.append(Place(*_line(frame)))
         frame = frame.f_back
