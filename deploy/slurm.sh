@@ -1,0 +1,34 @@
+#!/bin/bash
+# Trains on the machines that SLURM gives. Flags of sbatch before the file's name override those below; those behind it
+# are train.py's:
+#
+#     sbatch --nodes=4 deploy/slurm.sh --cfg-path projects/gpt2_345m.yaml
+#
+# One task per machine starts a worker for each of its GPUs. Five minutes before its time is up the job saves, leaves and
+# queues again; so it does after the loss of a machine, and goes on from the newest checkpoint.
+
+#SBATCH --job-name=crosstrain
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --signal=USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+
+set -u
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+endpoint=$first:$((20000 + SLURM_JOB_ID % 10000))
+
+# The shell of each task knows the number of its machine, and makes way for the program, which then hears the signals.
+# shellcheck disable=SC2016
+srun --kill-on-bad-exit=0 bash -c 'exec python train.py --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" "$@"' \
+    bash --rdzv-endpoint "$endpoint" "$@"
+code=$?
+
+case $code in
+    138 | 143) scontrol requeue "$SLURM_JOB_ID" ;; # 128 + SIGUSR1 or SIGTERM: it was stopped, and has saved
+esac
+exit $code
