@@ -18,6 +18,7 @@ from attacks import FEW, STEERING, entry, frugal, mutated, plant, raw, seal
 from conftest import Workspace
 from crosstrain.cli import main
 from crosstrain.commands import evaluate
+from crosstrain.commands.saved import open_tokenizer
 from crosstrain.errors import CheckpointError
 from crosstrain.monitor.console import log, set_up_logging
 
@@ -194,7 +195,7 @@ def test_a_pickled_tokenizer_is_not_opened(copied: Path, tmp_path: Path, name: s
     for other in ("vocab.json", "vocab.txt", "tokenizer.pkl", "pytorch_model.bin"):
         plant(copied / other, tmp_path / "exploded", form)
     with suppress(CheckpointError):  # config.json says nothing that a tokenizer needs
-        evaluate._tokenizer(copied)
+        open_tokenizer(copied)
     assert not (tmp_path / "exploded").exists()
 
 
@@ -202,7 +203,7 @@ def test_a_pickled_tokenizer_is_not_opened(copied: Path, tmp_path: Path, name: s
 def test_a_tokenizer_brings_no_code(copied: Path, tmp_path: Path, tokenizer_class: str) -> None:
     remote_code(copied, tmp_path / "exploded", tokenizer_class)
     with suppress(CheckpointError):  # a class that transformers has is used in its place
-        evaluate._tokenizer(copied)
+        open_tokenizer(copied)
     assert not (tmp_path / "exploded").exists()
 
 
