@@ -278,6 +278,7 @@ def test_a_spike_is_left_out_and_its_micro_batch_named(planted: Workspace, name:
     assert "the highest losses are those of samples 60 to 63 (indices" in (run.folder / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_finds_the_same_spike(planted: Workspace) -> None:
     options = (*plant(planted, odd=tuple(range(60, 64))), SPIKE.replace("roll_back", "skip"))
     under(planted, "ddp@1", "resumed_spike", *options, "run.max_iters=7")

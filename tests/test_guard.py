@@ -116,7 +116,9 @@ def sentence(run: Run) -> str:
         pytest.param(
             "group", 2, "rank 1 never entered all_gather_object, which rank 0 waited in for", marks=pytest.mark.slow
         ),
-        ("silent", 2, "rank 1 never entered all_reduce of 2 float64, which rank 0 called"),
+        pytest.param(
+            "silent", 2, "rank 1 never entered all_reduce of 2 float64, which rank 0 called", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_call_that_some_rank_never_makes_is_named(guarded: Workspace, how: str, workers: int, expected: str) -> None:
