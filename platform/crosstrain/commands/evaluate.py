@@ -11,7 +11,7 @@ from typing import Any
 from crosstrain import assembly
 from crosstrain.checkpoint import folders
 from crosstrain.commands.answers import Conversing, answer_splits
-from crosstrain.commands.saved import check_model, chosen_config, open_tokenizer
+from crosstrain.commands.saved import check_model, check_ranks, chosen_config, open_tokenizer
 from crosstrain.commands.tasks import run_tasks
 from crosstrain.config import Config
 from crosstrain.errors import UserError, printable, sentence
@@ -21,7 +21,6 @@ from crosstrain.generation import Sampling, generate
 from crosstrain.launch import Launch, launch
 from crosstrain.monitor.console import log, set_up_logging
 from crosstrain.monitor.metrics import finite
-from crosstrain.registry import registry
 
 _MICRO_BATCH = 8  # samples per forward where the run does not say; the result does not depend on it
 
@@ -62,8 +61,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.top_p,
         arguments.num_completions, arguments.seed,
     )  # fmt: skip
-    runner = registry.get_runner_class(config.runner.name)
-    runner.data_parallel_size(config.runner.options, how.world_size)  # raises where the layout does not fit
+    check_ranks(config, how.world_size)
     check_model(config, checkpoint)
     if opened := dict.fromkeys([*splits, *arguments.answers]):
         assembly.prepare_data(config)

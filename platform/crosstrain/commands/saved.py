@@ -95,6 +95,14 @@ def chosen_config(checkpoint: Path, arguments: argparse.Namespace) -> Config:
     return saved_config(checkpoint, arguments.options)
 
 
+def check_ranks(config: Config, world_size: int) -> None:
+    """ConfigError, with the way out, where the runner cannot be laid out over so many ranks."""
+    try:
+        registry.get_runner_class(config.runner.name).data_parallel_size(config.runner.options, world_size)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; give --nproc-per-node N, or another runner: --options run.runner=ddp") from None
+
+
 def check_model(config: Config, checkpoint: Path) -> None:
     """CheckpointError unless the configured model has the checkpoint's parameters; found out before it takes memory.
 

@@ -14,13 +14,12 @@ from typing import Any
 from crosstrain import assembly
 from crosstrain.checkpoint import folders
 from crosstrain.commands.answers import Conversing
-from crosstrain.commands.saved import check_model, chosen_config, open_tokenizer
+from crosstrain.commands.saved import check_model, check_ranks, chosen_config, open_tokenizer
 from crosstrain.config import Config
 from crosstrain.errors import UserError
 from crosstrain.extras import require
 from crosstrain.launch import Launch, launch
 from crosstrain.monitor.console import log, set_up_logging
-from crosstrain.registry import registry
 from crosstrain.serving.limits import Limits
 from crosstrain.signals import StopRequest
 
@@ -55,7 +54,7 @@ def serve(arguments: argparse.Namespace) -> int:
         raise UserError(f"--port: {place.port} is not between 0 and 65535")
     config = chosen_config(checkpoint, arguments)
     how = Launch.detect(arguments.nproc_per_node, config.run.device)
-    registry.get_runner_class(config.runner.name).data_parallel_size(config.runner.options, how.world_size)
+    check_ranks(config, how.world_size)
     check_model(config, checkpoint)
     open_tokenizer(checkpoint)
     code = launch(serve_worker, (config.plain, place, limits, how.starts_workers), how)
