@@ -38,6 +38,11 @@ def printable(text: str) -> str:
     return _STEERS_A_TERMINAL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+def first_line(error: Exception) -> str:
+    """What another library's error says first; its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def sentence(message: object) -> str:
     """The message of an error, or a text, as one line that is safe to print."""
     text = printable(" ".join(str(message).split()))

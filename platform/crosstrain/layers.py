@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from crosstrain import paths
 from crosstrain.check import Key, one_line
-from crosstrain.errors import ConfigError
+from crosstrain.errors import ConfigError, first_line
 
 OPTIONS = "--options"
 
@@ -100,7 +100,7 @@ def read_options(options: Iterable[str]) -> Layer:
         except yaml.MarkedYAMLError as error:
             raise ConfigError(f"{OPTIONS}: {key}: the value is not valid YAML: {error.problem}") from error
         except OmegaConfBaseException as error:
-            raise ConfigError(f"{OPTIONS}: {key}: {str(error).splitlines()[0]}") from error
+            raise ConfigError(f"{OPTIONS}: {key}: {first_line(error)}") from error
         tree = merge(tree, parsed, names_replace=False)
     return plain_layer(OPTIONS, tree)
 
@@ -172,7 +172,7 @@ def resolve_at(tree: dict[str, Any], key: Key, origins: Origins) -> Any:
 
 def _unresolved(error: OmegaConfBaseException, origins: Origins, known: list[str]) -> ConfigError:
     key = tuple(re.findall(r"[^.\[\]]+", str(error.full_key or "")))
-    reason = str(error).splitlines()[0]
+    reason = first_line(error)
     if "Missing mandatory value" in reason:
         reason = "required, but still ???"
     elif target := re.search(r"Interpolation key '(.+?)' not found", reason):

@@ -219,10 +219,11 @@ class BadSteps:
             "samples": spans(attempt.numbers),
             "suspects": [
                 {
-                    "samples": list(suspect.numbers), "indices": self._indices(suspect), "loss": finite(suspect.loss),
-                    "whereabouts": [self.dataset.whereabouts(index) for index in self._indices(suspect)],
+                    "samples": list(suspect.numbers), "indices": indices, "loss": finite(suspect.loss),
+                    "whereabouts": [self.dataset.whereabouts(index) for index in indices],
                 }
                 for suspect in suspects[:_RECORDED]
+                for indices in [self._indices(suspect)]
             ],
         }  # fmt: skip
         with self.record.open("a", encoding="utf-8") as file:

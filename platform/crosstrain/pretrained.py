@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from crosstrain.errors import CheckpointError
+from crosstrain.errors import CheckpointError, first_line
 
 
 @dataclass(frozen=True)
@@ -42,5 +42,5 @@ def pretrained_folder(source: str) -> Path:
     try:
         return Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json", "merges.txt"]))
     except Exception as error:  # many kinds: no network, no such name, no permission
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise CheckpointError(f"{source}: neither a folder nor a model that the hub gave ({reason})") from None

@@ -21,7 +21,7 @@ from crosstrain.construct import construct
 from crosstrain.data.dataset import Batch
 from crosstrain.data.stream import MicroBatch
 from crosstrain.distributed import Group, choose_device, world
-from crosstrain.errors import CheckpointError, ConfigError
+from crosstrain.errors import CheckpointError, ConfigError, first_line
 from crosstrain.guard import guard
 from crosstrain.model import Model
 from crosstrain.monitor.timers import Timers
@@ -138,7 +138,7 @@ class Runner:
             try:
                 create_state(self.optimizer)
             except RuntimeError as error:  # an operation that the parameters' kind of tensor does not have
-                reason = str(error).splitlines()[0]
+                reason = first_line(error)
                 raise ConfigError(
                     f"run.optimizer: {self.run.optimizer.name} fails under this runner: {reason}"
                 ) from error

@@ -100,7 +100,9 @@ class Trainer:
 
     def _report(self) -> None:
         """Begin to report, from where the state stands."""
-        self.reporter = Reporter(self.runner, self.config, self.folder, self.state.step, self.max_iters)
+        self.reporter = Reporter(
+            self.runner, self.config, self.folder, self.state.step, self.max_iters, self.plan.global_batch
+        )
 
     def _announce(self) -> None:
         runner = self.runner

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from crosstrain.check import OptionError
-from crosstrain.errors import ConfigError
+from crosstrain.errors import ConfigError, first_line
 from crosstrain.pretrained import pretrained_folder
 from crosstrain.registry import registry
 from crosstrain.transformers_model import TransformersModel, padded
@@ -46,7 +46,7 @@ class CausalLM(TransformersModel):
                 dtype=torch.float32, trust_remote_code=False,
             )  # fmt: skip
         except (ValueError, KeyError) as error:  # no causal model of this type, or sizes that do not go together
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             raise ConfigError(f"model.config: transformers cannot build it ({reason})") from error
         head = lm.get_output_embeddings()
         unknown = [key for key in _UNKNOWN_TO_THE_HEAD if getattr(config, key, None) not in (None, 1, 1.0)]
@@ -75,4 +75,4 @@ def _config(options: CausalLM.Options, source: Path | None) -> PreTrainedConfig:
     try:
         return AutoConfig.for_model(given.pop("model_type"), **given)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"model.config: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"model.config: {first_line(error)}") from error

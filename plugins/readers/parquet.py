@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstrain.corpus.reader import Document, FileReader, Piece, cell, check_column
-from crosstrain.errors import DataError
+from crosstrain.errors import DataError, first_line
 from crosstrain.extras import require
 from crosstrain.registry import registry
 
@@ -63,7 +63,7 @@ class _table:
             raise self._damaged(error) from None
 
     def _damaged(self, error: BaseException) -> DataError:
-        return DataError(f"{self.file} is not a readable Parquet file: {str(error).splitlines()[0]}")
+        return DataError(f"{self.file} is not a readable Parquet file: {first_line(error)}")
 
     def __enter__(self) -> Any:
         return self.table

@@ -17,7 +17,7 @@ from crosstrain.checkpoint.checkpointer import load_state
 from crosstrain.checkpoint.store import Reader
 from crosstrain.config import Config, load_config
 from crosstrain.construct import parameters_on_meta
-from crosstrain.errors import CheckpointError, ConfigError, UserError, sentence
+from crosstrain.errors import CheckpointError, ConfigError, UserError, first_line, sentence
 from crosstrain.registry import registry
 
 
@@ -117,7 +117,7 @@ def check_model(config: Config, checkpoint: Path) -> None:
     except UserError:
         raise
     except Exception as error:  # whatever a library's constructor makes of absurd sizes
-        reason = _first_line(error)
+        reason = first_line(error)
         raise CheckpointError(f"{checkpoint}: the model of its configuration cannot be built ({reason})") from error
     shapes = {name: tuple(model.logical_shape(name, p.shape)) for name, p in model.canonical_parameters().items()}
     load_shards(reader, [Shard("param", name, shape, []) for name, shape in shapes.items()], Base.of(model))
@@ -136,8 +136,4 @@ def open_tokenizer(checkpoint: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # of many kinds, from Python and from Rust
-        raise CheckpointError(f"{checkpoint}: its tokenizer cannot be loaded ({_first_line(error)})") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{checkpoint}: its tokenizer cannot be loaded ({first_line(error)})") from error

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from html import escape
 
+from crosstrain import svg
+
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _GAP = 720, 200, 60, 40, 40, 30
 
 
 def draw(charts: dict[str, list[dict[str, int]]]) -> str:
     """One bar chart below another, by title; bars as `crosstrain.corpus.report.bins` gives them."""
     step = _HEIGHT + _TOP + _BOTTOM + _GAP
-    body = "".join(_chart(title, rows, i * step) for i, (title, rows) in enumerate(charts.items()))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{step * len(charts)}" '
-        f'font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>{body}</svg>\n'
-    )
+    parts = [_chart(title, rows, i * step) for i, (title, rows) in enumerate(charts.items())]
+    return svg.picture(_WIDTH, step * len(charts), parts, font_size=11)
 
 
 def _chart(title: str, rows: list[dict[str, int]], top: int) -> str:

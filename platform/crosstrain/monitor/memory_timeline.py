@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
+from crosstrain import svg
+from crosstrain.report.thin import thin
+
 _MIB = 1 << 20
 _DEVICES = {0: "CPU", 1: "GPU"}  # c10::DeviceType, as traces have it
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 900, 300, 70, 50, 40
-_POINTS = 4000  # of a curve; more are no wider than the picture
+_BUCKETS = 2000  # of a curve, each with its lowest and its highest point; more are no wider than the picture
 
 
 @dataclass
@@ -49,10 +52,10 @@ def read_memory(trace: Path) -> Memory:
 def draw(memory: Memory, path: Path, title: str) -> None:
     """Write the curves as an SVG, and beside it, ending in .json, as {device: [[ms, bytes], ...]}."""
     path.with_suffix(".json").write_text(json.dumps(memory.curves), encoding="utf-8")
-    points = [point for curve in memory.curves.values() for point in curve]
-    end = max([ms for ms, _ in points] + [end for _, _, end in memory.steps] + [1e-3])
-    low = min([size for _, size in points] + [0])
-    high = max([size for _, size in points] + [low + 1])
+    every = [point for curve in memory.curves.values() for point in curve]
+    end = max([ms for ms, _ in every] + [end for _, _, end in memory.steps] + [1e-3])
+    low = min([size for _, size in every] + [0])
+    high = max([size for _, size in every] + [low + 1])
 
     def x(ms: float) -> float:
         return _LEFT + ms / end * _WIDTH
@@ -61,12 +64,7 @@ def draw(memory: Memory, path: Path, title: str) -> None:
         return _TOP + (high - size) / (high - low) * _HEIGHT
 
     width, height = _LEFT + _WIDTH + 20, _TOP + _HEIGHT + _BOTTOM
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="8" y="18">Memory of tensors in MiB: {escape(title)}</text>',
-    ]
+    lines = [f'<text x="8" y="18">Memory of tensors in MiB: {escape(title)}</text>']
     for number, (name, start, stop) in enumerate(memory.steps):
         shade = "#f3f3f3" if number % 2 else "#e6e6e6"
         span = f'x="{x(start):.1f}" width="{max(x(stop) - x(start), 0.5):.1f}"'
@@ -78,7 +76,8 @@ def draw(memory: Memory, path: Path, title: str) -> None:
         lines.append(f'<text x="{_LEFT - 6}" y="{y(size) + 4:.1f}" text-anchor="end">{size / _MIB:.3g}</text>')
     for number, (device, curve) in enumerate(sorted(memory.curves.items())):
         colour = _COLOURS[number % len(_COLOURS)]
-        corners = " ".join(f"H{x(ms):.1f}V{y(size):.1f}" for ms, size in _thinned(curve))
+        points = thin([ms for ms, _ in curve], [size for _, size in curve], _BUCKETS)
+        corners = " ".join(f"H{x(ms):.1f}V{y(size):.1f}" for ms, size in points)
         lines.append(f'<path d="M{_LEFT},{y(curve[0][1]):.1f} {corners}" fill="none" stroke="{colour}"/>')
         peak = max(size for _, size in curve) / _MIB
         label = f"{escape(device)}: peak {peak:.1f} MiB"
@@ -86,13 +85,4 @@ def draw(memory: Memory, path: Path, title: str) -> None:
     for part in range(5):
         ms = end * part / 4
         lines.append(f'<text x="{x(ms):.1f}" y="{_TOP + _HEIGHT + 18}" text-anchor="middle">{ms:.1f} ms</text>')
-    path.write_text("\n".join([*lines, "</svg>"]) + "\n", encoding="utf-8")
-
-
-def _thinned(curve: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """The curve with no more points than are seen; of neighbours the lowest and the highest stay."""
-    size = -(-len(curve) // (_POINTS // 2))
-    if size <= 2:
-        return curve
-    groups = (curve[i : i + size] for i in range(0, len(curve), size))
-    return [point for g in groups for point in sorted({min(g, key=lambda p: p[1]), max(g, key=lambda p: p[1])})]
+    path.write_text(svg.picture(width, height, lines), encoding="utf-8")

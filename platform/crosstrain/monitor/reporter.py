@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from crosstrain.config import Config, plan_batch
+from crosstrain.config import Config
 from crosstrain.monitor.console import Progress, log, log_line, memory_line
 from crosstrain.monitor.hardware import gpu_utilisation, memory_mb, peak_flops
 from crosstrain.monitor.metrics import Row
@@ -21,7 +21,9 @@ from crosstrain.runner import Runner
 class Reporter:
     """Measures throughput between logged steps and reports them; on ranks but the first it only measures."""
 
-    def __init__(self, runner: Runner, config: Config, folder: RunFolder, resumed_step: int, max_iters: int) -> None:
+    def __init__(
+        self, runner: Runner, config: Config, folder: RunFolder, resumed_step: int, max_iters: int, global_batch: int
+    ) -> None:
         is_main = runner.world.rank == 0
         self._runner, self._max_iters = runner, max_iters
         self.trackers = Trackers(
@@ -30,7 +32,7 @@ class Reporter:
         self._tracked_step = resumed_step
         self._progress = Progress(max_iters, resumed_step, enabled=is_main)
         self._memory_logged = False
-        self._batch = plan_batch(config.run, runner.dp.size).global_batch
+        self._batch = global_batch
         self._watch = RankWatch(runner, config.run.num_workers)
         self.begin_interval()
 

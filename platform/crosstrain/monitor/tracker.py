@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ class TrackedRun:
         return self.folder.resolve().name
 
 
-class Tracker:
+class Tracker(ABC):
     """Base class of all trackers. `run.trackers: [{name: ..., <Options>}]` chooses and configures some.
 
     One is made on rank 0 when training begins. Whatever it raises is said once and costs its own numbers alone:
@@ -37,21 +38,21 @@ class Tracker:
     class Options:
         """A tracker without options of its own."""
 
-    @classmethod
+    @classmethod  # noqa: B027 - most miss nothing
     def check(cls, options: Any) -> None:
         """Raise UserError for what is missing, such as a package or a login; no worker exists yet."""
 
     def __init__(self, options: Any, run: TrackedRun) -> None:
         self.options, self.run = options, run
 
+    @abstractmethod
     def log(self, row: Row) -> None:
         """A step was logged, validated or both. `crosstrain.monitor.metrics` names what is in a row.
 
         A resumed run tells the steps after its checkpoint again, with the same numbers.
         """
-        raise NotImplementedError
 
-    def close(self, finished: bool) -> None:
+    def close(self, finished: bool) -> None:  # noqa: B027 - some keep nothing open
         """Training ends here; `finished` says whether it has reached its last step."""
 
     def place(self) -> str | None:

@@ -14,6 +14,7 @@ from torch import nn
 from crosstrain import assembly
 from crosstrain.config import Config
 from crosstrain.data.dataset import Batch
+from crosstrain.errors import first_line
 from crosstrain.model import Model
 from crosstrain.optim import create_state, optimizer_factory
 from crosstrain.options import BatchPlan
@@ -103,7 +104,7 @@ class Project:
                 model = layout.model or self.model
                 self._traces[key] = trace(model, self._batch_of(rows), self.dtype, mode, self.device)
             except Exception as error:  # whatever a model does that needs values
-                self.problem = f"the model's forward cannot be followed without values ({_first_line(error)})"
+                self.problem = f"the model's forward cannot be followed without values ({first_line(error)[:120]})"
         return self._traces.get(key, Trace())
 
     def _memory(self, layout: Layout, traced: Trace, mode: Mode) -> Memory:
@@ -193,7 +194,3 @@ def with_options(
 def steps_for(tokens: float, per_step: int) -> int:
     """Steps until at least so many tokens were seen."""
     return math.ceil(tokens / per_step)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
+from crosstrain import svg
 from crosstrain.errors import UserError
 from crosstrain.extras import require
 from crosstrain.planning.units import show_bytes
@@ -52,14 +53,9 @@ def draw(path: Path, title: str, bars: list[tuple[str, dict[str, int]]], limit: 
 
 
 def _svg(path: Path, width: int, height: int, boxes: list, texts: list) -> None:
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
-    lines += [f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.2f}" height="{h:.1f}" fill="{c}"/>' for x, y, w, h, c in boxes]
+    lines = [f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.2f}" height="{h:.1f}" fill="{c}"/>' for x, y, w, h, c in boxes]
     lines += [f'<text x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>' for x, y, text in texts]
-    path.write_text("\n".join([*lines, "</svg>"]) + "\n", encoding="utf-8")
+    path.write_text(svg.picture(width, height, lines), encoding="utf-8")
 
 
 def _png(path: Path, width: int, height: int, boxes: list, texts: list) -> None:

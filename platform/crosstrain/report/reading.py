@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from crosstrain.errors import UserError
+from crosstrain.errors import UserError, first_line
 from crosstrain.run_folder import RunFolder
 
 _LONGEST_LINE = 1 << 20  # bytes of a row; longer ones are passed over
@@ -200,7 +200,7 @@ def _read_config(run: ReadRun, path: Path) -> None:
             raise ValueError("it is no mapping")
         run.config = dict(_spelled_out(tree))
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
-        run.problems.append(f"config.yaml could not be read ({str(error).splitlines()[0] if str(error) else error!r})")
+        run.problems.append(f"config.yaml could not be read ({first_line(error)})")
 
 
 def _spelled_out(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

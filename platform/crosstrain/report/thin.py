@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 BUCKETS = 240  # about a bucket for two of the picture's columns
 
 Points = list[tuple[int, float]]
+Place = TypeVar("Place", bound=float)
 
 
-def thin(steps: Sequence[int], values: Sequence[float], buckets: int = BUCKETS) -> Points:
+def thin(steps: Sequence[Place], values: Sequence[float], buckets: int = BUCKETS) -> list[tuple[Place, float]]:
     """(step, value) of the lowest and the highest value of each of `buckets` ranges of steps, and of both ends.
 
-    What sticks out is kept, however short it is. Steps must ascend.
+    What sticks out is kept, however short it is. Steps, or whatever places values, must ascend.
     """
     if len(steps) <= 2 * buckets:
         return list(zip(steps, values, strict=True))
@@ -22,7 +24,7 @@ def thin(steps: Sequence[int], values: Sequence[float], buckets: int = BUCKETS) 
     low = high = 0
     bucket = 0
     for i, (step, value) in enumerate(zip(steps, values, strict=True)):
-        if (here := (step - first) * buckets // span) != bucket:
+        if (here := int((step - first) * buckets // span)) != bucket:
             kept |= {low, high}
             bucket, low, high = here, i, i
         elif value < values[low]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from crosstrain.data.conversations import IMAGE, Message
 from crosstrain.data.dataset import Questioner, Sample
+from crosstrain.errors import first_line
 from crosstrain.generation import text_prompt
 from crosstrain.serving.refusal import Refusal
 
@@ -85,7 +86,7 @@ class Template:
         try:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # of jinja, or whatever the template raises
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = first_line(error)
             raise Refusal(400, f"messages: the chat template refuses them ({reason})", "messages") from None
         end = self._tokenizer.eos_token_id
         return Prompt(text_prompt(self._tokenizer, text, end), frozenset({end}))
