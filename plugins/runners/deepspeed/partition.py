@@ -19,6 +19,7 @@ class Partition(Protocol):
     def state(self, parameter: nn.Parameter) -> dict[str, Any]: ...
     def gradient(self, parameter: nn.Parameter) -> Tensor | None: ...
     def begin_step(self) -> None: ...
+    def refused(self) -> None: ...
     def loaded(self) -> None: ...
 
 
@@ -71,6 +72,9 @@ class Stage12:
 
     def begin_step(self) -> None:
         """Gradients of the last step are gone."""
+
+    def refused(self) -> None:
+        """A step that is not applied leaves the parameters as they are."""
 
     def loaded(self) -> None:
         """Give every rank the whole parameters that the ranks' ranges make up."""
@@ -137,6 +141,10 @@ class Stage3:
         if self.optimizer is not None:
             self.zero.grad_partitions_flat_buffer.zero_()
 
+    def refused(self) -> None:
+        """DeepSpeed partitions everything before a step, and forgets what stays gathered if it does not apply it."""
+        self._gather_persistent()
+
     def loaded(self) -> None:
         """Bring the partitions that compute up to date with the optimizer's, and gather what stays gathered."""
         zero = self.zero
@@ -145,11 +153,15 @@ class Stage3:
         zero._partition_all_parameters()
         for group in range(len(zero.fp32_partitioned_groups_flat)):
             self.bring_up_to_date(group)
-        if zero.persistent_parameters:
-            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+        self._gather_persistent()
 
     def bring_up_to_date(self, group: int) -> None:
         self.zero._reassign_or_swap_out_partitioned_parameters(group)
+
+    def _gather_persistent(self) -> None:
+        persistent = self.zero.persistent_parameters
+        if persistent:
+            persistent[0].all_gather(persistent)
 
     def _place(self, parameter: nn.Parameter) -> tuple[int, int, int]:
         """Flat group, first element in it and length of this rank's partition of a trainable parameter."""

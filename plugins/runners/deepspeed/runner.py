@@ -190,6 +190,8 @@ class DeepSpeedRunner(Runner):
 
     def optimizer_step(self, apply: bool = True) -> StepResult:
         result = super().optimizer_step(apply) if self.partition is None else self._zero_step(apply)
+        if self.partition is not None and not result.applied:
+            self.partition.refused()
         if self.options.wall_clock_breakdown:
             for name, milliseconds in self.engine.get_wall_clock_timers().items():
                 self.timers.add(f"deepspeed {name}", milliseconds / 1000)
