@@ -38,7 +38,10 @@ def numbers(run: Run) -> list[tuple]:
 
 
 def assert_same_weights(a: Path, b: Path) -> None:
-    for name in ("model.safetensors", "training-00000.safetensors"):
+    names = sorted(path.name for path in a.glob("*.safetensors"))
+    assert any(name.startswith("model") for name in names) and any(name.startswith("training") for name in names)
+    assert names == sorted(path.name for path in b.glob("*.safetensors"))
+    for name in names:
         left, right = load_file(a / name), load_file(b / name)
         assert left.keys() == right.keys()
         for key in left:

@@ -141,8 +141,8 @@ def test_alike_blocks_that_are_not_computed_count_as_if_they_were(
     whole = tracing.trace(model, batch, dtype, mode, "cpu")
     for name in ("forward_peak", "kept", "logits", "inputs", "flops"):
         assert getattr(short, name) == getattr(whole, name), name
-    for growing in (0.0, 1.0):
-        assert short.peak(growing) == whole.peak(growing)
+    for growing, exchanged in ((0.0, 0), (1.0, 0), (0.5, 10**7)):
+        assert short.peak(growing, exchanged) == whole.peak(growing, exchanged)
 
 
 @pytest.mark.parametrize(("text", "size"), [("24GiB", 24 * GIB), ("80GB", 80e9), ("512MiB", 512 * MIB), ("1000", 1e3)])

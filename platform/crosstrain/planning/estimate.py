@@ -108,7 +108,7 @@ class Project:
         return self._traces.get(key, Trace())
 
     def _memory(self, layout: Layout, traced: Trace, mode: Mode) -> Memory:
-        compute, made = traced.peak(layout.growing)
+        compute, made = traced.peak(layout.growing, layout.gradient_buffers)
         more = layout.in_flight - 1
         kept = traced.kept * layout.in_flight
         inputs = traced.inputs * layout.in_flight if mode == "offload" else 0
@@ -118,7 +118,8 @@ class Project:
             "parameters": layout.parameters,
             "optimizer": state if on_device else 0,
         }
-        workspace = compute + more * traced.kept - int(layout.growing * made) - kept
+        exchanged = layout.gradient_buffers if made else 0
+        workspace = compute + more * traced.kept - int(layout.growing * made) - exchanged - kept
         logits = min(traced.logits, max(workspace, 0))
         computing = always | {
             "gathered parameters": layout.gathered,
@@ -126,7 +127,7 @@ class Project:
             "activations": kept - inputs,
             "logits": logits,
             "temporary": workspace - logits,
-            "communication": layout.buffers,
+            "communication": layout.buffers + exchanged,
         }
         trained = layout.updated * _FP32
         stepping = always | {

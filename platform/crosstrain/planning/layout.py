@@ -43,6 +43,7 @@ class Layout:
     masters: int = 0  # a second copy of what is updated, for the optimizer; it is where the optimizer's state is
     gathered: int = 0  # parameters of other ranks, at the most
     buffers: int = 0  # of exchanges while micro batches are computed
+    gradient_buffers: int = 0  # of those that begin with a backward's first gradient; with gradients that wait for them
     step_buffers: int = 0  # of exchanges between the last backward and the end of the step
     sent: int = 0  # in a step, outside of the forward and the backward of blocks, which are traced
     host: dict[str, int] = field(default_factory=dict)  # in host memory, by what it is; without the optimizer's state
@@ -124,8 +125,10 @@ def fully_sharded(sizes: Sizes, at: Situation, ranks: int, *, regather: bool, of
     """
     mine, trained = share(sizes.parameters, ranks), share(sizes.trainable, ranks)
     rounds = at.batch.accumulation
+    block, outside = min(sizes.largest_block, sizes.trainable), min(sizes.outside_blocks, sizes.trainable)
     gathered = sizes.outside_blocks + 2 * sizes.largest_block if regather else sizes.parameters
-    whole = 0 if every or rounds == 1 else sizes.trainable  # gradients that wait for the last micro batch
+    waits = rounds > 1 and not every  # all gradients, whole, for the last micro batch
+    shares = 0 if offload else trained
     copies = at.batch.dp_size // ranks
     sent = scattered(sizes.parameters, ranks) * rounds + scattered(sizes.trainable, ranks) * (rounds if every else 1)
     if regather:
@@ -134,9 +137,13 @@ def fully_sharded(sizes: Sizes, at: Situation, ranks: int, *, regather: bool, of
         parameters=0 if offload else mine,
         held=share(sizes.elements, ranks),
         updated=share(sizes.trainable_elements, ranks),
-        gradients=whole + (0 if offload else trained),
+        gradients=sizes.trainable if waits else shares if every else 0,
+        growing=shares / max(sizes.trainable, 1) if not waits and not every else 0.0,
         gathered=gathered,
-        buffers=2 * max(sizes.largest_block, sizes.outside_blocks) if ranks > 1 else 0,
+        # A block's gradients are copied before they are sent, while the next block makes its own; then those of the
+        # rest, which came first, are summed, next to the shares of all.
+        gradient_buffers=2 * block if waits else 2 * block + outside,
+        step_buffers=max(0, 2 * outside - (sizes.trainable - shares if waits else 0)),
         sent=sent + all_reduced(trained, copies),
         host={"parameters": mine, "gradients": trained} if offload else {},
         optimizer="host" if offload else "device",

@@ -48,10 +48,15 @@ class Trace:
     flops: int = 0
     exchanged: int = 0  # sent by this rank in exchanges within the forward and the backward
 
-    def peak(self, growing: float) -> tuple[int, int]:
-        """The most at any time, `growing` of the gradients made until then among it; and what those were."""
+    def peak(self, growing: float, exchanged: int) -> tuple[int, int]:
+        """The most at any time, and what gradients were made until then.
+
+        Of those `growing` is among it, and `exchanged` if there are any.
+        """
         moments = [(self.forward_peak, 0)]
-        moments += [(most + int(growing * made), made) for made, most in self.backward.items()]
+        moments += [
+            (most + int(growing * made) + (exchanged if made else 0), made) for made, most in self.backward.items()
+        ]
         return max(moments)
 
 

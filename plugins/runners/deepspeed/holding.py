@@ -39,7 +39,8 @@ def _stage12(options: Any, at: Situation) -> Layout:
         gradients=0 if partitioned and offloads else waiting,
         growing=1 / ranks if rounds == 1 and not offloads else 0.0,
         masters=part,
-        buffers=bucket,
+        buffers=0 if at.device == "cpu" else bucket,
+        gradient_buffers=bucket if at.device == "cpu" else 0,
         # Gradients in the bucket and flattened, and what the optimizer makes of one flat tensor on its way.
         step_buffers=bucket + (0 if offloads else 2 * part),
         sent=sums * (rounds if partitioned else 1) + scattered(sizes.trainable, ranks),

@@ -142,7 +142,7 @@ def _owned(options: Options, at: Situation, sizes: Sizes, copies: int) -> Layout
     once = at.batch.accumulation == 1
     bucket = min(options.bucket_mb * MIB, sizes.trainable) if exchanged else 0
     out = replicated(sizes, copies, once)
-    out.buffers = bucket
+    out.gradient_buffers = bucket
     if zero1:
         out.updated = share(sizes.trainable_elements, copies)
         out.growing += 1 / copies if exchanged and once else 0
