@@ -54,15 +54,7 @@ def test_the_token_budget_of_125m_takes_4769_steps(tmp_path: Path) -> None:
         assert plan["days"] == pytest.approx(4_769 * 524_288 / 100e3 / 86_400)
 
 
-# The same model of 7 billion parameters as in another project, with more of it trained: half a minute.
-SLOW = "blip2_qwen7b_instruct"
-PROJECTS = [
-    pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem == SLOW else [])
-    for path in sorted((ROOT / "projects").glob("*.yaml"))
-]
-
-
-@pytest.mark.parametrize("path", PROJECTS)
+@pytest.mark.parametrize("path", sorted((ROOT / "projects").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_project_has_a_plan(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runner = load_config(path).runner.options
     ranks = getattr(runner, "tensor_parallel", 1) * getattr(runner, "pipeline_parallel", 1)
@@ -137,12 +129,27 @@ def test_alike_blocks_that_are_not_computed_count_as_if_they_were(
     ids = torch.zeros(2, 64, dtype=torch.long, device="meta")
     batch = {"input_ids": ids, "labels": ids}
     short = tracing.trace(model, batch, dtype, mode, "cpu")
-    monkeypatch.setattr(tracing, "_alike", lambda model: [])
+    monkeypatch.setattr(tracing, "_alike", lambda chain: [])
     whole = tracing.trace(model, batch, dtype, mode, "cpu")
     for name in ("forward_peak", "kept", "logits", "inputs", "flops"):
         assert getattr(short, name) == getattr(whole, name), name
     for growing, exchanged in ((0.0, 0), (1.0, 0), (0.5, 10**7)):
         assert short.peak(growing, exchanged) == whole.peak(growing, exchanged)
+
+
+@pytest.mark.parametrize("vision", ["frozen", "trained"])
+def test_blocks_of_several_chains_count_as_if_all_were_computed(
+    vision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = (
+        "--no-presets", "--options", "model.vision.depth=6", "model.language_model.model.num_hidden_layers=5",
+        f"model.vision.freeze={vision == 'frozen'}", "model.qformer.gradient_checkpointing=full", "datasets.shapes.max_length=64",
+    )  # fmt: skip
+    short = planned(tmp_path, "blip2_qwen_shapes", *options)
+    monkeypatch.setattr(tracing, "_alike", lambda chain: [])
+    whole = planned(tmp_path, "blip2_qwen_shapes", *options)
+    assert short["memory"]["device"]["activations"] > 0
+    assert short == whole
 
 
 @pytest.mark.parametrize(("text", "size"), [("24GiB", 24 * GIB), ("80GB", 80e9), ("512MiB", 512 * MIB), ("1000", 1e3)])

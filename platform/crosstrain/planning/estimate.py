@@ -96,7 +96,7 @@ class Project:
 
     def trace_of(self, layout: Layout, rows: int, mode: Mode) -> Trace:
         """What a micro batch takes; nothing where that is not known, which `problem` then explains."""
-        key = layout.computes, rows, mode
+        key = layout.computes, rows, "full" if mode == "offload" else mode  # which differ by where the inputs are
         if self.inputs is None:
             self.problem = self.problem or "the shape of a sample is not known before the data is there"
         if self.problem is None and key not in self._traces:

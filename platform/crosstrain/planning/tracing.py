@@ -4,8 +4,8 @@ Every tensor that an operation makes is counted from its birth to its end, as to
 checkpointing have it, so nothing here knows any model. Operations are those of torch's CPU backend; for a GPU attention
 is taken as the fused kernel that runs there, and the softmax of the loss as one per chunk.
 
-Blocks that are all alike are not computed one by one: of n, the first and the last are, and then one alone. What grows
-with their number is the difference.
+Blocks of a chain that are all alike are not computed one by one: of n, the first and the last are, and then one alone.
+What grows with their number is the difference.
 """
 
 from __future__ import annotations
@@ -66,69 +66,65 @@ def trace(model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: st
     batch: tensors of a micro batch, whose values do not count. Raises whatever the model raises where its forward
     looks at values.
     """
-    alike = _alike(model)
-    if len(alike) <= 2:
-        return _measure(model, batch, dtype, mode, device, []).trace
-    ends = _measure(model, batch, dtype, mode, device, alike[1:-1])
-    one = _measure(model, batch, dtype, mode, device, alike[:-1])
-    return _extended(ends, one, len(alike) - 2)
+    middles = {n: alike[1:-1] for n, chain in enumerate(model.chains()) if len(alike := _alike(chain)) > 2}
+    measure = partial(_measure, model, batch, dtype, mode, device)
+    ends = measure(middles)
+    out = ends.trace
+    # From the end of the backward to its beginning: what comes later begins later by what is put in before.
+    for n in sorted(middles, key=lambda n: -ends.boundaries.get(n, 0)):
+        one = measure(middles | {n: [*middles[n], _alike(model.chains()[n])[-1]]})
+        out = _extended(out, ends, one, n, len(middles[n]))
+    return out
 
 
-def _alike(model: Model) -> list[int]:
-    """Indexes of the blocks that most others equal, if the model is one that hands hidden states from one to the next.
-
-    A parameter that two blocks share makes them unlike any other.
-    """
-    if model.ends() is None:
-        return []
+def _alike(chain: list[nn.Module]) -> list[nn.Module]:
+    """The blocks that most others equal. A parameter that two blocks share makes them unlike any other."""
 
     def signature(block: nn.Module) -> tuple[Any, ...]:
         return (type(block), *((n, p.shape, p.dtype, p.requires_grad) for n, p in block.named_parameters()))
 
-    kinds = [signature(block) for block in model.blocks()]
+    kinds = [signature(block) for block in chain]
     counts = Counter(kind for kind in kinds if len(kind) > 1)
     if not counts:
         return []
     most, _ = counts.most_common(1)[0]
-    return [number for number, kind in enumerate(kinds) if kind == most]
+    return [block for block, kind in zip(chain, kinds, strict=True) if kind == most]
 
 
 @dataclass
 class _Measurement:
     trace: Trace
     forward_end: int  # live when the forward ended, autocast's copies of weights among it
-    boundary: int | None  # gradients made when the backward came to the blocks left out
+    boundaries: dict[int, int]  # gradients made when the backward came to the blocks left out of a chain, if it did
 
 
-def _extended(ends: _Measurement, one: _Measurement, more: int) -> Trace:
-    """With `more` blocks in the middle of `ends`, each of which takes what `ends` take beyond `one`."""
+def _extended(out: Trace, ends: _Measurement, one: _Measurement, chain: int, more: int) -> Trace:
+    """`out` with `more` blocks in the middle of a chain, each of which takes what `ends` take beyond `one`."""
     a, b = ends.trace, one.trace
     in_forward, in_backward = ends.forward_end - one.forward_end, a.kept - b.kept
     gradients = max(a.backward, default=0) - max(b.backward, default=0)
-    boundary = ends.boundary if ends.boundary is not None else max(a.backward, default=0) + 1
+    boundary = ends.boundaries.get(chain)
     backward: dict[int, int] = {}
-    for made, most in a.backward.items():
-        if made < boundary or ends.boundary is None:
+    for made, most in out.backward.items():
+        if boundary is None or made <= boundary:
             backward[made] = most + more * in_backward
-        else:
-            if made == boundary:  # the block before the ones left out ends where the one after them begins
-                backward[made] = most + more * in_backward
+        if boundary is not None and made >= boundary:  # the block before the ones left out ends where they begin
             backward[made + more * gradients] = most
     return Trace(
-        forward_peak=a.forward_peak + more * in_forward,
-        kept=a.kept + more * in_backward,
+        forward_peak=out.forward_peak + more * in_forward,
+        kept=out.kept + more * in_backward,
         backward=backward,
-        logits=a.logits,
-        inputs=a.inputs + more * (a.inputs - b.inputs),
-        flops=a.flops + more * (a.flops - b.flops),
-        exchanged=a.exchanged + more * (a.exchanged - b.exchanged),
+        logits=out.logits,
+        inputs=out.inputs + more * (a.inputs - b.inputs),
+        flops=out.flops + more * (a.flops - b.flops),
+        exchanged=out.exchanged + more * (a.exchanged - b.exchanged),
     )
 
 
 def _measure(
-    model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: str, left_out: list[int]
+    model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: str, left_out: dict[int, list[nn.Module]]
 ) -> _Measurement:
-    absent = [model.blocks()[number] for number in left_out]
+    absent = [block for blocks in left_out.values() for block in blocks]
     model = copy.deepcopy(model, {id(block): block for block in absent})
     model.train()
     tracker = _Tracker()
@@ -148,8 +144,9 @@ def _measure(
     with ExitStack() as stack:
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(computing_as(device))
-        for block in absent:  # which the copy shares with the model
-            stack.enter_context(patch.object(block, "forward", partial(_pass_on, tracker)))
+        for chain, blocks in left_out.items():  # which the copy shares with the model
+            for block in blocks:
+                stack.enter_context(patch.object(block, "forward", partial(_pass_on, tracker, chain)))
         _give_shapes(model, absent)
         inputs = {
             key: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
@@ -174,13 +171,13 @@ def _measure(
         for hook in hooks:
             hook.remove()
         del fake
-    return _Measurement(tracker.trace, forward_end, tracker.boundary)
+    return _Measurement(tracker.trace, forward_end, tracker.boundaries)
 
 
-def _pass_on(tracker: _Tracker, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+def _pass_on(tracker: _Tracker, chain: int, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
     """In the place of a block's forward; notes when the backward comes by."""
     if hidden.requires_grad:
-        hidden.register_hook(tracker.comes_by)
+        hidden.register_hook(lambda _: tracker.comes_by(chain))
     return hidden
 
 
@@ -210,7 +207,7 @@ class _Tracker(TorchDispatchMode):
         super().__init__()
         self.trace = Trace()
         self.live = 0
-        self.boundary: int | None = None
+        self.boundaries: dict[int, int] = {}
         self._made = 0  # bytes of gradients of parameters so far
         self._known: set[int] = set()  # storages that are counted, by id
         self._ignored: list[Any] = []
@@ -274,9 +271,8 @@ class _Tracker(TorchDispatchMode):
         parameter.grad = None
         self.trace.backward[self._made] = self.live
 
-    def comes_by(self, gradient: Tensor) -> None:
-        if self.boundary is None:
-            self.boundary = self._made
+    def comes_by(self, chain: int) -> None:
+        self.boundaries.setdefault(chain, self._made)
 
     def sees_input(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
         if not self._backward and torch.is_grad_enabled() and isinstance(args[0], Tensor):

@@ -170,6 +170,9 @@ class Blip2Qwen(Model):
     def blocks(self) -> list[nn.Module]:
         return [block for blocks in self._blocks().values() for block in blocks]
 
+    def chains(self) -> list[list[nn.Module]]:
+        return [self._blocks()["vision"], *self.language_model.chains()]
+
     def checkpointing(self, mode: Mode) -> list[tuple[list[nn.Module], Mode]]:
         return [(b, getattr(self.options, part).gradient_checkpointing or mode) for part, b in self._blocks().items()]
 
