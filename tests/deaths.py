@@ -39,7 +39,7 @@ def numbers(run: Run) -> list[tuple]:
 
 def assert_same_weights(a: Path, b: Path) -> None:
     names = sorted(path.name for path in a.glob("*.safetensors"))
-    assert any(name.startswith("model") for name in names) and any(name.startswith("training") for name in names)
+    assert {name[:5] for name in names} == {"model", "train"}
     assert names == sorted(path.name for path in b.glob("*.safetensors"))
     for name in names:
         left, right = load_file(a / name), load_file(b / name)

@@ -143,7 +143,8 @@ def test_blocks_of_several_chains_count_as_if_all_were_computed(
 ) -> None:
     options = (
         "--no-presets", "--options", "model.vision.depth=6", "model.language_model.model.num_hidden_layers=5",
-        f"model.vision.freeze={vision == 'frozen'}", "model.qformer.gradient_checkpointing=full", "datasets.shapes.max_length=64",
+        f"model.vision.freeze={vision == 'frozen'}", "model.qformer.gradient_checkpointing=full",
+        "datasets.shapes.max_length=64",
     )  # fmt: skip
     short = planned(tmp_path, "blip2_qwen_shapes", *options)
     monkeypatch.setattr(tracing, "_alike", lambda chain: [])

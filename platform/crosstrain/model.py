@@ -81,7 +81,7 @@ class Model(nn.Module, ABC):
         return None
 
     def chains(self) -> list[list[nn.Module]]:
-        """Blocks, each called with the one before's result, a tensor, as first argument: the plan computes few of them."""
+        """Blocks called each with the one before's result (a tensor) as first argument; a plan computes few of them."""
         return [self.blocks()] if self.ends() is not None else []
 
     def tensor_parallel_plan(self) -> dict[str, str]:
