@@ -133,8 +133,8 @@ def test_alike_blocks_that_are_not_computed_count_as_if_they_were(
     whole = tracing.trace(model, batch, dtype, mode, "cpu")
     for name in ("forward_peak", "kept", "logits", "inputs", "flops"):
         assert getattr(short, name) == getattr(whole, name), name
-    for growing, exchanged in ((0.0, 0), (1.0, 0), (0.5, 10**7)):
-        assert short.peak(growing, exchanged) == whole.peak(growing, exchanged)
+    for growing, outside, exchanged in ((0.0, 0.0, 0), (1.0, 1.0, 0), (0.5, 1.0, 10**7)):
+        assert short.peak(growing, outside, exchanged) == whole.peak(growing, outside, exchanged)
 
 
 @pytest.mark.parametrize("vision", ["frozen", "trained"])

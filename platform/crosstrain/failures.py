@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -39,11 +40,20 @@ def run_worker(worker: Callable[..., int], args: tuple[Any, ...]) -> int:
     if launcher is not None and not launcher.is_alive():
         os._exit(1)  # killed before torch had asked the system to tell us
     try:
-        return worker(*args)
+        result = worker(*args)
+        if launcher is not None:
+            threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
+        return result
     except Exception as error:
         if _is_lost_peer(str(error)):
             time.sleep(5)  # the rank that went away has the real error; the launcher ends this one meanwhile
         fail(error)
+
+
+def _end_with(launcher: Any) -> NoReturn:
+    """End this process, which has done its work, with the launcher: torch waits for its answer, and for ever."""
+    launcher.join()
+    os._exit(1)
 
 
 def fail(error: Exception) -> NoReturn:

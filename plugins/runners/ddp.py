@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from crosstrain.model import Model
 from crosstrain.optim import MakeOptimizer
+from crosstrain.planning.layout import Layout, Situation, Sizes, data_parallel
 from crosstrain.registry import registry
 from crosstrain.runner import Runner
 
@@ -31,6 +32,14 @@ class DDPRunner(Runner):
         find_unused_parameters: bool = False  # for models that leave parameters out of some steps
 
     _bucket_ready: float | None = None
+
+    @classmethod
+    def layouts(cls, options: Any, at: Situation) -> list[Layout]:
+        out = data_parallel(at)
+        if at.world_size > 1:
+            buckets = Sizes.of(at.model).trainable  # are kept; gradients that wait for an exchange lie beside them
+            out.gradients, out.growing = buckets * (2 if at.batch.accumulation > 1 else 1), 0.0
+        return [out]
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
         super().prepare(model, make_optimizer)

@@ -108,9 +108,11 @@ class Project:
         return self._traces.get(key, Trace())
 
     def _memory(self, layout: Layout, traced: Trace, mode: Mode) -> Memory:
-        compute, made = traced.peak(layout.growing, layout.gradient_buffers)
+        outside = layout.growing if layout.growing_outside is None else layout.growing_outside
+        compute, made, exchanged = traced.peak(layout.growing, outside, layout.gradient_buffers)
         more = layout.in_flight - 1
-        kept = traced.kept * layout.in_flight
+        # The highest moment may be one when the backward has let go of some of it.
+        kept = min(traced.kept * layout.in_flight, compute + more * traced.kept - made - exchanged)
         inputs = traced.inputs * layout.in_flight if mode == "offload" else 0
         state = layout.masters + layout.updated * self.state_bytes
         on_device = layout.optimizer == "device"
@@ -118,18 +120,17 @@ class Project:
             "parameters": layout.parameters,
             "optimizer": state if on_device else 0,
         }
-        exchanged = layout.gradient_buffers if made else 0
-        workspace = compute + more * traced.kept - int(layout.growing * made) - exchanged - kept
-        logits = min(traced.logits, max(workspace, 0))
+        workspace = compute + more * traced.kept - made - exchanged - kept
+        logits = min(traced.logits, workspace)
         computing = always | {
             "gathered parameters": layout.gathered,
-            "gradients": layout.gradients + int(layout.growing * made),
+            "gradients": layout.gradients + made,
             "activations": kept - inputs,
             "logits": logits,
             "temporary": workspace - logits,
             "communication": layout.buffers + exchanged,
         }
-        trained = layout.updated * _FP32
+        trained = max(traced.backward, default=(0, layout.updated * _FP32))[1]
         stepping = always | {
             "gradients": max(layout.gradients, int(layout.growing * trained)),
             "communication": layout.step_buffers,

@@ -40,10 +40,11 @@ class Layout:
     held: int  # elements of parameters that this rank keeps between steps, wherever they are
     gradients: int = 0  # that exist all the time while a micro batch is computed
     growing: float = 0.0  # and of each gradient that the backward makes, the share that stays until the step
+    growing_outside: float | None = None  # of those of parameters outside of blocks; None: the same
     masters: int = 0  # a second copy of what is updated, for the optimizer; it is where the optimizer's state is
     gathered: int = 0  # parameters of other ranks, at the most
     buffers: int = 0  # of exchanges while micro batches are computed
-    gradient_buffers: int = 0  # of those that begin with a backward's first gradient; with gradients that wait for them
+    gradient_buffers: int = 0  # of exchanges that begin with a block's gradients, and gradients that wait for them
     step_buffers: int = 0  # of exchanges between the last backward and the end of the step
     sent: int = 0  # in a step, outside of the forward and the backward of blocks, which are traced
     host: dict[str, int] = field(default_factory=dict)  # in host memory, by what it is; without the optimizer's state
@@ -139,10 +140,11 @@ def fully_sharded(sizes: Sizes, at: Situation, ranks: int, *, regather: bool, of
         updated=share(sizes.trainable_elements, ranks),
         gradients=sizes.trainable if waits else shares if every else 0,
         growing=shares / max(sizes.trainable, 1) if not waits and not every else 0.0,
+        growing_outside=0.0 if waits else 1.0,  # which are summed last
         gathered=gathered,
-        # A block's gradients are copied before they are sent, while the next block makes its own; then those of the
-        # rest, which came first, are summed, next to the shares of all.
-        gradient_buffers=2 * block if waits else 2 * block + outside,
+        # A block's gradients are copied before they are sent, while the next block makes its own. When the rest is
+        # summed, the shares of all are there.
+        gradient_buffers=2 * block,
         step_buffers=max(0, 2 * outside - (sizes.trainable - shares if waits else 0)),
         sent=sent + all_reduced(trained, copies),
         host={"parameters": mine, "gradients": trained} if offload else {},

@@ -42,21 +42,23 @@ class Trace:
 
     forward_peak: int = 0
     kept: int = 0  # between forward and backward
-    backward: dict[int, int] = field(default_factory=dict)  # gradients of parameters made so far -> the most then
+    # Gradients of parameters made so far, of those in blocks and of all -> the most then.
+    backward: dict[tuple[int, int], int] = field(default_factory=dict)
     logits: int = 0  # at the most, while the head computes
     inputs: int = 0  # of checkpointed blocks, which `offload` moves to host memory
     flops: int = 0
     exchanged: int = 0  # sent by this rank in exchanges within the forward and the backward
 
-    def peak(self, growing: float, exchanged: int) -> tuple[int, int]:
-        """The most at any time, and what gradients were made until then.
+    def peak(self, growing: float, outside: float, exchanged: int) -> tuple[int, int, int]:
+        """The most at any time, and what of it are gradients that stay, and what is for exchanging them.
 
-        Of those `growing` is among it, and `exchanged` if there are any.
+        Of the gradients made until then the share `growing` stays, of those outside of blocks `outside`; where blocks
+        have made any, `exchanged` is added.
         """
-        moments = [(self.forward_peak, 0)]
-        moments += [
-            (most + int(growing * made) + (exchanged if made else 0), made) for made, most in self.backward.items()
-        ]
+        moments = [(self.forward_peak, 0, 0)]
+        for (inside, made), most in self.backward.items():
+            stay, sent = int(growing * inside + outside * (made - inside)), exchanged if inside else 0
+            moments.append((most + stay + sent, stay, sent))
         return max(moments)
 
 
@@ -71,7 +73,7 @@ def trace(model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: st
     ends = measure(middles)
     out = ends.trace
     # From the end of the backward to its beginning: what comes later begins later by what is put in before.
-    for n in sorted(middles, key=lambda n: -ends.boundaries.get(n, 0)):
+    for n in sorted(middles, key=lambda n: -ends.boundaries.get(n, (0, 0))[1]):
         one = measure(middles | {n: [*middles[n], _alike(model.chains()[n])[-1]]})
         out = _extended(out, ends, one, n, len(middles[n]))
     return out
@@ -95,21 +97,21 @@ def _alike(chain: list[nn.Module]) -> list[nn.Module]:
 class _Measurement:
     trace: Trace
     forward_end: int  # live when the forward ended, autocast's copies of weights among it
-    boundaries: dict[int, int]  # gradients made when the backward came to the blocks left out of a chain, if it did
+    boundaries: dict[int, tuple[int, int]]  # chain -> gradients made when the backward came to what is left out of it
 
 
 def _extended(out: Trace, ends: _Measurement, one: _Measurement, chain: int, more: int) -> Trace:
     """`out` with `more` blocks in the middle of a chain, each of which takes what `ends` take beyond `one`."""
     a, b = ends.trace, one.trace
     in_forward, in_backward = ends.forward_end - one.forward_end, a.kept - b.kept
-    gradients = max(a.backward, default=0) - max(b.backward, default=0)
+    gradients = max(a.backward)[1] - max(b.backward)[1]
     boundary = ends.boundaries.get(chain)
-    backward: dict[int, int] = {}
-    for made, most in out.backward.items():
-        if boundary is None or made <= boundary:
-            backward[made] = most + more * in_backward
-        if boundary is not None and made >= boundary:  # the block before the ones left out ends where they begin
-            backward[made + more * gradients] = most
+    backward: dict[tuple[int, int], int] = {}
+    for (inside, made), most in out.backward.items():
+        if boundary is None or made <= boundary[1]:
+            backward[inside, made] = most + more * in_backward
+        if boundary is not None and made >= boundary[1]:  # the block before the ones left out ends where they begin
+            backward[inside + more * gradients, made + more * gradients] = most
     return Trace(
         forward_peak=out.forward_peak + more * in_forward,
         kept=out.kept + more * in_backward,
@@ -153,8 +155,9 @@ def _measure(
             for key, value in batch.items()
         }
         tracker.ignore([*model.parameters(), *model.buffers(), *inputs.values()])
+        inside = {id(p) for block in model.blocks() for p in block.parameters()}
         hooks = [
-            p.register_post_accumulate_grad_hook(tracker.takes_gradient)
+            p.register_post_accumulate_grad_hook(partial(tracker.takes_gradient, id(p) in inside))
             for p in model.parameters()
             if p.requires_grad and p.device.type != "meta"
         ]
@@ -207,8 +210,8 @@ class _Tracker(TorchDispatchMode):
         super().__init__()
         self.trace = Trace()
         self.live = 0
-        self.boundaries: dict[int, int] = {}
-        self._made = 0  # bytes of gradients of parameters so far
+        self.boundaries: dict[int, tuple[int, int]] = {}
+        self._made = (0, 0)  # bytes of gradients of parameters so far, of those in blocks and of all
         self._known: set[int] = set()  # storages that are counted, by id
         self._ignored: list[Any] = []
         self._in_head: int | None = None  # what was alive when the head began
@@ -234,7 +237,9 @@ class _Tracker(TorchDispatchMode):
         elif func.namespace == "c10d":
             self._exchange(func, args)
         if self._backward:
-            self.trace.backward[self._made] = max(self.trace.backward.get(self._made, 0), self.live)
+            # Gradients that meet are summed in place, but not where tensors have no memory: a sum's moment is the next.
+            if func is not torch.ops.aten.add.Tensor:
+                self.trace.backward[self._made] = max(self.trace.backward.get(self._made, 0), self.live)
         else:
             self.trace.forward_peak = max(self.trace.forward_peak, self.live)
         if self._in_head is not None:
@@ -263,11 +268,12 @@ class _Tracker(TorchDispatchMode):
 
     def ends_forward(self) -> None:
         self.trace.kept, self._backward = self.live, True
-        self.trace.backward[0] = self.live
+        self.trace.backward[self._made] = self.live
 
-    def takes_gradient(self, parameter: Tensor) -> None:
+    def takes_gradient(self, in_block: bool, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        self._made += parameter.grad.numel() * parameter.grad.element_size()
+        size = parameter.grad.numel() * parameter.grad.element_size()
+        self._made = self._made[0] + (size if in_block else 0), self._made[1] + size
         parameter.grad = None
         self.trace.backward[self._made] = self.live
 
