@@ -48,7 +48,10 @@ def test_a_dead_worker_is_replaced(
 
 @pytest.mark.slow
 def test_restarts_end(workspace: Workspace) -> None:
-    options = ("run.max_restarts=2", "run.save_interval=2", *dying(workspace.path, "3:1:always-kill"))
+    options = (
+        "run.max_restarts=2", "run.save_interval=2", "run.save_in_background=false",
+        *dying(workspace.path, "3:1:always-kill"),
+    )  # fmt: skip
     run = workspace.train("out", *options, nproc=2, fails=True)
     assert run.code == 1
     assert "rank 1 was killed by SIGKILL" in run.err

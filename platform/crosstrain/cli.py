@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from crosstrain import __version__
 from crosstrain.errors import UserError, printable, sentence
+from crosstrain.signals import ending_at_once
 
 
 class _Parser(argparse.ArgumentParser):
@@ -194,13 +195,14 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
 def _train(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return _plan(arguments)
-    from crosstrain.commands.train import train
-    from crosstrain.nodes import Nodes
+    with ending_at_once():
+        from crosstrain.commands.train import train
+        from crosstrain.nodes import Nodes
 
-    a = arguments
-    nodes = Nodes.of(a.nnodes, a.node_rank, a.rdzv_endpoint, a.local_addr, a.rdzv_conf)
-    memory = None if a.no_fit_check else a.device_memory or ""
-    return train(a.cfg_path, a.options, a.nproc_per_node, a.fresh, memory, nodes)
+        a = arguments
+        nodes = Nodes.of(a.nnodes, a.node_rank, a.rdzv_endpoint, a.local_addr, a.rdzv_conf)
+        memory = None if a.no_fit_check else a.device_memory or ""
+        return train(a.cfg_path, a.options, a.nproc_per_node, a.fresh, memory, nodes)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -1,10 +1,26 @@
-"""A request to stop that is heard between two steps, not in the middle of one."""
+"""Requests to stop: before there is anything to save they end the process, then they are heard between two steps."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Inside, SIGINT ends the process until somebody listens; libraries that are being imported lose its exception."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 class StopRequest:
