@@ -146,13 +146,19 @@ class Stuck(Tracker):
         self.seen.append(finished)
 
 
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> type[Stuck]:
+    """The tracker of this test alone, because a thread of another may still be at work with its own."""
+    made = type("StuckHere", (Stuck,), {"release": threading.Event(), "seen": []})
+    monkeypatch.setattr(registry, "get_tracker_class", lambda _: made)
+    return made
+
+
 def test_a_network_that_hangs_holds_nothing_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stuck: type[Stuck], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(trackers, "_PATIENCE", 0.2)
-    monkeypatch.setattr(registry, "get_tracker_class", lambda _: Stuck)
     monkeypatch.setattr("crosstrain.monitor.console.log.propagate", True)
-    Stuck.release, Stuck.seen = threading.Event(), []
     tracking = Trackers([Component("stuck", NoOptions())], TrackedRun(tmp_path, {}, 0))
     started = time.monotonic()
     for step in range(1, trackers._WAITING + 50):
@@ -163,18 +169,16 @@ def test_a_network_that_hangs_holds_nothing_up(
         "run.trackers: stuck is more than 1000 rows behind; training goes on, and it loses rows",
         "run.trackers: stuck did not take the last rows within 0 s; it may lack them",
     ]
-    Stuck.release.set()
+    stuck.release.set()
 
 
-def test_a_slow_network_gets_every_row_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "get_tracker_class", lambda _: Stuck)
-    Stuck.release, Stuck.seen = threading.Event(), []
+def test_a_slow_network_gets_every_row_in_order(stuck: type[Stuck], tmp_path: Path) -> None:
     tracking = Trackers([Component("stuck", NoOptions())], TrackedRun(tmp_path, {}, 0))
     for step in range(1, 4):
         tracking.log({"step": step})
-    threading.Timer(0.3, Stuck.release.set).start()
+    threading.Timer(0.3, stuck.release.set).start()
     tracking.close(finished=False)
-    assert Stuck.seen == [(1, False), (2, False), (3, False), False]
+    assert stuck.seen == [(1, False), (2, False), (3, False), False]
 
 
 def installed(package: str) -> pytest.MarkDecorator:
