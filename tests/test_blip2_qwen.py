@@ -238,7 +238,7 @@ def mixed_images(tmp_path_factory: pytest.TempPathFactory, project: Path) -> tup
     return path, train(path, "one", *mixed(path))
 
 
-@pytest.mark.parametrize("name", mostly_slow(RUNNERS, ["zero3@2"]))
+@pytest.mark.parametrize("name", mostly_slow(RUNNERS, ["fsdp@2"]))
 def test_a_rank_whose_batch_is_text_alone_takes_part(mixed_images: tuple[Path, Run], name: str) -> None:
     path, one = mixed_images
     config = load_config(path)

@@ -20,6 +20,7 @@ from conftest import ENVIRONMENT, ROOT, Run, Workspace
 from crosstrain.checkpoint.base import fingerprint
 from crosstrain.checkpoint.boxes import Box, flat_range_pieces
 from crosstrain.checkpoint.store import Reader
+from crosstrain.cli import main
 from ranks import mostly_slow, train
 from test_runners import TOLERANCE, relative, sized
 
@@ -72,7 +73,7 @@ def test_frozen_parameters_are_recorded_and_not_stored(partly: tuple[Workspace, 
     assert run.rows[-1]["loss"] < run.rows[0]["loss"]
 
 
-@pytest.mark.parametrize("name", mostly_slow(["fsdp@2", "zero1@2", "zero2@2", "zero3@2"], ["zero3@2"]))
+@pytest.mark.parametrize("name", mostly_slow(["fsdp@2", "zero1@2", "zero2@2", "zero3@2"], ["zero1@2"]))
 def test_partly_trained_models_train_and_resume_alike(partly: tuple[Workspace, Run], name: str) -> None:
     workspace, one = partly
     runner, size = sized(name)
@@ -150,11 +151,16 @@ def test_frozen_without_a_source_is_stored(workspace: Workspace) -> None:
     ("patterns", "sentence"),
     [('["transformer.x.*"]', "'transformer.x.*' matches no parameter"), ('["*"]', "every parameter is frozen")],
 )
-def test_patterns_are_checked_before_anything_starts(workspace: Workspace, patterns: str, sentence: str) -> None:
-    run = workspace.train("out", f"run.freeze={patterns}", fails=True)
-    assert run.code == 1
-    assert sentence in run.err
-    assert run.err.count("\n") == 1
+def test_patterns_are_checked_before_anything_starts(
+    workspace: Workspace, patterns: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = workspace.path / "out"
+    options = ["--options", f"run.output_dir={out}", f"run.freeze={patterns}"]
+    assert main(["train", "--cfg-path", str(workspace.project), *options]) == 1
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1
+    assert not out.exists()
 
 
 @given(st.data())

@@ -132,6 +132,7 @@ def test_constructing_draws_no_random_numbers() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_data_of_another_tokenizer_than_the_weights_is_refused(workspace: Workspace) -> None:
     """Whether training begins from a folder of weights or goes on from a run."""
     weights = workspace.train("first", "run.max_iters=1").checkpoint(1)

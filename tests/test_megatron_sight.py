@@ -63,7 +63,7 @@ def assert_alike(many: Run, one: Run) -> None:
     assert relative(many.column("grad_norm"), one.column("grad_norm")) < TOLERANCE
 
 
-@pytest.mark.parametrize("case", mostly_slow(CASES, ["adapters and all"]))
+@pytest.mark.parametrize("case", mostly_slow(CASES, []))
 def test_two_ranks_train_every_part_alike(project: Path, case: str) -> None:
     given = options(CASES[case])
     one = under(project, "ddp@1", case, *given)

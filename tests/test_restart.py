@@ -59,6 +59,7 @@ def test_restarts_end(workspace: Workspace) -> None:
     assert (run.folder / "checkpoints" / "latest").read_text().strip() == "step_000006", "each start got two steps on"
 
 
+@pytest.mark.slow
 def test_a_users_mistake_is_not_tried_again(workspace: Workspace) -> None:
     run = workspace.train("out", "run.max_restarts=5", *dying(workspace.path, "2:0:user"), fails=True)
     assert run.code == 1
@@ -66,8 +67,9 @@ def test_a_users_mistake_is_not_tried_again(workspace: Workspace) -> None:
     assert "started again" not in run.out
 
 
-@pytest.mark.parametrize("number", mostly_slow([signal.SIGTERM, signal.SIGUSR1], [signal.SIGUSR1]))
-@pytest.mark.parametrize("nproc", mostly_slow([1, 2], [1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("nproc", [1, 2])
 def test_a_stop_is_no_failure(workspace: Workspace, nproc: int, number: signal.Signals) -> None:
     folder = workspace.path / "out"
     process = workspace.start("out", "run.max_iters=1000000", "run.max_restarts=3", nproc=nproc)

@@ -65,7 +65,7 @@ def _measure(project: str, options: tuple[str, ...]) -> dict[str, int]:
     return out
 
 
-@pytest.mark.parametrize("runner", mostly_slow(["zero3", "fsdp"], ["zero3"]))
+@pytest.mark.parametrize("runner", mostly_slow(["zero3", "fsdp"], ["fsdp"]))
 def test_no_rank_gathers_to_save(workspace: Workspace, runner: str) -> None:
     options = (
         f"run.runner={runner}", f"run.output_dir={workspace.path}/out", "model.n_embd=512", "model.n_layer=6",
@@ -104,7 +104,7 @@ def _train_until_the_disk_is_full(project: str, options: tuple[str, ...]) -> str
     return "nothing failed"
 
 
-@pytest.mark.parametrize("background", mostly_slow(["true", "false"], ["true"]))
+@pytest.mark.parametrize("background", mostly_slow(["true", "false"], []))
 def test_a_full_disk_on_one_rank_fails_the_save_on_all(workspace: Workspace, background: str) -> None:
     folder = workspace.path / "out"
     options = (
