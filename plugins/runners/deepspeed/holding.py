@@ -81,5 +81,5 @@ def _stage3(options: Any, at: Situation) -> Layout:
 
 def _buckets(options: Any, sizes: Sizes, at: Situation, count: int) -> int:
     """Buffers of gradients on their way. On a CPU pages that nothing is written to take no memory."""
-    bucket = int(options.reduce_bucket_size) * _FP32
-    return count * (min(bucket, sizes.trainable) if at.device == "cpu" else bucket)
+    buckets = count * int(options.reduce_bucket_size) * _FP32
+    return min(buckets, sizes.trainable) if at.device == "cpu" else buckets
