@@ -31,6 +31,8 @@ def _stage12(options: Any, at: Situation) -> Layout:
     # Of a gradient that is in the bucket this rank keeps its part; stage 1 sums after the last micro batch alone.
     waiting = 0 if rounds == 1 else part if partitioned else sizes.trainable
     bucket = _buckets(options, sizes, at, 2 if options.overlap_comm else 1)
+    # It is there until the step; on a CPU, from when something is written to it.
+    always = at.device != "cpu" or (partitioned and rounds > 1)
     offloads = options.offloads_optimizer
     out = Layout(
         parameters=sizes.parameters,
@@ -39,8 +41,8 @@ def _stage12(options: Any, at: Situation) -> Layout:
         gradients=0 if partitioned and offloads else waiting,
         growing=1 / ranks if rounds == 1 and not offloads else 0.0,
         masters=part,
-        buffers=0 if at.device == "cpu" else bucket,
-        gradient_buffers=bucket if at.device == "cpu" else 0,
+        buffers=bucket if always else 0,
+        gradient_buffers=0 if always else bucket,
         # Gradients in the bucket and flattened, and what the optimizer makes of one flat tensor on its way.
         step_buffers=bucket + (0 if offloads else 2 * part),
         sent=sums * (rounds if partitioned else 1) + scattered(sizes.trainable, ranks),
