@@ -339,6 +339,7 @@ def test_adapters_for_what_is_not_there_are_refused(published: Path) -> None:
 # ---- the recipes of the real sizes, on tiny weights in the original layouts
 
 
+@pytest.mark.slow
 def test_both_stages_run_end_to_end(published: Path, tmp_path: Path) -> None:
     home = published.parent
     tokenizer = home / "shapes" / "tokenizer"

@@ -103,7 +103,7 @@ def test_another_base_is_refused_by_name(partly: tuple[Workspace, Run], tmp_path
         base.write_bytes(kept)
 
 
-@pytest.mark.parametrize("runner", mostly_slow(["ddp", "zero2"], ["ddp"]))
+@pytest.mark.parametrize("runner", mostly_slow(["ddp", "zero2"], []))
 def test_what_was_frozen_can_be_trained_later(partly: tuple[Workspace, Run], runner: str) -> None:
     workspace, one = partly
     name = f"thawed_{runner}"

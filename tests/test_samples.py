@@ -17,7 +17,7 @@ EVALUATED = ("run.max_iters=6", "run.eval_interval=2", "run.eval_iters=1", "run.
 RUNNERS = ["ddp@2", "ddp@1", "fsdp@2", "zero1@2", "zero3@2", "megatron_tp2@2", "megatron_pp2@2"]
 
 
-@pytest.mark.parametrize("place", mostly_slow(RUNNERS, quick=["ddp@2"]))
+@pytest.mark.parametrize("place", mostly_slow(RUNNERS, quick=["ddp@1"]))
 def test_prompts_are_continued_at_every_validation_and_leave_no_trace(workspace: Workspace, place: str) -> None:
     runner, size = place.split("@")
     named = (f"run.runner={runner}", *EVALUATED)
