@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from openai import AsyncOpenAI
 from transformers import AutoTokenizer
 
+from crosstrain.commands.serve import Place, listen
 from crosstrain.generation import Sampling, generate
 from crosstrain.runner import Runner
 from served import Server, loaded, served
@@ -171,3 +173,12 @@ def test_two_hundred_at_once_lose_nothing_and_change_nothing(server: Server) -> 
         alone = server.client().completions.create(model="tiny", prompt=f"ban {i}", max_tokens=3 + i % 4, seed=i)
         assert texts[i] == alone.choices[0].text
     assert server.health() == {"status": "ok", "running": 0, "waiting": 0}
+
+
+def test_what_is_said_goes_out_at_once(tmp_path: Path) -> None:
+    """The kernel does not hold a short answer back until the client has acknowledged the one before it."""
+    place = Place(tmp_path, "m", "127.0.0.1", 0, None)
+    with listen(place) as listener, socket.create_connection(listener.getsockname()[:2]):
+        taken, _ = listener.accept()
+        with taken:
+            assert taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
