@@ -137,14 +137,14 @@ def test_alike_blocks_that_are_not_computed_count_as_if_they_were(
         assert short.peak(growing, outside, exchanged) == whole.peak(growing, outside, exchanged)
 
 
-@pytest.mark.parametrize("vision", ["frozen", "trained"])
+@pytest.mark.parametrize("frozen", [["vision"], [], ["language_model"], ["vision", "qformer", "language_model"]])
 def test_blocks_of_several_chains_count_as_if_all_were_computed(
-    vision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    frozen: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = (
         "--no-presets", "--options", "model.vision.depth=6", "model.language_model.model.num_hidden_layers=5",
-        f"model.vision.freeze={vision == 'frozen'}", "model.qformer.gradient_checkpointing=full",
-        "datasets.shapes.max_length=64",
+        "model.qformer.gradient_checkpointing=full", "datasets.shapes.max_length=64",
+        *(f"model.{part}.freeze=true" for part in frozen),
     )  # fmt: skip
     short = planned(tmp_path, "blip2_qwen_shapes", *options)
     monkeypatch.setattr(tracing, "_alike", lambda chain: [])

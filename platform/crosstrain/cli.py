@@ -199,10 +199,10 @@ def _train(arguments: argparse.Namespace) -> int:
         from crosstrain.commands.train import train
         from crosstrain.nodes import Nodes
 
-        a = arguments
-        nodes = Nodes.of(a.nnodes, a.node_rank, a.rdzv_endpoint, a.local_addr, a.rdzv_conf)
-        memory = None if a.no_fit_check else a.device_memory or ""
-        return train(a.cfg_path, a.options, a.nproc_per_node, a.fresh, memory, nodes)
+    a = arguments
+    nodes = Nodes.of(a.nnodes, a.node_rank, a.rdzv_endpoint, a.local_addr, a.rdzv_conf)
+    memory = None if a.no_fit_check else a.device_memory or ""
+    return train(a.cfg_path, a.options, a.nproc_per_node, a.fresh, memory, nodes)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 from crosstrain.errors import ConfigError
 from crosstrain.joined import joined_environment
 from crosstrain.nodes import Nodes
+from crosstrain.signals import ending_at_once
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ def launch(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> in
         # Under another launcher a clean stop is success; on its own the shell should see that the run did not finish.
         return 128 + stopped if stopped and not how.joined else 0
 
-    from crosstrain.agent import supervise
+    with ending_at_once():
+        from crosstrain.agent import supervise
 
     return supervise(worker, args, how)

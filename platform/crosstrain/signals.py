@@ -12,11 +12,13 @@ from types import FrameType
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Inside, SIGINT ends the process until somebody listens; libraries that are being imported lose its exception."""
-    if threading.current_thread() is not threading.main_thread():
+    """Inside, Ctrl-C ends the process, where it would be an exception, which libraries that are imported there lose."""
+    handler = signal.getsignal(signal.SIGINT)
+    in_charge = threading.current_thread() is threading.main_thread() and os.getpid() != 1  # which signals do not end
+    if handler is not signal.default_int_handler or not in_charge:
         yield
         return
-    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from crosstrain.nodes import Nodes
 from crosstrain.optim import make_schedule
 from crosstrain.registry import registry
 from crosstrain.run_folder import RunFolder
-from crosstrain.signals import StopRequest
+from crosstrain.signals import StopRequest, ending_at_once
 from crosstrain.trainer import Trainer, run_length
 
 
@@ -29,7 +29,8 @@ def train(
 
     `device_memory`: what must be enough, such as 24GiB; "": a GPU's own; None: whatever there is.
     """
-    config = load_config(cfg_path, options)
+    with ending_at_once():  # plugins are imported
+        config = load_config(cfg_path, options)
     how = Launch.detect(nproc_per_node, config.run.device, nodes, config.run.max_restarts)
     for size in how.world_sizes[1:]:
         assembly.batch_plan(config, size)
@@ -50,7 +51,7 @@ def check(config: Config, world_size: int) -> None:
     dataset = assembly.open_split(config, "train")
     if config.run.eval_interval:
         assembly.open_split(config, "val")
-    with parameters_on_meta():
+    with ending_at_once(), parameters_on_meta():
         model = assembly.make_model(config)
     assembly.check_fit(model, dataset)
     assembly.freeze(model, config.run.freeze)

@@ -44,7 +44,7 @@ class Layout:
     masters: int = 0  # a second copy of what is updated, for the optimizer; it is where the optimizer's state is
     gathered: int = 0  # parameters of other ranks, at the most
     buffers: int = 0  # of exchanges while micro batches are computed
-    gradient_buffers: int = 0  # of exchanges that begin with a block's gradients, and gradients that wait for them
+    gradient_buffers: int = 0  # of exchanges that begin with the first gradient of a backward; with gradients that wait
     step_buffers: int = 0  # of exchanges between the last backward and the end of the step
     sent: int = 0  # in a step, outside of the forward and the backward of blocks, which are traced
     host: dict[str, int] = field(default_factory=dict)  # in host memory, by what it is; without the optimizer's state

@@ -52,12 +52,12 @@ class Trace:
     def peak(self, growing: float, outside: float, exchanged: int) -> tuple[int, int, int]:
         """The most at any time, and what of it are gradients that stay, and what is for exchanging them.
 
-        Of the gradients made until then the share `growing` stays, of those outside of blocks `outside`; where blocks
-        have made any, `exchanged` is added.
+        Of the gradients made until then the share `growing` stays, of those outside of blocks `outside`; where there
+        are any, `exchanged` is added.
         """
         moments = [(self.forward_peak, 0, 0)]
         for (inside, made), most in self.backward.items():
-            stay, sent = int(growing * inside + outside * (made - inside)), exchanged if inside else 0
+            stay, sent = int(growing * inside + outside * (made - inside)), exchanged if made else 0
             moments.append((most + stay + sent, stay, sent))
         return max(moments)
 
@@ -108,10 +108,11 @@ def _extended(out: Trace, ends: _Measurement, one: _Measurement, chain: int, mor
     boundary = ends.boundaries.get(chain)
     backward: dict[tuple[int, int], int] = {}
     for (inside, made), most in out.backward.items():
-        if boundary is None or made <= boundary[1]:
-            backward[inside, made] = most + more * in_backward
-        if boundary is not None and made >= boundary[1]:  # the block before the ones left out ends where they begin
-            backward[inside + more * gradients, made + more * gradients] = most
+        later = inside + more * gradients, made + more * gradients  # the same, if nothing of them is trained
+        if boundary is not None and made >= boundary[1]:
+            backward[later] = max(most, backward.get(later, 0))
+        if boundary is None or made <= boundary[1]:  # the block before the ones left out ends where they begin
+            backward[inside, made] = max(most + more * in_backward, backward.get((inside, made), 0))
     return Trace(
         forward_peak=out.forward_peak + more * in_forward,
         kept=out.kept + more * in_backward,
