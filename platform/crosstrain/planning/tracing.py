@@ -68,13 +68,14 @@ def trace(model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: st
     batch: tensors of a micro batch, whose values do not count. Raises whatever the model raises where its forward
     looks at values.
     """
-    middles = {n: alike[1:-1] for n, chain in enumerate(model.chains()) if len(alike := _alike(chain)) > 2}
+    groups = {n: alike for n, chain in enumerate(model.chains()) if len(alike := _alike(chain)) > 2}
+    middles = {n: alike[1:-1] for n, alike in groups.items()}
     measure = partial(_measure, model, batch, dtype, mode, device)
     ends = measure(middles)
     out = ends.trace
     # From the end of the backward to its beginning: what comes later begins later by what is put in before.
-    for n in sorted(middles, key=lambda n: -ends.boundaries.get(n, (0, 0))[1]):
-        one = measure(middles | {n: [*middles[n], _alike(model.chains()[n])[-1]]})
+    for n in sorted(groups, key=lambda n: -ends.boundaries.get(n, (0, 0))[1]):
+        one = measure(middles | {n: groups[n][1:]})
         out = _extended(out, ends, one, n, len(middles[n]))
     return out
 
