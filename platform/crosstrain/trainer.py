@@ -11,8 +11,8 @@ from typing import Any
 
 from crosstrain import assembly
 from crosstrain.checkpoint import folders
+from crosstrain.checkpoint.assets import TOKENIZER_FILES, copy_files, plain_files
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
-from crosstrain.checkpoint.manifest import is_safe_name
 from crosstrain.config import BatchPlan, Config, plan_batch
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.left_out import take
@@ -61,6 +61,8 @@ class Trainer:
 
         self.dataset = assembly.open_split(config, "train")
         self.val_dataset = assembly.open_split(config, "val") if run.eval_interval else None
+        tokenizer = self.dataset.tokenizer_path
+        self.tokenizer_files = plain_files(tokenizer, TOKENIZER_FILES) if tokenizer is not None else []
         self.plan = plan_batch(run, runner.dp.size)
         self.max_iters = run_length(config, self.plan, self.dataset)
         if run.curriculum is not None:
@@ -296,7 +298,4 @@ class Trainer:
     def _write_assets(self, folder: Path) -> None:
         """What makes a checkpoint a Hugging Face folder: the model's configuration and the tokenizer's files."""
         self.runner.model.save_config(folder)
-        if self.dataset.tokenizer_path is not None:
-            for path in self.dataset.tokenizer_path.iterdir():
-                if path.is_file() and is_safe_name(path.name):  # not what an editor or a file manager left
-                    (folder / path.name).write_bytes(path.read_bytes())
+        copy_files(self.tokenizer_files, folder)

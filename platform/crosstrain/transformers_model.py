@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from crosstrain.checkpoint.assets import GENERATION_CONFIG, copy_files, plain_files
 from crosstrain.language_model import LanguageModel
 from crosstrain.model import Ends
 
@@ -38,6 +39,7 @@ class TransformersModel(LanguageModel):
         """`config` is without padding; `source` is the folder of weights to start from, if any."""
         super().__init__(options)
         self.config, self.lm, self.source = config, lm, source
+        self._generation = plain_files(source, {GENERATION_CONFIG}) if source is not None else []
         self.takes_positions = "position_ids" in inspect.signature(lm.base_model.forward).parameters
         words = (lm.get_input_embeddings(), lm.get_output_embeddings())
         self._vocabulary = {f"{name}.weight" for name, module in lm.named_modules() if module in words}
@@ -145,3 +147,4 @@ class TransformersModel(LanguageModel):
         config = copy.deepcopy(self.config)
         config.architectures = [type(self.lm).__name__]
         config.save_pretrained(folder)
+        copy_files(self._generation, folder)  # says which tokens end an answer

@@ -264,5 +264,4 @@ def _processor(component: Component) -> Any:
 @lru_cache(maxsize=4)
 def _tokenizer(spec: str) -> tuple[TextTokenizer, Path]:
     tokenizer = load_tokenizer(spec)
-    folder = Path(spec).expanduser()
-    return tokenizer, folder if folder.is_dir() else cached_folder(tokenizer)
+    return tokenizer, cached_folder(tokenizer)

@@ -9,24 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from crosstrain.checkpoint.assets import TOKENIZER_FILES, copy_files, plain_files
 from crosstrain.errors import DataError
 
 TOKENIZER = "tokenizer.json"  # the file in a tokenizer's folder, and in a model's
 END_OF_TEXT = "<|endoftext|>"
 _USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]")
-_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja"),
-)
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,8 @@ def load_tokenizer(spec: str | Path) -> TextTokenizer:
         return _from_file(path / "tokenizer.json", config)
     gpt2_files = (path / "vocab.json", path / "merges.txt")
     if all(map(Path.exists, gpt2_files)) and "GPT2" in config.get("tokenizer_class", "GPT2"):
-        return load_gpt2(*gpt2_files)
+        loaded = load_gpt2(*gpt2_files)
+        return replace(loaded, save=_copier(loaded.backend, path)) if config else loaded
     return _from_transformers(str(path))
 
 
@@ -134,15 +131,20 @@ def same_vocabulary(first: Path | None, second: Path | None) -> bool:
 
 
 def cached_folder(tokenizer: TextTokenizer) -> Path:
-    """The tokenizer as a folder under $XDG_CACHE_HOME/crosstrain, named by its content."""
+    """Save the tokenizer in a folder under $XDG_CACHE_HOME/crosstrain, named by the content of its files."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "crosstrain" / "tokenizers"
-    folder = cache / hashlib.sha256(tokenizer.backend.to_str().encode()).hexdigest()[:16]
-    if not folder.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as partial:
-            tokenizer.save(Path(partial) / "new")
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as partial:
+        new = Path(partial) / "new"
+        tokenizer.save(new)
+        digest = hashlib.sha256()
+        for path in sorted(new.iterdir()):  # a chat template too: what is alike in tokenizer.json may differ there
+            data = path.read_bytes()
+            digest.update(f"{path.name}/{len(data)}/".encode() + data)
+        folder = cache / digest.hexdigest()[:16]
+        if not folder.exists():
             try:
-                os.rename(Path(partial) / "new", folder)
+                os.rename(new, folder)
             except OSError:
                 if not folder.exists():  # otherwise another process was quicker with the same content
                     raise
@@ -168,15 +170,20 @@ def _from_file(path: Path, config: dict) -> TextTokenizer:
     if end is None:
         raise DataError(f"{path} names no token that ends a text: set eos_token in tokenizer_config.json beside it")
 
+    save = _copier(backend, path.parent) if config else lambda folder: _write(backend, end, folder)
+    return TextTokenizer(backend, end, save)
+
+
+def _copier(backend: Tokenizer, source: Path) -> Callable[[Path], None]:
+    """Saves the files of a tokenizer's folder as they are, with a tokenizer.json if it has none."""
+
     def save(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        if not config:
-            return _write(backend, end, folder)
-        for name in _FILES:
-            if (path.parent / name).exists():
-                shutil.copyfile(path.parent / name, folder / name)
+        copy_files(plain_files(source, TOKENIZER_FILES), folder)
+        if not (folder / TOKENIZER).exists():
+            backend.save(str(folder / TOKENIZER))
 
-    return TextTokenizer(backend, end, save)
+    return save
 
 
 def _from_transformers(spec: str) -> TextTokenizer:
