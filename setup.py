@@ -86,6 +86,7 @@ setup(
     install_requires=[
         "torch>=2.8",
         "transformers>=4.56",
+        "annotated-types>=0.6",
         "omegaconf>=2.3",
         "safetensors>=0.4.5",
         "tokenizers>=0.20",

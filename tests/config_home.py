@@ -180,8 +180,14 @@ def edit(home: Path, old: str, new: str) -> None:
     (home / "p.yaml").write_text(PROJECT.replace(old, new), encoding="utf-8")
 
 
-def mistake(*options: str, path: str = "p.yaml") -> str:
+def mistakes(*options: str, path: str = "p.yaml") -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load_config(path, options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    assert str(caught.value) == "\n".join(caught.value.sentences)
+    return caught.value.sentences
+
+
+def mistake(*options: str, path: str = "p.yaml") -> str:
+    (only,) = mistakes(*options, path=path)
+    assert "\n" not in only
+    return only

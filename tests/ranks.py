@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +69,19 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, seconds: floa
     return [results[rank] for rank in range(size)]
 
 
+def _environment(rank: int, size: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+
+
 def _rank(
     sender: Connection, rank: int, size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     import torch
 
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
+    os.environ |= _environment(rank, size, port)
     torch.set_num_threads(1)
     try:
         with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):
@@ -86,6 +91,39 @@ def _rank(
         os._exit(1)
     sys.stderr.flush()
     os._exit(0)  # like a worker's end, without waiting for threads of libraries
+
+
+def start(size: int, arguments: Iterable[str], out: Path) -> list[BaseProcess]:
+    """The program on `size` ranks that another launcher would start, such as torchrun; they write into `out`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [
+        _context.Process(target=_program, args=(rank, size, port, [*arguments], str(out))) for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    return ranks
+
+
+def _program(rank: int, size: int, port: int, arguments: list[str], out: str) -> None:
+    import torch
+
+    from crosstrain.cli import main
+
+    os.environ |= _environment(rank, size, port)
+    descriptor = os.open(out, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    torch.set_num_threads(1)
+    try:
+        code = main(arguments)
+    except BaseException:
+        traceback.print_exc()
+        code = 99
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def train(project: Path, name: str, *options: str, size: int = 1) -> Run:

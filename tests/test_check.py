@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+from annotated_types import Interval, MinLen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from crosstrain.bounds import AllowInfinity, FilePath, PositiveFloat, PositiveInt, Text
 from crosstrain.check import Checker, to_plain
-from crosstrain.errors import ConfigError
+from crosstrain.errors import ConfigError, ConfigErrors
 
 
 @dataclass
@@ -44,7 +47,9 @@ class Everything:
 
 
 CHECK = Checker(lambda key: f"f: {'.'.join(key)}")
-NUMBERS = st.floats(allow_nan=False)
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+INTEGERS = st.integers(-(2**63) + 1, 2**63 - 1)
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
 
 
 @settings(deadline=None)
@@ -52,21 +57,21 @@ NUMBERS = st.floats(allow_nan=False)
     st.builds(
         Everything,
         flag=st.booleans(),
-        number=st.integers(),
+        number=INTEGERS,
         real=NUMBERS,
-        text=st.text(),
+        text=TEXT,
         path=st.sampled_from([Path("a/b"), Path("/x")]),
         choice=st.sampled_from(["a", 1, True]),
-        either=st.none() | st.integers() | st.text(),
-        items=st.lists(st.integers()),
+        either=st.none() | INTEGERS | TEXT,
+        items=st.lists(INTEGERS),
         loose=st.lists(st.booleans()),
-        pair=st.tuples(st.integers(), st.text()),
+        pair=st.tuples(INTEGERS, TEXT),
         several=st.lists(NUMBERS).map(tuple),
-        mapping=st.dictionaries(st.text(), st.lists(st.integers())),
-        inner=st.builds(Inner, st.integers()),
-        inners=st.lists(st.builds(Inner, st.integers())),
-        maybe=st.none() | st.builds(Inner, st.integers()),
-        noted=st.integers(),
+        mapping=st.dictionaries(TEXT, st.lists(INTEGERS)),
+        inner=st.builds(Inner, INTEGERS),
+        inners=st.lists(st.builds(Inner, INTEGERS)),
+        maybe=st.none() | st.builds(Inner, INTEGERS),
+        noted=INTEGERS,
     )
 )
 def test_typed_values_survive_being_made_plain(value: Everything) -> None:
@@ -100,3 +105,89 @@ def test_a_value_of_the_wrong_type_gets_one_sentence(key: str, value: Any, sente
     with pytest.raises(ConfigError) as caught:
         CHECK.dataclass(Everything, {key: value}, ())
     assert str(caught.value) == f"f: {sentence}"
+
+
+# ---- bounds
+
+
+@dataclass
+class Bounded:
+    """An option of every kind of bound."""
+
+    count: PositiveInt | None = None
+    rate: PositiveFloat = 1.0
+    share: Annotated[float, Interval(ge=0, lt=1)] = 0.5
+    level: Annotated[int, Interval(ge=1, le=9)] = 1
+    limit: Annotated[float, AllowInfinity()] = 1.0
+    file: FilePath = "f"
+    folder: Path = Path("d")
+    name: Text = "n"
+    names: Annotated[list[Text], MinLen(1)] = field(default_factory=lambda: ["n"])
+    sizes: dict[str, PositiveInt] = field(default_factory=dict)
+    unbounded: int = 0
+    real: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("count", 0, "count: expected a whole number of at least 1 or null, got 0"),
+        ("rate", 0, "rate: expected a number above 0, got 0"),
+        ("rate", -0.5, "rate: expected a number above 0, got -0.5"),
+        ("rate", math.inf, "rate: expected a number above 0, got inf"),
+        ("rate", math.nan, "rate: expected a number above 0, got nan"),
+        ("rate", 10**400, "rate: expected a number above 0, got a number of more than 100 digits"),
+        ("share", 1, "share: expected a number of at least 0 and below 1, got 1"),
+        ("level", 10, "level: expected a whole number of at least 1 and at most 9, got 10"),
+        ("level", 2**70, f"level: expected a whole number of at least 1 and at most 9, got {2**70}"),
+        ("limit", math.nan, "limit: expected a number, got nan"),
+        ("file", "", "file: expected text, got the text '', which names nothing"),
+        ("file", "a\0b", "file: expected text, got the text 'a\\x00b', which holds a NUL character"),
+        ("file", "d/" + "x" * 256, f"file: expected text, got the text '{'d/' + 'x' * 78}'..., which is too long: "
+         "at most 4095 bytes, and 255 between slashes"),
+        ("file", "x/" * 3000, f"file: expected text, got the text '{'x/' * 40}'..., which is too long: "
+         "at most 4095 bytes, and 255 between slashes"),
+        ("folder", "", "folder: expected text, got the text '', which names nothing"),
+        ("name", "", "name: expected non-empty text, got the text ''"),
+        ("name", "\ud800", "name: expected non-empty text, got the text '\\ud800', which is not Unicode text"),
+        ("name", "x" * 70_000, f"name: expected non-empty text, got the text '{'x' * 80}'..., which has 70,000 "
+         "characters, more than 65,536"),
+        ("names", [], "names: expected a non-empty list of non-empty text, got a list of 0 values"),
+        ("sizes", {"a": 0}, "sizes.a: expected a whole number of at least 1, got 0"),
+        ("unbounded", 2**63, f"unbounded: expected a whole number, got {2**63}, which does not fit 64 bits"),
+        ("real", -math.inf, "real: expected a number, got -inf"),
+        ("options", {"a": [{"b": "\0"}]}, "options.a.0.b: expected text, got the text '\\x00', "
+         "which holds a NUL character"),
+        ("options", {"a": b"x"}, "options.a: expected a number, text, true, false, null, a list or a mapping, "
+         "got b'x'"),
+    ],
+)  # fmt: skip
+def test_a_value_out_of_its_bounds_gets_one_sentence(key: str, value: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        CHECK.dataclass(Bounded, {key: value}, ())
+    assert str(caught.value) == f"f: {sentence}"
+
+
+def test_a_value_at_its_bound_is_taken() -> None:
+    given = {"count": 1, "share": 0, "level": 9, "limit": math.inf, "file": "x" * 255, "unbounded": 2**63 - 1}
+    given |= {"options": {"a": [math.inf, None, True, "text"]}, "rate": 5e-324}
+    checked = CHECK.dataclass(Bounded, given, ())
+    assert {name: getattr(checked, name) for name in given} == given
+
+
+def test_all_mistakes_are_told_at_once_and_a_required_key_that_is_misspelled_once() -> None:
+    @dataclass
+    class Required:
+        path: str
+        inner: Bounded = field(default_factory=Bounded)
+
+    with pytest.raises(ConfigErrors) as caught:
+        CHECK.dataclass(Required, {"pth": "x", "inner": {"count": 0, "sizes": {"a": 0, "b": 0}}, "x": 1}, ())
+    assert [text.removeprefix("f: ") for text in caught.value.sentences] == [
+        "inner.count: expected a whole number of at least 1 or null, got 0",
+        "inner.sizes.a: expected a whole number of at least 1, got 0",
+        "inner.sizes.b: expected a whole number of at least 1, got 0",
+        "pth: unknown key; did you mean path?",
+        "x: unknown key; known: path, inner",
+    ]

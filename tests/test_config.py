@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config_home import configured_home, edit, load, mistake
+from config_home import configured_home, edit, load, mistake, mistakes
 from crosstrain.check import NoOptions
 from crosstrain.config import Component, Config, RunOptions
 from crosstrain.errors import ConfigError, UserError
@@ -100,7 +100,10 @@ def test_yaml_anchors_and_merge_keys_work(home: Path) -> None:
     write(home, {"p.yaml": text})
     assert load().datasets["again"].options.seq_length == 32
     write(home, {"p.yaml": text.replace("path:", "pth:")})
-    assert mistake().startswith("p.yaml:8: datasets.webtext.pth: unknown key; did you mean datasets.webtext.path?")
+    assert mistakes() == [
+        f"p.yaml:8: datasets.{label}.pth: unknown key; did you mean datasets.{label}.path?"
+        for label in ("again", "webtext")
+    ]
 
 
 # ---- layers

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import math
 import types
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from crosstrain.errors import ConfigError, UserError
+from crosstrain import bounds
+from crosstrain.errors import ConfigError, ConfigErrors, UserError
 from crosstrain.registry import registry
 
 Key = tuple[str, ...]  # ("run", "runner", "name") is run.runner.name
@@ -22,6 +23,27 @@ class OptionError(ConfigError):
     def __init__(self, key: str, message: str) -> None:
         super().__init__(f"{key}: {message}")
         self.key, self.message = key, message
+
+
+class Mistakes:
+    """Collect every UserError that is raised inside `with mistakes:`, so that one answer tells of all."""
+
+    def __init__(self) -> None:
+        self.errors: list[UserError] = []
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if isinstance(error, UserError):
+            self.errors.append(error)
+        return isinstance(error, UserError)
+
+    def end(self) -> None:
+        """Raise what was collected, if anything was: a single error as it is, several as ConfigErrors."""
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors:
+            raise ConfigErrors(self.errors)
 
 
 @dataclass
@@ -90,9 +112,10 @@ def to_plain(value: Any) -> Any:
 class Checker:
     """Checks values against types.
 
-    Understands bool, int, float, str, None, Any, Path, Literal, unions, list, tuple, dict, dataclasses and
-    `Annotated[Component, kind]`. A whole number does for a float; nothing else is converted.
-    `where(key)` says in which file and line a key stands, and shows the key. Every method raises ConfigError.
+    Understands bool, int, float, str, None, Any, object (unchecked), Path, Literal, unions, list, tuple, dict,
+    dataclasses, `Annotated[Component, kind]` and the constraints of crosstrain.bounds. A whole number does for a float;
+    nothing else is converted. `where(key)` says in which file and line a key stands, and shows the key.
+    Every method raises ConfigError, or ConfigErrors for several mistakes at once.
     """
 
     def __init__(self, where: Callable[[Key], str]) -> None:
@@ -128,19 +151,25 @@ class Checker:
             self.fail(key, f"expected a mapping, got {_show(value)}")
         hints = get_type_hints(cls, include_extras=True)
         known = {f.name: f for f in fields(cls) if f.init}
+        mistakes, meant = Mistakes(), set[str]()
         for name in value:
             if name not in known:
-                if instead := getattr(cls, "elsewhere", {}).get(name):
-                    self.fail((*key, str(name)), f"not an option here: {instead}")
-                self.unknown_key((*key, str(name)), known)
+                with mistakes:
+                    if instead := getattr(cls, "elsewhere", {}).get(name):
+                        self.fail((*key, str(name)), f"not an option here: {instead}")
+                    meant.update(nearest(str(name), known))
+                    self.unknown_key((*key, str(name)), known)
         arguments = {}
         for name, field in known.items():
-            if name in value:
-                arguments[name] = self.value(hints[name], value[name], (*key, name))
-            elif field.default is MISSING and field.default_factory is MISSING:
-                self.fail((*key, name), f"required, but missing; expected {_describe(hints[name])}")
-            elif get_args(hints[name])[:1] == (Component,) or is_dataclass(hints[name]):  # which may hold components
-                arguments[name] = self.value(hints[name], defaults(cls)[name], (*key, name))
+            with mistakes:
+                if name in value:
+                    arguments[name] = self.value(hints[name], value[name], (*key, name))
+                elif field.default is MISSING and field.default_factory is MISSING:
+                    if name not in meant:
+                        self.fail((*key, name), f"required, but missing; expected {_describe(hints[name])}")
+                elif get_args(hints[name])[:1] == (Component,) or is_dataclass(hints[name]):  # may hold components
+                    arguments[name] = self.value(hints[name], defaults(cls)[name], (*key, name))
+        mistakes.end()
         try:
             return cls(**arguments)
         except OptionError as error:
@@ -150,39 +179,67 @@ class Checker:
 
     def unknown_key(self, key: Key, known: Iterable[str]) -> NoReturn:
         names = list(known)
-        near = difflib.get_close_matches(key[-1], names, n=1)
-        if near:
+        if near := nearest(key[-1], names):
             self.fail(key, f"unknown key; did you mean {'.'.join((*key[:-1], near[0]))}?")
         self.fail(key, "unknown key; " + (f"known: {', '.join(names)}" if names else "there are no options here"))
 
     def value(self, hint: Any, value: Any, key: Key) -> Any:
         """`value` as the type `hint`."""
         origin, arguments = get_origin(hint) or hint, get_args(hint)
-        if origin is Any:
+        if origin is object:
             return value
-        if origin is Annotated:
-            if arguments[0] is Component:
-                return self.component(arguments[1], value, key)
-            return self.value(arguments[0], value, key)
+        if origin is Any:
+            return self._anything(value, key)
+        if origin is not Annotated:
+            checked, constraints = self._typed(hint, value, key), ()
+        elif arguments[0] is Component:
+            return self.component(arguments[1], value, key)
+        else:
+            checked, constraints = self._typed(arguments[0], value, key, hint), arguments[1:]
+        if (reason := bounds.fault(checked, constraints)) is not None:
+            self.fail(key, _expected(hint, value) + reason)
+        return checked
+
+    def _typed(self, hint: Any, value: Any, key: Key, shown: Any = None) -> Any:
+        """`value` as the type `hint`, whatever its bounds; errors describe the type as `shown`."""
+        origin, arguments = get_origin(hint) or hint, get_args(hint)
         if origin in (Union, types.UnionType):
             return self._union(hint, value, key)
         if is_dataclass(origin):
             return self.dataclass(origin, value, key)
         if origin is dict and isinstance(value, Mapping):
             name_type, item_type = arguments or (Any, Any)
-            named = ((self.value(name_type, name, (*key, str(name))), name, item) for name, item in value.items())
-            return {checked: self.value(item_type, item, (*key, str(name))) for checked, name, item in named}
+            return self._mapping(name_type, item_type, value, key)
         if origin in (list, tuple) and isinstance(value, (list, tuple)):
             return self._sequence(origin, arguments, value, key, hint)
         if origin is Literal and any(value == choice and type(value) is type(choice) for choice in arguments):
             return value
-        if origin is float and type(value) in (int, float) and not math.isnan(value):
-            return float(value)
+        if origin is float and type(value) in (int, float):
+            with suppress(OverflowError):  # the whole number is beyond the largest float
+                return float(value)
         if origin is Path and isinstance(value, (str, Path)):
-            return Path(value)
+            return Path(self.value(bounds.FilePath, str(value) if value != Path() else ".", key))
         if origin in (bool, int, str, type(None)) and type(value) is origin:
             return value
-        self.fail(key, _expected(hint, value))
+        self.fail(key, _expected(shown or hint, value))
+
+    def _anything(self, value: Any, key: Key) -> Any:
+        """`value`, if YAML can hold it; numbers may be infinite, as other libraries' options may."""
+        if isinstance(value, Mapping):
+            return self._mapping(Any, Any, value, key)
+        if isinstance(value, (list, tuple)):
+            return self._sequence(list, (Any,), value, key, list)
+        if type(value) not in (bool, int, float, str, type(None)):
+            self.fail(key, f"expected a number, text, true, false, null, a list or a mapping, got {_show(value)}")
+        return self.value(Annotated[type(value), bounds.AllowInfinity()], value, key)
+
+    def _mapping(self, name_type: Any, item_type: Any, value: Mapping[Any, Any], key: Key) -> dict[Any, Any]:
+        mistakes, checked = Mistakes(), {}
+        for name, item in value.items():
+            with mistakes:
+                checked[self.value(name_type, name, (*key, str(name)))] = self.value(item_type, item, (*key, str(name)))
+        mistakes.end()
+        return checked
 
     def _sequence(self, origin: type, arguments: tuple[Any, ...], value: Any, key: Key, hint: Any) -> Any:
         if origin is tuple and arguments and arguments[-1] is not Ellipsis:
@@ -191,8 +248,12 @@ class Checker:
             types_ = list(arguments)
         else:
             types_ = [arguments[0] if arguments else Any] * len(value)
-        items = zip(types_, value, strict=True)
-        return origin(self.value(t, item, (*key, str(i))) for i, (t, item) in enumerate(items))
+        mistakes, checked = Mistakes(), []
+        for i, (item_type, item) in enumerate(zip(types_, value, strict=True)):
+            with mistakes:
+                checked.append(self.value(item_type, item, (*key, str(i))))
+        mistakes.end()
+        return origin(checked)
 
     def _union(self, hint: Any, value: Any, key: Key) -> Any:
         members = get_args(hint)
@@ -210,9 +271,16 @@ class Checker:
 def _takes(hint: Any, value: Any) -> bool:
     """Whether `hint` is the kind of container that `value` is."""
     origin = get_origin(hint) or hint
+    if origin is Annotated:
+        inner = get_args(hint)[0]
+        return isinstance(value, Mapping) if inner is Component else _takes(inner, value)
     if isinstance(value, Mapping):
-        return origin in (dict, Annotated) or is_dataclass(origin)
+        return origin is dict or is_dataclass(origin)
     return isinstance(value, (list, tuple)) and origin in (list, tuple)
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(name[:100], list(known), n=1)
 
 
 def _expected(hint: Any, value: Any) -> str:
@@ -232,7 +300,7 @@ def _choices(hint: Any) -> Iterable[Any]:
 
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
-_WORDS |= {Path: "a path", list: "a list", dict: "a mapping", Any: "anything"}
+_WORDS |= {Path: "a path", list: "a list", dict: "a mapping", Any: "anything", object: "anything"}
 
 
 def _describe(hint: Any) -> str:
@@ -240,7 +308,7 @@ def _describe(hint: Any) -> str:
     if origin is Annotated and arguments[0] is Component:
         return f"the {arguments[1]}'s name, or a mapping with its name and options"
     if origin is Annotated:
-        return _describe(arguments[0])
+        return bounds.words(_describe(arguments[0]), arguments[1:])
     if origin is Literal:
         return "one of " + ", ".join(str(a) for a in arguments)
     if origin in (Union, types.UnionType):
@@ -261,4 +329,6 @@ def _show(value: Any) -> str:
         return f"a mapping with {', '.join(map(str, list(value)[:3]))}" if value else "an empty mapping"
     if isinstance(value, (list, tuple)):
         return f"a list of {len(value)} values"
-    return f"the text {value!r}" if isinstance(value, str) else repr(value)
+    if isinstance(value, str):
+        return f"the text {value!r}" if len(value) <= 200 else f"the text {value[:80]!r}..."
+    return repr(value) if not isinstance(value, int) or abs(value) < 10**100 else "a number of more than 100 digits"

@@ -11,6 +11,8 @@ from crosstrain import __version__
 from crosstrain.errors import UserError, printable, sentence
 from crosstrain.signals import ending_at_once
 
+_MOST_MISTAKES = 50  # of one configuration, that are shown
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -23,7 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser().parse_args(sys.argv[1:] if argv is None else argv)
         return arguments.run(arguments)
     except UserError as error:
-        print(f"error: {sentence(error)}", file=sys.stderr)
+        for text in error.sentences[:_MOST_MISTAKES]:
+            print(f"error: {sentence(text)}", file=sys.stderr)
+        if more := error.sentences[_MOST_MISTAKES:]:
+            print(f"error: and {len(more)} more mistakes", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -15,8 +15,18 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from crosstrain import paths
-from crosstrain.check import Checker, Component, Key, OptionError, defaults, options_class, to_plain
+from crosstrain import bounds, paths
+from crosstrain.check import (
+    Checker,
+    Component,
+    Key,
+    Mistakes,
+    OptionError,
+    defaults,
+    nearest,
+    options_class,
+    to_plain,
+)
 from crosstrain.errors import ConfigError, UserError
 from crosstrain.layers import (
     Layer,
@@ -109,44 +119,68 @@ class _Builder:
         self.tree: dict[str, Any] = reduce(merge, trees, {"run": defaults(RunOptions)})
 
     def build(self) -> Config:
-        self._check_sections()
-        self._add_plugins()
-        self._complete("model", ("model",))
-        for label in self.tree["datasets"]:
-            self._complete("dataset", ("datasets", label))
-        for name, kind in _RUN_COMPONENTS.items():
-            self._complete(kind, ("run", name))
+        """The checked configuration, or every mistake that does not hide others; what has one is left out meanwhile."""
+        mistakes = Mistakes()
+        self._check_sections(mistakes)
+        try:
+            self._add_plugins()
+            for kind, key in self._components():
+                with mistakes:
+                    self._complete(kind, key)
+                    continue
+                reduce(getitem, key[:-1], self.tree).pop(key[-1])
+            tree = resolve(self.tree, self.origins)
+        except UserError as error:  # from which others may follow
+            mistakes.errors.append(error)
+            mistakes.end()
+            raise
+        parts: dict[str, Any] = {"datasets": {}}
+        with mistakes:
+            if "model" in tree:
+                model = tree["model"]
+                arch, variant = model.pop("arch"), model.pop("model_type", None)
+                parts["model"] = self.check.component("model", {"name": arch, **model}, ("model",))
+                parts["model_type"] = self.check.value(bounds.FilePath | None, variant, ("model", "model_type"))
+        for label, entry in tree.get("datasets", {}).items():
+            with mistakes:
+                parts["datasets"][label] = self.check.component("dataset", entry, ("datasets", label))
+        with mistakes:
+            if "run" in tree:
+                parts["run"] = self.check.dataclass(RunOptions, tree["run"], ("run",))
+        mistakes.end()
+        return Config(**parts)
 
-        tree = resolve(self.tree, self.origins)
-        model = tree["model"]
-        arch, variant = model.pop("arch"), model.pop("model_type", None)
-        return Config(
-            model=self.check.component("model", {"name": arch, **model}, ("model",)),
-            model_type=self.check.value(str | None, variant, ("model", "model_type")),
-            datasets={
-                label: self.check.component("dataset", entry, ("datasets", label))
-                for label, entry in tree["datasets"].items()
-            },
-            run=self.check.dataclass(RunOptions, tree["run"], ("run",)),
-        )
-
-    def _check_sections(self) -> None:
-        run_keys = {f.name for f in fields(RunOptions)}
-        for name in map(str, self.tree):
-            if name in run_keys:
-                self.check.fail((name,), f"unknown section; did you mean run.{name}?")
-            if name not in _SECTIONS:
-                self.check.unknown_key((name,), _SECTIONS)
+    def _check_sections(self, mistakes: Mistakes) -> None:
+        """Drop what is no section."""
+        run_keys, meant = {f.name for f in fields(RunOptions)}, set[str]()
+        for name in [name for name in self.tree if name not in _SECTIONS]:
+            del self.tree[name]
+            with mistakes:
+                if name in run_keys:
+                    self.check.fail((name,), f"unknown section; did you mean run.{name}?")
+                meant.update(nearest(str(name), _SECTIONS))
+                self.check.unknown_key((str(name),), _SECTIONS)
         for name in _SECTIONS:
-            if name not in self.base.tree and name not in self.overrides.tree:
-                raise ConfigError(f"{self.base.label}: {name}: this section is required, but missing")
-            self.check.value(dict[str, Any], self.tree[name], (name,))
-        if not self.tree["datasets"]:
-            self.check.fail(("datasets",), "at least one dataset is required")
+            with mistakes:
+                if name in self.base.tree or name in self.overrides.tree:
+                    self.check.value(dict[str, object], self.tree[name], (name,))
+                    if self.tree[name] or name != "datasets":
+                        continue
+                    self.check.fail((name,), "at least one dataset is required")
+                if name not in meant:
+                    raise ConfigError(f"{self.base.label}: {name}: this section is required, but missing")
+            self.tree.pop(name, None)
+
+    def _components(self) -> list[tuple[str, Key]]:
+        """Kind and key of every component that may have presets."""
+        found: list[tuple[str, Key]] = [("model", ("model",))] if "model" in self.tree else []
+        found += [("dataset", ("datasets", label)) for label in self.tree.get("datasets", ())]
+        return found + [(kind, ("run", name)) for name, kind in _RUN_COMPONENTS.items() if "run" in self.tree]
 
     def _add_plugins(self) -> None:
         key = ("run", "plugins")
-        for i, folder in enumerate(self.check.value(list[str], resolve_at(self.tree, key, self.origins), key)):
+        given = resolve_at(self.tree, key, self.origins) if "run" in self.tree else []
+        for i, folder in enumerate(self.check.value(list[bounds.FilePath], given, key)):
             with self._located((*key, str(i))):
                 registry.add_folder(paths.find(folder))
 
@@ -163,7 +197,7 @@ class _Builder:
             given = {"name": given}
         if not isinstance(given, dict) and kind != "model":
             self.check.component(kind, given, key)  # which says what it may be
-        parent[own] = given = self.check.value(dict[str, Any], given, key)
+        parent[own] = given = self.check.value(dict[str, object], given, key)
         self._require_name(kind, key, given)
         name = self.check.value(str, resolve_at(self.tree, (*key, head(key)), self.origins), (*key, head(key)))
         name, presets = self._presets(kind, key, name)

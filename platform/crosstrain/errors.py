@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 # Control characters but tab and newline, halves of surrogate pairs, and what turns the direction of writing around.
 _STEERS_A_TERMINAL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -12,9 +13,26 @@ _LONGEST = 4000
 class UserError(Exception):
     """Something the user can mend; its message says what, where and what to do, in one sentence."""
 
+    @property
+    def sentences(self) -> list[str]:
+        """The message; for several mistakes one for each."""
+        return [str(self)]
+
 
 class ConfigError(UserError):
     """The configuration is wrong: unknown key, wrong type, impossible combination."""
+
+
+class ConfigErrors(ConfigError):
+    """Several mistakes in one configuration, sorted by file and line; `str` has a line for each."""
+
+    def __init__(self, errors: Iterable[UserError]) -> None:
+        found = {text for error in errors for text in error.sentences}
+        super().__init__("\n".join(sorted(found, key=_by_line)))
+
+    @property
+    def sentences(self) -> list[str]:
+        return str(self).split("\n")
 
 
 class DataError(UserError):
@@ -31,6 +49,11 @@ class TrainingError(UserError):
 
 class RankLost(UserError):
     """Another rank is gone. Nothing here is wrong: all can go on from the newest checkpoint."""
+
+
+def _by_line(text: str) -> list[str | int]:
+    """`file:12: ...` as a key that sorts by number."""
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r":(\d+):", text, maxsplit=1))]
 
 
 def printable(text: str) -> str:

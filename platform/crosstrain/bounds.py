@@ -1,0 +1,101 @@
+"""Bounds of options, declared beside the type and applied by the checker.
+
+An option's type is one of the names below, or carries constraints of `annotated_types`, whose names pydantic uses too:
+`Annotated[float, Interval(gt=0, le=1)]`, `Annotated[list[str], MinLen(1)]`. Undeclared, a number is finite and a whole
+one fits 64 bits, and a text is at most `LONGEST_TEXT` characters of Unicode without NUL.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Ge, GroupedMetadata, Gt, Interval, Le, Lt, MinLen
+
+LONGEST_TEXT = 65_536  # characters
+_LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, as file systems have it
+_LARGEST = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class AllowInfinity:
+    """The number may be infinite."""
+
+
+@dataclass(frozen=True)
+class IsPath:
+    """The text can name a file: neither blank nor longer than file systems allow."""
+
+
+PositiveInt = Annotated[int, Ge(1)]
+NonNegativeInt = Annotated[int, Ge(0)]
+PositiveFloat = Annotated[float, Gt(0)]
+NonNegativeFloat = Annotated[float, Ge(0)]
+Fraction = Annotated[float, Interval(ge=0, le=1)]
+Text = Annotated[str, MinLen(1)]
+FilePath = Annotated[str, IsPath()]
+
+
+_COMPARISONS: dict[type, tuple[Callable[[Any, Any], bool], str]] = {
+    Ge: (operator.ge, "at least"),
+    Gt: (operator.gt, "above"),
+    Le: (operator.le, "at most"),
+    Lt: (operator.lt, "below"),
+}
+
+
+def fault(value: Any, constraints: Iterable[Any] = ()) -> str | None:
+    """The reason why `value` breaks a bound, to follow it in a sentence; "" where the bound's words say it; or None."""
+    limits = list(_flat(constraints))
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isinf(value) and AllowInfinity() in limits else ""
+    if type(value) is int and not any(isinstance(limit, (Le, Lt)) for limit in limits) and abs(value) > _LARGEST:
+        return ", which does not fit 64 bits"
+    if isinstance(value, (str, Path)) and (reason := _bad_text(str(value), IsPath() in limits)) is not None:
+        return reason
+    return None if value is None or all(_keeps(value, limit) for limit in limits) else ""
+
+
+def words(noun: str, constraints: Iterable[Any]) -> str:
+    """`noun` with its bounds: a number above 0, a whole number of at least 1, non-empty text."""
+    limits = list(_flat(constraints))
+    compared = [limit for limit in limits if type(limit) in _COMPARISONS]
+    said = " and ".join(f"{_COMPARISONS[type(limit)][1]} {_number(limit)}" for limit in compared)
+    said = f" of {said}" if said.startswith("at") else f" {said}" if said else ""
+    if any(isinstance(limit, MinLen) for limit in limits):
+        noun = f"a non-empty {noun.removeprefix('a ')}" if noun.startswith("a ") else f"non-empty {noun}"
+    return noun + said
+
+
+def _flat(constraints: Iterable[Any]) -> Iterator[Any]:
+    for constraint in constraints:
+        yield from constraint if isinstance(constraint, GroupedMetadata) else (constraint,)
+
+
+def _number(limit: Any) -> Any:
+    return astuple(limit)[0]
+
+
+def _keeps(value: Any, limit: Any) -> bool:
+    if isinstance(limit, MinLen):
+        return len(value) >= limit.min_length
+    compare, _ = _COMPARISONS.get(type(limit), (None, ""))
+    return compare is None or isinstance(value, str) or compare(value, _number(limit))
+
+
+def _bad_text(text: str, is_path: bool) -> str | None:
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        return ", which is not Unicode text"
+    if "\0" in text:
+        return ", which holds a NUL character"
+    if is_path and (len(encoded) > _LONGEST_PATH or max(map(len, encoded.split(b"/"))) > _LONGEST_NAME):
+        return f", which is too long: at most {_LONGEST_PATH} bytes, and {_LONGEST_NAME} between slashes"
+    if len(text) > LONGEST_TEXT:
+        return f", which has {len(text):,} characters, more than {LONGEST_TEXT:,}"
+    return ", which names nothing" if is_path and not text.strip() else None
