@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,8 +17,11 @@ from omegaconf.errors import OmegaConfBaseException
 from crosstrain import paths
 from crosstrain.check import Key, one_line
 from crosstrain.errors import ConfigError, first_line
+from crosstrain.yaml_text import LARGEST_TREE, Unreadable, parse
 
 OPTIONS = "--options"
+_LARGEST_FILE = 2**18  # bytes
+_MOST_INTERPOLATIONS = 1000
 
 # The key that says which thing a mapping is about; a plain string in the mapping's place is short for it.
 _HEADS = {("model",): "arch", ("run", "amp"): "dtype", ("run", "on_bad_step"): "policy"}
@@ -68,21 +72,23 @@ def read_yaml(path: Path, at: Key = ()) -> Layer:
     """The mapping in a YAML file, put under the key `at`; ConfigError with the line of what is wrong."""
     label = paths.show(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        if root is None:
-            raise ConfigError(f"{label}: the file is empty")
-        if not isinstance(root, yaml.MappingNode):
-            raise ConfigError(f"{label}:{root.start_mark.line + 1}: expected a mapping of keys to values")
-        lines = dict(_lines(root, at))
-        tree = OmegaConf.to_container(OmegaConf.create(text))
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise ConfigError(f"{label}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem}") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{label}: cannot be read: not a regular file")
+        if path.stat().st_size > _LARGEST_FILE:
+            raise ConfigError(f"{label}: cannot be read: larger than {_LARGEST_FILE >> 10} KiB")
+        tree, root = parse(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:  # a UnicodeDecodeError, a path with a NUL
         raise ConfigError(one_line(f"{label}: cannot be read: {error}")) from error
-    except RecursionError as error:
-        raise ConfigError(f"{label}: an anchor contains itself, or the file is nested too deep") from error
+    except Unreadable as error:
+        place = f"{label}:{error.line}" if error.line else label
+        raise ConfigError(one_line(f"{place}: {error}")) from error
+    if root is None:
+        raise ConfigError(f"{label}: the file is empty")
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{label}:{root.start_mark.line + 1}: expected a mapping of keys to values")
+    lines = dict(_lines(root, at))
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(tree))
     except OmegaConfBaseException as error:
         raise _unresolved(error, Origins([Layer(label, {}, lines)]), []) from error
     return Layer(label, _under(at, cast(dict[str, Any], tree)), lines)
@@ -92,16 +98,17 @@ def read_options(options: Iterable[str]) -> Layer:
     """Command-line overrides `a.b=value`, the value in YAML; of two for the same key the later one counts."""
     tree: dict[str, Any] = {}
     for option in options:
-        key, separator, _ = option.partition("=")
+        key, separator, text = option.partition("=")
         if not separator or not all(part.strip() for part in key.split(".")):
             raise ConfigError(f"{OPTIONS}: {option!r} is not of the form key=value, such as run.seed=1")
+        parsed = OmegaConf.create()
         try:
-            parsed = OmegaConf.to_container(OmegaConf.from_dotlist([option]))
-        except yaml.MarkedYAMLError as error:
-            raise ConfigError(f"{OPTIONS}: {key}: the value is not valid YAML: {error.problem}") from error
+            OmegaConf.update(parsed, key, parse(text)[0])
+            tree = merge(tree, OmegaConf.to_container(parsed), names_replace=False)
+        except Unreadable as error:
+            raise ConfigError(one_line(f"{OPTIONS}: {key}: the value is {error}")) from error
         except OmegaConfBaseException as error:
             raise ConfigError(f"{OPTIONS}: {key}: {first_line(error)}") from error
-        tree = merge(tree, parsed, names_replace=False)
     return plain_layer(OPTIONS, tree)
 
 
@@ -150,6 +157,7 @@ def names_component(tree: Any, key: Key) -> bool:
 def resolve(tree: dict[str, Any], origins: Origins) -> dict[str, Any]:
     """`tree` with every ${interpolation} replaced by its value."""
     try:
+        _refuse_growth(tree, origins)
         resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise _unresolved(error, origins, [".".join(key) for key in _keys(tree)]) from error
@@ -162,12 +170,62 @@ def resolve_at(tree: dict[str, Any], key: Key, origins: Origins) -> Any:
     if "${" not in str(value) and value != "???":
         return value  # OmegaConf would copy the whole tree to find out
     try:
+        _refuse_growth(tree, origins)
         node: Any = OmegaConf.create(tree)
         for name in key:
             node = node[name]
         return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
     except OmegaConfBaseException as error:
         raise _unresolved(error, origins, [".".join(key) for key in _keys(tree)]) from error
+
+
+def _refuse_growth(tree: dict[str, Any], origins: Origins) -> None:
+    """ConfigError where interpolations of interpolations would write out more than a configuration holds."""
+    values = dict(_walk(tree))
+    uses = sum(value.count("${") for value in values.values() if isinstance(value, str))
+    if uses > _MOST_INTERPOLATIONS:
+        raise ConfigError(f"{origins.layers[0].label}: more than {_MOST_INTERPOLATIONS:,} interpolations")
+    by_name, sizes = {".".join(key): key for key in values}, dict[Key, int]()
+
+    def size(key: Key) -> int:
+        if key not in sizes:
+            sizes[key] = 0  # OmegaConf refuses circles
+            value = values[key]
+            if isinstance(value, str):
+                size_ = 1 + len(value) // 100
+                for name in _references(value, key):
+                    matching = fnmatch.filter(by_name, name) if "*" in name else [name] if name in by_name else []
+                    size_ += max((size(by_name[found]) for found in matching), default=0)
+            else:
+                names = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+                size_ = 1 + sum(size((*key, str(name))) for name in names)
+            sizes[key] = size_
+            if size_ > 2 * LARGEST_TREE:
+                raise ConfigError(f"{origins.where(key)}: its interpolations stand for too much")
+        return sizes[key]
+
+    try:
+        for key in values if uses else ():
+            size(key)
+    except RecursionError as error:
+        raise ConfigError(f"{origins.layers[0].label}: its interpolations refer to each other too deep") from error
+
+
+def _references(text: str, key: Key) -> Iterator[str]:
+    """Names of the keys that interpolations in the text at `key` may look up; * for what another one decides."""
+    while found := re.search(r"\$\{([^${}]*)\}", text):
+        text = f"{text[: found.start()]}*{text[found.end() :]}"
+        for name in re.split("[:,]", found[1]):
+            name = re.sub(r"\[([^]]*)\]", r".\1", name.strip())
+            up = len(name) - len(name.lstrip("."))
+            yield ".".join((*key[:-up], name[up:])) if up else name
+
+
+def _walk(tree: Any, at: Key = ()) -> Iterator[tuple[Key, Any]]:
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for name, value in items:
+        yield (*at, str(name)), value
+        yield from _walk(value, (*at, str(name)))
 
 
 def _unresolved(error: OmegaConfBaseException, origins: Origins, known: list[str]) -> ConfigError:
@@ -201,11 +259,8 @@ def _under(at: Key, tree: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _keys(tree: Any, at: Key = ()) -> Iterator[Key]:
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    for name, value in items:
-        yield (*at, str(name))
-        yield from _keys(value, (*at, str(name)))
+def _keys(tree: Any, at: Key = ()) -> list[Key]:
+    return [key for key, _ in _walk(tree, at)]
 
 
 def _lines(node: yaml.Node, at: Key) -> Iterator[tuple[Key, int | None]]:

@@ -27,7 +27,7 @@ def find(path: str | os.PathLike[str]) -> Path:
     wanted = Path(path).expanduser()
     candidates = [wanted] if wanted.is_absolute() else [wanted, home() / wanted]
     for candidate in candidates:
-        if candidate.exists():
+        if os.path.exists(candidate):  # False, too, for what cannot be a name
             return candidate
     near = [show(p) for c in candidates for p in _similar(c)]
     hint = f"did you mean {near[0]}?" if near else "looked in " + " and ".join(str(c.absolute()) for c in candidates)
@@ -45,6 +45,6 @@ def show(path: Path) -> str:
 def _similar(path: Path) -> list[Path]:
     try:
         names = sorted(os.listdir(path.parent))
-    except OSError:
+    except (OSError, ValueError):
         return []
     return [path.parent / name for name in difflib.get_close_matches(path.name, names, n=1)]

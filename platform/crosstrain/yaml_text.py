@@ -1,0 +1,107 @@
+"""YAML as configurations hold it: bounded in size and depth, and with numbers as people write them.
+
+`1e-4` is a number, as OmegaConf has it. `010`, `1:30` and dates are text, which YAML 1.1 reads as 8, 90 and a date.
+`yes`, `no`, `on` and `off` are true and false. Tags other than those of numbers, text, lists and mappings are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+LARGEST_TREE = 10_000  # values, with a text for one in each 100 characters
+_DEEPEST = 50
+
+
+class Unreadable(Exception):
+    """The text is no YAML, or more than a configuration holds; `line` counts from 1 and is None where none is known."""
+
+    def __init__(self, message: str, mark: yaml.Mark | None = None) -> None:
+        super().__init__(message)
+        self.line = mark.line + 1 if mark else None
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+        except (KeyError, ValueError) as error:  # an explicit tag; or more digits than Python reads
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.MarkedYAMLError(
+                problem=f"{str(node.value)[:40]!r} is no {kind}", problem_mark=node.start_mark
+            ) from error
+        if isinstance(value, int) and value.bit_length() > 1000:
+            raise yaml.MarkedYAMLError(problem="a number of more than 300 digits", problem_mark=node.start_mark)
+        return value
+
+
+_TAG = "tag:yaml.org,2002:"
+_Loader.yaml_constructors = {
+    tag: yaml.SafeLoader.yaml_constructors[tag]
+    for tag in (None, *(_TAG + kind for kind in ("null", "bool", "int", "float", "str", "seq", "map")))
+}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if tag in (f"{_TAG}null", f"{_TAG}bool", f"{_TAG}merge")]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_INT = r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$"
+_FLOAT = r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?)$"
+_Loader.add_implicit_resolver(f"{_TAG}int", re.compile(_INT), list("-+0123456789"))
+_Loader.add_implicit_resolver(f"{_TAG}float", re.compile(_FLOAT), list("-+.0123456789"))
+_Loader.add_implicit_resolver(f"{_TAG}float", re.compile(r"[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"), list("-+."))
+
+
+def parse(text: str) -> tuple[Any, yaml.Node | None]:
+    """The value of a YAML document, and its node, None for an empty one. Raises Unreadable."""
+    loader = None
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return None, None
+        _measure(root, {})
+        return loader.construct_document(root), root
+    except yaml.MarkedYAMLError as error:
+        raise Unreadable(f"not valid YAML: {error.problem}", error.problem_mark or error.context_mark) from error
+    except yaml.YAMLError as error:  # a character that YAML may not hold
+        raise Unreadable(f"not valid YAML: {error}") from error
+    except RecursionError as error:
+        raise Unreadable("nested too deep") from error
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
+    """Values and levels of a node with its aliases written out."""
+    if id(node) in known:
+        if (found := known[id(node)]) is None:
+            raise Unreadable("an anchor contains itself")
+        return found
+    known[id(node)] = None
+    children: list[yaml.Node] = []
+    if isinstance(node, yaml.MappingNode):
+        children = [part for pair in node.value for part in pair]
+        _refuse_duplicates(node)
+    elif isinstance(node, yaml.SequenceNode):
+        children = node.value
+    size, depth = 1 + (len(node.value) // 100 if isinstance(node, yaml.ScalarNode) else 0), 1
+    for child in children:
+        more, levels = _measure(child, known)
+        size, depth = size + more, max(depth, levels + 1)
+        if size > LARGEST_TREE or depth > _DEEPEST:
+            what = f"more than {LARGEST_TREE:,} values" if size > LARGEST_TREE else f"more than {_DEEPEST} levels"
+            raise Unreadable(f"{what}, aliases written out", node.start_mark)
+    known[id(node)] = size, depth
+    return size, depth
+
+
+def _refuse_duplicates(node: yaml.MappingNode) -> None:
+    seen = set()
+    for key, _ in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            if (key.tag, key.value) in seen:
+                raise yaml.MarkedYAMLError(problem=f"found duplicate key {key.value}", problem_mark=key.start_mark)
+            seen.add((key.tag, key.value))
