@@ -52,7 +52,7 @@ def test_plugins_do_not_import_each_other_across_kinds() -> None:
 
 @pytest.mark.parametrize("folder", [CORE, PLUGINS])
 def test_files_are_read_in_one_sitting(folder: Path) -> None:
-    long = {str(p): n for p in folder.rglob("*.py") if (n := len(p.read_text().splitlines())) > 310}
+    long = {str(p): n for p in folder.rglob("*.py") if (n := len(p.read_text().splitlines())) > 500}
     assert not long
 
 

@@ -160,17 +160,17 @@ max_iters: 320000 => max_iters: 3\n  max_epoch: 1
 warmup_fraction: 0.01 => warmup_fraction: 0.01\n  warmup_steps: 3
     22: run.warmup_fraction: warmup_steps already says how long the warmup is; give one of the two
 warmup_fraction: 0.01 => warmup_fraction: 1
-    22: run.warmup_fraction: expected at least 0 and less than 1, got 1.0
+    22: run.warmup_fraction: expected a number below 1, got 1
 micro_batch_size: 4 => micro_batch_size: 0
-    16: run.micro_batch_size: expected at least 1, got 0
+    16: run.micro_batch_size: expected a whole number of at least 1, got 0
 init_lr: 1.5e-4 => init_lr: 0
-    20: run.init_lr: expected more than 0, got 0.0
+    20: run.init_lr: expected a number above 0, got 0
 init_lr: 1.5e-4 => min_lr: 1
     20: run.min_lr: 1.0 is above init_lr, 0.0001
 amp: fp16 => amp: {window: 0}
-    23: run.amp.window: expected at least 1, got 0
+    23: run.amp.window: expected a whole number of at least 1, got 0
 amp: fp16 => amp: {loss_scale: 0}
-    23: run.amp.loss_scale: expected more than 0, got 0.0
+    23: run.amp.loss_scale: expected a number of at least 1e-06, got 0
 stage: 2 => stage: 1, offload: true
     12: run.runner: offload needs stage 2 or 3
 split: [949, 50, 1] => split: [949, 50
@@ -248,7 +248,7 @@ OPTION_MISTAKES = [
     ("run.runner.stage=9", "run.runner.stage: expected one of 1, 2, 3, got 9"),
     ("run.runner.name=", "run.runner.name: expected text, got null"),
     ("run.seed=1.0", "run.seed: expected a whole number, got 1.0"),
-    ("run.seed=-1", "run.seed: expected at least 0, got -1"),
+    ("run.seed=-1", "run.seed: expected a whole number of at least 0, got -1"),
     ("run.seed.deeper=1", "run.seed: expected a whole number, got a mapping with deeper"),
     ("run.seed=${run.sed}", "run.seed: ${run.sed} stands for no key; did you mean ${run.seed}?"),
     ("run=fast", "run: expected a mapping, got the text 'fast'"),

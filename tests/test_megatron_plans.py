@@ -128,7 +128,7 @@ def test_a_layout_that_does_not_fit_is_said_before_any_worker_starts(options: An
         ("{sequence_parallel: true}", "run.runner.sequence_parallel: tensor-parallel ranks share the sequence"),
         ("{pipeline_parallel: 2, pipeline_layers: [1, 1, 1]}", "must say for each of the 2 stages how many blocks"),
         ("{offload: cpu, data_parallel_style: zero1}", "data_parallel_style zero1 keeps parameters on devices"),
-        ("{tensor_parallel: 0}", "run.runner.tensor_parallel: expected at least 1, got 0"),
+        ("{tensor_parallel: 0}", "run.runner.tensor_parallel: expected a whole number of at least 1, got 0"),
     ],
 )
 def test_options_that_exclude_each_other_are_said(workspace: Workspace, options: str, sentence: str) -> None:

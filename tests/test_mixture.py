@@ -130,8 +130,8 @@ def test_lengths_grow_by_step_as_deepspeed_has_it() -> None:
 def test_impossible_curricula_are_refused() -> None:
     with pytest.raises(OptionError, match="start: 10 is not a multiple of 8"):
         CurriculumOptions(start=10, steps=5)
-    with pytest.raises(OptionError, match="steps: expected at least 1"):
-        CurriculumOptions(start=8, steps=0)
+    with pytest.raises(ConfigError, match="steps: expected a whole number of at least 1, got 0"):
+        Checker(".".join).dataclass(CurriculumOptions, {"start": 8, "steps": 0}, ())
     with pytest.raises(ConfigError, match="start: 40 is more than the dataset's seq_length, 32"):
         CurriculumOptions(start=40, steps=5).check(32)
     with pytest.raises(ConfigError, match="no common length"):

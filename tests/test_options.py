@@ -11,8 +11,8 @@ from crosstrain.errors import ConfigError
 
 
 def test_an_option_error_raised_outside_a_file_still_names_its_field() -> None:
-    with pytest.raises(OptionError, match=r"^log_interval: expected at least 1, got 0$"):
-        RunOptions(output_dir="o", max_iters=1, micro_batch_size=1, log_interval=0)
+    with pytest.raises(OptionError, match=r"^min_lr: 1 is above init_lr, 0.1$"):
+        RunOptions(output_dir="o", max_iters=1, micro_batch_size=1, init_lr=0.1, min_lr=1)
 
 
 def batch(dp_size: int, **given: int | None) -> BatchPlan:

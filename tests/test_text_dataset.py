@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crosstrain.check import OptionError
+from crosstrain.check import Checker
 from crosstrain.data.prepare import PrepareOptions
 from crosstrain.data.tokenizer import load_tokenizer, train_bpe
 from crosstrain.data.tokens import TokenWriter
-from crosstrain.errors import DataError
+from crosstrain.errors import ConfigError, DataError
 from crosstrain.registry import registry
 
 TextDataset = registry.get("dataset", "text")
@@ -129,17 +129,17 @@ def test_a_split_without_a_sample_says_what_to_change(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"seq_length": 0}, "seq_length: must be at least 1"),
+        ({"seq_length": 0}, "seq_length: expected a whole number of at least 1, got 0"),
         ({"seq_length": 8, "split": []}, "split: "),
         ({"seq_length": 8, "split": [0, 0]}, "split: "),
-        ({"seq_length": 8, "split": [2, -1]}, "split: "),
+        ({"seq_length": 8, "split": [2, -1]}, "split.1: expected a number of at least 0, got -1"),
         ({"seq_length": 8, "split": [1, 1, 1, 1]}, "split: "),
         ({"seq_length": 8, "vocab_file": "vocab.json"}, "vocab_file and merge_file go together"),
     ],
 )
 def test_impossible_options_are_refused_before_any_file_is_read(options: dict, complaint: str) -> None:
-    with pytest.raises(OptionError, match=complaint):
-        TextDataset.Options(path="data", **options)
+    with pytest.raises(ConfigError, match=complaint):
+        Checker(".".join).dataclass(TextDataset.Options, {"path": "data", **options}, ())
 
 
 # ---- where tokens come from

@@ -189,7 +189,7 @@ def test_a_host_whose_rules_cannot_be_had_is_left_alone(server: Server, tmp_path
 
 
 def test_options_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ConfigError, match="hosts: must be at least 1"):
+    with pytest.raises(ConfigError, match="hosts: expected a whole number of at least 1, got 0"):
         Source("urls", {"path": "x", "hosts": 0}, "urls").open()
 
 

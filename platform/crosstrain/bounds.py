@@ -11,7 +11,6 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge, GroupedMetadata, Gt, Interval, Le, Lt, MinLen
@@ -41,34 +40,32 @@ FilePath = Annotated[str, IsPath()]
 
 
 _COMPARISONS: dict[type, tuple[Callable[[Any, Any], bool], str]] = {
-    Ge: (operator.ge, "at least"),
+    Ge: (operator.ge, "of at least"),
     Gt: (operator.gt, "above"),
-    Le: (operator.le, "at most"),
+    Le: (operator.le, "of at most"),
     Lt: (operator.lt, "below"),
 }
 
 
-def fault(value: Any, constraints: Iterable[Any] = ()) -> str | None:
-    """The reason why `value` breaks a bound, to follow it in a sentence; "" where the bound's words say it; or None."""
+def broken(value: Any, constraints: Iterable[Any] = ()) -> tuple[str, str] | None:
+    """The bound that `value` breaks, as words after the type and words after the value: " above 0", "".
+
+    None where it keeps them all.
+    """
     limits = list(_flat(constraints))
     if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isinf(value) and AllowInfinity() in limits else ""
+        return None if math.isinf(value) and AllowInfinity() in limits else ("", "")
     if type(value) is int and not any(isinstance(limit, (Le, Lt)) for limit in limits) and abs(value) > _LARGEST:
-        return ", which does not fit 64 bits"
-    if isinstance(value, (str, Path)) and (reason := _bad_text(str(value), IsPath() in limits)) is not None:
-        return reason
-    return None if value is None or all(_keeps(value, limit) for limit in limits) else ""
-
-
-def words(noun: str, constraints: Iterable[Any]) -> str:
-    """`noun` with its bounds: a number above 0, a whole number of at least 1, non-empty text."""
-    limits = list(_flat(constraints))
-    compared = [limit for limit in limits if type(limit) in _COMPARISONS]
-    said = " and ".join(f"{_COMPARISONS[type(limit)][1]} {_number(limit)}" for limit in compared)
-    said = f" of {said}" if said.startswith("at") else f" {said}" if said else ""
-    if any(isinstance(limit, MinLen) for limit in limits):
-        noun = f"a non-empty {noun.removeprefix('a ')}" if noun.startswith("a ") else f"non-empty {noun}"
-    return noun + said
+        return "", ", which does not fit 64 bits"
+    if isinstance(value, str) and (reason := _bad_text(value, IsPath() in limits)):
+        return "", reason
+    for limit in limits:
+        if isinstance(limit, MinLen) and value is not None and len(value) < limit.min_length:
+            return " that is not empty", ""
+        compare, said = _COMPARISONS.get(type(limit), (None, ""))
+        if compare is not None and isinstance(value, (int, float)) and not compare(value, astuple(limit)[0]):
+            return f" {said} {astuple(limit)[0]:,}", ""
+    return None
 
 
 def _flat(constraints: Iterable[Any]) -> Iterator[Any]:
@@ -76,18 +73,7 @@ def _flat(constraints: Iterable[Any]) -> Iterator[Any]:
         yield from constraint if isinstance(constraint, GroupedMetadata) else (constraint,)
 
 
-def _number(limit: Any) -> Any:
-    return astuple(limit)[0]
-
-
-def _keeps(value: Any, limit: Any) -> bool:
-    if isinstance(limit, MinLen):
-        return len(value) >= limit.min_length
-    compare, _ = _COMPARISONS.get(type(limit), (None, ""))
-    return compare is None or isinstance(value, str) or compare(value, _number(limit))
-
-
-def _bad_text(text: str, is_path: bool) -> str | None:
+def _bad_text(text: str, is_path: bool) -> str:
     try:
         encoded = text.encode()
     except UnicodeEncodeError:
@@ -98,4 +84,4 @@ def _bad_text(text: str, is_path: bool) -> str | None:
         return f", which is too long: at most {_LONGEST_PATH} bytes, and {_LONGEST_NAME} between slashes"
     if len(text) > LONGEST_TEXT:
         return f", which has {len(text):,} characters, more than {LONGEST_TEXT:,}"
-    return ", which names nothing" if is_path and not text.strip() else None
+    return ", which names nothing" if is_path and not text.strip() else ""

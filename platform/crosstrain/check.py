@@ -25,6 +25,10 @@ class OptionError(ConfigError):
         self.key, self.message = key, message
 
 
+class _OutOfBounds(ConfigError):
+    """The value is of the type, and breaks a bound of it."""
+
+
 class Mistakes:
     """Collect every UserError that is raised inside `with mistakes:`, so that one answer tells of all."""
 
@@ -195,13 +199,13 @@ class Checker:
         elif arguments[0] is Component:
             return self.component(arguments[1], value, key)
         else:
-            checked, constraints = self._typed(arguments[0], value, key, hint), arguments[1:]
-        if (reason := bounds.fault(checked, constraints)) is not None:
-            self.fail(key, _expected(hint, value) + reason)
+            checked, constraints = self._typed(arguments[0], value, key), arguments[1:]
+        if said := bounds.broken(checked, constraints):
+            raise _OutOfBounds(self.sentence(key, f"expected {_describe(hint)}{said[0]}, got {_show(value)}{said[1]}"))
         return checked
 
-    def _typed(self, hint: Any, value: Any, key: Key, shown: Any = None) -> Any:
-        """`value` as the type `hint`, whatever its bounds; errors describe the type as `shown`."""
+    def _typed(self, hint: Any, value: Any, key: Key) -> Any:
+        """`value` as the type `hint`, whatever its bounds."""
         origin, arguments = get_origin(hint) or hint, get_args(hint)
         if origin in (Union, types.UnionType):
             return self._union(hint, value, key)
@@ -221,7 +225,7 @@ class Checker:
             return Path(self.value(bounds.FilePath, str(value) if value != Path() else ".", key))
         if origin in (bool, int, str, type(None)) and type(value) is origin:
             return value
-        self.fail(key, _expected(shown or hint, value))
+        self.fail(key, _expected(hint, value))
 
     def _anything(self, value: Any, key: Key) -> Any:
         """`value`, if YAML can hold it; numbers may be infinite, as other libraries' options may."""
@@ -263,6 +267,8 @@ class Checker:
         for member in members:
             try:
                 return self.value(member, value, key)
+            except _OutOfBounds:
+                raise
             except ConfigError:
                 continue
         self.fail(key, _expected(hint, value))
@@ -308,7 +314,7 @@ def _describe(hint: Any) -> str:
     if origin is Annotated and arguments[0] is Component:
         return f"the {arguments[1]}'s name, or a mapping with its name and options"
     if origin is Annotated:
-        return bounds.words(_describe(arguments[0]), arguments[1:])
+        return _describe(arguments[0])
     if origin is Literal:
         return "one of " + ", ".join(str(a) for a in arguments)
     if origin in (Union, types.UnionType):

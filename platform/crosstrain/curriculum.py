@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
+from annotated_types import Interval
+
+from crosstrain.bounds import PositiveInt
 from crosstrain.check import OptionError
 from crosstrain.errors import ConfigError
 
@@ -13,19 +17,15 @@ from crosstrain.errors import ConfigError
 class CurriculumOptions:
     """From which length, for how many steps. The same under every runner, batch layout and after any resume."""
 
-    start: int  # tokens of a sample in the first steps
-    steps: int  # from this step on samples are whole
-    multiple_of: int = 8  # lengths are rounded down to it
-    degree: float = 1.0  # 1: the length grows linearly; 2: with the square root of the step, and so on
+    start: PositiveInt  # tokens of a sample in the first steps
+    steps: PositiveInt  # from this step on samples are whole
+    multiple_of: PositiveInt = 8  # lengths are rounded down to it
+    # 1: the length grows linearly; 2: with the square root of the step, and so on
+    degree: Annotated[float, Interval(ge=1, le=100)] = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("start", "steps", "multiple_of"):
-            if getattr(self, name) < 1:
-                raise OptionError(name, f"expected at least 1, got {getattr(self, name)}")
         if self.start % self.multiple_of:
             raise OptionError("start", f"{self.start} is not a multiple of {self.multiple_of} (multiple_of)")
-        if self.degree < 1:
-            raise OptionError("degree", f"expected at least 1, got {self.degree}")
 
     def check(self, full: int | None) -> int:
         """The whole length, which the dataset says. ConfigError where there is none or it is below `start`."""

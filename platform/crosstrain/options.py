@@ -6,9 +6,16 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, Literal
 
+from annotated_types import Gt, Interval, MinLen
+
+from crosstrain.bounds import FilePath, NonNegativeFloat, NonNegativeInt, PositiveInt, Text
 from crosstrain.check import Component, NoOptions, OptionError
 from crosstrain.curriculum import CurriculumOptions
 from crosstrain.errors import ConfigError
+
+Steps = Annotated[int, Interval(ge=1, le=10**12)]
+BatchSize = Annotated[int, Interval(ge=1, le=2**24)]  # samples, or forwards
+Scale = Annotated[float, Interval(ge=1e-6, le=1e20)]  # of a loss; fp32 holds it times such
 
 
 @dataclass
@@ -16,16 +23,16 @@ class AmpOptions:
     """Mixed precision: `amp: bf16` is short for `amp: {dtype: bf16}`. The rest concerns fp16 alone."""
 
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # of the forward under autocast; masters and moments stay fp32
-    loss_scale: float | None = None  # a fixed scale, in any precision; None: dynamic for fp16, else 1
-    initial_scale: float = 2.0**32  # where a dynamic scale starts
-    window: int = 1000  # steps without overflow before the scale doubles
-    hysteresis: int = 2  # overflows before the scale halves
-    min_scale: float = 1.0  # a dynamic scale falls no lower
-    max_skipped: int = 50  # consecutive skipped steps after which training gives up
+    loss_scale: Scale | None = None  # a fixed scale, in any precision; None: dynamic for fp16, else 1
+    initial_scale: Scale = 2.0**32  # where a dynamic scale starts
+    window: PositiveInt = 1000  # steps without overflow before the scale doubles
+    hysteresis: PositiveInt = 2  # overflows before the scale halves
+    min_scale: Scale = 1.0  # a dynamic scale falls no lower
+    max_skipped: PositiveInt = 50  # consecutive skipped steps after which training gives up
 
     def __post_init__(self) -> None:
-        _above(self, 0, "loss_scale", "initial_scale", "min_scale")
-        _at_least(self, 1, "window", "hysteresis", "max_skipped")
+        if self.min_scale > self.initial_scale:
+            raise OptionError("min_scale", f"{self.min_scale:g} is above initial_scale, {self.initial_scale:g}")
 
 
 @dataclass
@@ -37,13 +44,11 @@ class BadStepOptions:
     """
 
     policy: Literal["stop", "skip", "roll_back"] = "stop"
-    spike: float | None = None  # None: a loss may jump as it likes
-    spike_window: int = 100  # nothing is a spike before there are so many good steps
-    max_in_a_row: int = 10  # bad steps without a good one, or roll backs to one checkpoint, after which training ends
-
-    def __post_init__(self) -> None:
-        _above(self, 1, "spike")
-        _at_least(self, 1, "spike_window", "max_in_a_row")
+    spike: Annotated[float, Gt(1)] | None = None  # None: a loss may jump as it likes
+    # nothing is a spike before there are so many good steps
+    spike_window: Annotated[int, Interval(ge=1, le=10**6)] = 100
+    # bad steps without a good one, or roll backs to one checkpoint, after which training ends
+    max_in_a_row: PositiveInt = 10
 
 
 @dataclass
@@ -51,16 +56,13 @@ class ProfileOptions:
     """Which steps torch's profiler looks at, and how closely."""
 
     steps: list[int] | list[list[int]]  # [first, last], or several such windows; attempted steps
-    ranks: list[int] = field(default_factory=lambda: [0])  # which ranks are profiled
+    ranks: Annotated[list[NonNegativeInt], MinLen(1)] = field(default_factory=lambda: [0])  # which ranks are profiled
     record_shapes: bool = False  # shapes of what operators are given; the table tells them apart then
     with_stack: bool = False  # lines of the source that called them: large traces, slow steps
     profile_memory: bool = True  # allocations, and memory over time
-    top: int = 30  # rows of the table of operators
+    top: Annotated[int, Interval(ge=1, le=10_000)] = 30  # rows of the table of operators
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "top")
-        if not self.ranks or min(self.ranks) < 0:
-            raise OptionError("ranks", "name at least one rank, such as [0]")
         if not all(len(w) == 2 and 1 <= w[0] <= w[1] for w in self.windows):
             raise OptionError("steps", "expected [first, last], such as [2, 4], or several such windows")
         for (first, last), (start, end) in pairwise(self.windows):
@@ -95,34 +97,36 @@ class RunOptions:
     Raises OptionError, a ConfigError, for values that cannot go together.
     """
 
-    output_dir: str  # folder of the run: config.yaml, log.txt, metrics.jsonl, tensorboard/, checkpoints/
+    output_dir: FilePath  # folder of the run: config.yaml, log.txt, metrics.jsonl, tensorboard/, checkpoints/
     runner: Annotated[Component, "runner"] = field(default_factory=lambda: Component("ddp"))  # or a preset
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
-    seed: int = 1234  # of initial values, sample order, dropout and augmentation
-    plugins: list[str] = field(default_factory=list)  # further folders of plugins
-    max_restarts: int = 0  # how often all workers start again, from the newest checkpoint, after one has died
+    seed: NonNegativeInt = 1234  # of initial values, sample order, dropout and augmentation
+    plugins: list[FilePath] = field(default_factory=list)  # further folders of plugins
+    # how often all workers start again, from the newest checkpoint, after one has died
+    max_restarts: NonNegativeInt = 0
 
     # Length: exactly one of the two.
-    max_iters: int | None = None  # steps
-    max_epoch: int | None = None  # passes over the training data
+    max_iters: Steps | None = None
+    max_epoch: Annotated[int, Interval(ge=1, le=10**6)] | None = None  # passes over the training data
 
     # Batch: global = micro x accumulation x data-parallel ranks; what is not given follows, or is 1.
-    global_batch_size: int | None = None  # samples per step
-    micro_batch_size: int | None = None  # samples per forward on one rank
-    accum_grad_iters: int | None = None  # forwards per step on one rank
+    global_batch_size: BatchSize | None = None  # samples per step
+    micro_batch_size: BatchSize | None = None  # samples per forward on one rank
+    accum_grad_iters: BatchSize | None = None  # forwards per step on one rank
 
     # Optimization
     optimizer: Annotated[Component, "optimizer"] = field(default_factory=lambda: Component("adamw"))
-    init_lr: float = 1e-4  # highest learning rate, reached when warmup ends
-    min_lr: float = 0.0  # where the schedule ends
-    weight_decay: float = 0.01
-    grad_norm_clip: float | None = 1.0  # largest global gradient norm; 0 or None: off
+    init_lr: Annotated[float, Interval(gt=0, le=10_000)] = 1e-4  # highest learning rate, reached when warmup ends
+    min_lr: NonNegativeFloat = 0.0  # where the schedule ends
+    weight_decay: Annotated[float, Interval(ge=0, le=10_000)] = 0.01
+    grad_norm_clip: NonNegativeFloat | None = 1.0  # largest global gradient norm; 0 or None: off
     lr_sched: Annotated[Component, "lr_scheduler"] = field(default_factory=lambda: Component("cosine"))
-    warmup_steps: int | None = None  # applied steps of linear warmup,
-    warmup_fraction: float | None = None  # or the same as a fraction of lr_decay_iters; neither: no warmup
-    lr_decay_iters: int | None = None  # step at which the schedule reaches min_lr; None: the last one
+    warmup_steps: NonNegativeInt | None = None  # applied steps of linear warmup,
+    # or the same as a fraction of lr_decay_iters; neither: no warmup
+    warmup_fraction: Annotated[float, Interval(ge=0, lt=1)] | None = None
+    lr_decay_iters: Steps | None = None  # step at which the schedule reaches min_lr; None: the last one
 
-    freeze: list[str] = field(default_factory=list)  # patterns of parameter names that are not trained
+    freeze: list[Text] = field(default_factory=list)  # patterns of parameter names that are not trained
 
     # Precision and memory
     amp: AmpOptions = field(default_factory=AmpOptions)
@@ -130,11 +134,11 @@ class RunOptions:
     compile: Literal["none", "blocks", "model"] = "none"  # what torch.compile gets
 
     # Reporting, in steps
-    log_interval: int = 10
-    eval_interval: int | None = None  # None: no validation
-    eval_iters: int = 10  # global batches per evaluation
-    sample_prompts: list[str] = field(default_factory=list)  # continued and shown when training ends
-    sample_tokens: int = 64  # length of those continuations
+    log_interval: Steps = 10
+    eval_interval: Steps | None = None  # None: no validation
+    eval_iters: Steps = 10  # global batches per evaluation
+    sample_prompts: list[Text] = field(default_factory=list)  # continued and shown when training ends
+    sample_tokens: Annotated[int, Interval(ge=1, le=2**20)] = 64  # length of those continuations
 
     # Where the numbers go. jsonl is always among them.
     trackers: list[Annotated[Component, "tracker"]] = field(
@@ -144,35 +148,27 @@ class RunOptions:
     profile: ProfileOptions | None = None  # None: no step is profiled
 
     # Checkpoints: one is always saved after the last step.
-    save_interval: int | None = None  # steps; None: only after the last one
+    save_interval: Steps | None = None  # steps; None: only after the last one
     save_in_background: bool = True  # training goes on meanwhile, beside a copy of each rank's share in host memory
-    keep_last: int | None = 3  # older ones are deleted; None: keep all
-    keep_every: int | None = None  # those at multiples of this many steps are never deleted
+    keep_last: PositiveInt | None = 3  # older ones are deleted; None: keep all
+    keep_every: Steps | None = None  # those at multiples of this many steps are never deleted
     save_best: bool = True  # also keep the one with the lowest validation loss
-    resume_from: str | None = None  # a checkpoint, or a run's folder; None: this run's own latest, if any
+    resume_from: FilePath | None = None  # a checkpoint, or a run's folder; None: this run's own latest, if any
     resume_optimizer: bool = True  # False: moments start at zero, as for another optimizer
     on_bad_step: BadStepOptions = field(default_factory=BadStepOptions)
 
     curriculum: CurriculumOptions | None = None  # short sequences first; None: whole ones from the first step on
-    num_workers: int = 0  # processes per rank that load data; 0: the rank itself does
-    collective_timeout: float | None = 600.0  # seconds by which a rank may enter a collective late; None: unguarded
+    # processes per rank that load data; 0: the rank itself does
+    num_workers: Annotated[int, Interval(ge=0, le=256)] = 0
+    # seconds by which a rank may enter a collective late; None: unguarded
+    collective_timeout: Annotated[float, Interval(ge=0.1, le=10**7)] | None = 600.0
 
     def __post_init__(self) -> None:
         if "jsonl" not in (tracker.name for tracker in self.trackers):
             self.trackers = [Component("jsonl", NoOptions()), *self.trackers]
-        counts = ["max_iters", "max_epoch", "global_batch_size", "micro_batch_size", "accum_grad_iters"]
-        counts += ["lr_decay_iters", "log_interval", "eval_interval", "eval_iters", "sample_tokens"]
-        counts += ["save_interval", "keep_last", "keep_every"]
-        _at_least(self, 1, *counts)
-        _at_least(
-            self, 0, "seed", "min_lr", "weight_decay", "grad_norm_clip", "warmup_steps", "num_workers", "max_restarts"
-        )
-        _above(self, 0, "init_lr", "collective_timeout")
         self._check_roll_back()
         if self.min_lr > self.init_lr:
             raise OptionError("min_lr", f"{self.min_lr} is above init_lr, {self.init_lr}")
-        if self.warmup_fraction is not None and not 0 <= self.warmup_fraction < 1:
-            raise OptionError("warmup_fraction", f"expected at least 0 and less than 1, got {self.warmup_fraction}")
         if self.warmup_steps is not None and self.warmup_fraction is not None:
             raise OptionError(
                 "warmup_fraction", "warmup_steps already says how long the warmup is; give one of the two"
@@ -230,17 +226,3 @@ def plan_batch(run: RunOptions, dp_size: int) -> BatchPlan:
             f"the nearest valid global_batch_size is {nearest}"
         )
     return BatchPlan(total, micro or total // unit, accumulation or total // unit, dp_size)
-
-
-def _at_least(options: object, lowest: float, *names: str) -> None:
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value < lowest:
-            raise OptionError(name, f"expected at least {lowest}, got {value}")
-
-
-def _above(options: object, limit: float, *names: str) -> None:
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value <= limit:
-            raise OptionError(name, f"expected more than {limit}, got {value}")

@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Interval
 from torch.utils.data import get_worker_info
 
+from crosstrain.bounds import FilePath, PositiveInt, Text
 from crosstrain.check import OptionError
 from crosstrain.data.conversations import SampleError
 from crosstrain.data.dataset import SPLITS, Reading, Sample, Split
@@ -46,21 +48,19 @@ class ImageText(ImageDataset):
 
         vis_processor: Processors = field(default_factory=lambda: processors("image_train", "image_eval"))
         text_processor: Processors = field(default_factory=lambda: processors("captions", "captions"))
-        train: str | list[str] | None = None  # such as data/laion/{00000..00099}.tar
-        val: str | list[str] | None = None
-        test: str | list[str] | None = None
-        cache: str | None = None  # folder of indexes and copies of remote shards; None: $XDG_CACHE_HOME/crosstrain
+        train: Text | list[Text] | None = None  # such as data/laion/{00000..00099}.tar
+        val: Text | list[Text] | None = None
+        test: Text | list[Text] | None = None
+        cache: FilePath | None = None  # folder of indexes and copies of remote shards; None: $XDG_CACHE_HOME/crosstrain
         prepare: PackOptions | None = None  # how to make the shards when there are none
         streaming: bool = False  # the train split is read as it comes, without index, copy and exact resume
-        samples: int | None = None  # so many are an epoch of a streamed split, which has not been counted
-        shuffle_buffer: int = 1000  # samples of a stream, still compressed, among which the next one is drawn
+        samples: PositiveInt | None = None  # so many are an epoch of a streamed split, which has not been counted
+        # samples of a stream, still compressed, among which the next one is drawn
+        shuffle_buffer: Annotated[int, Interval(ge=1, le=10**7)] = 1000
 
         def __post_init__(self) -> None:
-            super().__post_init__()
-            if self.streaming and (self.samples is None or self.samples < 1):
+            if self.streaming and self.samples is None:
                 raise OptionError("samples", "say with streaming how many samples are an epoch, which nobody counts")
-            if self.shuffle_buffer < 1:
-                raise OptionError("shuffle_buffer", f"must be at least 1, not {self.shuffle_buffer}")
 
     options: Options
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Interval
+
+from crosstrain.bounds import FilePath
 from crosstrain.check import OptionError
 from crosstrain.data.annotations import read_annotations
 from crosstrain.data.dataset import SPLITS, Split
@@ -30,15 +33,15 @@ class Instructions(ImageDataset):
     class Options(ImageDatasetOptions):
         """Which files, and how they are split."""
 
-        annotations: str  # a JSON file in the layout of LLaVA, MiniGPT-4 or MiniGPT4Qwen
-        images: str  # folder that image names are relative to
+        annotations: FilePath  # a JSON file in the layout of LLaVA, MiniGPT-4 or MiniGPT4Qwen
+        images: FilePath  # folder that image names are relative to
         vis_processor: Processors = field(default_factory=lambda: processors("image_train", "image_eval"))
         text_processor: Processors = field(default_factory=lambda: processors("dialogue", "dialogue"))
-        split: list[float] = field(default_factory=lambda: [1.0, 0.0, 0.0])  # shares of train, val, test, in file order
+        # shares of train, val, test, in file order
+        split: list[Annotated[float, Interval(ge=0, le=10**12)]] = field(default_factory=lambda: [1.0, 0.0, 0.0])
 
         def __post_init__(self) -> None:
-            super().__post_init__()
-            if not 1 <= len(self.split) <= 3 or min(self.split) < 0 or sum(self.split) <= 0:
+            if not 1 <= len(self.split) <= 3 or not sum(self.split):
                 raise OptionError("split", f"must be up to three shares such as [95, 5, 0], not {self.split}")
 
     options: Options

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import MinLen
 
+from crosstrain.bounds import PositiveFloat
 from crosstrain.check import Component, OptionError
 from crosstrain.data.dataset import Batch, Dataset, Example, Questioner, Reading, Sample, Split
 from crosstrain.data.quota import Quota, quantise
@@ -24,7 +26,7 @@ class MixturePart:
     """A dataset and its share of the samples."""
 
     dataset: Annotated[Component, "dataset"]
-    ratio: float | None = None  # relative to the others'; None, for all alike: as many as it has
+    ratio: PositiveFloat | None = None  # relative to the others'; None, for all alike: as many as it has
 
 
 @registry.register_dataset("mixture")
@@ -40,16 +42,12 @@ class Mixture(Dataset):
     class Options:
         """What is mixed."""
 
-        parts: list[MixturePart]
+        parts: Annotated[list[MixturePart], MinLen(1)]
 
         def __post_init__(self) -> None:
             given = [part.ratio for part in self.parts]
-            if not given:
-                raise OptionError("parts", "at least one part is needed")
             if None in given and any(ratio is not None for ratio in given):
                 raise OptionError("parts", "either every part has a ratio, or none")
-            if any(ratio is not None and ratio <= 0 for ratio in given):
-                raise OptionError("parts", "a ratio must be more than 0; leave out what is not wanted")
 
     options: Options
 

@@ -8,11 +8,14 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Interval
 from filelock import FileLock
 from webdataset import ShardWriter
 
+from crosstrain.bounds import FilePath, PositiveInt
+from crosstrain.check import OptionError
 from crosstrain.data.annotations import read_annotations
 from crosstrain.errors import DataError
 
@@ -23,12 +26,16 @@ Packed = Iterable[dict[str, Any]]  # samples as ShardWriter takes them: __key__,
 class PackOptions:
     """What to pack, and where."""
 
-    images: str  # folder that the annotations' image names are relative to
-    annotations: str  # a JSON file in LLaVA's or MiniGPT-4's layout
-    output: str  # folder of train-NNNNNN.tar, val-NNNNNN.tar and test-NNNNNN.tar
-    val: float = 0.0  # share of the samples that go to val, the first ones
-    test: float = 0.0  # and to test, the next ones
-    samples_per_shard: int = 10_000
+    images: FilePath  # folder that the annotations' image names are relative to
+    annotations: FilePath  # a JSON file in LLaVA's or MiniGPT-4's layout
+    output: FilePath  # folder of train-NNNNNN.tar, val-NNNNNN.tar and test-NNNNNN.tar
+    val: Annotated[float, Interval(ge=0, lt=1)] = 0.0  # share of the samples that go to val, the first ones
+    test: Annotated[float, Interval(ge=0, lt=1)] = 0.0  # and to test, the next ones
+    samples_per_shard: PositiveInt = 10_000
+
+    def __post_init__(self) -> None:
+        if self.val + self.test >= 1:
+            raise OptionError("val", f"{self.val} and test, {self.test}, leave nothing to train on")
 
 
 def pack(options: PackOptions) -> None:

@@ -6,12 +6,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Interval
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from crosstrain.check import OptionError
+from crosstrain.bounds import FilePath, NonNegativeInt
 from crosstrain.data.dataset import Split
 from crosstrain.data.image_dataset import Processors, processors
 from crosstrain.registry import registry
@@ -43,21 +44,19 @@ class Shapes(ImageText):
     class Options(ImageText.Options):
         """What to render, and where; everything else is `image_text`'s."""
 
-        path: str  # the folder of the shards and their tokenizer, the default one; made if it does not exist
+        path: FilePath  # the folder of the shards and their tokenizer, the default one; made if it does not exist
         vis_processor: Processors = field(
             default_factory=lambda: processors("image_eval", "image_eval", image_size=48)  # left stays left
         )
         text_processor: Processors = field(default_factory=lambda: processors("vqa", "vqa"))
-        images: int = 24_000  # of the train split
-        held_out: int = 1_000  # of each of val, test and novel
-        data_seed: int = 0  # splits are drawn from seeds of their own
+        images: Annotated[int, Interval(ge=1, le=10**8)] = 24_000  # of the train split
+        held_out: Annotated[int, Interval(ge=1, le=10**8)] = 1_000  # of each of val, test and novel
+        data_seed: NonNegativeInt = 0  # splits are drawn from seeds of their own
         curriculum: bool = False  # pictures with few things come first, and are trained on in that order
         novel: bool = False  # what is evaluated as test is the split `novel`
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if min(self.images, self.held_out) < 1:
-                raise OptionError("images", "images and held_out must be at least 1")
             folder = Path(self.path).expanduser()
             self.tokenizer = self.tokenizer or str(folder / "tokenizer")
 

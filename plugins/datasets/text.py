@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
+from annotated_types import Interval
 
+from crosstrain.bounds import FilePath
 from crosstrain.check import OptionError
 from crosstrain.data.dataset import SPLITS, Batch, Dataset, Sample, Split
 from crosstrain.data.prepare import PrepareOptions, Summary, locate, prepare
@@ -33,18 +36,17 @@ class TextDataset(Dataset):
     class Options:
         """Where the tokens are and how to cut them."""
 
-        path: str  # a prepared folder, or Megatron's files: their prefix (data/meg-gpt2_text_document) or folder
-        seq_length: int  # tokens per sample
-        split: list[float] = field(default_factory=lambda: [949.0, 50.0, 1.0])  # train, val, test, by documents
-        tokenizer: str | None = None  # a name or a path; a prepared folder has its own
-        vocab_file: str | None = None  # GPT-2's vocab.json and ...
-        merge_file: str | None = None  # ... merges.txt instead of `tokenizer`
+        path: FilePath  # a prepared folder, or Megatron's files: their prefix (data/meg-gpt2_text_document) or folder
+        seq_length: Annotated[int, Interval(ge=1, le=2**30)]  # tokens per sample
+        # train, val, test, by documents
+        split: list[Annotated[float, Interval(ge=0, le=10**12)]] = field(default_factory=lambda: [949.0, 50.0, 1.0])
+        tokenizer: FilePath | None = None  # a name or a path; a prepared folder has its own
+        vocab_file: FilePath | None = None  # GPT-2's vocab.json and ...
+        merge_file: FilePath | None = None  # ... merges.txt instead of `tokenizer`
         prepare: PrepareOptions | None = None  # how to make `path` when it does not exist
 
         def __post_init__(self) -> None:
-            if self.seq_length < 1:
-                raise OptionError("seq_length", f"must be at least 1, not {self.seq_length}")
-            if not 1 <= len(self.split) <= 3 or min(self.split) < 0 or sum(self.split) <= 0:
+            if not 1 <= len(self.split) <= 3 or not sum(self.split):
                 raise OptionError("split", f"must be up to three shares such as [949, 50, 1], not {self.split}")
             if (self.vocab_file is None) != (self.merge_file is None):
                 raise OptionError("vocab_file", "vocab_file and merge_file go together: give both, or neither")

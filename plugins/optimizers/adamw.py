@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Interval
 
 from crosstrain.registry import registry
+
+Beta = Annotated[float, Interval(ge=0, lt=1)]
 
 
 @registry.register_optimizer("adamw")
@@ -18,8 +21,8 @@ class AdamW(torch.optim.AdamW):
     class Options:
         """Options of `run.optimizer`; rate and decay are `run.init_lr` and `run.weight_decay`."""
 
-        betas: tuple[float, float] = (0.9, 0.999)
-        eps: float = 1e-8
+        betas: tuple[Beta, Beta] = (0.9, 0.999)
+        eps: Annotated[float, Interval(gt=0, le=1)] = 1e-8
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, options: Options) -> None:
         super().__init__(groups, lr=lr, betas=tuple(options.betas), eps=options.eps, fused=True)

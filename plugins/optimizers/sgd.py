@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Interval
 
+from crosstrain.check import OptionError
 from crosstrain.registry import registry
 
 
@@ -18,8 +20,12 @@ class SGD(torch.optim.SGD):
     class Options:
         """Options of `run.optimizer`; rate and decay are `run.init_lr` and `run.weight_decay`."""
 
-        momentum: float = 0.0
+        momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.0
         nesterov: bool = False
+
+        def __post_init__(self) -> None:
+            if self.nesterov and not self.momentum:
+                raise OptionError("nesterov", "needs a momentum above 0")
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, options: Options) -> None:
         super().__init__(groups, lr=lr, momentum=options.momentum, nesterov=options.nesterov)

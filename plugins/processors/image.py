@@ -6,13 +6,15 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import timm
 import torch
+from annotated_types import Interval
 from timm.data import create_transform, resolve_data_config
 
+from crosstrain.bounds import Fraction, PositiveFloat, Text
 from crosstrain.check import OptionError
 from crosstrain.registry import registry
 
@@ -53,18 +55,18 @@ def _drawing_from(rng: np.random.Generator) -> Iterator[None]:
         finally:
             random.setstate(python)
 
+Share = Annotated[float, Interval(gt=0, le=1)]
+
 
 @dataclass
 class _Options:
-    encoder: str | None = None  # a timm model, whose published size, mean and deviation are the defaults
-    image_size: int | None = None  # height and width; 224 without an encoder
-    mean: list[float] | None = None  # per channel, of values from 0 to 1; ImageNet's without an encoder
-    std: list[float] | None = None
-    interpolation: str | None = None  # bilinear, bicubic, ... as timm names them
+    encoder: Text | None = None  # a timm model, whose published size, mean and deviation are the defaults
+    image_size: Annotated[int, Interval(ge=1, le=8192)] | None = None  # height and width; 224 without an encoder
+    mean: list[Fraction] | None = None  # per channel, of values from 0 to 1; ImageNet's without an encoder
+    std: list[Share] | None = None
+    interpolation: Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"] | None = None
 
     def __post_init__(self) -> None:
-        if self.image_size is not None and self.image_size < 1:
-            raise OptionError("image_size", f"must be at least 1, not {self.image_size}")
         if any(values is not None and len(values) != 3 for values in (self.mean, self.std)):
             raise OptionError("mean", "mean and std have three numbers, one for each channel")
         if self.encoder is not None:
@@ -85,10 +87,16 @@ class ImageTrain(_Transform):
     class Options(_Options):
         """As BLIP-2 is trained: half the area at least, mirrored every other time, colours kept."""
 
-        scale: tuple[float, float] = (0.5, 1.0)  # least and largest share of the area that is kept
-        ratio: tuple[float, float] = (3 / 4, 4 / 3)  # least and largest width / height of the part
-        hflip: float = 0.5  # probability of mirroring; 0 where text says left and right
-        color_jitter: float = 0.0  # how far brightness, contrast and saturation may go
+        scale: tuple[Share, Share] = (0.5, 1.0)  # least and largest share of the area that is kept
+        ratio: tuple[PositiveFloat, PositiveFloat] = (3 / 4, 4 / 3)  # least and largest width / height of the part
+        hflip: Fraction = 0.5  # probability of mirroring; 0 where text says left and right
+        color_jitter: Fraction = 0.0  # how far brightness, contrast and saturation may go
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            for name in ("scale", "ratio"):
+                if (pair := getattr(self, name))[0] > pair[1]:
+                    raise OptionError(name, f"the least, {pair[0]:g}, is above the largest, {pair[1]:g}")
 
     def __init__(self, options: Options) -> None:
         super().__init__(
@@ -111,7 +119,7 @@ class ImageEval(_Transform):
         """The whole image, squeezed to the encoder's size, as BLIP-2 sees it; or its middle."""
 
         crop_mode: Literal["squash", "center"] = "squash"  # center: keeps the proportions, and loses the edges
-        crop_pct: float = 1.0  # share of the height and width that is kept
+        crop_pct: Share = 1.0  # share of the height and width that is kept
 
     def __init__(self, options: Options) -> None:
         super().__init__(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from crosstrain.check import OptionError
+from crosstrain.bounds import PositiveInt, Text
 from crosstrain.data.conversations import IMAGE, Conversation, Message, SampleError, Style, alternate
 from crosstrain.data.image_dataset import Annotation
 from crosstrain.registry import registry
@@ -27,10 +27,10 @@ class Caption:
     class Options:
         """Which caption, and what asks for it."""
 
-        prompts: list[str] = field(default_factory=list)  # one is drawn in training, the first is used to evaluate
-        key: str = "caption"  # where the annotation has it: a text, or a list of which one is drawn
+        prompts: list[Text] = field(default_factory=list)  # one is drawn in training, the first is used to evaluate
+        key: Text = "caption"  # where the annotation has it: a text, or a list of which one is drawn
         style: Literal["plain", "chat"] = "plain"  # plain: as BLIP-2, the caption alone follows the images
-        max_words: int | None = None  # longer captions are cut
+        max_words: PositiveInt | None = None  # longer captions are cut
 
     def __init__(self, options: Options) -> None:
         self.options, self.style = options, options.style
@@ -65,7 +65,7 @@ class Dialogue:
     class Options:
         """Where the conversation stands, and what goes before it."""
 
-        key: str = "conversations"  # a list of {from: human or gpt, value: text}
+        key: Text = "conversations"  # a list of {from: human or gpt, value: text}
         system: str | None = "You are a helpful assistant."  # what the model is told first; None: nothing
 
     def __init__(self, options: Options) -> None:
@@ -114,16 +114,12 @@ class Questions:
     class Options:
         """Which of an annotation's questions are used."""
 
-        key: str = "questions"  # a list of {question, answer, kind}
-        caption_key: str | None = "caption"  # a caption to go with them; None: no captions
-        caption_prompt: str = "describe the image"
-        dialogue_key: str | None = None  # a conversation as LLaVA writes it to go with them; None: none
-        per_sample: int | None = None  # so many questions are drawn; None: all, packed into one sequence
+        key: Text = "questions"  # a list of {question, answer, kind}
+        caption_key: Text | None = "caption"  # a caption to go with them; None: no captions
+        caption_prompt: Text = "describe the image"
+        dialogue_key: Text | None = None  # a conversation as LLaVA writes it to go with them; None: none
+        per_sample: PositiveInt | None = None  # so many questions are drawn; None: all, packed into one sequence
         system: str | None = None  # what the model is told first; None: nothing
-
-        def __post_init__(self) -> None:
-            if self.per_sample is not None and self.per_sample < 1:
-                raise OptionError("per_sample", f"must be at least 1, not {self.per_sample}")
 
     def __init__(self, options: Options) -> None:
         self.options = options

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from crosstrain.bounds import FilePath, Text
 from crosstrain.corpus.reader import Document, Reader, Task, cell, check_column
 from crosstrain.corpus.streams import existing
 from crosstrain.errors import DataError
@@ -27,9 +28,9 @@ class HuggingFaceReader(Reader):
     class Options:
         """What to read."""
 
-        path: str  # a folder that save_to_disk wrote, of a dataset or of several splits
-        text_key: str = "text"  # the column that holds the text
-        splits: list[str] | None = None  # of a folder of several; None: all, sorted by name
+        path: FilePath  # a folder that save_to_disk wrote, of a dataset or of several splits
+        text_key: Text = "text"  # the column that holds the text
+        splits: list[Text] | None = None  # of a folder of several; None: all, sorted by name
 
     options: Options
 

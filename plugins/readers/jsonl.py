@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from crosstrain.bounds import Text
 from crosstrain.corpus import records
 from crosstrain.corpus.reader import Document, FileReader, Piece
 from crosstrain.errors import DataError
@@ -24,7 +25,7 @@ class JsonLinesReader(FileReader):
     class Options(FileReader.Options):
         """What to read."""
 
-        text_key: str = "text"  # where an object keeps its text
+        text_key: Text = "text"  # where an object keeps its text
 
     options: Options
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from crosstrain.bounds import Text
 from crosstrain.corpus.reader import Document, FileReader, Piece, cell, check_column
 from crosstrain.errors import DataError, first_line
 from crosstrain.extras import require
@@ -26,7 +27,7 @@ class ParquetReader(FileReader):
     class Options(FileReader.Options):
         """What to read."""
 
-        text_key: str = "text"  # the column that holds the text
+        text_key: Text = "text"  # the column that holds the text
 
     options: Options
 

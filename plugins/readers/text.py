@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from crosstrain.check import OptionError
+from crosstrain.bounds import Text
 from crosstrain.corpus import records
 from crosstrain.corpus.reader import Document, FileReader, Piece
 from crosstrain.registry import registry
@@ -23,11 +23,7 @@ class TextReader(FileReader):
     class Options(FileReader.Options):
         """What to read."""
 
-        separator: str | None = None  # cuts a file into documents; None: a file is a document
-
-        def __post_init__(self) -> None:
-            if self.separator == "":
-                raise OptionError("separator", "an empty text separates nothing; leave it out")
+        separator: Text | None = None  # cuts a file into documents; None: a file is a document
 
     options: Options
 

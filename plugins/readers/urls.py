@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import urldefrag, urlsplit
 
+from annotated_types import Interval
 from tqdm import tqdm
 
-from crosstrain.check import OptionError
+from crosstrain.bounds import PositiveInt, Text
 from crosstrain.corpus.reader import Document, Reader, Task
 from crosstrain.corpus.streams import existing, files_below, opened
 from crosstrain.errors import DataError
@@ -42,24 +44,16 @@ class UrlListReader(Reader):
     class Options:
         """Which pages, and how they are fetched. robots.txt is obeyed."""
 
-        path: str | list[str]  # lists, compressed or not, and folders of them
-        domains: list[str] = field(default_factory=list)  # only these and what is below them; none: all
-        blocked_domains: list[str] = field(default_factory=list)  # not these, nor what is below them
-        blocked_endings: list[str] = field(default_factory=lambda: list(_NOT_TEXT))  # of the URL's path
-        limit: int | None = None  # pages; the first ones of the list
-        hosts: int = 16  # visited at the same time, each by one connection
-        delay: float = 1.0  # seconds between two requests to a host
-        timeout: float = 30.0  # seconds for an answer
-        retries: int = 3  # after an error that may pass
-        max_bytes: int = 10_000_000  # of a page
-
-        def __post_init__(self) -> None:
-            for name in ("hosts", "max_bytes"):
-                if getattr(self, name) < 1:
-                    raise OptionError(name, f"must be at least 1, not {getattr(self, name)}")
-            for name in ("delay", "retries"):
-                if getattr(self, name) < 0:
-                    raise OptionError(name, f"must be at least 0, not {getattr(self, name)}")
+        path: Text | list[Text]  # lists, compressed or not, and folders of them
+        domains: list[Text] = field(default_factory=list)  # only these and what is below them; none: all
+        blocked_domains: list[Text] = field(default_factory=list)  # not these, nor what is below them
+        blocked_endings: list[Text] = field(default_factory=lambda: list(_NOT_TEXT))  # of the URL's path
+        limit: PositiveInt | None = None  # pages; the first ones of the list
+        hosts: Annotated[int, Interval(ge=1, le=1024)] = 16  # visited at the same time, each by one connection
+        delay: Annotated[float, Interval(ge=0, le=86_400)] = 1.0  # seconds between two requests to a host
+        timeout: Annotated[float, Interval(gt=0, le=86_400)] = 30.0  # seconds for an answer
+        retries: Annotated[int, Interval(ge=0, le=100)] = 3  # after an error that may pass
+        max_bytes: Annotated[int, Interval(ge=1, le=2**31)] = 10_000_000  # of a page
 
     options: Options
     pages: Path  # the SQLite file

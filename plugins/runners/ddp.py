@@ -6,10 +6,11 @@ import time
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+from annotated_types import Interval
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,7 +29,8 @@ class DDPRunner(Runner):
     class Options:
         """Options of `run.runner` for ddp."""
 
-        bucket_cap_mb: int = 25  # gradients are exchanged in buckets of this many MiB
+        # gradients are exchanged in buckets of this many MiB
+        bucket_cap_mb: Annotated[int, Interval(ge=1, le=2**20)] = 25
         find_unused_parameters: bool = False  # for models that leave parameters out of some steps
 
     _bucket_ready: float | None = None

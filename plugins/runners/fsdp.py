@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from crosstrain.check import OptionError
+from crosstrain.bounds import PositiveInt
 from crosstrain.construct import materialize, parameters_on_meta
 from crosstrain.errors import ConfigError
 from crosstrain.model import Model
@@ -29,14 +29,10 @@ class FSDPRunner(Runner):
     class Options:
         """Options of `run.runner` for fsdp."""
 
-        shard_size: int | None = None  # ranks that share one copy of the model (hybrid sharding); None: all
+        shard_size: PositiveInt | None = None  # ranks that share one copy of the model (hybrid sharding); None: all
         reshard_after_forward: bool = True  # False: blocks stay gathered until their backward (ZeRO-2): faster
         cpu_offload: bool = False  # shards and optimizer live in host memory
         sync_each_micro_batch: bool = False  # reduce gradients after every micro batch: slower, but no full gradients
-
-        def __post_init__(self) -> None:
-            if self.shard_size is not None and self.shard_size < 1:
-                raise OptionError("shard_size", f"expected at least 1 or null, got {self.shard_size}")
 
     needs_process_group = True
     module: FSDPModule  # type: ignore[assignment] # the model itself, whose class fully_shard changes

@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from crosstrain.bounds import Text
 from crosstrain.extras import require
 from crosstrain.monitor.metrics import Row, flat, scalars, texts
 from crosstrain.monitor.tracker import TrackedRun, Tracker
@@ -22,9 +23,9 @@ class MlflowTracker(Tracker):
 
     @dataclass
     class Options:
-        uri: str | None = None  # None: as MLFLOW_TRACKING_URI says, or a SQLite file in the run's folder
-        experiment: str = "crosstrain"
-        run_name: str | None = None  # None: the name of the run's folder
+        uri: Text | None = None  # None: as MLFLOW_TRACKING_URI says, or a SQLite file in the run's folder
+        experiment: Text = "crosstrain"
+        run_name: Text | None = None  # None: the name of the run's folder
 
     @classmethod
     def check(cls, options: Options) -> None:

@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Literal
 
+from crosstrain.bounds import Text
 from crosstrain.errors import UserError
 from crosstrain.extras import require
 from crosstrain.monitor.metrics import Row, scalars, texts
@@ -22,11 +23,11 @@ class WandbTracker(Tracker):
 
     @dataclass
     class Options:
-        project: str = "crosstrain"
-        entity: str | None = None  # a user or a team; None: the account's default
-        run_name: str | None = None  # None: the name of the run's folder
-        group: str | None = None
-        tags: list[str] = field(default_factory=list)
+        project: Text = "crosstrain"
+        entity: Text | None = None  # a user or a team; None: the account's default
+        run_name: Text | None = None  # None: the name of the run's folder
+        group: Text | None = None
+        tags: list[Text] = field(default_factory=list)
         mode: Literal["online", "offline"] | None = None  # None: as the environment variable WANDB_MODE says, or online
 
     @classmethod

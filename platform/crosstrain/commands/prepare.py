@@ -8,6 +8,7 @@ from functools import reduce
 from pathlib import Path
 
 from crosstrain import paths
+from crosstrain.bounds import FilePath
 from crosstrain.check import Checker, OptionError, defaults, options_class
 from crosstrain.corpus import files
 from crosstrain.data.prepare import PrepareOptions
@@ -23,10 +24,10 @@ _FLAGS = ("input", "output", "tokenizer", "train_tokenizer", "text_key", "separa
 class Recipe(PrepareOptions):
     """What a recipe may say: how to prepare, and where to."""
 
-    output: str | None = None  # the folder to make
+    output: FilePath | None = None  # the folder to make
 
     def __post_init__(self) -> None:
-        if not self.output:
+        if self.output is None:
             raise OptionError("output", "required: the folder to make; --output says it too")
         super().__post_init__()
 

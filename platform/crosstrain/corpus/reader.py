@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from crosstrain.bounds import Text
 from crosstrain.corpus import streams
 from crosstrain.corpus.download import download, is_url
 from crosstrain.errors import DataError
@@ -119,7 +120,7 @@ class FileReader(Reader):
     class Options:
         """What to read."""
 
-        path: str | list[str]  # files, folders that are searched for such files, and URLs of files
+        path: Text | list[Text]  # files, folders that are searched for such files, and URLs of files
 
     found: list[Path] | None = None  # the files, where whoever made the reader has looked for them already
     fetched: Path | None = None  # the folder of what came from URLs

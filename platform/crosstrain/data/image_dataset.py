@@ -14,8 +14,10 @@ from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 import torch
+from annotated_types import Interval
 
-from crosstrain.check import Component, OptionError
+from crosstrain.bounds import FilePath, PositiveInt
+from crosstrain.check import Component
 from crosstrain.data.conversations import (
     Conversation,
     ConversationEncoder,
@@ -72,21 +74,18 @@ def processors(train: str, evaluate: str, **options: Any) -> Processors:
 class ImageDatasetOptions:
     """What every dataset of images with text takes."""
 
-    tokenizer: str | None = None  # a Hugging Face name, a folder or a tokenizer.json; the language model's; required
-    image_tokens: int = 32  # embeddings that stand for one image: the model's num_query_tokens
+    # a Hugging Face name, a folder or a tokenizer.json; the language model's; required
+    tokenizer: FilePath | None = None
+    # embeddings that stand for one image: the model's num_query_tokens
+    image_tokens: Annotated[int, Interval(ge=1, le=2**16)] = 32
     vis_processor: Processors  # of images
     text_processor: Processors  # of annotations, to conversations
-    max_length: int | None = None  # tokens; longer samples are
+    max_length: PositiveInt | None = None  # tokens; longer samples are
     too_long: Literal["skip", "truncate", "error"] = "skip"  # skipped, cut at the end, or the end of training
-    max_skipped: float = 0.01  # share of samples that may be skipped, for whatever reason, before training ends;
-    # of those that a process has tried, and of a thousand, or all, as long as it has tried fewer
+    # share of samples that may be skipped, for whatever reason, before training ends: of those that a process has
+    # tried, and of a thousand, or all, as long as it has tried fewer
+    max_skipped: Annotated[float, Interval(ge=0, lt=1)] = 0.01
     blind: bool = False  # images are all zero: what a model learns from the text alone
-
-    def __post_init__(self) -> None:
-        if self.image_tokens < 1:
-            raise OptionError("image_tokens", f"must be at least 1, not {self.image_tokens}")
-        if not 0 <= self.max_skipped < 1:
-            raise OptionError("max_skipped", f"is a share from 0 to below 1, not {self.max_skipped}")
 
 
 class ImageDataset(Dataset):

@@ -16,8 +16,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from annotated_types import Interval
 from filelock import FileLock, Timeout
 
+from crosstrain.bounds import FilePath, NonNegativeInt, Text
 from crosstrain.check import Component, OptionError, to_plain
 from crosstrain.errors import DataError
 
@@ -28,18 +30,12 @@ FORMAT_VERSION = 1
 class NearOptions:
     """When two documents are the same but for details: by MinHash and banding, then by their true similarity."""
 
-    threshold: float = 0.8  # Jaccard similarity of their sets of shingles from which on the later one is dropped
-    shingle: int = 5  # units that follow one another
+    # Jaccard similarity of their sets of shingles from which on the later one is dropped
+    threshold: Annotated[float, Interval(gt=0, le=1)] = 0.8
+    shingle: Annotated[int, Interval(ge=1, le=1000)] = 5  # units that follow one another
     unit: Literal["words", "characters"] = "words"  # characters for scripts that write no spaces
-    permutations: int = 128  # numbers in a signature: more find more surely, and take longer
-
-    def __post_init__(self) -> None:
-        if not 0 < self.threshold <= 1:
-            raise OptionError("threshold", f"must be above 0 and at most 1, not {self.threshold}")
-        if self.shingle < 1:
-            raise OptionError("shingle", f"must be at least 1, not {self.shingle}")
-        if self.permutations < 1:
-            raise OptionError("permutations", f"must be at least 1, not {self.permutations}")
+    # numbers in a signature: more find more surely, and take longer
+    permutations: Annotated[int, Interval(ge=1, le=4096)] = 128
 
 
 @dataclass
@@ -55,22 +51,22 @@ class PrepareOptions:
     """What to turn into tokens, and how."""
 
     # "stdlib", files and folders, or readers with their options
-    input: str | list[str | Annotated[Component, "reader"]]
-    text_key: str = "text"  # where a JSON line or a Parquet row keeps its text
-    separator: str | None = None  # cuts a .txt file into documents; None: a file is a document
+    input: Text | list[Text | Annotated[Component, "reader"]]
+    text_key: Text = "text"  # where a JSON line or a Parquet row keeps its text
+    separator: Text | None = None  # cuts a .txt file into documents; None: a file is a document
     clean: list[Annotated[Component, "processor"]] = field(default_factory=list)  # rules in this order
     dedup: DedupOptions | None = None  # drop repeated documents
-    tokenizer: str | None = None  # a Hugging Face name, a folder or a tokenizer.json ...
-    train_tokenizer: int | None = None  # ... or the size of a byte-level BPE vocabulary to train on the input
-    min_tokens: int = 0  # shorter documents are dropped
-    downloads: str | None = None  # a folder that keeps what is fetched; null: it goes when all is done
-    workers: int | None = None  # processes; None: one per core, or none but this for little input
+    tokenizer: FilePath | None = None  # a Hugging Face name, a folder or a tokenizer.json ...
+    # ... or the size of a byte-level BPE vocabulary to train on the input
+    train_tokenizer: Annotated[int, Interval(ge=257, le=2**20)] | None = None
+    min_tokens: NonNegativeInt = 0  # shorter documents are dropped
+    downloads: FilePath | None = None  # a folder that keeps what is fetched; null: it goes when all is done
+    # processes; None: one per core, or none but this for little input
+    workers: Annotated[int, Interval(ge=1, le=1024)] | None = None
 
     def __post_init__(self) -> None:
         if (self.tokenizer is None) == (self.train_tokenizer is None):
             raise OptionError("tokenizer", "give either tokenizer (a name or a path) or train_tokenizer (a size)")
-        if self.workers is not None and self.workers < 1:
-            raise OptionError("workers", f"must be at least 1, not {self.workers}")
 
     @property
     def plain(self) -> dict[str, Any]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import MinLen
+
+from crosstrain.bounds import Fraction, PositiveInt, Text
 from crosstrain.check import OptionError
 from crosstrain.corpus.rule import Dropped, Rule
 from crosstrain.extras import require
@@ -20,17 +23,9 @@ class LanguageRule(Rule):
     class Options:
         """Which languages."""
 
-        keep: list[str]  # ISO 639-1 codes, such as en
-        probability: float = 0.5  # of the likeliest language, for a document to be kept
-        characters: int = 4000  # looked at, from the middle of the document
-
-        def __post_init__(self) -> None:
-            if not self.keep:
-                raise OptionError("keep", "name at least one language")
-            if not 0 <= self.probability <= 1:
-                raise OptionError("probability", f"must be from 0 to 1, not {self.probability}")
-            if self.characters < 1:
-                raise OptionError("characters", f"must be at least 1, not {self.characters}")
+        keep: Annotated[list[Text], MinLen(1)]  # ISO 639-1 codes, such as en
+        probability: Fraction = 0.5  # of the likeliest language, for a document to be kept
+        characters: PositiveInt = 4000  # looked at, from the middle of the document
 
     options: Options
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from crosstrain.bounds import NonNegativeInt
 from crosstrain.check import OptionError
 from crosstrain.corpus.rule import Dropped, TokenLimits
 from crosstrain.registry import registry
@@ -17,10 +18,10 @@ class DocumentLengthRule(TokenLimits):
     class Options:
         """From what to what, the limits included."""
 
-        min_tokens: int = 128  # without the end-of-text token
-        max_tokens: int | None = None
-        min_characters: int = 0
-        max_characters: int | None = None
+        min_tokens: NonNegativeInt = 128  # without the end-of-text token
+        max_tokens: NonNegativeInt | None = None
+        min_characters: NonNegativeInt = 0
+        max_characters: NonNegativeInt | None = None
 
         def __post_init__(self) -> None:
             for unit in ("tokens", "characters"):

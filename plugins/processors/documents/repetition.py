@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from crosstrain.bounds import Fraction
 from crosstrain.corpus.rule import Dropped, Rule
 from crosstrain.registry import registry
 
@@ -17,12 +18,12 @@ class RepetitionRule(Rule):
     class Options:
         """The largest shares that are kept, from 0 to 1; 1: any."""
 
-        lines: float = 0.3  # of the lines that stand there before already
-        paragraphs: float = 0.3  # of the paragraphs that do
-        characters_in_lines: float = 0.2  # of all characters, in such lines
-        phrase_2: float = 0.2  # of all characters, in the most frequent phrase of two words
-        phrase_3: float = 0.18
-        phrase_4: float = 0.16
+        lines: Fraction = 0.3  # of the lines that stand there before already
+        paragraphs: Fraction = 0.3  # of the paragraphs that do
+        characters_in_lines: Fraction = 0.2  # of all characters, in such lines
+        phrase_2: Fraction = 0.2  # of all characters, in the most frequent phrase of two words
+        phrase_3: Fraction = 0.18
+        phrase_4: Fraction = 0.16
 
     options: Options
 

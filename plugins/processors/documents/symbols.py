@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from crosstrain.bounds import Fraction, NonNegativeFloat
 from crosstrain.corpus.rule import Dropped, Rule
 from crosstrain.registry import registry
 
@@ -19,11 +20,11 @@ class SymbolsRule(Rule):
     class Options:
         """Shares from 0 to 1."""
 
-        hashes: float = 0.1  # at most so many # per word
-        ellipses: float = 0.1  # at most so many ... per word
-        words: float = 0.8  # at least this share of the words has a letter
-        bullets: float = 0.9  # at most this share of the lines begins with a bullet
-        cut_lines: float = 0.3  # at most this share of the lines ends with an ellipsis
+        hashes: NonNegativeFloat = 0.1  # at most so many # per word
+        ellipses: NonNegativeFloat = 0.1  # at most so many ... per word
+        words: Fraction = 0.8  # at least this share of the words has a letter
+        bullets: Fraction = 0.9  # at most this share of the lines begins with a bullet
+        cut_lines: Fraction = 0.3  # at most this share of the lines ends with an ellipsis
 
     options: Options
 

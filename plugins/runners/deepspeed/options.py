@@ -11,11 +11,12 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import BaseModel, ValidationError
 
+from crosstrain.bounds import PositiveInt
 from crosstrain.check import OptionError
 
 _NOT_OFFERED = {
@@ -84,7 +85,9 @@ def _options(model: type[BaseModel], base: type = object) -> type:
         else:
             default = info.default.value if isinstance(info.default, enum.Enum) else info.default
             default = int(default) if isinstance(default, int) and not isinstance(default, bool) else default
-            fields.append((key, _hint(info.annotation), field(default=default)))
+            hint = _hint(info.annotation)
+            bounded = Annotated[hint, *info.metadata] if info.metadata else hint  # pydantic's constraints are ours
+            fields.append((key, bounded, field(default=default)))
     return dataclasses.make_dataclass(model.__name__, fields, bases=(base,), namespace={"__module__": __name__})
 
 
@@ -92,9 +95,9 @@ def _options(model: type[BaseModel], base: type = object) -> type:
 class AsyncIO:
     """DeepSpeed's `aio`: how tensors are moved to and from an NVMe device."""
 
-    block_size: int = 1048576  # bytes of one request
-    queue_depth: int = 8  # requests under way
-    intra_op_parallelism: int = 1  # threads that share one tensor
+    block_size: PositiveInt = 1048576  # bytes of one request
+    queue_depth: PositiveInt = 8  # requests under way
+    intra_op_parallelism: PositiveInt = 1  # threads that share one tensor
     single_submit: bool = False  # submit requests one by one
     overlap_events: bool = True  # submit and wait at the same time
 
@@ -103,15 +106,13 @@ class AsyncIO:
 class _Base:
     stage: Literal[0, 1, 2, 3] = 1  # what is sharded: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
     wall_clock_breakdown: bool = False  # DeepSpeed's own phases among the timers of every logged step
-    steps_per_print: int | None = None  # log DeepSpeed's progress line every so many steps
+    steps_per_print: PositiveInt | None = None  # log DeepSpeed's progress line every so many steps
     dump_state: bool = False  # log DeepSpeed's whole configuration when the engine is made
     aio: AsyncIO = field(default_factory=AsyncIO)
 
     elsewhere: ClassVar[dict[str, str]] = _ELSEWHERE
 
     def __post_init__(self) -> None:
-        if self.steps_per_print is not None and self.steps_per_print < 1:
-            raise OptionError("steps_per_print", f"expected at least 1 or null, got {self.steps_per_print}")
         for key in self.given():
             if not self._used(key):
                 raise OptionError(key, f"ZeRO stage {self.stage} ignores it; remove it, or choose another stage")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
+from annotated_types import Interval
+
+from crosstrain.bounds import PositiveInt, Text
 from crosstrain.check import OptionError
 from crosstrain.errors import ConfigError
 
@@ -13,26 +16,22 @@ from crosstrain.errors import ConfigError
 class Options:
     """Options of `run.runner` for megatron."""
 
-    tensor_parallel: int = 1  # ranks that share every block: each holds a part of its matrices
-    pipeline_parallel: int = 1  # stages, each a run of consecutive blocks on its own ranks
-    data_parallel: int | Literal["auto"] = "auto"  # copies of all that; auto: what the number of ranks allows
+    tensor_parallel: PositiveInt = 1  # ranks that share every block: each holds a part of its matrices
+    pipeline_parallel: PositiveInt = 1  # stages, each a run of consecutive blocks on its own ranks
+    data_parallel: PositiveInt | Literal["auto"] = "auto"  # copies of all that; auto: what the number of ranks allows
     sequence_parallel: bool = False  # between the matrices, tensor-parallel ranks share the sequence too
     data_parallel_style: Literal["allreduce", "zero1", "fsdp"] | None = None  # None: allreduce; with offload fsdp
-    bucket_mb: int = 25  # gradients are exchanged in buckets of this many MiB
+    bucket_mb: Annotated[int, Interval(ge=1, le=2**20)] = 25  # gradients are exchanged in buckets of this many MiB
     pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    pipeline_layers: list[int] | None = None  # blocks of each stage; None: as even as it goes
+    pipeline_layers: list[PositiveInt] | None = None  # blocks of each stage; None: as even as it goes
     offload: Literal["none", "cpu", "auto"] = "none"  # cpu: parameters and optimizer state are in host memory
-    plan: dict[str, str] = field(default_factory=dict)  # pattern of parameter names -> style, over the model's own
+    plan: dict[Text, Text] = field(default_factory=dict)  # pattern of parameter names -> style, over the model's own
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel", "pipeline_parallel", "data_parallel", "bucket_mb"):
-            value = getattr(self, name)
-            if value != "auto" and value < 1:
-                raise OptionError(name, f"expected at least 1, got {value}")
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise OptionError("sequence_parallel", "tensor-parallel ranks share the sequence, and there are none")
         layers = self.pipeline_layers
-        if layers is not None and (len(layers) != self.pipeline_parallel or min(layers) < 1):
+        if layers is not None and len(layers) != self.pipeline_parallel:
             raise OptionError(
                 "pipeline_layers",
                 f"{layers} must say for each of the {self.pipeline_parallel} stages how many blocks it has",
