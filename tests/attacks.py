@@ -22,6 +22,7 @@ from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.base import load_shards
 from crosstrain.checkpoint.boxes import Box, Piece, Shard
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
+from crosstrain.checkpoint.manifest import manifest_text
 from crosstrain.checkpoint.store import Reader, file_sum
 from crosstrain.distributed import Group
 from crosstrain.errors import CheckpointError
@@ -61,7 +62,8 @@ def seal(folder: Path, change: Callable[[dict[str, Any]], object] = lambda manif
     names = {*manifest["files"], *(path.name for path in folder.iterdir())} - {"manifest.json"}
     manifest["files"] = {name: file_sum(folder / name) for name in names if (folder / name).is_file()}
     change(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    manifest.pop("sha256", None)
+    (folder / "manifest.json").write_bytes(manifest_text(manifest))
 
 
 @contextmanager

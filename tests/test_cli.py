@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from attacks import seal
 from conftest import Workspace, write_text
 from crosstrain.cli import main
 
@@ -97,11 +98,8 @@ def test_a_checkpoint_cannot_make_evaluation_import_code(workspace: Workspace) -
     state = json.loads(state_file.read_text())
     state["config"]["run"]["plugins"] = [str(plugins)]
     state["config"]["model"] = {"arch": "trap"}
-    manifest_file = state_file.with_name("manifest.json")
     state_file.write_text(json.dumps(state))
-    manifest = json.loads(manifest_file.read_text())
-    del manifest["files"]["state.json"]
-    manifest_file.write_text(json.dumps(manifest))
+    seal(state_file.parent)
 
     evaluated = workspace.evaluate("--checkpoint", "out")
     assert evaluated.code == 1

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attacks import FEW, MB, Bomb, entry, frugal, mutated, opened, plant, raw, refused, seal, valid
+from crosstrain.checkpoint.manifest import manifest_text
 from crosstrain.checkpoint.store import write_safetensors
 from crosstrain.cli import main
 from crosstrain.errors import CheckpointError, UserError
@@ -351,7 +352,12 @@ def test_any_change_is_refused_or_harmless(folder: Path, tmp_path: Path, name: s
     if not original.exists():
         seal(folder)
         shutil.copyfile(path, original)
-    path.write_text(json.dumps(mutated(json.loads(original.read_text()), data)))
+    changed = mutated(json.loads(original.read_text()), data)
+    if name == "state.json" or not isinstance(changed, dict):
+        path.write_text(json.dumps(changed))
+    else:
+        changed.pop("sha256", None)
+        path.write_bytes(manifest_text(changed))
     if name == "state.json":
         seal(folder)
     with suppress(UserError):

@@ -10,7 +10,6 @@ from crosstrain.checkpoint.base import load_shards
 from crosstrain.checkpoint.store import Reader
 from crosstrain.distributed import Group
 from crosstrain.errors import CheckpointError
-from crosstrain.monitor.console import log
 from crosstrain.runner import Runner
 
 
@@ -31,8 +30,6 @@ def starting_point(root: Path, resume_from: str | None, world: Group) -> Path | 
 
 def _newest(root: Path, resume_from: str | None) -> Path | None:
     newest, damaged = folders.newest_valid(root)
-    for sentence in damaged:
-        log.warning("damaged checkpoint passed over: %s", sentence)
     if newest is None and damaged:
         raise CheckpointError(f"{root}: every checkpoint is damaged; --fresh starts over and keeps them")
     if newest is None and resume_from:

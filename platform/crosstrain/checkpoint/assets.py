@@ -11,8 +11,8 @@ import os
 import shutil
 import stat
 from collections.abc import Iterable
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from crosstrain.errors import DataError
 
@@ -34,7 +34,7 @@ _MOST_BYTES = 1 << 28  # of one file; the largest tokenizers take some tens of M
 _log = logging.getLogger("crosstrain")
 
 
-def open_plain(path: Path, *, follow: bool = False) -> BinaryIO:
+def open_plain(path: Path, *, follow: bool = False) -> BufferedReader:
     """Open a file for reading, without ever waiting; OSError where it is no plain one, or a link not to be followed."""
 
     def opener(name: str, flags: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,11 @@ class Base:
     def of(model: Model) -> Base:
         """The model's, if it has any. Raises CheckpointError for a folder that is neither Hugging Face's nor ours."""
         return Base([(source, _open(source.folder)) for source in model.pretrained_sources()])
+
+    def verify(self) -> None:
+        """CheckpointError for a folder that is a checkpoint and not as it was written; others have no sums."""
+        for _, reader in self.parts:
+            reader.verify()
 
     def covers(self, name: str) -> bool:
         """Whether the parameter comes from one of the folders."""
@@ -62,7 +68,7 @@ class Base:
 
 
 def _open(folder: Path) -> Reader:
-    return Reader.open(folder) if (folder / MANIFEST).is_file() else Reader.open_hugging_face(folder)
+    return Reader.open(folder) if os.path.lexists(folder / MANIFEST) else Reader.open_hugging_face(folder)
 
 
 def _as_published(shard: Shard, place: str | Excerpt) -> Shard:

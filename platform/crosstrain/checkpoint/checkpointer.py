@@ -1,16 +1,15 @@
 """Saving, in the background or not: nothing is gathered, and a checkpoint exists whole or not at all.
 
 Every rank says what it holds, all agree who writes which box, and in the background each works on a copy of its own
-share, so that training may go on. Each writes its file; when all have succeeded, rank 0 writes the manifest and renames
-the folder, which is the moment the checkpoint exists. A rank that fails tells the others, so all raise the same error
-and the previous checkpoint stays the newest.
+share, so that training may go on. Each writes its file; when all have succeeded, rank 0 writes the manifest, every rank
+reads its file again, and rank 0 renames the folder, which is the moment the checkpoint exists. A rank that fails tells
+the others, so all raise the same error and the previous checkpoint stays the newest.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,9 +21,9 @@ from torch import Tensor
 
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.boxes import Shard
-from crosstrain.checkpoint.manifest import FORMAT, MANIFEST, STATE, VERSION, Frozen, is_count, read_json
+from crosstrain.checkpoint.manifest import MANIFEST, STATE, Files, Frozen, is_count, manifest_text, read_json
 from crosstrain.checkpoint.plan import Assignment, assign, holdings
-from crosstrain.checkpoint.store import Reader, file_sum, fsync, write_json, write_safetensors
+from crosstrain.checkpoint.store import Reader, check_file, file_sum, fsync, write_file, write_json, write_safetensors
 from crosstrain.distributed import Group
 from crosstrain.errors import CheckpointError, RankLost
 
@@ -146,10 +145,14 @@ class Checkpointer:
             problem = self._attempt(lambda: files.update(self._write_share(temporary, save, held)))
         if not problem:
             shares = self.group.all_gather(files)
-            problem = self._attempt(lambda: self._publish(temporary, final, save, shares))
+            problem = (
+                self._attempt(lambda: self._complete(temporary, save, shares))
+                or self._attempt(lambda: self._check(temporary, shares))
+                or self._attempt(lambda: self._publish(temporary, final, save))
+            )
         if problem:
             if self.group.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
+                folders.remove(temporary)
             self._error = CheckpointError(
                 f"checkpoint {final} could not be written: {problem}; earlier ones are intact"
             )
@@ -165,7 +168,7 @@ class Checkpointer:
 
     def _begin(self, temporary: Path) -> None:
         if self.group.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+            folders.remove(temporary)
             temporary.mkdir()
 
     def _write_share(self, temporary: Path, save: _Save, held: dict[Assignment, Tensor]) -> dict[str, Any]:
@@ -175,7 +178,8 @@ class Checkpointer:
             by_file.setdefault(names[assignment], {})[assignment.key] = held.pop(assignment)
         return {name: write_safetensors(temporary / name, tensors) for name, tensors in by_file.items()}
 
-    def _publish(self, temporary: Path, final: Path, save: _Save, shares: list[dict]) -> None:
+    def _complete(self, temporary: Path, save: _Save, shares: list[Files]) -> None:
+        """Write what stands beside the ranks' shares, the manifest last."""
         if self.group.rank != 0:
             return
         files = {name: entry for share in shares for name, entry in share.items()}
@@ -195,15 +199,30 @@ class Checkpointer:
         for a in sorted(save.plan, key=lambda a: (a.kind, a.name, a.box.offset)):
             entry = tensors.setdefault(a.kind, {}).setdefault(a.name, {"shape": a.shape, "dtype": a.dtype, "boxes": []})
             entry["boxes"].append([names[a], a.key, a.box.offset, a.box.shape])
-        manifest = {"format": FORMAT, "version": VERSION, "files": files, "tensors": tensors}
+        manifest: dict[str, Any] = {"files": files, "tensors": tensors}
         if save.frozen:
             manifest["frozen"] = {name: {"shape": f.shape, "hash": f.hash} for name, f in save.frozen.items()}
-        write_json(temporary / MANIFEST, manifest)
-        Reader.open(temporary)  # refuses a plan that leaves a hole, before anything depends on it
+        write_file(temporary / MANIFEST, [manifest_text(manifest)])
         fsync(temporary)
-        if final.exists():  # one that was damaged, so that the run went on from an earlier one
+
+    def _check(self, temporary: Path, shares: list[Files]) -> None:
+        """CheckpointError unless what stands in the folder is what was written: every rank looks at its own files."""
+        mine = shares[self.group.rank]
+        if self.group.rank == 0:
+            written = Reader.open(temporary).files  # refuses a plan that leaves a hole, before anything depends on it
+            if strange := {path.name for path in temporary.iterdir()} ^ {MANIFEST, *written}:
+                raise CheckpointError(f"{temporary / min(strange)}: in the folder or in its manifest, but not in both")
+            theirs = {name for share in shares[1:] for name in share}
+            mine = {name: entry for name, entry in written.items() if name not in theirs} | mine
+        for name, entry in mine.items():
+            check_file(temporary / name, entry)
+
+    def _publish(self, temporary: Path, final: Path, save: _Save) -> None:
+        if self.group.rank != 0:
+            return
+        if os.path.lexists(final):  # one that was damaged, so that the run went on from an earlier one
             damaged = final.with_name(f"{final.name}.damaged")
-            shutil.rmtree(damaged, ignore_errors=True)
+            folders.remove(damaged)
             os.rename(final, damaged)
         os.rename(temporary, final)
         fsync(self.root)

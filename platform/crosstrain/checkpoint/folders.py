@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
+from crosstrain.checkpoint.assets import open_plain
 from crosstrain.checkpoint.manifest import MANIFEST, IncompatibleCheckpointError
 from crosstrain.checkpoint.store import Reader, fsync
 from crosstrain.errors import CheckpointError
 
+_log = logging.getLogger("crosstrain")
 _STEP = re.compile(r"step_([0-9]{6,18})")
 
 
@@ -19,10 +23,17 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def steps(root: Path) -> list[int]:
-    """Steps of the complete checkpoints under `root`, in order; unfinished ones have another name."""
-    if not root.is_dir():
+    """Steps of the complete checkpoints under `root`, in order; unfinished ones have another name.
+
+    Whatever has the name counts, so that what has become of a checkpoint is not passed over in silence. Raises
+    CheckpointError for a folder that cannot be read.
+    """
+    try:
+        found = map(_STEP.fullmatch, os.listdir(root))
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    found = (_STEP.fullmatch(path.name) for path in root.iterdir() if path.is_dir())
+    except OSError as error:
+        raise CheckpointError(f"{root}: cannot be read ({error.strerror})") from None
     return sorted(int(match[1]) for match in found if match)
 
 
@@ -37,17 +48,26 @@ def point(root: Path, name: str, step: int) -> None:
 def pointed(root: Path, name: str) -> int | None:
     """The step that the pointer file `name` means, if it and the folder exist."""
     try:
-        with open(root / name, encoding="ascii") as file:
-            match = _STEP.fullmatch(file.read(100).strip())  # it may be no pointer at all, and of any size
+        with open_plain(root / name) as file:
+            match = _STEP.fullmatch(file.read(100).decode("ascii").strip())  # it may be no pointer, and of any size
     except (OSError, UnicodeDecodeError):
         return None
     return int(match[1]) if match and step_folder(root, int(match[1])).is_dir() else None
 
 
+def remove(path: Path) -> None:
+    """Delete a folder, or whatever else has its name, as far as that is possible."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():  # rmtree would wait for whoever writes to a FIFO
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+
+
 def remove_unfinished(root: Path) -> None:
     """Delete what interrupted saves left; only the one process that is about to write may call this."""
     for path in root.glob(".step_*.tmp"):
-        shutil.rmtree(path, ignore_errors=True)
+        remove(path)
 
 
 def prune(root: Path, newest: int, keep_last: int | None, keep_every: int | None) -> None:
@@ -65,11 +85,11 @@ def prune(root: Path, newest: int, keep_last: int | None, keep_every: int | None
             # Renamed first, so that a kill half-way leaves no folder that looks like a checkpoint.
             doomed = root / f".{folder.name}.tmp"
             os.rename(folder, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            remove(doomed)
 
 
 def newest_valid(root: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint whose every byte is as written, and a sentence for each damaged newer one."""
+    """The newest checkpoint whose every byte is as written, and a sentence for each damaged newer one, also logged."""
     damaged: list[str] = []
     for step in reversed(steps(root)):
         folder = step_folder(root, step)
@@ -80,6 +100,7 @@ def newest_valid(root: Path) -> tuple[Path | None, list[str]]:
             raise
         except CheckpointError as error:
             damaged.append(str(error))
+            _log.warning("damaged checkpoint passed over: %s", error)
     return None, damaged
 
 
@@ -90,9 +111,11 @@ def find_checkpoint(path: Path) -> Path:
 
     Raises CheckpointError where there is none.
     """
-    if path.is_file() and (step := pointed(path.parent, path.name)) is not None:
+    if path.is_file():
+        if (step := pointed(path.parent, path.name)) is None:
+            raise CheckpointError(f"{path}: not a checkpoint, and names none beside it")
         path = step_folder(path.parent, step)
-    if (path / MANIFEST).is_file():
+    if os.path.lexists(path / MANIFEST):
         Reader.open(path).verify()
         return path
     for root in (path, path / "checkpoints"):

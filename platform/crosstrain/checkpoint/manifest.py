@@ -6,10 +6,11 @@ contradict, and has names that can be printed.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
 import re
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as show
@@ -17,11 +18,15 @@ from typing import Any
 
 import torch
 
+from crosstrain.checkpoint.assets import open_plain
 from crosstrain.checkpoint.boxes import Box, check_cover
 from crosstrain.errors import CheckpointError
 
-FORMAT, VERSION = "crosstrain-checkpoint", 1
+FORMAT, VERSION = "crosstrain-checkpoint", 2
 MANIFEST, STATE = "manifest.json", "state.json"
+
+# The end of a manifest's text from version 2 on, with the SHA-256 sum of every byte up to it in between.
+_SUM_KEY, _SUM_BEGINS, _SUM_ENDS = "sha256", b',\n "sha256": "', b'"\n}'
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
            torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
@@ -36,6 +41,12 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 
 class IncompatibleCheckpointError(CheckpointError):
     """Not damaged but of another format or version: never to be passed over in silence, let alone replaced."""
+
+
+def box_key(kind: str, name: str, shape: tuple[int, ...], box: Box) -> str:
+    """Name of a box in its file: the tensor's where the box is all of it, and otherwise with the box's offset."""
+    name = name if kind == "param" else f"{kind}/{name}"
+    return name if box.shape == shape else f"{name}@{','.join(map(str, box.offset))}"
 
 
 @dataclass
@@ -78,32 +89,59 @@ def is_count(value: Any) -> bool:
 
 def read_json(path: Path, most_bytes: int = _MOST_BYTES) -> Any:
     """Parsed JSON; CheckpointError where the file is missing, larger than `most_bytes`, or is not JSON."""
+    return _parse(path, _read(path, most_bytes))
+
+
+def _read(path: Path, most_bytes: int) -> bytes:
     try:
-        status = path.lstat()
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{path}: not a plain file")
-        if status.st_size > most_bytes:
-            raise CheckpointError(f"{path}: {status.st_size} bytes are more than the {most_bytes} that are read")
-        text = path.read_bytes()
-        if sum(map(text.count, (b",", b"[", b"{"))) > _MOST_VALUES:
-            raise CheckpointError(f"{path}: holds more than the {_MOST_VALUES} values that are read")
-        return json.loads(text, object_pairs_hook=_without_duplicates)
+        with open_plain(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > most_bytes:
+                raise CheckpointError(f"{path}: {size} bytes are more than the {most_bytes} that are read")
+            return file.read(most_bytes)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
+
+
+def _parse(path: Path, text: bytes) -> Any:
+    if sum(map(text.count, (b",", b"[", b"{"))) > _MOST_VALUES:
+        raise CheckpointError(f"{path}: holds more than the {_MOST_VALUES} values that are read")
+    try:
+        return json.loads(text, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None
+
+
+def manifest_text(content: dict[str, Any]) -> bytes:
+    """The text of a manifest.json of this content, which its own sum ends."""
+    text = json.dumps({"format": FORMAT, "version": VERSION} | content, indent=1).encode()
+    body = text.removesuffix(b"\n}") + _SUM_BEGINS
+    return body + hashlib.sha256(body).hexdigest().encode() + _SUM_ENDS
+
+
+def _is_intact(text: bytes) -> bool:
+    """Whether a manifest's text ends with the right sum."""
+    end = len(text) - len(_SUM_ENDS)
+    body = text[: max(end - 64, 0)]
+    whole = text.endswith(_SUM_ENDS) and body.endswith(_SUM_BEGINS)
+    return whole and hashlib.sha256(body).hexdigest().encode() == text[end - 64 : end]
 
 
 def read_manifest(folder: Path) -> tuple[Files, Tensors, dict[str, Frozen]]:
     """The files, the tensors and the frozen parameters that the manifest of `folder` lists.
 
-    Raises CheckpointError where it is missing, malformed or names a path outside the folder, where the boxes of a
-    tensor do not tile it exactly once, and where those in a file are larger than the file.
+    Raises CheckpointError where it is missing, differs from what was written, is malformed or names a path outside the
+    folder, where the boxes of a tensor do not tile it exactly once, and where those in a file are larger than the file.
+    IncompatibleCheckpointError where its sum is right and its version not one that this release reads.
     """
     path = folder / MANIFEST
-    manifest = read_json(path)
+    text = _read(path, _MOST_BYTES)
+    intact = _is_intact(text)  # before anything in it is believed, its version above all
+    manifest = _parse(path, text)
     try:
-        if manifest["format"] != FORMAT or manifest["version"] != VERSION:
+        if not intact and (_SUM_KEY in manifest or (manifest["format"], manifest["version"]) != (FORMAT, 1)):
+            raise CheckpointError(f"{path}: contents differ from what was written (its own SHA-256 sum is wrong)")
+        if intact and (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
             raise IncompatibleCheckpointError(
                 f"{path}: format {show(manifest['format'])} version {show(manifest['version'])} is not one that this "
                 f"release reads ({FORMAT} {VERSION})"
@@ -122,6 +160,8 @@ def read_manifest(folder: Path) -> tuple[Files, Tensors, dict[str, Frozen]]:
         raise CheckpointError(f"{path}: malformed manifest ({error})") from None
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: malformed manifest ({error!r})") from None
+    if STATE not in files:
+        raise CheckpointError(f"{path}: {STATE} is not among its files")
     _check_boxes(path, files, tensors)
     for name in frozen:
         if ("param", name) in tensors:
@@ -131,10 +171,16 @@ def read_manifest(folder: Path) -> tuple[Files, Tensors, dict[str, Frozen]]:
 
 def _check_boxes(path: Path, files: Files, tensors: Tensors) -> None:
     held = dict.fromkeys(files, 0)
+    seen = set[tuple[str, str]]()
     for (kind, name), stored in tensors.items():
         for where in stored.boxes:
             if where.file not in held:
                 raise CheckpointError(f"{path}: {kind} {name} lies in {where.file!r}, which is not among its files")
+            if where.key != (key := box_key(kind, name, stored.shape, where.box)):
+                raise CheckpointError(f"{path}: a box of {kind} {name} is called {where.key}, not {key}")
+            if (where.file, where.key) in seen:
+                raise CheckpointError(f"{path}: two boxes lie in {where.file} as {where.key}")
+            seen.add((where.file, where.key))
             held[where.file] += where.box.numel * _ITEM_SIZES[stored.dtype]
         problem = check_cover([where.box for where in stored.boxes], stored.shape)
         if problem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from crosstrain.checkpoint.boxes import Box, Shard
-from crosstrain.checkpoint.manifest import DTYPES
+from crosstrain.checkpoint.manifest import DTYPES, box_key
 from crosstrain.errors import CheckpointError
 
 Holding = tuple[str, str, tuple[int, ...], str, Box]  # kind, name, logical shape, dtype, box
@@ -24,11 +24,8 @@ class Assignment:
 
     @property
     def key(self) -> str:
-        """Name of the tensor in its file: the logical name where the box is the whole tensor."""
-        name = self.name if self.kind == "param" else f"{self.kind}/{self.name}"
-        if self.box.shape == self.shape:
-            return name
-        return f"{name}@{','.join(map(str, self.box.offset))}"
+        """Name of the tensor in its file."""
+        return box_key(self.kind, self.name, self.shape, self.box)
 
 
 def holdings(shards: list[Shard]) -> list[Holding]:

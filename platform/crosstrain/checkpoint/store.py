@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from crosstrain.checkpoint.assets import open_plain
 from crosstrain.checkpoint.boxes import Box, Shard
 from crosstrain.checkpoint.manifest import DTYPES, Files, Frozen, StoredBox, StoredTensor, Tensors, read_manifest
 from crosstrain.errors import CheckpointError
@@ -96,6 +97,21 @@ def file_sum(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
+def check_file(path: Path, expected: dict[str, Any]) -> None:
+    """CheckpointError naming the file unless its size and SHA-256 sum are those that are `expected`."""
+    try:
+        with open_plain(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != expected["bytes"]:
+                raise CheckpointError(f"{path}: {size} bytes instead of {expected['bytes']}")
+            if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
+                raise CheckpointError(f"{path}: contents differ from what was written (SHA-256 mismatch)")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+
+
 def fsync(path: Path) -> None:
     """Make a file's contents, or the names in a folder, durable."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -155,17 +171,7 @@ class Reader:
     def verify(self) -> None:
         """Compare every file's size and SHA-256 sum with the manifest's; raises CheckpointError naming the file."""
         for name, expected in self.files.items():
-            path = self.folder / name
-            if path.is_symlink() or not path.is_file():
-                raise CheckpointError(f"{path}: missing")
-            try:
-                size = path.stat().st_size
-                if size != expected["bytes"]:
-                    raise CheckpointError(f"{path}: {size} bytes instead of {expected['bytes']}")
-                if file_sum(path)["sha256"] != expected["sha256"]:
-                    raise CheckpointError(f"{path}: contents differ from what was written (SHA-256 mismatch)")
-            except OSError as error:
-                raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+            check_file(self.folder / name, expected)
 
     def fill(self, shards: Iterable[Shard], source_name: Callable[[str], str] = lambda name: name) -> None:
         """Copy into every piece what the files hold for its box, converting the data type.

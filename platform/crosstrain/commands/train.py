@@ -6,6 +6,7 @@ import signal
 import textwrap
 
 from crosstrain import assembly, restarts
+from crosstrain.checkpoint.base import Base
 from crosstrain.commands.plan import refuse_what_cannot_fit
 from crosstrain.config import Config, load_config
 from crosstrain.construct import parameters_on_meta
@@ -54,6 +55,7 @@ def check(config: Config, world_size: int) -> None:
     with ending_at_once(), parameters_on_meta():
         model = assembly.make_model(config)
     assembly.check_fit(model, dataset)
+    Base.of(model).verify()
     assembly.freeze(model, config.run.freeze)
     registry.get_runner_class(config.runner.name).check_model(config.runner.options, model)
     check_trackers(config.run.trackers)

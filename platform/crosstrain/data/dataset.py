@@ -68,7 +68,7 @@ class Dataset(ABC):
 
     vocab_size: int | None = None  # ids in samples are below this; checked against the model's
     sequence_length: int | None = None  # longest sample in tokens; checked against the model's limit
-    tokenizer_path: Path | None = None  # a Hugging Face tokenizer folder, copied into every checkpoint
+    tokenizer_path: Path | None = None  # a folder; its tokenizer's files are copied into every checkpoint
     indexed: bool = True  # False: `get` gives the next sample of a stream, whatever index it is asked for
 
     # Subclasses accept (options, split) and keep what they need.
