@@ -29,7 +29,7 @@ from crosstrain.distributed import Group
 from crosstrain.errors import CheckpointError
 from crosstrain.resume import starting_point
 from crosstrain.state import State
-from ranks import mostly_slow
+from ranks import mostly_slow, run_ranks
 
 SHAPES = {"h.0.weight": (6, 4), "h.1.weight": (6, 4), "h.2.weight": (6, 4), "bias": (3,)}
 OLDER, NEWER = 5, 6
@@ -401,6 +401,44 @@ def test_a_save_that_did_not_write_what_it_should_fails(run: Path, fault: str, m
         keeper.wait()
     assert folders.newest_valid(run / "checkpoints") == (newest(run), [])
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["latest", "step_000005", "step_000006"]
+
+
+def _save_as_one_of_two(root: str, damaged: int) -> str:
+    """What rank `damaged` wrote loses its last bit before it is read again; the sentence that says so."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    group = Group(dist.group.WORLD)
+    write_share = Checkpointer._write_share
+
+    def written(self: Checkpointer, temporary: Path, *rest: Any) -> dict[str, Any]:
+        files = write_share(self, temporary, *rest)
+        for name, entry in files.items() if group.rank == damaged else ():
+            flip(temporary / name, 8 * entry["bytes"] - 1)
+        return files
+
+    Checkpointer._write_share = written  # type: ignore[method-assign]
+    values = torch.arange(12.0)
+    pieces = flat_range_pieces(values, (6, 4), 12 * group.rank)
+    keeper = Checkpointer(Path(root), group, Retention(), lambda folder: None)
+    keeper.save(7, [Shard("param", "w", (6, 4), pieces)], {"step": 7}, background=False)
+    try:
+        keeper.wait()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return "nothing failed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_every_rank_reads_its_own_files_again(tmp_path: Path, damaged: int) -> None:
+    run = write(tmp_path / "run", cut=True)
+    for said in run_ranks(2, _save_as_one_of_two, str(run / "checkpoints"), damaged):
+        assert f"training-0000{damaged}.safetensors: contents differ from what was written" in said
+        assert f"(rank {damaged}); earlier ones are intact" in said
+    assert folders.newest_valid(run / "checkpoints") == (newest(run), [])
 
 
 # ------------------------------------------------------------------------------------------------- as people meet it
