@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from crosstrain.checkpoint.assets import GENERATION_CONFIG, copy_files, plain_files
+from crosstrain.errors import DataError
 from crosstrain.language_model import LanguageModel
 from crosstrain.model import Ends
 
@@ -39,7 +41,10 @@ class TransformersModel(LanguageModel):
         """`config` is without padding; `source` is the folder of weights to start from, if any."""
         super().__init__(options)
         self.config, self.lm, self.source = config, lm, source
-        self._generation = plain_files(source, {GENERATION_CONFIG}) if source is not None else []
+        self._generation: list[Path] = []  # settings of the pretrained model, which checkpoints keep
+        if source is not None:
+            with suppress(DataError):  # a link to elsewhere stays there; the model itself is sound
+                self._generation = plain_files(source, {GENERATION_CONFIG})
         self.takes_positions = "position_ids" in inspect.signature(lm.base_model.forward).parameters
         words = (lm.get_input_embeddings(), lm.get_output_embeddings())
         self._vocabulary = {f"{name}.weight" for name, module in lm.named_modules() if module in words}
@@ -147,4 +152,4 @@ class TransformersModel(LanguageModel):
         config = copy.deepcopy(self.config)
         config.architectures = [type(self.lm).__name__]
         config.save_pretrained(folder)
-        copy_files(self._generation, folder)  # says which tokens end an answer
+        copy_files(self._generation, folder)
