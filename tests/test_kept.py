@@ -22,10 +22,12 @@ from safetensors.torch import load_file
 import sight
 from conftest import write_text
 from crosstrain import assembly
+from crosstrain.check import Checker
 from crosstrain.checkpoint.assets import GENERATION_CONFIG, TOKENIZER_FILES
 from crosstrain.checkpoint.folders import find_checkpoint
 from crosstrain.cli import main
 from crosstrain.config import load_config
+from crosstrain.registry import registry
 from ranks import make_trainer, run_ranks
 
 VOCABULARY = 322
@@ -106,9 +108,12 @@ def data_of(kind: str, place: Path, tokenizer: Path) -> dict[str, Any]:
     shapes = common | sight.shapes(place)
     if kind == "shapes":
         return shapes
+    cls = registry.get_dataset_class("shapes")
+    cls.prepare(Checker(".".join).dataclass(cls.Options, {k: v for k, v in shapes.items() if k != "name"}, ()))
     read = {key: value for key, value in shapes.items() if key in {*common, "text_processor"}}
-    read |= {"name": "image_text", "train": str(place / "shapes" / "train-*.tar")}
-    return read | ({"streaming": True, "samples": 40} if kind == "streaming" else {})
+    shards = [str(place / "shapes" / f"{split}-*.tar") for split in ("train", "val")]  # as many as ranks that stream
+    how = {"streaming": True, "samples": 40} if kind == "streaming" else {}
+    return read | how | {"name": "image_text", "train": shards}
 
 
 def model_of(name: str, start: str, place: Path) -> tuple[dict[str, Any], Path]:

@@ -98,7 +98,7 @@ def _read(path: Path, most_bytes: int) -> bytes:
             size = os.fstat(file.fileno()).st_size
             if size > most_bytes:
                 raise CheckpointError(f"{path}: {size} bytes are more than the {most_bytes} that are read")
-            return file.read(most_bytes)
+            return file.read(size)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
 
@@ -122,9 +122,10 @@ def manifest_text(content: dict[str, Any]) -> bytes:
 def _is_intact(text: bytes) -> bool:
     """Whether a manifest's text ends with the right sum."""
     end = len(text) - len(_SUM_ENDS)
-    body = text[: max(end - 64, 0)]
-    whole = text.endswith(_SUM_ENDS) and body.endswith(_SUM_BEGINS)
-    return whole and hashlib.sha256(body).hexdigest().encode() == text[end - 64 : end]
+    begin = max(end - 64, 0)
+    if not (text.endswith(_SUM_ENDS) and text.endswith(_SUM_BEGINS, 0, begin)):
+        return False
+    return hashlib.sha256(memoryview(text)[:begin]).hexdigest().encode() == text[begin:end]
 
 
 def read_manifest(folder: Path) -> tuple[Files, Tensors, dict[str, Frozen]]:
