@@ -11,14 +11,17 @@ from crosstrain.checkpoint.manifest import Frozen
 from crosstrain.checkpoint.store import Reader
 from crosstrain.compilation import compile_model
 from crosstrain.config import BatchPlan, Component, Config, plan_batch
-from crosstrain.construct import fill_initial
+from crosstrain.construct import fill_initial, parameters_on_meta
 from crosstrain.data.dataset import Dataset, Split
 from crosstrain.data.tokenizer import TOKENIZER, vocabulary
-from crosstrain.errors import CheckpointError, ConfigError
+from crosstrain.errors import CheckpointError, ConfigError, explained
 from crosstrain.model import Model
 from crosstrain.optim import optimizer_factory
 from crosstrain.registry import registry
 from crosstrain.runner import Runner
+
+_MOST_PARAMETERS = 1_000_000  # tensors: ten times those of the largest mixtures of experts
+_LONGEST_BUILD = 120.0  # seconds
 
 
 def make_runner(config: Config) -> Runner:
@@ -28,6 +31,16 @@ def make_runner(config: Config) -> Runner:
 
 def make_model(config: Config) -> Model:
     return registry.get_model_class(config.model.name)(config.model.options)
+
+
+def model_on_meta(config: Config) -> Model:
+    """The configured model without memory for its parameters, to check and to plan with.
+
+    Raises ConfigError for sizes that its libraries refuse, that are absurd or that take minutes to lay out.
+    """
+    what = f"model: {config.model.name} cannot be built with these options"
+    with explained(what), parameters_on_meta(at_most=_MOST_PARAMETERS, seconds=_LONGEST_BUILD):
+        return make_model(config)
 
 
 def batch_plan(config: Config, world_size: int) -> BatchPlan:

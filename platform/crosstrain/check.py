@@ -54,7 +54,8 @@ class Mistakes:
 class NoOptions:
     """Options of a component that has none.
 
-    Any options dataclass may have a ClassVar `elsewhere`: keys that people write there, and what to do instead.
+    Any options dataclass may have a ClassVar `elsewhere`: keys that people write there, and what to do instead. One
+    whose field may stand for the whole, as `dtype` does in `amp: bf16`, names it in a ClassVar `shorthand`.
     """
 
 
@@ -152,7 +153,7 @@ class Checker:
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
-            self.fail(key, f"expected a mapping, got {_show(value)}")
+            self.fail(key, _expected(cls, value))
         hints = get_type_hints(cls, include_extras=True)
         known = {f.name: f for f in fields(cls) if f.init}
         mistakes, meant = Mistakes(), set[str]()
@@ -325,6 +326,8 @@ def _describe(hint: Any) -> str:
         if arguments[-1] is Ellipsis:
             return f"a list of {_describe(arguments[0])}"
         return f"a list of {len(arguments)} values ({', '.join(_describe(a) for a in arguments)})"
+    if head := getattr(origin, "shorthand", None):
+        return f"{_describe(get_type_hints(origin)[head])}, or a mapping"
     return "a mapping" if is_dataclass(origin) else _WORDS.get(origin, str(hint))
 
 

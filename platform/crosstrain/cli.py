@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from crosstrain import __version__
-from crosstrain.errors import UserError, printable, sentence
+from crosstrain.errors import UserError, first_line, printable, sentence
 from crosstrain.signals import ending_at_once
 
 _MOST_MISTAKES = 50  # of one configuration, that are shown
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        debug = "show the traceback of an error (or CROSSTRAIN_DEBUG=1)"
+        self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=debug)
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see {self.prog} --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit code: 0, 1 for an error, 128+n when stopped by signal n."""
+    debug = bool(os.environ.get("CROSSTRAIN_DEBUG"))
     try:
         arguments = _parser().parse_args(sys.argv[1:] if argv is None else argv)
+        debug = debug or "debug" in arguments
         return arguments.run(arguments)
     except UserError as error:
+        if debug:
+            traceback.print_exc()
         for text in error.sentences[:_MOST_MISTAKES]:
             print(f"error: {sentence(text)}", file=sys.stderr)
         if more := error.sentences[_MOST_MISTAKES:]:
@@ -33,9 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        if type(error).__name__ != "WorkerFailure":
+        if type(error).__name__ == "WorkerFailure":
+            text = printable(str(error))
+        elif debug:
             raise
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        else:
+            text = sentence(f"{type(error).__name__}: {first_line(error)} (a traceback: --debug)")
+        print(f"error: {text}", file=sys.stderr)
         return 1
 
 

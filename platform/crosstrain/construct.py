@@ -6,6 +6,8 @@ libraries draw in their constructors is never used, and on the meta device it co
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -21,19 +23,22 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @contextmanager
-def parameters_on_meta(at_most: int | None = None) -> Iterator[None]:
+def parameters_on_meta(at_most: int | None = None, seconds: float = math.inf) -> Iterator[None]:
     """Every parameter registered inside lands on the meta device; buffers are real.
 
-    Registering more than `at_most` is a ValueError: a model may be described by somebody who wants it never to end.
+    Registering more than `at_most`, or for longer than `seconds`, is a ValueError: a model may be described by somebody
+    who wants it never to end.
     """
     register = nn.Module.register_parameter
-    registered = 0
+    registered, deadline = 0, time.monotonic() + seconds
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         nonlocal registered
         registered += 1
         if at_most is not None and registered > at_most:
             raise ValueError(f"it has more than {at_most} parameters")
+        if time.monotonic() > deadline:
+            raise ValueError(f"it has more parameters than can be made in {seconds:g} s: {registered} so far")
         if parameter is not None and parameter.device.type != "meta":
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)

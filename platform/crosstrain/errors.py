@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 # Control characters but tab and newline, halves of surrogate pairs, and what turns the direction of writing around.
 _STEERS_A_TERMINAL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -49,6 +50,17 @@ class TrainingError(UserError):
 
 class RankLost(UserError):
     """Another rank is gone. Nothing here is wrong: all can go on from the newest checkpoint."""
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turn whatever a library raises inside into a ConfigError of one sentence about `what`; UserError passes."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{what} ({type(error).__name__}: {first_line(error)})") from error
 
 
 def _by_line(text: str) -> list[str | int]:

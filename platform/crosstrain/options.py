@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Gt, Interval, MinLen
 
@@ -21,6 +21,8 @@ Scale = Annotated[float, Interval(ge=1e-6, le=1e20)]  # of a loss; fp32 holds it
 @dataclass
 class AmpOptions:
     """Mixed precision: `amp: bf16` is short for `amp: {dtype: bf16}`. The rest concerns fp16 alone."""
+
+    shorthand: ClassVar = "dtype"
 
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # of the forward under autocast; masters and moments stay fp32
     loss_scale: Scale | None = None  # a fixed scale, in any precision; None: dynamic for fp16, else 1
@@ -42,6 +44,8 @@ class BadStepOptions:
     Bad are a loss that is not finite; gradients that are not, unless fp16's loss scale explains it; and with `spike` a
     loss above `spike` times the median of the last `spike_window` good steps' losses.
     """
+
+    shorthand: ClassVar = "policy"
 
     policy: Literal["stop", "skip", "roll_back"] = "stop"
     spike: Annotated[float, Gt(1)] | None = None  # None: a loss may jump as it likes
@@ -90,12 +94,32 @@ class ProfileOptions:
             )
 
 
+# Keys of other programs, and ours.
+_ELSEWHERE = {
+    theirs: f"use {ours}"
+    for ours, names in {
+        "init_lr": "lr learning_rate",
+        "max_iters": "train_iters max_steps num_steps",
+        "accum_grad_iters": "gradient_accumulation_steps",
+        "grad_norm_clip": "clip_grad max_grad_norm",
+        "log_interval": "logging_steps log_freq",
+        "eval_interval": "eval_steps evaluation_steps",
+        "save_interval": "save_steps",
+        "trackers": "report_to",
+        "amp": "fp16 bf16 autocast_dtype mixed_precision",
+    }.items()
+    for theirs in names.split()
+}
+
+
 @dataclass
 class RunOptions:
     """How to train. Steps are attempted optimizer steps; a sample is one row of a batch.
 
     Raises OptionError, a ConfigError, for values that cannot go together.
     """
+
+    elsewhere: ClassVar = _ELSEWHERE
 
     output_dir: FilePath  # folder of the run: config.yaml, log.txt, metrics.jsonl, tensorboard/, checkpoints/
     runner: Annotated[Component, "runner"] = field(default_factory=lambda: Component("ddp"))  # or a preset

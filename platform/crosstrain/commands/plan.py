@@ -14,7 +14,6 @@ import torch
 
 from crosstrain import assembly
 from crosstrain.config import Config, load_config, preset_files
-from crosstrain.construct import parameters_on_meta
 from crosstrain.data.dataset import Batch
 from crosstrain.errors import UserError
 from crosstrain.launch import Launch
@@ -155,8 +154,7 @@ def _try(project: Project, label: str, config: Config, world_size: int, mode: An
 
 def _project(config: Config) -> Project:
     described, absent = without_weights(config.model)
-    with parameters_on_meta():
-        model = assembly.make_model(replace(config, model=described))
+    model = assembly.model_on_meta(replace(config, model=described))
     assembly.freeze(model, config.run.freeze)
     device = config.run.device
     if device == "auto":

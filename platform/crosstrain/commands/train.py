@@ -5,17 +5,19 @@ from __future__ import annotations
 import signal
 import textwrap
 
+import torch
+
 from crosstrain import assembly, restarts
 from crosstrain.checkpoint.base import Base
 from crosstrain.commands.plan import refuse_what_cannot_fit
 from crosstrain.config import Config, load_config
-from crosstrain.construct import parameters_on_meta
+from crosstrain.errors import explained
 from crosstrain.joined import restarted
 from crosstrain.launch import Launch, launch
 from crosstrain.monitor.console import log
 from crosstrain.monitor.trackers import check_trackers
 from crosstrain.nodes import Nodes
-from crosstrain.optim import make_schedule
+from crosstrain.optim import make_schedule, optimizer_factory
 from crosstrain.registry import registry
 from crosstrain.run_folder import RunFolder
 from crosstrain.signals import StopRequest, ending_at_once
@@ -48,19 +50,22 @@ def train(
 def check(config: Config, world_size: int) -> None:
     """Everything that can go wrong before a worker exists: batch arithmetic, data, splits, model, layout, schedule."""
     plan = assembly.batch_plan(config, world_size)
-    assembly.prepare_data(config)
-    dataset = assembly.open_split(config, "train")
-    if config.run.eval_interval:
-        assembly.open_split(config, "val")
-    with ending_at_once(), parameters_on_meta():
-        model = assembly.make_model(config)
-    assembly.check_fit(model, dataset)
-    Base.of(model).verify()
-    assembly.freeze(model, config.run.freeze)
-    registry.get_runner_class(config.runner.name).check_model(config.runner.options, model)
-    check_trackers(config.run.trackers)
-    length = run_length(config, plan, dataset)
-    make_schedule(config, length)
+    with explained(f"datasets.{', '.join(config.datasets)}: cannot be opened"):
+        assembly.prepare_data(config)
+        dataset = assembly.open_split(config, "train")
+        if config.run.eval_interval:
+            assembly.open_split(config, "val")
+    with ending_at_once():
+        model = assembly.model_on_meta(config)
+    with explained("the model, its data and the run do not go together"):
+        assembly.check_fit(model, dataset)
+        Base.of(model).verify()
+        assembly.freeze(model, config.run.freeze)
+        registry.get_runner_class(config.runner.name).check_model(config.runner.options, model)
+        check_trackers(config.run.trackers)
+        length = run_length(config, plan, dataset)
+        make_schedule(config, length)
+        optimizer_factory(config)([("weight", torch.nn.Parameter(torch.zeros(1, 1)))])  # whether it takes its options
     if config.run.profile is not None:
         config.run.profile.check(length, world_size)
 
