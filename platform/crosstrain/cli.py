@@ -112,6 +112,8 @@ def _parser() -> _Parser:
     serve.add_argument("--max-waiting", type=_positive, default=512, metavar="N",
                        help="completions that may wait, others being refused (default: 512)")  # fmt: skip
     serve.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for a request (default: 600)")
+    serve.add_argument("--header-timeout", type=float, default=10, metavar="SECONDS",
+                       help="for a request's headers to arrive (default: 10)")
     serve.set_defaults(run=_serve)
 
     chat = verbs.add_parser("chat", help="talk with a server on the command line")

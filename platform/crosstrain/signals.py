@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -23,6 +25,24 @@ def ending_at_once() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
+
+
+def exit_after_signal(seconds: float) -> None:
+    """End this process with code 0 so long after SIGINT, SIGTERM or SIGUSR1, whatever its threads do.
+
+    Python's handlers run between two steps of the main thread, which may not come; this hears of signals at once.
+    """
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+    signal.set_wakeup_fd(writing.detach(), warn_on_full_buffer=False)
+
+    def end() -> None:
+        while reading.recv(1)[0] not in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            pass
+        time.sleep(seconds)
+        os._exit(0)
+
+    threading.Thread(target=end, daemon=True).start()
 
 
 class StopRequest:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import resource
 import socket
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,10 @@ from crosstrain.errors import UserError
 from crosstrain.extras import require
 from crosstrain.launch import Launch, launch
 from crosstrain.monitor.console import log, set_up_logging
+from crosstrain.serving.encoding import Encoders, check_decoder
 from crosstrain.serving.limits import Limits
-from crosstrain.signals import StopRequest
+from crosstrain.serving.refusal import Refusal
+from crosstrain.signals import StopRequest, exit_after_signal
 
 _KEY = "CROSSTRAIN_API_KEY"
 
@@ -44,7 +49,9 @@ def serve(arguments: argparse.Namespace) -> int:
     """Serve `arguments.checkpoint` until a signal comes; returns the exit code."""
     for module in ("uvicorn", "starlette", "pydantic"):
         require(module, "serving")
-    limits = Limits(arguments.batch, arguments.max_waiting, arguments.timeout)
+    limits = Limits(
+        arguments.batch, arguments.max_waiting, arguments.timeout, header_seconds=arguments.header_timeout
+    )  # fmt: skip
     checkpoint = folders.find_checkpoint(Path(arguments.checkpoint))
     key = os.environ.get(_KEY) if arguments.api_key is None else arguments.api_key
     if key is not None and not key.strip():
@@ -56,7 +63,7 @@ def serve(arguments: argparse.Namespace) -> int:
     how = Launch.detect(arguments.nproc_per_node, config.run.device)
     check_ranks(config, how.world_size)
     check_model(config, checkpoint)
-    open_tokenizer(checkpoint)
+    check_decoder(open_tokenizer(checkpoint), checkpoint)
     code = launch(serve_worker, (config.plain, place, limits, how.starts_workers), how)
     return 0 if code > 128 else code  # a signal is how a server ends
 
@@ -72,6 +79,7 @@ def serve_worker(plain: dict[str, Any], place: Place, limits: Limits, under_laun
     from crosstrain.serving.rows import Rows, follow
 
     stop = StopRequest(under_launcher)
+    exit_after_signal(limits.grace_seconds)
     config = Config.from_plain(plain)
     runner = assembly.make_runner(config)
     runner.setup()
@@ -97,25 +105,29 @@ def lead(
     import uvicorn
 
     from crosstrain.serving.app import Web, is_loopback
+    from crosstrain.serving.connections import Connection
     from crosstrain.serving.engine import Engine
     from crosstrain.serving.prompts import chat_format
     from crosstrain.serving.service import Service
 
-    encoding, decoding = open_tokenizer(place.checkpoint), open_tokenizer(place.checkpoint)
+    encoders = Encoders(place.checkpoint)
+    tokenizer = open_tokenizer(place.checkpoint)  # decodes
     talk = Conversing.possible(config, place.checkpoint)
-    service = Service(
-        place.name, runner.model, encoding, chat_format(encoding, None if talk is None else talk.questioner), limits
-    )
-    engine = Engine(rows, group, decoding, limits)
-    web = Web(service, engine, decoding, place.key, place.host)
+    chats = chat_format(tokenizer, None if talk is None else talk.questioner, encoders)
+    service = Service(place.name, runner.model, tokenizer, chats, encoders, limits)
+    engine = Engine(rows, group, tokenizer, limits)
+    web = Web(service, engine, tokenizer, place.key, place.host)
+    allow_open_files(2 * limits.all_connections)
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # errors are told by `Web`
     settings = uvicorn.Config(
-        web.app, log_config=None, access_log=False, lifespan="off", ws="none", http="h11", server_header=False,
+        web.app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
+        http=partial(Connection, limits, {}),  # type: ignore[arg-type]
         proxy_headers=False, backlog=2048, timeout_keep_alive=30,
-        timeout_graceful_shutdown=int(limits.grace_seconds) + 2,
-        limit_concurrency=2 * (limits.waiting + limits.batch) + 64,  # connections
+        timeout_graceful_shutdown=int(limits.finish_seconds),
     )  # fmt: skip
     server = uvicorn.Server(settings)
+    with suppress(Refusal):
+        encoders.encode("text", "", "prompt")  # so that the first client does not wait for the processes to begin
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
     thread.start()
     if not is_loopback(place.host) and place.key is None:
@@ -139,6 +151,16 @@ def lead(
     thread.join(limits.grace_seconds + 5)
     if not stop:
         raise UserError("the HTTP server ended by itself")
+
+
+def allow_open_files(wanted: int) -> None:
+    """Let this process have that many files and connections open, or as many as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        log.warning("warning: no more than %d connections are possible here; `ulimit -Hn` has to allow more", hard)
+        wanted = hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def listen(place: Place) -> socket.socket:

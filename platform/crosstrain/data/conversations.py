@@ -58,6 +58,7 @@ class ConversationEncoder:
 
     def __init__(self, tokenizer: TextTokenizer, image_tokens: int, style: Style) -> None:
         self.tokenizer, self.image_tokens, self.style = tokenizer, image_tokens, style
+        self.encode_text = tokenizer.encode  # a server has another
         if style == "chat":
             self.start, self.end = self._special(_START), self._special(_END)
         before, after = (tokenizer.backend.token_to_id(t) for t in (_BEFORE_IMAGE, _AFTER_IMAGE))
@@ -134,11 +135,12 @@ class ConversationEncoder:
         return shared
 
     def _text(self, text: str) -> list[int]:
-        if text not in self._known:  # prompts and short answers recur
+        ids = self._known.get(text)
+        if ids is None:  # prompts and short answers recur
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
-            self._known[text] = self.tokenizer.encode(text)
-        return self._known[text]
+            ids = self._known[text] = self.encode_text(text)
+        return ids
 
     def _content(self, text: str) -> list[int]:
         first, *rest = text.split(IMAGE)

@@ -60,7 +60,11 @@ class Web:
         self._key = None if key is None else key.encode()
         self._loopback = is_loopback(host)
         self._since = int(time.time())
-        self._encoding = ThreadPoolExecutor(1, "encoding")  # a tokenizer encodes in one thread at a time
+        # Chats that hang delay no completions. Images take memory, so few requests that may have them are read at once.
+        self._encoding: dict[Any, ThreadPoolExecutor] = {
+            CompletionRequest: ThreadPoolExecutor(service.limits.encoders, "encoding"),
+            ChatRequest: ThreadPoolExecutor(2 if service.chat_format.sees else service.limits.encoders, "encoding"),
+        }
         self._requests, self._bytes = 0, 0  # that are being answered
         self.app = Starlette(
             routes=[
@@ -82,7 +86,9 @@ class Web:
 
     async def _health(self, request: Request) -> Response:
         running, waiting = self._engine.busy
-        return JSONResponse({"status": "ok", "running": running, "waiting": waiting})
+        stuck = self._service.encoders.stuck
+        state = {"status": "busy" if stuck else "ok", "running": running, "waiting": waiting}
+        return JSONResponse(state | ({"stuck": stuck} if stuck else {}))
 
     async def _models(self, request: Request) -> Response:
         self._admit(request)
@@ -132,8 +138,12 @@ class Web:
         self, request: Request, kind: Any, understand: Callable[..., Call], answer: Callable[..., Answer]
     ) -> Response:
         self._admit(request)
-        most = self._service.limits.waiting + self._service.limits.batch
-        if self._requests >= most:
+        try:
+            body = await self._body(request)
+        except ClientDisconnect:
+            return Response(status_code=499)  # which nobody reads
+        if self._requests >= self._service.limits.requests:
+            self._bytes -= len(body)
             raise Refusal(429, "too many requests at once; try again later", code="too_many_requests", retry=5)
         self._requests += 1
         jobs: list[Job] = []
@@ -145,10 +155,9 @@ class Web:
                 with suppress(RuntimeError):  # the loop has ended before what is computed has
                     loop.call_soon_threadsafe(events.put_nowait, event)
 
-            body = await self._body(request)
             try:
                 asked = parse(body, kind)
-                call = await loop.run_in_executor(self._encoding, understand, asked, deliver)
+                call = await loop.run_in_executor(self._encoding[kind], understand, asked, deliver)
             finally:
                 self._bytes -= len(body)
             jobs = call.jobs
@@ -171,7 +180,9 @@ class Web:
 
     def close(self) -> None:
         """Encode nothing more."""
-        self._encoding.shutdown(wait=False, cancel_futures=True)
+        for executor in self._encoding.values():
+            executor.shutdown(wait=False, cancel_futures=True)
+        self._service.encoders.close()
 
     def _end(self, jobs: list[Job]) -> None:
         self._requests -= 1

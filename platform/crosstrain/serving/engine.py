@@ -71,7 +71,7 @@ class Engine:
         grace = None
         while True:
             if grace is None and stopping():
-                grace = time.monotonic() + self._limits.grace_seconds
+                grace = time.monotonic() + self._limits.finish_seconds
                 with self._changed:
                     self._closed = True
             if grace is not None and (time.monotonic() > grace or not (self._running or self._waiting)):

@@ -14,6 +14,9 @@ class Limits:
     batch: int = 8  # sequences that are computed together
     waiting: int = 512  # completions that wait for a place; more are refused with 429
     seconds: float = 600.0  # from the arrival of a request to its last token
+    encoders: int = 8  # prompts, and as many chats, that are encoded at once
+    connections: int = 1024  # whose request has not arrived; the oldest is closed for a new one
+    header_seconds: float = 10.0  # for a request's headers to arrive
     body_seconds: float = 30.0  # for a request's body to arrive
     body_bytes: int = 32 << 20
     prompts: int = 64  # in one request for completions
@@ -24,9 +27,23 @@ class Limits:
     messages: int = 1000
     images: int = 8  # in one request
     image_pixels: int = 1 << 24
-    grace_seconds: float = 10.0  # for what runs when the server is asked to stop
+    finish_seconds: float = 8.0  # for what runs when the server is asked to stop
+    grace_seconds: float = 10.0  # from then to the end of the process
+
+    @property
+    def requests(self) -> int:
+        """Requests for completions that are answered at once."""
+        return self.waiting + self.batch
+
+    @property
+    def all_connections(self) -> int:
+        """Connections of any kind; more are refused with 503."""
+        return 4 * self.connections + 2 * self.requests
 
     def __post_init__(self) -> None:
-        for name, value in (("--batch", self.batch), ("--max-waiting", self.waiting), ("--timeout", self.seconds)):
+        for name, value in (
+            ("--batch", self.batch), ("--max-waiting", self.waiting), ("--timeout", self.seconds),
+            ("--header-timeout", self.header_seconds),
+        ):  # fmt: skip
             if not value > 0:
                 raise UserError(f"{name}: must be above 0, not {value}")

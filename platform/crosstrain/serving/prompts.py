@@ -1,4 +1,4 @@
-"""What a model is given of a request: the conversation in the format that it knows, as token ids."""
+"""Prompts: a request's conversation in the format that the model knows, as token ids."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import numpy as np
 
 from crosstrain.data.conversations import IMAGE, Message
 from crosstrain.data.dataset import Questioner, Sample
-from crosstrain.errors import first_line
-from crosstrain.generation import text_prompt
-from crosstrain.serving.refusal import Refusal
+from crosstrain.data.image_dataset import ImageQuestioner
+from crosstrain.serving.encoding import Encoders
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,10 @@ class Trained:
     sees = True
     name = "as in training"
 
-    def __init__(self, questioner: Questioner) -> None:
+    def __init__(self, questioner: Questioner, encoders: Encoders) -> None:
         self._questioner = questioner
+        if isinstance(questioner, ImageQuestioner):  # a plugin's own kind encodes by itself
+            questioner.encoder.encode_text = lambda text: encoders.encode("words", text, "messages")
 
     def __call__(self, turns: Sequence[Turn]) -> Prompt:
         messages = []
@@ -78,18 +79,12 @@ class Template:
     sees = False
     name = "the tokenizer's template"
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, encoders: Encoders, end: int) -> None:
+        self._encoders, self._end = encoders, end
 
     def __call__(self, turns: Sequence[Turn]) -> Prompt:
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
-        try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # of jinja, or whatever the template raises
-            reason = first_line(error)
-            raise Refusal(400, f"messages: the chat template refuses them ({reason})", "messages") from None
-        end = self._tokenizer.eos_token_id
-        return Prompt(text_prompt(self._tokenizer, text, end), frozenset({end}))
+        return _prompt(self._encoders.encode("chat", messages, "messages"), self._end)
 
 
 class Plain:
@@ -99,28 +94,26 @@ class Plain:
     name = "plain turns"
     _NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, encoders: Encoders, end: int) -> None:
+        self._encoders, self._end = encoders, end
 
     def __call__(self, turns: Sequence[Turn]) -> Prompt:
         lines = [f"{self._NAMES[turn.role]}: {turn.text.strip()}\n" for turn in turns]
-        end = self._tokenizer.eos_token_id
-        stops = tuple(f"\n{name}:" for name in self._NAMES.values())
-        return Prompt(
-            text_prompt(self._tokenizer, "".join([*lines, "Assistant:"]), end), frozenset({end}), stops, strip=True
-        )
+        ids = self._encoders.encode("text", "".join([*lines, "Assistant:"]), "messages")
+        return _prompt(ids, self._end, tuple(f"\n{name}:" for name in self._NAMES.values()), strip=True)
 
 
-def chat_format(tokenizer: Any, questioner: Questioner | None) -> ChatFormat:
+def chat_format(tokenizer: Any, questioner: Questioner | None, encoders: Encoders) -> ChatFormat:
     """As in training if there were conversations, else the tokenizer's template, else plain turns."""
     if questioner is not None:
-        return Trained(questioner)
-    return Template(tokenizer) if tokenizer.chat_template else Plain(tokenizer)
+        return Trained(questioner, encoders)
+    return (Template if tokenizer.chat_template else Plain)(encoders, tokenizer.eos_token_id)
 
 
-def completion_prompt(tokenizer: Any, given: str | list[int]) -> Prompt:
+def completion_prompt(encoders: Encoders, given: str | list[int], end: int) -> Prompt:
     """A text, or its tokens, to go on from; nothing is the end of a text, after which another begins."""
-    end = tokenizer.eos_token_id
-    if isinstance(given, str):
-        return Prompt(text_prompt(tokenizer, given, end), frozenset({end}))
-    return Prompt({"input_ids": np.array(given or [end], np.int64)}, frozenset({end}))
+    return _prompt(encoders.encode("text", given, "prompt") if isinstance(given, str) else given, end)
+
+
+def _prompt(ids: list[int], end: int, stops: tuple[str, ...] = (), strip: bool = False) -> Prompt:
+    return Prompt({"input_ids": np.array(ids or [end], np.int64)}, frozenset({end}), stops, strip)

@@ -11,6 +11,7 @@ from typing import Any
 from crosstrain.errors import UserError, sentence
 from crosstrain.generation import Sampling, room_after
 from crosstrain.model import Model
+from crosstrain.serving.encoding import Encoders
 from crosstrain.serving.jobs import Event, Job
 from crosstrain.serving.limits import Limits
 from crosstrain.serving.pictures import picture
@@ -34,11 +35,13 @@ class Call:
 
 
 class Service:
-    """A model under a name. Its methods are called in one thread, which alone encodes text."""
+    """A model under a name. Its methods may be called in several threads."""
 
-    def __init__(self, name: str, model: Model, tokenizer: Any, chat_format: ChatFormat, limits: Limits) -> None:
+    def __init__(
+        self, name: str, model: Model, tokenizer: Any, chat_format: ChatFormat, encoders: Encoders, limits: Limits
+    ) -> None:
         self.name, self.model, self.limits, self.chat_format = name, model, limits, chat_format
-        self._tokenizer = tokenizer
+        self._tokenizer, self.encoders = tokenizer, encoders
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # characters of a token, at least
 
     def completion(self, request: CompletionRequest, deliver: Deliver) -> Call:
@@ -59,7 +62,7 @@ class Service:
         for number, one in enumerate(prompts):
             self._known(one)
             self._short("prompt", len(one) if isinstance(one, str) else 0)
-            prompt = completion_prompt(self._tokenizer, one)
+            prompt = completion_prompt(self.encoders, one, self._tokenizer.eos_token_id)
             room = self._room(prompt, "prompt", least=min(wanted, 1))
             new = min(wanted, room) if request.max_tokens is None else self._fits(wanted, room, prompt, "max_tokens")
             jobs += self._jobs(request, prompt, new, request.logprobs, score, number * n, deliver)
