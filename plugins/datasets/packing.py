@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Interval
-from filelock import FileLock
 from webdataset import ShardWriter
 
 from crosstrain.bounds import FilePath, PositiveInt
 from crosstrain.check import OptionError
 from crosstrain.data.annotations import read_annotations
+from crosstrain.data.prepare import making
 from crosstrain.errors import DataError
 
 Packed = Iterable[dict[str, Any]]  # samples as ShardWriter takes them: __key__, and bytes by extension
@@ -78,8 +78,7 @@ def write_once(
     something else than `made`.
     """
     output = output.expanduser().absolute()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(output.with_name(f".{output.name}.lock")):
+    with making(output, wait=True):
         if output.exists():
             return _check_made(output, made)
         partial = output.with_name(f".{output.name}.partial")

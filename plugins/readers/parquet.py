@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,7 @@ class _table:
         self.pyarrow = require("pyarrow", f"reading {file}")
         parquet = require("pyarrow.parquet", f"reading {file}")
         try:
-            self.table = parquet.ParquetFile(file)
+            self.table = parquet.ParquetFile(self.pyarrow.OSFile(os.fsencode(file)))  # names need not be UTF-8
         except (self.pyarrow.ArrowException, OSError) as error:
             raise self._damaged(error) from None
 
@@ -70,6 +71,6 @@ class _table:
         return self.table
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self.table.close()
+        self.table.close(force=True)
         if isinstance(error, (self.pyarrow.ArrowException, OSError)):
             raise self._damaged(error) from None

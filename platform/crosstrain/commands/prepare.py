@@ -13,7 +13,7 @@ from crosstrain.check import Checker, OptionError, defaults, options_class
 from crosstrain.corpus import files
 from crosstrain.data.prepare import PrepareOptions
 from crosstrain.data.prepare import prepare as make
-from crosstrain.errors import UserError
+from crosstrain.errors import UserError, printable
 from crosstrain.layers import Origins, merge, plain_layer, read_options, read_yaml, resolve
 from crosstrain.registry import registry
 
@@ -80,7 +80,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if not arguments.paths:
         raise UserError("prepare inspect: name a prepared folder, or a Megatron prefix")
     for path in arguments.paths:
-        print(files.inspect(path, arguments.document, arguments.tokenizer))
+        print(printable(files.inspect(path, arguments.document, arguments.tokenizer)))
     return 0
 
 

@@ -9,10 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 from crosstrain.corpus.report import BINS, bins, histogram
-from crosstrain.data.prepare import Summary, install, locate, replaceable
+from crosstrain.data.prepare import Summary, install, locate, making, replaceable
 from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.data.tokens import TokenFile, TokenWriter
 from crosstrain.errors import DataError
@@ -127,21 +126,16 @@ def _open(path: str) -> tuple[Path, Summary]:
 def _make(output: Path, like: Path, summary: Summary, write: Callable[[TokenWriter], None], overwrite: bool) -> Summary:
     """A prepared folder with the tokenizer of `like`, complete or not at all."""
     replaceable(output, overwrite)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(f".{output.name}.new")
-    try:
-        with FileLock(output.with_name(f".{output.name}.lock"), timeout=0) as lock:
+    with making(output):
+        partial = output.with_name(f".{output.name}.new")
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            shutil.copytree(like / "tokenizer", partial / "tokenizer")
+            with TokenWriter(partial / "tokens", np.dtype(summary.dtype)) as writer:
+                write(writer)
+            summary = replace(summary, documents=writer.num_documents, tokens=writer.num_tokens)
+            summary.write(partial)
+            install(partial, output)
+        finally:
             shutil.rmtree(partial, ignore_errors=True)
-            try:
-                shutil.copytree(like / "tokenizer", partial / "tokenizer")
-                with TokenWriter(partial / "tokens", np.dtype(summary.dtype)) as writer:
-                    write(writer)
-                summary = replace(summary, documents=writer.num_documents, tokens=writer.num_tokens)
-                summary.write(partial)
-                install(partial, output)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-            Path(lock.lock_file).unlink(missing_ok=True)
-    except Timeout:
-        raise DataError(f"another process is preparing {output}: wait for it, or choose another output") from None
     return summary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -185,5 +186,7 @@ def _task(pieces: list[Piece], size: int) -> Task:
     key = hashlib.blake2b(digest_size=16)
     for piece in pieces:
         state = piece.file.stat()
-        key.update(f"{piece.file}\0{state.st_size}\0{state.st_mtime_ns}\0{piece.start}\0{piece.stop}\0".encode())
+        key.update(
+            os.fsencode(f"{piece.file}\0{state.st_size}\0{state.st_mtime_ns}\0{piece.start}\0{piece.stop}\0")
+        )
     return Task(key.hexdigest(), size, pieces)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
+import os
 import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from crosstrain.errors import DataError
 from crosstrain.extras import require
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_RATIO, _LITTLE = 250, 64 << 20  # bytes that come of one, and of a small file
+_WHOLE = 2 << 30  # bytes of a compressed file that is read at once
 
 
 def plain_name(path: Path) -> str:
@@ -32,6 +35,7 @@ def is_compressed(path: Path) -> bool:
 def opened(path: Path) -> Iterator[IO[bytes]]:
     """The content of a file, decompressed by its ending. DataError for what is missing, truncated or damaged."""
     stream: Any = None
+    damage: type[Exception] = ValueError
     try:
         match path.suffix.lower():
             case ".gz":
@@ -41,11 +45,13 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
             case ".xz":
                 stream = lzma.open(path)  # noqa: SIM115
             case ".zst":
-                stream = _zstd(path)
+                module = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+                zstd = require(module, f"reading {path}")
+                stream, damage = zstd.open(path), zstd.ZstdError
             case _:
                 stream = open(path, "rb")  # noqa: SIM115
         with stream:
-            yield stream
+            yield cast("IO[bytes]", _Decompressed(stream, path, damage)) if is_compressed(path) else stream
     except FileNotFoundError:
         raise DataError(f"{path} does not exist") from None
     except EOFError:
@@ -58,30 +64,26 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _zstd(path: Path) -> Any:
-    module = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
-    zstd = require(module, f"reading {path}")
-    stream = zstd.open(path)
-    return _Translated(stream, zstd.ZstdError)
+class _Decompressed:
+    """What comes of a compressed file, within bounds. ValueError where it is damaged, or beyond them."""
 
-
-class _Translated:
-    """A stream whose library has an error of its own for damaged data; it becomes a ValueError."""
-
-    def __init__(self, stream: Any, error: type[Exception]) -> None:
-        self.stream, self.error = stream, error
+    def __init__(self, stream: Any, path: Path, damage: type[Exception]) -> None:
+        self._stream, self._damage = stream, damage
+        self._most = max(_LITTLE, _RATIO * path.stat().st_size)
+        self._read = 0
 
     def read(self, size: int = -1) -> bytes:
+        most = self._most - self._read + 1
         try:
-            return self.stream.read(size)
-        except self.error as error:
+            data = self._stream.read(min(size, most) if size >= 0 else min(_WHOLE + 1, most))
+        except self._damage as error:
             raise ValueError(str(error)) from None
-
-    def __enter__(self) -> _Translated:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stream.close()
+        self._read += len(data)
+        if self._read > self._most:
+            raise ValueError(f"it becomes more than {_RATIO} times as large, as no text does; decompress it yourself")
+        if size < 0 and len(data) > _WHOLE:
+            raise ValueError(f"it holds more than {_WHOLE >> 30} GiB in one document; decompress and separate it")
+        return data
 
 
 def read_range(path: Path, start: int, stop: int) -> bytes:
@@ -98,16 +100,34 @@ def read_all(path: Path) -> bytes:
 
 
 def existing(item: str) -> Path:
-    """The path that an option names. DataError where nothing is there."""
+    """The path of the file or folder that an option names. DataError where there is none."""
     path = Path(item).expanduser()
     if not path.exists():
         raise DataError(f"the input {item} does not exist")
+    if not (path.is_file() or path.is_dir()):
+        raise DataError(f"the input {item} is neither a file nor a folder")
     return path
 
 
 def files_below(folder: Path) -> list[Path]:
-    """Files at any depth, sorted by path; hidden ones are left out."""
-    return sorted(file for file in folder.rglob("*") if file.is_file() and not file.name.startswith("."))
+    """Files at any depth, sorted by path; hidden ones are left out.
+
+    DataError for what can hold text and cannot be read so: a folder without permission, a link to nothing or to
+    another folder, a pipe, a socket, a device.
+    """
+
+    def fail(error: OSError) -> None:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}") from None
+
+    found = []
+    for root, folders, names in os.walk(folder, onerror=fail):
+        for path in (Path(root, name) for name in folders + names if not name.startswith(".")):
+            if path.is_file():
+                found.append(path)
+            elif path.is_symlink() or not path.is_dir():
+                kind = "a link to a folder" if path.is_dir() else "a link to nothing, or no regular file"
+                raise DataError(f"{path} is {kind}: name what it stands for as an input of its own, or remove it")
+    return sorted(found)
 
 
 def nothing_in(folder: Path, wanted: str) -> DataError:

@@ -11,17 +11,20 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
-from filelock import FileLock, Timeout
 
 from crosstrain.bounds import FilePath, NonNegativeInt, Text
 from crosstrain.check import Component, OptionError, to_plain
 from crosstrain.errors import DataError
+from crosstrain.locks import locked
 
 FORMAT_VERSION = 1
 
@@ -173,17 +176,26 @@ def prepare(
     damaged or gives no document, or when a disk is full.
     """
     output = Path(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    lock = output.with_name(f".{output.name}.lock")
+    with making(output, wait=wait):
+        if wait and (output / "dataset.json").exists():
+            return Summary.read(output)
+        return _replace(options, output, progress, overwrite)
+
+
+@contextmanager
+def making(output: Path, *, wait: bool = False) -> Iterator[None]:
+    """Keep other processes from making the folder `output`. DataError where one is, or it cannot be made."""
+    if output.name in ("", ".."):
+        raise DataError(f"{output} cannot be replaced as a whole: choose another output")
     try:
-        with FileLock(lock, timeout=-1 if wait else 0):
-            if wait and (output / "dataset.json").exists():
-                return Summary.read(output)
-            summary = _replace(options, output, progress, overwrite)
-            lock.unlink(missing_ok=True)  # whoever waits on it finds the finished dataset
-            return summary
-    except Timeout:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with locked(output.with_name(f".{output.name}.lock"), wait=wait):
+            yield
+    except BlockingIOError:
         raise DataError(f"another process is preparing {output}: wait for it, or choose another output") from None
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        raise DataError(f"{output} cannot be made ({error.strerror}{where})") from None
 
 
 def _replace(options: PrepareOptions, output: Path, progress: bool, overwrite: bool) -> Summary:
@@ -209,7 +221,7 @@ def _replace(options: PrepareOptions, output: Path, progress: bool, overwrite: b
 
 def replaceable(output: Path, overwrite: bool) -> None:
     """DataError unless `output` is free, or a prepared dataset that may be overwritten."""
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+    if not os.path.lexists(output) or (output.is_dir() and not any(output.iterdir())):
         return
     if not (output / "dataset.json").exists():
         raise DataError(f"{output} exists and is not a prepared dataset: choose another output")

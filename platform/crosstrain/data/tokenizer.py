@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -22,6 +24,9 @@ from crosstrain.errors import DataError
 
 TOKENIZER = "tokenizer.json"  # the file in a tokenizer's folder, and in a model's
 END_OF_TEXT = "<|endoftext|>"
+_MOST_TOKENS = 1 << 20
+_LONG = 1000  # characters of a word from which on it is cut: time to learn its pairs grows with its length squared
+_LONG_WORDS = re.compile(rf"(?<!\S)\S{{{_LONG},}}|(?<!\s)\s{{{_LONG},}}")
 _USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]")
 
 
@@ -98,10 +103,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> 
     """Byte-level BPE like GPT-2's (Radford et al. 2019), trained on texts, with `<|endoftext|>` as its last id.
 
     vocab_size counts everything: 256 bytes, merges, `<|endoftext|>`. Fewer result where texts hold fewer pairs that
-    occur twice. DataError when vocab_size is below 257.
+    occur twice. DataError when vocab_size is below 257, or above 1,048,576.
     """
     if vocab_size < 257:
         raise DataError(f"a vocabulary of {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need 257")
+    if vocab_size > _MOST_TOKENS:  # the Rust side takes memory for all of them at once
+        raise DataError(f"a vocabulary of {vocab_size} is too large: at most {_MOST_TOKENS} can be trained")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -110,8 +117,18 @@ def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> 
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=progress,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(chain.from_iterable(map(_in_parts, texts)), trainer)
     return _byte_level(tokenizer)
+
+
+def _in_parts(text: str) -> Iterator[str]:
+    """A text, cut in the middle of its longest words."""
+    start = 0
+    for found in _LONG_WORDS.finditer(text):
+        for stop in range(found.start() + _LONG, found.end(), _LONG):
+            yield text[start:stop]
+            start = stop
+    yield text[start:]
 
 
 def vocabulary(path: Path) -> dict[str, int]:
