@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from crosstrain.loss import token_cross_entropy
+from crosstrain.loss import PLAIN, Logits, token_cross_entropy
 
 HIDDEN, VOCAB, PADDED = 24, 90, 96
 
@@ -44,7 +44,7 @@ def relative(a: Tensor, b: Tensor) -> float:
     return (a.double() - b.double()).norm().item() / (norm or 1.0)
 
 
-def assert_matches(loss: Tensor, expected: Tensor, inputs: tuple[Tensor, Tensor], tolerance: float) -> None:
+def assert_matches(loss: Tensor, expected: Tensor, inputs: tuple[Tensor, ...], tolerance: float) -> None:
     """Value and gradients, the latter under an incoming gradient that is not one."""
     assert relative(loss, expected) < tolerance
     for got, want in zip(
@@ -83,6 +83,38 @@ def test_is_cross_entropy_for_every_chunk_size(tokens: int, chunk: int, seed: in
     loss = token_cross_entropy(hidden, weight, labels, vocab_size=VOCAB, chunk_tokens=chunk)
     assert loss.dtype == torch.float32
     assert_matches(loss, plain(hidden, weight, labels), (hidden, weight), 1e-6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(0, 40), st.integers(1, 50), st.integers(0, 1000), st.floats(0.05, 4.0),
+    st.sampled_from([None, 2.0, 30.0]), st.booleans(),
+)  # fmt: skip
+def test_logits_may_have_a_bias_a_scale_and_a_softcap(
+    tokens: int, chunk: int, seed: int, scale: float, softcap: float | None, biased: bool
+) -> None:
+    hidden, weight, labels = make(tokens, seed)
+    bias = torch.randn(PADDED, generator=torch.Generator().manual_seed(seed), requires_grad=True) if biased else None
+    loss = token_cross_entropy(
+        hidden, weight, labels, vocab_size=VOCAB, chunk_tokens=chunk, logits=Logits(bias, scale, softcap)
+    )
+    logits = scale * F.linear(hidden.double(), weight.double(), None if bias is None else bias.double())[:, :VOCAB]
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    expected = F.cross_entropy(logits, labels, reduction="sum")
+    inputs = (hidden, weight) if bias is None else (hidden, weight, bias)
+    # The slope of a capped logit, 1 - tanh^2, loses a digit or two of fp32's seven where it is small.
+    assert_matches(loss, expected, inputs, 1e-6 if softcap is None else 1e-5)
+
+
+def test_a_bias_of_zeros_and_a_scale_of_one_change_no_bit() -> None:
+    hidden, weight, labels = make(40)
+    results = []
+    for logits in (PLAIN, Logits(bias=torch.zeros(PADDED)), Logits(scale=1.0)):
+        loss = token_cross_entropy(hidden, weight, labels, vocab_size=VOCAB, chunk_tokens=16, logits=logits)
+        results.append([loss, *torch.autograd.grad(loss, (hidden, weight))])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize("shape", [(), (12,), (3, 4), (2, 3, 2)])

@@ -8,11 +8,15 @@ import pytest
 import yaml
 
 from conftest import Workspace
+from crosstrain.commands.plan import _make as make_plan
 from crosstrain.commands.train import check
 from crosstrain.config import load_config
 from crosstrain.errors import ConfigError
+from crosstrain.planning.report import Budget
 from crosstrain.registry import registry
+from families import tiny
 from ranks import train
+from test_compare import compare
 from test_runners import COMMON, TOLERANCE, assert_equal_training, follow
 
 NEO = {
@@ -71,7 +75,7 @@ MISTAKES = {
         "for 2 ranks, because the output features of each of its three parts are 1 x 32; the model allows 1"
     ),
     "run.runner={name: megatron, tensor_parallel: 4}": "are 2 x 16; the model allows 1, 2",
-    NO_PLAN: "run.runner.tensor_parallel: CausalLM has no plan that says how to cut its parameters; write one under",
+    NO_PLAN: "run.runner.tensor_parallel: gpt_neo has no plan that says how to cut its parameters; write one under",
     "run.runner={name: megatron, pipeline_parallel: 4}": "pipeline_parallel: 4 stages are too many for 2 blocks",
     "run.runner={name: megatron, pipeline_parallel: 2, pipeline_layers: [2, 1]}": "[2, 1] are 3 blocks, and the model",
     "run.compile=blocks": "run.compile: ranks talk inside of blocks under the megatron runner; use none",
@@ -135,3 +139,50 @@ def test_options_that_exclude_each_other_are_said(workspace: Workspace, options:
     with pytest.raises(ConfigError) as caught:
         load_config(workspace.project, [f"run.runner={options}", "run.runner.name=megatron"])
     assert sentence in str(caught.value)
+
+
+OPT = {
+    "arch": "causal_lm",
+    "config": {
+        "model_type": "opt", "vocab_size": 320, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64, "dropout": 0.0,
+    },
+}  # fmt: skip
+OPT_PLAN = {
+    "model.decoder.embed_tokens": "vocabulary",
+    "model.decoder.layers.*.self_attn.?_proj": "column",
+    "model.decoder.layers.*.self_attn.out_proj": "row",
+    "model.decoder.layers.*.fc1": "column",
+    "model.decoder.layers.*.fc2": "row",
+}
+
+
+def test_a_plan_that_cannot_compute_is_refused_before_any_worker_starts(
+    workspace: Workspace, capfd: pytest.CaptureFixture[str]
+) -> None:
+    runner = {"name": "megatron", "tensor_parallel": 2, "plan": OPT_PLAN}
+    project(workspace, OPT, runner)
+    for refuse in (lambda c: check(c, 2), lambda c: make_plan(c, Budget(), 2, {})):
+        with pytest.raises(ConfigError, match=r"cannot compute as it is spread over ranks \(.*\); is something mi"):
+            refuse(load_config(str(workspace.project)))
+    assert "Traceback" not in capfd.readouterr().err
+    runner["plan"] = OPT_PLAN | {"model.decoder.layers.*.self_attn.num_heads": "divide"}
+    check(load_config(str(project(workspace, OPT, runner).project)), 2)
+
+
+@pytest.mark.slow
+def test_a_contestant_that_cannot_run_does_not_end_the_others(workspace: Workspace) -> None:
+    done = compare(project(workspace, OPT), "ddp@1", "megatron_tp2@2", "ddp@2")
+    assert done.returncode == 1
+    assert "megatron_tp2@2: failed: run.runner.tensor_parallel: opt has no plan that says" in done.stdout
+    assert "error: 1 of 2 do not train as ddp@1: megatron_tp2@2" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma2", "phi", "cohere"])
+def test_heads_and_initial_values_are_the_same_under_every_runner(workspace: Workspace, family: str) -> None:
+    """A softcap, a bias and a scale; norms that begin at zero. What cannot be laid out is refused in a sentence."""
+    model = {"arch": "causal_lm", "config": tiny(family) | {"vocab_size": 320, "num_hidden_layers": 2}}
+    runners = ["ddp@1", "ddp@2", "zero2@2", "zero3@2", "fsdp@2", "megatron_tp2@2", "megatron_pp2@2"]
+    done = compare(project(workspace, model), *runners)
+    assert done.returncode == 0, done.stdout + done.stderr

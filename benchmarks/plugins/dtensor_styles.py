@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from crosstrain.checkpoint.boxes import Box, Piece
 from crosstrain.data.stream import MicroBatch
 from crosstrain.distributed import Group
-from crosstrain.loss import Head
+from crosstrain.loss import PLAIN, Head, Logits
 from crosstrain.model import Model
 from crosstrain.optim import MakeOptimizer
 from crosstrain.registry import registry
@@ -29,11 +29,14 @@ class _Head(Head):
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
 
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: int) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: int, logits: Logits = PLAIN
+    ) -> Tensor:
         assert labels is not None, "trains only"
+        assert logits == PLAIN
         whole = DTensor.from_local(hidden, self.mesh, [Replicate()], run_check=False)
-        logits = nn.functional.linear(whole, weight).float().view(-1, weight.shape[0])
-        loss = nn.functional.cross_entropy(logits, labels.reshape(-1), ignore_index=-100, reduction="sum")
+        scores = nn.functional.linear(whole, weight).float().view(-1, weight.shape[0])
+        loss = nn.functional.cross_entropy(scores, labels.reshape(-1), ignore_index=-100, reduction="sum")
         return loss.redistribute(placements=[Replicate()]).to_local()
 
 

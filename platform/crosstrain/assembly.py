@@ -15,7 +15,7 @@ from crosstrain.construct import fill_initial, parameters_on_meta
 from crosstrain.data.dataset import Dataset, Split
 from crosstrain.data.tokenizer import TOKENIZER, vocabulary
 from crosstrain.errors import CheckpointError, ConfigError, explained
-from crosstrain.model import Model
+from crosstrain.model import Model, no_match
 from crosstrain.optim import optimizer_factory
 from crosstrain.registry import registry
 from crosstrain.runner import Runner
@@ -121,7 +121,7 @@ def freeze(model: Model, patterns: list[str]) -> None:
     for pattern in patterns:
         names = fnmatch.filter(parameters, pattern)
         if not names:
-            raise ConfigError(f"run.freeze: {pattern!r} matches no parameter; names are like {next(iter(parameters))}")
+            raise ConfigError(f"run.freeze: {no_match(pattern, parameters)}")
         for name in names:
             parameters[name].requires_grad_(False)
     if not any(p.requires_grad for p in parameters.values()):

@@ -55,7 +55,8 @@ class NoOptions:
     """Options of a component that has none.
 
     Any options dataclass may have a ClassVar `elsewhere`: keys that people write there, and what to do instead. One
-    whose field may stand for the whole, as `dtype` does in `amp: bf16`, names it in a ClassVar `shorthand`.
+    whose field may stand for the whole, as `dtype` does in `amp: bf16`, names it in a ClassVar `shorthand`. A model's
+    may have a ClassVar `published`: keys whose values in presets do not count beside a `pretrained` folder.
     """
 
 

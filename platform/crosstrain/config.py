@@ -9,11 +9,11 @@ import copy
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from crosstrain import bounds, paths
 from crosstrain.check import (
@@ -57,6 +57,7 @@ __all__ = [
 
 _SECTIONS = ("model", "datasets", "run")
 _RUN_COMPONENTS = {"runner": "runner", "optimizer": "optimizer", "lr_sched": "lr_scheduler"}
+_SIZED = "model with its preset's sizes"  # beside the sections
 _PRESETS = {"runner": "runners", "dataset": "datasets"}  # kinds whose names may be files in configs/
 
 
@@ -65,6 +66,7 @@ class Config:
     """A checked configuration. The class of a component comes from `registry.get(kind, component.name)`."""
 
     model: Component
+    sized: Component  # the model with its preset's sizes also where a pretrained folder, which may be away, has its own
     model_type: str | None  # the file in configs/models/<arch>/ that the model's options started from
     datasets: dict[str, Component]
     run: RunOptions
@@ -137,9 +139,9 @@ class _Builder:
         parts: dict[str, Any] = {"datasets": {}}
         with mistakes:
             if "model" in tree:
-                model = tree["model"]
-                arch, variant = model.pop("arch"), model.pop("model_type", None)
-                parts["model"] = self.check.component("model", {"name": arch, **model}, ("model",))
+                variant = tree["model"].get("model_type")
+                parts["model"] = self._model(tree["model"])
+                parts["sized"] = self._model(tree.get(_SIZED, tree["model"]))
                 parts["model_type"] = self.check.value(bounds.FilePath | None, variant, ("model", "model_type"))
         for label, entry in tree.get("datasets", {}).items():
             with mistakes:
@@ -149,6 +151,10 @@ class _Builder:
                 parts["run"] = self.check.dataclass(RunOptions, tree["run"], ("run",))
         mistakes.end()
         return Config(**parts)
+
+    def _model(self, tree: dict[str, Any]) -> Component:
+        options = {key: value for key, value in tree.items() if key not in ("arch", "model_type")}
+        return self.check.component("model", {"name": tree["arch"], **options}, ("model",))
 
     def _check_sections(self, mistakes: Mistakes) -> None:
         """Drop what is no section."""
@@ -209,6 +215,9 @@ class _Builder:
         self.origins.layers[:0] = presets
         below = reduce(merge, [reduce(getitem, key, layer.tree) for layer in presets], default)
         named = {head(key): name}
+        if kind == "model" and (rest := _unpublished(options_class(kind, component), below, given)) != below:
+            self.tree[_SIZED] = merge(below | named, given | named, key)
+            below = rest
         parent[own] = merge(below | named, given | named, key)
 
     def _require_name(self, kind: str, key: Key, given: dict[str, Any]) -> None:
@@ -257,6 +266,21 @@ class _Builder:
             yield
         except UserError as error:
             raise type(error)(self.check.sentence(key, str(error))) from error
+
+
+def _unpublished(cls: type, below: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`below` with defaults in the place of what the pretrained folders that `given` names say themselves."""
+    out = dict(below)
+    if given.get("pretrained"):
+        out |= {key: value for key, value in defaults(cls).items() if key in getattr(cls, "published", ())}
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        if isinstance(inner := given.get(name), dict) and isinstance(out.get(name), dict):
+            kind, named = get_args(hint)[1:], inner.get("name", out[name].get("name"))
+            if kind and named in registry.names(kind[0]):
+                hint = options_class(kind[0], registry.get(kind[0], named))
+            if isinstance(hint, type) and is_dataclass(hint):
+                out[name] = _unpublished(hint, out[name], inner)
+    return out
 
 
 def preset_files(kind: str) -> dict[str, Path]:

@@ -23,8 +23,10 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @contextmanager
-def parameters_on_meta(at_most: int | None = None, seconds: float = math.inf) -> Iterator[None]:
-    """Every parameter registered inside lands on the meta device; buffers are real.
+def parameters_on_meta(
+    at_most: int | None = None, seconds: float = math.inf, but: Callable[[nn.Parameter], bool] = lambda _: False
+) -> Iterator[None]:
+    """Every parameter registered inside, `but` those, lands on the meta device; buffers are real.
 
     Registering more than `at_most`, or for longer than `seconds`, is a ValueError: a model may be described by somebody
     who wants it never to end.
@@ -39,7 +41,7 @@ def parameters_on_meta(at_most: int | None = None, seconds: float = math.inf) ->
             raise ValueError(f"it has more than {at_most} parameters")
         if time.monotonic() > deadline:
             raise ValueError(f"it has more parameters than can be made in {seconds:g} s: {registered} so far")
-        if parameter is not None and parameter.device.type != "meta":
+        if parameter is not None and parameter.device.type != "meta" and not but(parameter):
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 

@@ -8,6 +8,7 @@ gradient is not yet known: being a scalar, it multiplies them afterwards.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +25,35 @@ _FP16_LIFT = 2.0**15
 _CPU_SOFTMAX_ROWS = 32
 
 
+@dataclass(frozen=True)
+class Logits:
+    """Logits of a head: softcap * tanh(scale * (hidden @ weight.T + bias) / softcap); without the parts not given."""
+
+    bias: Tensor | None = None  # [V]
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def apply_(self, products: Tensor) -> Tensor | float | None:
+        """Turn products [n, V], without the bias, into logits in place.
+
+        Returns the derivative of logits with respect to products; None where it is 1.
+        """
+        if self.bias is not None:
+            products.add_(self.bias.to(products.dtype))
+        if self.softcap is None:
+            if self.scale == 1:
+                return None
+            products.mul_(self.scale)
+            return self.scale
+        products.mul_(self.scale / self.softcap).tanh_()
+        slope = products.square().neg_().add_(1.0).mul_(self.scale)
+        products.mul_(self.softcap)
+        return slope
+
+
+PLAIN = Logits()
+
+
 def token_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -32,20 +62,23 @@ def token_cross_entropy(
     vocab_size: int | None = None,
     chunk_tokens: int = 1024,
     group: dist.ProcessGroup | None = None,
+    logits: Logits = PLAIN,
 ) -> Tensor:
     """Sum over target tokens of -log softmax(hidden @ weight.T)[label], an fp32 scalar (fp64 for fp64 inputs).
+
+    `logits` says what is done to the products before the softmax.
 
     hidden [*, H]; weight [V, H], the head's, of which rows from `vocab_size` on are padding that no probability goes
     to; labels [*] int64, `IGNORED` (-100) where there is no target. Matrix products are in autocast's dtype where it
     is enabled, the softmax and the sums over chunks in fp32 or better. Memory beyond the gradients: one chunk's
-    logits, `chunk_tokens` x V.
+    logits, `chunk_tokens` x V, and as much again with a softcap.
 
-    With a `group`, `weight` is this rank's share of the rows: of P ranks, rank r holds [V/P, H] from row r V/P on. Two
-    numbers per token are exchanged, never logits. Every rank returns the loss; the gradient of `hidden` is this rank's
-    part, and the sum over the ranks is the whole. Collective.
+    With a `group`, `weight` is this rank's share of the rows: of P ranks, rank r holds [V/P, H] from row r V/P on, and
+    of a bias the same. Two numbers per token are exchanged, never logits. Every rank returns the loss; the gradient of
+    `hidden` is this rank's part, and the sum over the ranks is the whole. Collective.
 
-    Can be differentiated once, with respect to `hidden` and `weight`. Raises ValueError for shapes that do not match,
-    and what `torch.gather` raises for a label outside the vocabulary.
+    Can be differentiated once, with respect to `hidden`, `weight` and the bias. Raises ValueError for shapes that do
+    not match, and what `torch.gather` raises for a label outside the vocabulary.
     """
     if hidden.shape[:-1] != labels.shape or hidden.shape[-1:] != weight.shape[1:]:
         raise ValueError(
@@ -56,7 +89,8 @@ def token_cross_entropy(
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
     first = 0 if group is None else dist.get_rank(group) * len(weight)
     rows = len(weight) if vocab_size is None else min(max(vocab_size - first, 0), len(weight))
-    needed = torch.is_grad_enabled() and hidden.requires_grad, torch.is_grad_enabled() and weight.requires_grad
+    inputs = hidden, weight, logits.bias
+    needed = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs)
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     return _TokenCrossEntropy.apply(
@@ -69,6 +103,8 @@ def token_cross_entropy(
         needed,
         first,
         group,
+        logits,
+        logits.bias,
     )
 
 
@@ -78,15 +114,19 @@ class Head:
     A model calls its `head`, so that a runner that spreads the vocabulary over ranks can put another in its place.
     """
 
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: int) -> Tensor:
-        """hidden [batch, length, H]; weight [V, H], of which rows from `vocab_size` on are padding.
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: int, logits: Logits = PLAIN
+    ) -> Tensor:
+        """hidden [batch, length, H]; weight [V, H], of which rows from `vocab_size` on are padding, as of a bias.
 
         With labels [batch, length]: `token_cross_entropy`. Without: fp32 logits [batch, vocab_size] after the last
         position.
         """
         if labels is not None:
-            return token_cross_entropy(hidden, weight, labels, vocab_size=vocab_size)
-        return nn.functional.linear(hidden[:, -1], weight[:vocab_size]).float()
+            return token_cross_entropy(hidden, weight, labels, vocab_size=vocab_size, logits=logits)
+        last = nn.functional.linear(hidden[:, -1], weight[:vocab_size]).float()
+        replace(logits, bias=None if logits.bias is None else logits.bias[:vocab_size]).apply_(last)
+        return last
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
@@ -99,24 +139,27 @@ class _TokenCrossEntropy(torch.autograd.Function):
         rows: int,
         chunk_tokens: int,
         dtype: torch.dtype,
-        needed: tuple[bool, bool],
+        needed: tuple[bool, ...],
         first: int,
         group: dist.ProcessGroup | None,
+        head: Logits,
+        _bias: Tensor | None,  # of `head`, to be differentiated by
     ) -> Tensor:
         ctx.lift = _FP16_LIFT if dtype == torch.float16 else 1.0
-        ctx.dtypes = hidden.dtype, weight.dtype
+        ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype
         exact = torch.promote_types(dtype, torch.float32)  # of the softmax and of sums
         with torch.autocast(hidden.device.type, enabled=False):
             low_hidden, low_weight = hidden.to(dtype), weight.to(dtype)
             ignored = labels == IGNORED
             losses = torch.empty(len(hidden), dtype=exact, device=hidden.device)
             grad_hidden = torch.empty_like(hidden, dtype=exact) if needed[0] else None
-            grad_weight = None
+            grad_weight = grad_bias = None
             buffer = low_hidden.new_empty(min(chunk_tokens, len(hidden)), len(weight))
             for start in range(0, len(hidden), chunk_tokens):
                 chunk = slice(start, start + chunk_tokens)
                 h, skip = low_hidden[chunk], ignored[chunk, None]
                 logits = torch.mm(h, low_weight.T, out=buffer[: len(h)])
+                slope = head.apply_(logits)
                 logits[:, rows:] = -torch.inf
                 targets = labels[chunk, None].masked_fill(skip, 0)
                 lift = ctx.lift if any(needed) else None
@@ -124,14 +167,20 @@ class _TokenCrossEntropy(torch.autograd.Function):
                     losses[chunk] = _losses_and_gradient(logits, targets, lift)
                 else:
                     losses[chunk] = _losses_and_gradient_of_share(logits, targets - first, lift, group)
+                if slope is not None and lift is not None:
+                    logits.mul_(slope)
                 # Tokens without a target are taken out of the products: their rows of logits would be a whole pass.
                 if grad_hidden is not None:
                     grad_hidden[chunk] = _exact_mm(logits, low_weight).masked_fill_(skip, 0.0)
                 if needed[1]:
                     grad_weight = _exact_addmm(grad_weight, logits.T, h.masked_fill(skip, 0.0))
+                if needed[2]:
+                    grad_bias = _exact_addmm(grad_bias, logits.T, (~skip).to(dtype))
             if needed[1] and grad_weight is None:  # not one token
                 grad_weight = torch.zeros_like(weight, dtype=exact)
-        ctx.save_for_backward(grad_hidden, grad_weight)
+            if needed[2]:
+                grad_bias = torch.zeros_like(weight[:, 0], dtype=exact) if grad_bias is None else grad_bias[:, 0]
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         return losses.masked_fill_(ignored, 0.0).sum()
 
     @staticmethod
@@ -139,11 +188,11 @@ class _TokenCrossEntropy(torch.autograd.Function):
         factor = grad_loss / ctx.lift
         # In place for the memory's sake: saved tensors are versioned, so a second backward is an error, not a wrong
         # result.
-        grads = [
+        hidden, weight, bias = (
             None if grad is None else grad.mul_(factor).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        ]
-        return *grads, None, None, None, None, None, None, None
+        )
+        return hidden, weight, *[None] * 8, bias
 
 
 def _losses_and_gradient(logits: Tensor, targets: Tensor, lift: float | None) -> Tensor:

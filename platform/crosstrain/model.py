@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,12 @@ class Merge:
 
     others: tuple[str, ...]  # canonical names
     combine: Callable[..., Tensor]  # of the parameter and the others, all fp32 and whole
+
+
+def no_match(pattern: str, names: Iterable[str]) -> str:
+    """The sentence about a pattern of parameter names that matches none of `names`."""
+    near = difflib.get_close_matches(pattern, list(names), n=3, cutoff=0.0)
+    return f"{pattern!r} matches no parameter; names are like {', '.join(near)}"
 
 
 class Model(nn.Module, ABC):

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Mapping
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Interval
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from crosstrain import transformers_rules
 from crosstrain.checkpoint.assets import GENERATION_CONFIG, copy_files, plain_files
-from crosstrain.errors import DataError
+from crosstrain.errors import ConfigError, DataError
 from crosstrain.language_model import LanguageModel
+from crosstrain.loss import Logits
 from crosstrain.model import Ends
+
+LARGEST_SIZE, MOST_LAYERS = 10_000_000, 10_000
+Size = Annotated[int, Interval(ge=1, le=LARGEST_SIZE)]  # of a vocabulary, a width, a length, or a number of heads
+Layers = Annotated[int, Interval(ge=1, le=MOST_LAYERS)]
+DropRate = Annotated[float, Interval(ge=0, lt=1)]
 
 # How transformers calls the styles of `Model.tensor_parallel_plan`.
 _STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "summed"}
@@ -28,10 +38,17 @@ def padded(config: PreTrainedConfig, multiple: int) -> PreTrainedConfig:
     return config
 
 
+def check_published(published: PreTrainedConfig, given: Mapping[str, Any], source: Path) -> None:
+    """ConfigError where one of these sizes is not what the configuration of the folder `source` says."""
+    for key, value in given.items():
+        if (theirs := getattr(published, key, None)) != value:
+            raise ConfigError(f"model: {key} is {value}, and the weights in {source} have {theirs}; leave it out")
+
+
 class TransformersModel(LanguageModel):
     """A `...ForCausalLM`, made from a `padded` configuration.
 
-    Subclasses make it and say what transformers does not: `blocks` and `initialize`. Their options have
+    Subclasses make it and say what transformers does not: `blocks`. Their options have
     `make_vocab_size_divisible_by` and `attention`.
     """
 
@@ -47,7 +64,13 @@ class TransformersModel(LanguageModel):
                 self._generation = plain_files(source, {GENERATION_CONFIG})
         self.takes_positions = "position_ids" in inspect.signature(lm.base_model.forward).parameters
         words = (lm.get_input_embeddings(), lm.get_output_embeddings())
-        self._vocabulary = {f"{name}.weight" for name, module in lm.named_modules() if module in words}
+        if getattr(words[0], "num_embeddings", None) != lm.config.vocab_size:
+            raise ConfigError(f"model: {config.model_type} embeds more than the tokens of its vocabulary")
+        if getattr(config, "output_router_logits", False):
+            raise ConfigError("model: output_router_logits adds a loss of the experts' balance, which is not computed")
+        vocabularies = ((name, module) for name, module in lm.named_modules() if module in words)
+        self._vocabulary = {f"{name}.{own}" for name, m in vocabularies for own, _ in m.named_parameters(recurse=False)}
+        self.scale, self.softcap = transformers_rules.measured_logits(lm)
 
     # ---- compute
 
@@ -64,7 +87,9 @@ class TransformersModel(LanguageModel):
         more = {"inputs_embeds": inputs_embeds, "attention_mask": mask, "position_ids": position_ids}
         given = {key: value for key, value in more.items() if value is not None}  # not every model knows all of them
         out = self.lm.base_model(input_ids, past_key_values=cache, use_cache=cache is not None, **given)
-        return self.head(out.last_hidden_state, self.lm.get_output_embeddings().weight, labels, self.vocab_size)
+        head = self.lm.get_output_embeddings()
+        logits = Logits(head.bias, self.scale, self.softcap)
+        return self.head(out.last_hidden_state, head.weight, labels, self.vocab_size, logits)
 
     def _mask(self, seen: Tensor) -> Tensor:
         """A mask [batch, 1, length, past + length] in the form that the attention implementation takes."""
@@ -97,7 +122,7 @@ class TransformersModel(LanguageModel):
             return {}
         plan = {f"{self.lm.base_model_prefix}.{pattern}": _STYLES[style] for pattern, style in theirs.items()}
         words, head = self.lm.get_input_embeddings(), self.lm.get_output_embeddings()
-        cut = (words,) if words.weight is head.weight else (words, head)
+        cut = (words,) if words.weight is head.weight and head.bias is None else (words, head)
         return plan | {name: "vocabulary" for name, module in self.lm.named_modules() if module in cut}
 
     @property
@@ -109,6 +134,14 @@ class TransformersModel(LanguageModel):
 
     def logical_shape(self, name: str, shape: torch.Size) -> torch.Size:
         return torch.Size((self.vocab_size, *shape[1:])) if name in self._vocabulary else shape
+
+    def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
+        """transformers' own initial values."""
+        transformers_rules.initialize(self._skeleton, name, value, rng)
+
+    @cached_property
+    def _skeleton(self) -> PreTrainedModel:
+        return transformers_rules.skeleton(self.lm, self.config)
 
     def pretrained_weights(self) -> Path | None:
         return self.source

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES
+from transformers.modeling_rope_utils import RopeParameters
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from crosstrain.check import OptionError
-from crosstrain.errors import ConfigError, first_line
+from crosstrain.bounds import Text
+from crosstrain.check import OptionError, nearest, one_line
+from crosstrain.errors import ConfigError, UserError
 from crosstrain.pretrained import pretrained_folder
 from crosstrain.registry import registry
-from crosstrain.transformers_model import TransformersModel, padded
+from crosstrain.transformers_model import LARGEST_SIZE, MOST_LAYERS, Size, TransformersModel, check_published, padded
 
-# What some models do to logits, or to the head, that `Model.head` does not.
-_UNKNOWN_TO_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+# What weights of another size are not weights of, under the names that every configuration knows.
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "tie_word_embeddings",
+)  # fmt: skip
+# What PreTrainedConfig takes and a model that is trained does not use.
+_NOT_OF_TRAINING = {"name_or_path", "attn_implementation", "_commit_hash"}
 
 
 @registry.register_model("causal_lm")
@@ -28,31 +39,29 @@ class CausalLM(TransformersModel):
     class Options:
         """Either `config` or `pretrained` says which model it is."""
 
-        pretrained: str | None = None  # a Hugging Face name or folder to start from
+        pretrained: Text | None = None  # a Hugging Face name or folder to start from
         config: dict[str, Any] = field(default_factory=dict)  # of transformers, with model_type; or what differs
-        make_vocab_size_divisible_by: int = 128  # embedding rows are padded to this; the padding shows nowhere
+        make_vocab_size_divisible_by: Size = 128  # embedding rows are padded to this; the padding shows nowhere
         attention: Literal["sdpa", "eager"] = "eager"  # transformers' attention implementation; not all have sdpa
 
         def __post_init__(self) -> None:
             if self.pretrained is None and "model_type" not in self.config:
                 raise OptionError("config", "give transformers' configuration with its model_type, or pretrained")
+            if "model_type" in self.config:
+                _check_keys(self.config["model_type"], self.config)
 
     def __init__(self, options: Options) -> None:
         source = pretrained_folder(options.pretrained) if options.pretrained else None
-        config = _config(options, source)
         try:
+            config = _config(options, source)
             lm = AutoModelForCausalLM.from_config(
                 padded(config, options.make_vocab_size_divisible_by), attn_implementation=options.attention,
                 dtype=torch.float32, trust_remote_code=False,
             )  # fmt: skip
-        except (ValueError, KeyError) as error:  # no causal model of this type, or sizes that do not go together
-            reason = first_line(error)
-            raise ConfigError(f"model.config: transformers cannot build it ({reason})") from error
-        head = lm.get_output_embeddings()
-        unknown = [key for key in _UNKNOWN_TO_THE_HEAD if getattr(config, key, None) not in (None, 1, 1.0)]
-        if unknown or not isinstance(head, nn.Linear) or head.bias is not None:
-            what = unknown[0] if unknown else "a head that is more than a matrix"
-            raise ConfigError(f"model: {config.model_type} has {what}, which causal_lm does not know")
+        except UserError:
+            raise
+        except Exception as error:  # of many kinds, where values do not go together
+            raise ConfigError(f"model.config: transformers cannot build it ({one_line(str(error))[:300]})") from error
         super().__init__(options, config, lm, source)
 
     def blocks(self) -> list[nn.Module]:
@@ -60,19 +69,76 @@ class CausalLM(TransformersModel):
         lists = [module for module in self.lm.modules() if isinstance(module, nn.ModuleList)]
         return list(max(lists, key=len))
 
-    def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
-        """Matrices N(0, initializer_range) or 0.02, weights of norms 1, biases 0: what most models begin with."""
-        if value.ndim >= 2:
-            value.normal_(0.0, getattr(self.config, "initializer_range", None) or 0.02, generator=rng)
-        else:
-            value.fill_(float(name.endswith("weight")))
-
 
 def _config(options: CausalLM.Options, source: Path | None) -> PreTrainedConfig:
-    given = dict(options.config)
-    if source is not None:
-        return AutoConfig.from_pretrained(source, trust_remote_code=False, **given)
-    try:
-        return AutoConfig.for_model(given.pop("model_type"), **given)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"model.config: {first_line(error)}") from error
+    if source is None:
+        config = AutoConfig.for_model(**options.config)
+    else:
+        published = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        _check_keys(published.model_type, options.config)
+        fixed = {key: value for key, value in options.config.items() if key in ("model_type", *_SIZES)}
+        check_published(published, fixed, source)
+        given = {key: value for key, value in options.config.items() if key != "model_type"}
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False, **given)
+    if config.get_text_config() is not config:
+        raise ConfigError(
+            f"model.config.model_type: {config.model_type} holds several models; name its language model's, "
+            f"{config.get_text_config().model_type}"
+        )
+    _check_values(options.config, config)
+    return config
+
+
+def _check_values(given: Mapping[str, Any], config: PreTrainedConfig) -> None:
+    """ConfigError for values that models are built with and cannot compute with."""
+    named = {config.attribute_map.get(key, key) for key in given}
+    for key in (*_SIZES, "max_position_embeddings"):
+        if config.attribute_map.get(key, key) not in named:
+            continue
+        size, most = getattr(config, key, None), MOST_LAYERS if key == "num_hidden_layers" else LARGEST_SIZE
+        if type(size) is int and not 1 <= size <= most:
+            raise ConfigError(f"model.config.{key}: expected 1 to {most}, got {size}")
+    heads, keys = (getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
+    if type(heads) is type(keys) is int and heads % keys:
+        raise ConfigError(f"model.config.num_key_value_heads: {keys} does not divide num_attention_heads={heads}")
+    for key, value in given.items():
+        if "drop" in key and isinstance(value, (int, float)) and not 0 <= value < 1:
+            raise ConfigError(f"model.config.{key}: expected at least 0 and below 1, got {value}")
+
+
+def _check_keys(family: str, config: Mapping[str, Any]) -> None:
+    """OptionError for a key that transformers' configuration of this model_type would store and never read."""
+    if str(family) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        near = nearest(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        hint = f"did you mean {near[0]}?" if near else "transformers' documentation lists them"
+        raise OptionError("config.model_type", f"transformers has no causal language model {family!r}; {hint}")
+    _check_keys_of(CONFIG_MAPPING[family], config, "config")
+
+
+def _check_keys_of(cls: type[PreTrainedConfig], given: Mapping[str, Any], at: str) -> None:
+    known = {"model_type", *(field.name for field in fields(cls)), *cls.attribute_map}
+    for base in cls.__mro__:  # older names, which are read after the fields
+        for name in ("__post_init__", "convert_rope_params_to_dict"):
+            if (function := vars(base).get(name)) is not None:
+                known |= {text for text in function.__code__.co_consts if isinstance(text, str) and text.isidentifier()}
+    known -= _NOT_OF_TRAINING
+    for key, value in given.items():
+        if key not in known:
+            near = nearest(key, known)
+            hint = f"did you mean {near[0]}?" if near else f"{cls.__name__} has {', '.join(sorted(known)[:8])} ..."
+            raise OptionError(f"{at}.{key}", f"unknown key; {hint}")
+        if key in cls.sub_configs and isinstance(value, Mapping) and issubclass(cls.sub_configs[key], PreTrainedConfig):
+            _check_keys_of(cls.sub_configs[key], value, f"{at}.{key}")
+        if key in ("rope_parameters", "rope_scaling") and isinstance(value, Mapping):
+            _check_rope(value, f"{at}.{key}")
+
+
+def _check_rope(given: Mapping[str, Any], at: str) -> None:
+    """One mapping for all layers, or one for each type of layer."""
+    known = {*RopeParameters.__annotations__, "type"}
+    for key, value in given.items():
+        if key in ALLOWED_LAYER_TYPES and isinstance(value, Mapping):
+            _check_rope(value, f"{at}.{key}")
+        elif key not in known:
+            near = nearest(key, known)
+            raise OptionError(f"{at}.{key}", "unknown key; " + (f"did you mean {near[0]}?" if near else ""))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from crosstrain.bounds import Text
 from crosstrain.errors import ConfigError
 from crosstrain.model import Ends
 from crosstrain.pretrained import pretrained_folder
 from crosstrain.registry import registry
-from crosstrain.transformers_model import TransformersModel, padded
+from crosstrain.transformers_model import DropRate, Layers, Size, TransformersModel, check_published, padded
 
 
 @registry.register_model("gpt2")
@@ -25,20 +26,23 @@ class GPT2(TransformersModel):
     class Options:
         """Sizes default to GPT-2 small's, or to the pretrained model's."""
 
-        pretrained: str | None = None  # a Hugging Face name or folder to start from
-        vocab_size: int | None = None  # 50257
-        n_positions: int | None = None  # longest sequence, in tokens; 1024
-        n_embd: int | None = None  # hidden size; 768
-        n_layer: int | None = None  # 12
-        n_head: int | None = None  # 12
-        dropout: float = 0.1  # of embeddings, residuals and attention alike
-        make_vocab_size_divisible_by: int = 128  # embedding rows are padded to this; the padding shows nowhere
+        published: ClassVar = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
+
+        pretrained: Text | None = None  # a Hugging Face name or folder to start from
+        vocab_size: Size | None = None  # 50257
+        n_positions: Size | None = None  # longest sequence, in tokens; 1024
+        n_embd: Size | None = None  # hidden size; 768
+        n_layer: Layers | None = None  # 12
+        n_head: Size | None = None  # 12
+        dropout: DropRate = 0.1  # of embeddings, residuals and attention alike
+        make_vocab_size_divisible_by: Size = 128  # embedding rows are padded to this; the padding shows nowhere
         attention: Literal["sdpa", "eager"] = "sdpa"  # transformers' attention implementation
 
     def __init__(self, options: Options) -> None:
         source = pretrained_folder(options.pretrained) if options.pretrained else None
-        sizes = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
-        given = {key: getattr(options, key) for key in sizes if getattr(options, key) is not None}
+        given = {key: size for key in options.published if (size := getattr(options, key)) is not None}
+        if source is not None:
+            check_published(GPT2Config.from_pretrained(source), given, source)
         given |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), options.dropout)
         if options.vocab_size is not None:  # the end-of-text token is the last one
             given |= dict.fromkeys(("bos_token_id", "eos_token_id"), options.vocab_size - 1)

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from crosstrain.bounds import PositiveFloat, Text
 from crosstrain.check import OptionError
 from crosstrain.errors import ConfigError
 from crosstrain.pretrained import pretrained_folder
 from crosstrain.registry import registry
-from crosstrain.transformers_model import TransformersModel, padded
+from crosstrain.transformers_model import DropRate, Layers, Size, TransformersModel, check_published, padded
 
 _FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[nn.Module]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
-_SIZES = (
+_OF_WEIGHTS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings", "initializer_range",
+    "num_key_value_heads", "head_dim", "tie_word_embeddings",
 )  # fmt: skip
+_SIZES = (*_OF_WEIGHTS, "max_position_embeddings", "initializer_range")
 
 
 @registry.register_model("qwen")
@@ -34,26 +35,28 @@ class Qwen(TransformersModel):
     class Options:
         """Sizes default to transformers' for the family, or to the pretrained model's, under the same names."""
 
-        pretrained: str | None = None  # a Hugging Face name or folder to start from, which says the family too
+        published: ClassVar = ("family", *_SIZES, "rope_theta")
+
+        pretrained: Text | None = None  # a Hugging Face name or folder to start from, which says the family too
         family: Literal["qwen2", "qwen3"] = "qwen2"  # Qwen2.5 is qwen2; qwen3 normalises queries and keys
-        vocab_size: int | None = None
-        hidden_size: int | None = None
-        intermediate_size: int | None = None  # width of the MLP
-        num_hidden_layers: int | None = None
-        num_attention_heads: int | None = None
-        num_key_value_heads: int | None = None  # each serves num_attention_heads / num_key_value_heads queries
-        head_dim: int | None = None  # qwen3 alone; qwen2's is hidden_size / num_attention_heads
-        max_position_embeddings: int | None = None  # longest sequence, in tokens
-        rope_theta: float | None = None  # base of the rotary frequencies
+        vocab_size: Size | None = None
+        hidden_size: Size | None = None
+        intermediate_size: Size | None = None  # width of the MLP
+        num_hidden_layers: Layers | None = None
+        num_attention_heads: Size | None = None
+        num_key_value_heads: Size | None = None  # each serves num_attention_heads / num_key_value_heads queries
+        head_dim: Size | None = None  # qwen3 alone; qwen2's is hidden_size / num_attention_heads
+        max_position_embeddings: Size | None = None  # longest sequence, in tokens
+        rope_theta: PositiveFloat | None = None  # base of the rotary frequencies
         tie_word_embeddings: bool | None = None
-        initializer_range: float | None = None  # standard deviation of initial weights
-        attention_dropout: float = 0.0
-        make_vocab_size_divisible_by: int = 128  # embedding rows are padded to this; the padding shows nowhere
+        initializer_range: PositiveFloat | None = None  # standard deviation of initial weights
+        attention_dropout: DropRate = 0.0
+        make_vocab_size_divisible_by: Size = 128  # embedding rows are padded to this; the padding shows nowhere
         attention: Literal["sdpa", "eager"] = "sdpa"  # transformers' attention implementation
 
         def __post_init__(self) -> None:
-            if self.make_vocab_size_divisible_by < 1:
-                raise OptionError("make_vocab_size_divisible_by", "must be at least 1")
+            if self.head_dim is not None and self.head_dim % 2:
+                raise OptionError("head_dim", f"rotary positions need an even one, got {self.head_dim}")
             if self.head_dim is not None and self.family == "qwen2" and self.pretrained is None:
                 raise OptionError("head_dim", "qwen2 has none of its own: it is hidden_size / num_attention_heads")
 
@@ -68,15 +71,6 @@ class Qwen(TransformersModel):
 
     def blocks(self) -> list[nn.Module]:
         return list(self.lm.model.layers)
-
-    def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
-        """transformers' PreTrainedModel._init_weights: N(0, initializer_range), norms 1, biases 0."""
-        if name.endswith(".bias"):
-            value.zero_()
-        elif name.endswith("norm.weight"):
-            value.fill_(1.0)
-        else:
-            value.normal_(0.0, self.config.initializer_range, generator=rng)
 
     # ---- arithmetic
 
@@ -106,6 +100,9 @@ def _config(options: Qwen.Options, source: Path | None) -> PreTrainedConfig:
         if family not in _FAMILIES:
             raise ConfigError(f"model.pretrained: {source} is of type {family!r}; known: {', '.join(_FAMILIES)}")
     make = _FAMILIES[family][0]
+    if source is not None:
+        fixed = {key: size for key, size in given.items() if key in _OF_WEIGHTS}
+        check_published(make.from_pretrained(source), fixed, source)
     config = make.from_pretrained(source, **given) if source else make(**given)
     if options.rope_theta is not None:
         config.rope_parameters = {**config.rope_parameters, "rope_theta": options.rope_theta}
@@ -114,4 +111,7 @@ def _config(options: Qwen.Options, source: Path | None) -> PreTrainedConfig:
         raise ConfigError(f"model.num_key_value_heads: {keys} does not divide num_attention_heads={heads} evenly")
     if family == "qwen2" and config.hidden_size % heads:
         raise ConfigError(f"model.num_attention_heads: {heads} does not divide hidden_size={config.hidden_size} evenly")
+    if family == "qwen2" and config.hidden_size // heads % 2:
+        raise ConfigError(f"model.num_attention_heads: rotary positions need heads of an even width, and {heads} have "
+                          f"{config.hidden_size // heads}")  # fmt: skip
     return config

@@ -25,6 +25,8 @@ from crosstrain.errors import UserError
 from crosstrain.failures import WorkerFailure
 from crosstrain.launch import Launch, launch
 
+_Contestant = tuple[str, int, Config | UserError]  # label, workers, and how it trains or why it cannot
+
 
 def compare(arguments: argparse.Namespace) -> int:
     """Compare `arguments.runners`, the first being the reference; returns 0 if all agree.
@@ -62,8 +64,11 @@ def _sized(text: str, nproc: int | None) -> tuple[str, int]:
 
 def _configs(
     arguments: argparse.Namespace, contestants: list[tuple[str, int]], scratch: Path
-) -> list[tuple[str, int, Config]]:
-    """A checked configuration for each contestant, with the same global and micro batch for all."""
+) -> list[_Contestant]:
+    """A checked configuration for each contestant, with the same global and micro batch for all, or why it cannot run.
+
+    Raises UserError where the first cannot.
+    """
 
     def load(runner: str, *more: str) -> Config:
         return load_config(arguments.cfg_path, [*arguments.options, f"run.runner={runner}", *more])
@@ -74,12 +79,18 @@ def _configs(
     total = run.global_batch_size or max(plan.global_batch for plan in plans)
     micro = run.micro_batch_size or min(plan.micro_batch for plan in plans)
     batch = (f"run.global_batch_size={total}", f"run.micro_batch_size={micro}", "run.accum_grad_iters=null")
-    out = []
+    out: list[_Contestant] = []
     for number, ((runner, size), label) in enumerate(zip(contestants, _labels(arguments.runners), strict=True)):
         config = load(runner, *batch, f"run.output_dir={scratch}/run{number}", "run.eval_interval=null",
                       "run.trackers=[]")  # fmt: skip
-        check(config, size)
-        out.append((label, size, config))
+        try:
+            check(config, size)
+        except UserError as error:
+            if number == 0:
+                raise
+            out.append((label, size, error))
+        else:
+            out.append((label, size, config))
     return out
 
 
@@ -92,13 +103,19 @@ def _labels(runners: list[str]) -> list[str]:
 class _Comparison:
     """Runs the contestants one after the other and prints what they did."""
 
-    def __init__(self, scratch: Path, steps: int, configs: list[tuple[str, int, Config]]) -> None:
+    def __init__(self, scratch: Path, steps: int, configs: list[_Contestant]) -> None:
         self.scratch, self.steps, self.configs = scratch, steps, configs
         self.results: dict[str, Any] = {}
 
+    @property
+    def _reference(self) -> tuple[str, int, Config]:
+        label, size, config = self.configs[0]
+        assert isinstance(config, Config)
+        return label, size, config
+
     def run(self) -> list[str]:
         """Names of the contestants that failed or differ."""
-        label, size, config = self.configs[0]
+        label, size, config = self._reference
         try:
             reference = self._record(label, size, config, is_reference=True)
         except UserError as error:
@@ -120,9 +137,11 @@ class _Comparison:
         print(f" (noise of the reference itself: {noise:.1e})\n" if noise else "\n")
         self._show(reference, reference)
         failures = []
-        for label, size, config in self.configs[1:]:
+        for label, size, made in self.configs[1:]:
             try:
-                record = self._record(label, size, config)
+                if isinstance(made, UserError):
+                    raise made
+                record = self._record(label, size, made)
             except (UserError, WorkerFailure) as error:
                 print(f"{label}: failed: {error}\n")
                 self.results[label] = {"error": str(error)}
@@ -155,7 +174,7 @@ class _Comparison:
         """Difference between the reference and itself with its micro batches in reverse order; 0 if it has but one."""
         if reference.data["accumulation"] == 1:
             return 0.0
-        label, size, config = self.configs[0]
+        label, size, config = self._reference
         plain = config.plain
         plain["run"]["output_dir"] += "_reversed"
         record = self._record(f"{label} reversed", size, Config.from_plain(plain), reverse=True)

@@ -14,7 +14,7 @@ import torch
 
 from crosstrain import assembly
 from crosstrain.config import Config, load_config, preset_files
-from crosstrain.data.dataset import Batch
+from crosstrain.data.dataset import Batch, Dataset
 from crosstrain.errors import UserError
 from crosstrain.launch import Launch
 from crosstrain.options import BatchPlan
@@ -153,7 +153,7 @@ def _try(project: Project, label: str, config: Config, world_size: int, mode: An
 
 
 def _project(config: Config) -> Project:
-    described, absent = without_weights(config.model)
+    described, absent = without_weights(config.model, config.sized)
     model = assembly.model_on_meta(replace(config, model=described))
     assembly.freeze(model, config.run.freeze)
     device = config.run.device
@@ -169,8 +169,12 @@ def _inputs(config: Config) -> Batch | None:
     if shapes is not None:
         return shapes
     try:
-        dataset = assembly.open_split(config, "train")
-        batch = dataset.collate([dataset.get(0, np.random.default_rng(0))])
+        return first_batch(assembly.open_split(config, "train"))
     except (UserError, OSError):
         return None
+
+
+def first_batch(dataset: Dataset) -> Batch:
+    """The shapes of the first sample."""
+    batch = dataset.collate([dataset.get(0, np.random.default_rng(0))])
     return {key: value.to("meta") for key, value in batch.items()}

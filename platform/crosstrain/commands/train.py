@@ -9,7 +9,7 @@ import torch
 
 from crosstrain import assembly, restarts
 from crosstrain.checkpoint.base import Base
-from crosstrain.commands.plan import refuse_what_cannot_fit
+from crosstrain.commands.plan import first_batch, refuse_what_cannot_fit
 from crosstrain.config import Config, load_config
 from crosstrain.errors import explained
 from crosstrain.joined import restarted
@@ -18,6 +18,7 @@ from crosstrain.monitor.console import log
 from crosstrain.monitor.trackers import check_trackers
 from crosstrain.nodes import Nodes
 from crosstrain.optim import make_schedule, optimizer_factory
+from crosstrain.planning.estimate import Project
 from crosstrain.registry import registry
 from crosstrain.run_folder import RunFolder
 from crosstrain.signals import StopRequest, ending_at_once
@@ -61,7 +62,10 @@ def check(config: Config, world_size: int) -> None:
         assembly.check_fit(model, dataset)
         Base.of(model).verify()
         assembly.freeze(model, config.run.freeze)
-        registry.get_runner_class(config.runner.name).check_model(config.runner.options, model)
+        runner = registry.get_runner_class(config.runner.name)
+        runner.check_model(config.runner.options, model)
+        if runner.cuts_models:
+            Project(config, model, first_batch(dataset), "cpu").check_layouts(config, world_size)
         check_trackers(config.run.trackers)
         length = run_length(config, plan, dataset)
         make_schedule(config, length)

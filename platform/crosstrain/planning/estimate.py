@@ -14,7 +14,7 @@ from torch import nn
 from crosstrain import assembly
 from crosstrain.config import Config
 from crosstrain.data.dataset import Batch
-from crosstrain.errors import first_line
+from crosstrain.errors import ConfigError, first_line
 from crosstrain.model import Model
 from crosstrain.optim import create_state, optimizer_factory
 from crosstrain.options import BatchPlan
@@ -80,22 +80,35 @@ class Project:
         mode = mode or config.run.gradient_checkpointing
         runner = registry.get_runner_class(config.runner.name)
         runner.check_model(config.runner.options, self.model)
-        inputs = self._batch_of(batch.micro_batch)
         with pretended(world_size):
-            at = Situation(self.model, inputs, config.run, world_size, batch, self.device)
             found = []
-            for layout in runner.layouts(config.runner.options, at):
+            for layout in self._layouts(config, world_size, batch):
                 traced = self.trace_of(layout, batch.micro_batch, mode)
                 found.append((self._memory(layout, traced, mode), layout.sent + traced.exchanged * batch.accumulation))
         found.sort(key=lambda one: -one[0].total)
         most = found[0][0]
         return Estimate(label, world_size, batch, mode, most, [m for m, _ in found[1:]], max(sent for _, sent in found))
 
+    def check_layouts(self, config: Config, world_size: int) -> None:
+        """ConfigError where the model computes on its own, but not as the runner spreads it over ranks."""
+        batch = assembly.batch_plan(config, world_size)
+        with pretended(world_size):
+            for layout in self._layouts(config, world_size, batch):
+                if layout.model is not None:
+                    self.trace_of(layout, batch.micro_batch, "none")
+
+    def _layouts(self, config: Config, world_size: int, batch: BatchPlan) -> list[Layout]:
+        at = Situation(self.model, self._batch_of(batch.micro_batch), config.run, world_size, batch, self.device)
+        return registry.get_runner_class(config.runner.name).layouts(config.runner.options, at)
+
     def _batch_of(self, rows: int) -> Batch:
         return {k: v.expand(rows * len(v), *v.shape[1:]) for k, v in (self.inputs or {}).items()}
 
     def trace_of(self, layout: Layout, rows: int, mode: Mode) -> Trace:
-        """What a micro batch takes; nothing where that is not known, which `problem` then explains."""
+        """What a micro batch takes; nothing where that is not known, which `problem` then explains.
+
+        Raises ConfigError where the layout's model cannot compute and the whole one can.
+        """
         key = layout.computes, rows, "full" if mode == "offload" else mode  # which differ by where the inputs are
         if self.inputs is None:
             self.problem = self.problem or "the shape of a sample is not known before the data is there"
@@ -104,7 +117,15 @@ class Project:
                 model = layout.model or self.model
                 self._traces[key] = trace(model, self._batch_of(rows), self.dtype, mode, self.device)
             except Exception as error:  # whatever a model does that needs values
-                self.problem = f"the model's forward cannot be followed without values ({first_line(error)[:120]})"
+                reason = first_line(error)[:120]
+                if layout.model is not None:
+                    self.trace_of(Layout(0, 0, 0), rows, mode)
+                    if self.problem is None:
+                        raise ConfigError(
+                            f"run.runner: the model cannot compute as it is spread over ranks ({reason}); is something "
+                            f"missing in run.runner.plan?"
+                        ) from error
+                self.problem = f"the model's forward cannot be followed without values ({reason})"
         return self._traces.get(key, Trace())
 
     def _memory(self, layout: Layout, traced: Trace, mode: Mode) -> Memory:

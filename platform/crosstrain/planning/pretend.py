@@ -20,27 +20,24 @@ def has_values(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
 
 
-def without_weights(component: Component) -> tuple[Component, list[str]]:
+def without_weights(component: Component, sized: Component) -> tuple[Component, list[str]]:
     """A model's description without the `pretrained` folders that are not on this machine; and their names.
 
-    A plan downloads nothing: the sizes are then those that the description gives beside them.
+    A plan downloads nothing: the sizes are then those of `sized`, the same description with all that presets say.
     """
     absent: list[str] = []
 
-    def strip(value: Any) -> Any:
+    def strip(value: Any, sized: Any) -> Any:
         if not is_dataclass(value) or isinstance(value, type):
             return value
-        changed: dict[str, Any] = {}
-        for item in fields(value):
-            inner = getattr(value, item.name)
-            if item.name == "pretrained" and isinstance(inner, str) and not Path(inner).exists():
-                absent.append(inner)
-                changed[item.name] = None
-            elif (stripped := strip(inner)) is not inner:
-                changed[item.name] = stripped
-        return replace(value, **changed) if changed else value
+        folder = getattr(value, "pretrained", None)
+        if isinstance(folder, str) and not Path(folder).exists():
+            absent.append(folder)
+            value = replace(sized, pretrained=None)
+        changed = {f.name: strip(getattr(value, f.name), getattr(sized, f.name)) for f in fields(value) if f.init}
+        return replace(value, **changed)
 
-    return strip(component), absent
+    return strip(component, sized), absent
 
 
 @contextmanager

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from annotated_types import MinLen
+
+from crosstrain.bounds import PositiveFloat, Text
 from crosstrain.check import Component, OptionError
+from crosstrain.transformers_model import DropRate, Layers, Size
 
 
 @dataclass(kw_only=True)
@@ -15,12 +19,10 @@ class Part:
     freeze: bool = True  # not trained: eval mode, no gradient, no optimizer state
     precision: Literal["fp32", "bf16", "fp16"] | None = None  # what it computes in; None: as the run
     weights: Literal["bf16", "fp16"] | None = None  # what its matrices are kept in while frozen; None: fp32
-    lr_scale: float = 1.0  # factor on run.init_lr
+    lr_scale: PositiveFloat = 1.0  # factor on run.init_lr
     gradient_checkpointing: Literal["none", "full", "selective", "offload"] | None = None  # None: as the run
 
     def __post_init__(self) -> None:
-        if self.lr_scale <= 0:
-            raise OptionError("lr_scale", f"expected more than 0, got {self.lr_scale}; freeze: true trains nothing")
         if self.weights is not None and not self.freeze:
             raise OptionError("weights", f"what is trained is kept in fp32; {self.weights} needs freeze: true")
         if self.weights is not None and self.precision != self.weights:
@@ -31,17 +33,17 @@ class Part:
 class Vision(Part):
     """A vision transformer of timm; sizes that are not given are the encoder's own."""
 
-    encoder: str = "eva_giant_patch14_224"  # timm's name
-    pretrained: str | None = None  # a folder or name of timm's weights, or of a Hugging Face BLIP-2
-    image_size: int | None = None  # height and width in pixels
-    patch_size: int | None = None
-    embed_dim: int | None = None  # width
-    depth: int | None = None  # blocks; BLIP-2 uses 39 of EVA-ViT-g's 40
-    num_heads: int | None = None
-    mlp_ratio: float | None = None  # width of the MLP / embed_dim
+    encoder: Text = "eva_giant_patch14_224"  # timm's name
+    pretrained: Text | None = None  # a folder or name of timm's weights, or of a Hugging Face BLIP-2
+    image_size: Size | None = None  # height and width in pixels
+    patch_size: Size | None = None
+    embed_dim: Size | None = None  # width
+    depth: Layers | None = None  # blocks; BLIP-2 uses 39 of EVA-ViT-g's 40
+    num_heads: Size | None = None
+    mlp_ratio: PositiveFloat | None = None  # width of the MLP / embed_dim
     class_token: bool | None = None
-    drop_path_rate: float = 0.0  # stochastic depth
-    position_std: float = 0.02  # standard deviation of the position embedding's initial values
+    drop_path_rate: DropRate = 0.0  # stochastic depth
+    position_std: PositiveFloat = 0.02  # standard deviation of the position embedding's initial values
     attention: Literal["sdpa", "eager"] = "sdpa"
 
 
@@ -49,17 +51,17 @@ class Vision(Part):
 class QFormer(Part):
     """BLIP-2's querying transformer (Li et al., 2023), with BLIP-2's sizes."""
 
-    pretrained: str | None = None  # a folder or name of a Hugging Face BLIP-2
-    num_query_tokens: int = 32  # embeddings that stand for an image
-    hidden_size: int = 768
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12
-    intermediate_size: int = 3072
-    cross_attention_frequency: int = 2  # every so many layers, the first one too, look at the image
-    dropout: float = 0.1
-    layer_norm_eps: float = 1e-12
-    initializer_range: float = 0.02  # standard deviation of the initial values of matrices
-    query_std: float = 0.02  # and of the queries'
+    pretrained: Text | None = None  # a folder or name of a Hugging Face BLIP-2
+    num_query_tokens: Size = 32  # embeddings that stand for an image
+    hidden_size: Size = 768
+    num_hidden_layers: Layers = 12
+    num_attention_heads: Size = 12
+    intermediate_size: Size = 3072
+    cross_attention_frequency: Size = 2  # every so many layers, the first one too, look at the image
+    dropout: DropRate = 0.1
+    layer_norm_eps: PositiveFloat = 1e-12
+    initializer_range: PositiveFloat = 0.02  # standard deviation of the initial values of matrices
+    query_std: PositiveFloat = 0.02  # and of the queries'
     attention: Literal["sdpa", "eager"] = "sdpa"
 
     def __post_init__(self) -> None:
@@ -75,25 +77,21 @@ class Projector(Part):
     """From the Q-Former's width to the language model's."""
 
     freeze: bool = False
-    pretrained: str | None = None  # a run's folder or a checkpoint that has it
+    pretrained: Text | None = None  # a run's folder or a checkpoint that has it
     kind: Literal["linear", "mlp"] = "linear"  # mlp: two linear maps with a GELU between them
-    initializer_range: float = 0.02  # standard deviation of the initial values of matrices
+    initializer_range: PositiveFloat = 0.02  # standard deviation of the initial values of matrices
 
 
 @dataclass
 class Lora:
     """Low-rank adapters (Hu et al., 2021) through peft; they are trained, whether or not the rest is."""
 
-    rank: int = 8
-    alpha: float = 16.0  # the adapters' output is scaled by alpha / rank
-    dropout: float = 0.05
-    targets: list[str] = field(  # names of linear maps
+    rank: Size = 8
+    alpha: PositiveFloat = 16.0  # the adapters' output is scaled by alpha / rank
+    dropout: DropRate = 0.05
+    targets: Annotated[list[Text], MinLen(1)] = field(  # names of linear maps
         default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     )
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise OptionError("rank", f"must be at least 1, not {self.rank}")
 
 
 @dataclass(kw_only=True)

@@ -66,9 +66,9 @@ class _Head(ParallelHead):
     def __deepcopy__(self, memo: Any) -> _Head:
         return self
 
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: int) -> Tensor:
+    def __call__(self, hidden: Tensor, weight: Tensor, *more: Any, **named: Any) -> Tensor:
         slices = DTensor.from_local(weight, self.mesh, [Shard(0)], run_check=False)
-        return super().__call__(hidden, slices, labels, vocab_size)
+        return super().__call__(hidden, slices, *more, **named)
 
 
 def _layout(

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from crosstrain.errors import ConfigError
-from crosstrain.model import Model
+from crosstrain.model import Model, no_match
 
 from .layout import Cut
 
@@ -58,8 +58,7 @@ def resolve(model: Model, over: dict[str, str]) -> Resolved:
                     _check_module(model, name, style)
                     resolved.modules[_owner(name)] = style
         if not found:
-            example = next(iter(own))
-            raise ConfigError(f"run.runner.plan: {pattern!r} matches no parameter; names are like {example}")
+            raise ConfigError(f"run.runner.plan: {no_match(pattern, own)}")
     return resolved
 
 
@@ -70,9 +69,10 @@ def cuts_of(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str], Cu
     not divide: it names the first such parameter, and the numbers of ranks that divide all of them.
     """
     if not plan.modules:
+        family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         raise ConfigError(
-            f"run.runner.tensor_parallel: {type(model).__name__} has no plan that says how to cut its parameters; "
-            f"write one under run.runner.plan"
+            f"run.runner.tensor_parallel: {family} has no plan that says how to cut its parameters; write one under "
+            f"run.runner.plan, as docs/megatron.md shows"
         )
     cuts: dict[tuple[str, str], Cut] = {}
     common, problem = 0, ""  # the greatest common divisor of all that ranks share

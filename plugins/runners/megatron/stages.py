@@ -22,7 +22,7 @@ from .layers import TensorParallel
 class Elsewhere(nn.Module):
     """In the place of a module on another stage: what comes in goes out."""
 
-    weight = None
+    weight = bias = None
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden
@@ -57,7 +57,7 @@ class PassOn(Head):
     def __init__(self, tensor: TensorParallel | None) -> None:
         self.tensor = tensor
 
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: int) -> Tensor:
+    def __call__(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden if self.tensor is None else self.tensor.taken(hidden)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from crosstrain.loss import Head, token_cross_entropy
+from crosstrain.loss import PLAIN, Head, Logits, token_cross_entropy
 
 from .layers import TensorParallel, local
 
@@ -18,14 +20,21 @@ class ParallelHead(Head):
     def __init__(self, tensor: TensorParallel) -> None:
         self.tensor = tensor
 
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: int) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: int, logits: Logits = PLAIN
+    ) -> Tensor:
         hidden = self.tensor.taken(hidden)
         if not isinstance(weight, DTensor):
-            return super().__call__(self.tensor.whole_sequence(hidden), weight, labels, vocab_size)
+            return super().__call__(self.tensor.whole_sequence(hidden), weight, labels, vocab_size, logits)
+        if logits.bias is not None:
+            logits = replace(logits, bias=local(logits.bias))
         if labels is not None:
-            hidden = self.tensor.enter(hidden)
-            return token_cross_entropy(hidden, local(weight), labels, vocab_size=vocab_size, group=self.tensor.group)
+            return token_cross_entropy(
+                self.tensor.enter(hidden), local(weight), labels, vocab_size=vocab_size, group=self.tensor.group,
+                logits=logits,
+            )  # fmt: skip
         mine = torch.nn.functional.linear(hidden[:, -1], local(weight)).float()
+        logits.apply_(mine)
         parts = mine.new_empty(self.tensor.size, *mine.shape)
         dist.all_gather_into_tensor(parts.flatten(0, 1), mine, group=self.tensor.group)
         return parts.transpose(0, 1).reshape(len(mine), -1)[:, :vocab_size]
