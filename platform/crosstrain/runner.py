@@ -54,6 +54,7 @@ class Runner:
         """A runner without options of its own."""
 
     needs_process_group = False  # whether the engine wants torch's process group even for a single process
+    cuts_models = False  # whether a rank may compute with a part of the model, as `layouts` then says
 
     device: torch.device
     world: Group

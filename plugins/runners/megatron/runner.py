@@ -49,6 +49,7 @@ class MegatronRunner(Runner):
     Options = Options
 
     needs_process_group = True
+    cuts_models = True
     pipeline: Pipeline | None = None
     tensor: TensorParallel | None = None
 
