@@ -301,7 +301,7 @@ def test_the_second_stage_trains_the_qformer_and_adapters_too() -> None:
         ({"model.vision.encoder": "vit_tinny"}, "timm has no model vit_tinny"),
         ({"model.vision.encoder": "resnet18", "model.vision.mlp_ratio": None}, "timm cannot make resnet18"),
         ({"model.qformer.num_attention_heads": 5}, "5 does not divide hidden_size=32"),
-        ({"model.vision.lr_scale": 0}, "freeze: true trains nothing"),
+        ({"model.vision.lr_scale": 0}, "lr_scale: expected a number above 0, got 0"),
     ],
 )
 def test_mistakes_are_one_sentence(project: Path, given: dict[str, Any], sentence: str) -> None:
