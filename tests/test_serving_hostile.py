@@ -99,6 +99,7 @@ def test_a_tokenizer_whose_expression_never_ends_costs_its_own_request(
     (copy / "tokenizer.json").write_text(json.dumps(document))
     encoders = Encoders(copy)
     try:
+        assert encoders.encode("text", "ban", "prompt")  # the host takes a while to begin
         started = time.monotonic()
         with pytest.raises(Refusal, match=r"no result after 1 s|crashed"):
             encoders.encode("text", "a" * 5000 + "b", "prompt")
