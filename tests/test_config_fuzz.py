@@ -121,6 +121,9 @@ import os, sys
 from pathlib import Path
 import crosstrain.commands.train, crosstrain.commands.plan  # what every command line would import anew
 from crosstrain.cli import main
+from crosstrain.config import load_config
+for runner in ("ddp", "zero2"):
+    load_config(sys.argv[1], [f"run.runner={runner}", "run.optimizer=sgd"])
 for line in sys.stdin:
     if (child := os.fork()) == 0:
         out = os.open(line.strip() + ".out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -158,8 +161,8 @@ def written(workspace: Workspace, seeds: range) -> list[tuple[int, Path]]:
 @pytest.mark.timeout(3600)
 def test_five_hundred_command_lines(workspace: Workspace) -> None:
     server = subprocess.Popen(
-        [sys.executable, "-c", SERVER], cwd=workspace.path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env=ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform")},
+        [sys.executable, "-c", SERVER, str(workspace.project)], cwd=workspace.path, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform")},
     )  # fmt: skip
     assert server.stdin is not None
     assert server.stdout is not None
