@@ -27,6 +27,9 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
 }
+# The head here takes the last position alone. A product of another shape may sum in another order: differences of 4e-6
+# were measured on an AMD EPYC, none on other processors.
+ROUNDING = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def use(workspace: Workspace, **model: Any) -> Workspace:
@@ -104,7 +107,7 @@ def test_pretrained_folders_open_with_equal_logits_and_losses(
         logits = ours.evaluate({"input_ids": ids})
         loss = ours.evaluate({"input_ids": ids[:, :-1], "labels": ids[:, 1:]})
     expected = theirs(ids, labels=ids)
-    assert torch.equal(logits, expected.logits[:, -1])
+    assert torch.allclose(logits, expected.logits[:, -1], **ROUNDING)
     assert loss.item() / (3 * 16) == pytest.approx(expected.loss.item(), rel=1e-6)
 
 
@@ -142,7 +145,7 @@ def test_checkpoints_open_in_transformers_with_equal_logits(workspace: Workspace
     ours = build(workspace, run.checkpoint(3))
     ids = some_ids(2, 11)
     with ours.evaluating():
-        assert torch.equal(ours.evaluate({"input_ids": ids}), theirs(ids).logits[:, -1])
+        assert torch.allclose(ours.evaluate({"input_ids": ids}), theirs(ids).logits[:, -1], **ROUNDING)
 
 
 @pytest.fixture(scope="module", params=mostly_slow(FAMILIES, []))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 import zlib
 from types import FrameType
 from typing import Any, TypeVar
@@ -15,6 +16,11 @@ from crosstrain.errors import ConfigError
 from crosstrain.guard import guard
 
 T = TypeVar("T")
+
+# Libraries still call these by the names that torch 2.13 and 2.14 deprecate; torch 2.15 keeps both names.
+warnings.filterwarnings(
+    "ignore", r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", FutureWarning
+)
 
 
 class Group:

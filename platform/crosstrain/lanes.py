@@ -1,9 +1,9 @@
 """A key/value cache whose rows grow independently, so that sequences of any age are computed together.
 
-What a row comes to does not depend on its neighbours, to the bit. A forward is always of all rows, in use or not, and
-sees a whole number of blocks of keys; a matrix product of a given number of rows computes each of them alike wherever
-it stands and whatever stands beside it, and keys that are masked add exact zeros to the sums over full blocks. (A
-product of fewer rows may choose another order of summation, which is why there are never fewer.)
+No row sees another, so a row's logits are the same beside any neighbours, up to rounding. Rounding is kept small by
+fixed shapes: a forward is always of all rows, in use or not, over a whole number of blocks of keys, and a masked key
+adds an exact zero. Equality to the bit is not promised: threads split a product, so the order of a row's sums may
+depend on the row's number, and the longest row decides how many blocks all rows read.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ def _losses_and_gradient_of_share(
     of_targets = logits.gather(1, columns).to(exact).masked_fill(~here, 0.0)[:, 0]
     mine = torch.stack([log_sums, of_targets])
     all_shares = mine.new_empty(dist.get_world_size(group), *mine.shape)
-    dist.all_gather_into_tensor(all_shares.view(-1, mine.shape[1]), mine, group=group)
+    dist.all_gather_single(all_shares.view(-1, mine.shape[1]), mine, group=group)
     log_sum = all_shares[:, 0].logsumexp(0)
     if lift is not None:
         parts = (t.split(rows) for t in (logits, log_sum, columns, here))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -47,17 +46,15 @@ class DDPRunner(Runner):
         super().prepare(model, make_optimizer)
         if self.world.size == 1 or make_optimizer is None:
             return
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # newer torch spells broadcast_buffers otherwise
-            self.module = DistributedDataParallel(
-                model,
-                device_ids=[self.device] if self.device.type == "cuda" else None,
-                bucket_cap_mb=self.options.bucket_cap_mb,
-                find_unused_parameters=self.options.find_unused_parameters,
-                broadcast_buffers=False,
-                init_sync=False,  # every rank fills in the same weights itself
-                gradient_as_bucket_view=True,
-            )
+        self.module = DistributedDataParallel(
+            model,
+            device_ids=[self.device] if self.device.type == "cuda" else None,
+            bucket_cap_mb=self.options.bucket_cap_mb,
+            find_unused_parameters=self.options.find_unused_parameters,
+            forward_sync_buffers=False,
+            init_sync=False,  # every rank fills in the same weights itself
+            gradient_as_bucket_view=True,
+        )
         # A lambda, because torch checks a hook's annotations and cannot read postponed ones.
         self.module.register_comm_hook(None, lambda _, bucket: self._exchange(bucket))
 

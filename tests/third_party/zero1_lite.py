@@ -68,7 +68,7 @@ class Zero1Lite(Runner):
                         if p.grad is not None:
                             buffer[row, target] = p.grad.view(-1)[source]
                     mine = torch.empty_like(buffer[0])
-                    dist.reduce_scatter_tensor(mine, buffer.view(-1), group=self.dp.process_group)
+                    dist.reduce_scatter_single(mine, buffer.view(-1), group=self.dp.process_group)
                     mine /= self.dp.size
                     for row, p, source, target in layout:
                         if row == self.dp.rank:
@@ -94,7 +94,7 @@ class Zero1Lite(Runner):
                     for row, p, source, target in layout:
                         if row == self.dp.rank:
                             mine[target] = p.detach().view(-1)[source]
-                    dist.all_gather_into_tensor(buffer.view(-1), mine, group=self.dp.process_group)
+                    dist.all_gather_single(buffer.view(-1), mine, group=self.dp.process_group)
                     for row, p, source, target in layout:
                         if row != self.dp.rank:
                             p.detach().view(-1)[source] = buffer[row, target]

@@ -29,8 +29,8 @@ class Tick:
 class Rows:
     """`size` rows, in each of which a sequence can grow. Every rank of a runner has the same ones.
 
-    A row's logits are the same whatever the other rows hold: they are computed together where the model's cache can
-    be held in `Lanes`, else one after another.
+    A row's logits do not depend on the other rows, up to rounding. Rows are computed together where `Lanes` can hold
+    the model's cache, else one after another.
     """
 
     def __init__(self, runner: Runner, size: int) -> None:

@@ -109,7 +109,7 @@ def _part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[batch, part, width] of each rank -> [batch, length, width]."""
     parts = x.new_empty(dist.get_world_size(group), *x.shape)
-    dist.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous(), group=group)
+    dist.all_gather_single(parts.flatten(0, 1), x.contiguous(), group=group)
     return parts.transpose(0, 1).reshape(x.shape[0], -1, x.shape[2])
 
 
@@ -118,5 +118,5 @@ def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     size = dist.get_world_size(group)
     parts = x.reshape(x.shape[0], size, -1, x.shape[2]).transpose(0, 1).contiguous()
     out = torch.empty_like(parts[0])
-    dist.reduce_scatter_tensor(out, parts.flatten(0, 1), group=group)
+    dist.reduce_scatter_single(out, parts.flatten(0, 1), group=group)
     return out

@@ -162,7 +162,7 @@ class OptimizerShards(Copies):
         everybody = torch.cat(rows, dim=1)
         del rows
         mine = torch.empty_like(everybody[0])
-        work = dist.reduce_scatter_tensor(mine, everybody.view(-1), group=self.group.process_group, async_op=True)
+        work = dist.reduce_scatter_single(mine, everybody.view(-1), group=self.group.process_group, async_op=True)
 
         def finish() -> None:
             work.wait()
@@ -185,7 +185,7 @@ class OptimizerShards(Copies):
             for share, place in zip(bucket.shares, mine.split(widths), strict=True):
                 place[: share.owned.numel()] = share.owned.detach()
             everybody = mine.new_empty(self.group.size, len(mine))
-            dist.all_gather_into_tensor(everybody.view(-1), mine, group=self.group.process_group)
+            dist.all_gather_single(everybody.view(-1), mine, group=self.group.process_group)
             for tensor, ranges in zip(slices, everybody.split(widths, dim=1), strict=True):
                 tensor.copy_(ranges.reshape(-1)[: tensor.numel()].view_as(tensor))
 

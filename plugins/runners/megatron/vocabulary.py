@@ -36,5 +36,5 @@ class ParallelHead(Head):
         mine = torch.nn.functional.linear(hidden[:, -1], local(weight)).float()
         logits.apply_(mine)
         parts = mine.new_empty(self.tensor.size, *mine.shape)
-        dist.all_gather_into_tensor(parts.flatten(0, 1), mine, group=self.tensor.group)
+        dist.all_gather_single(parts.flatten(0, 1), mine, group=self.tensor.group)
         return parts.transpose(0, 1).reshape(len(mine), -1)[:, :vocab_size]
