@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from crosstrain import __version__
-from crosstrain.errors import UserError, first_line, printable, sentence
+from crosstrain.errors import UserError, first_line, printable, refusal, sentence
 from crosstrain.signals import ending_at_once
 
 _MOST_MISTAKES = 50  # of one configuration, that are shown
@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = printable(str(error))
         elif debug:
             raise
+        elif refused := refusal(error):
+            text = sentence(refused)
         else:
             text = sentence(f"{type(error).__name__}: {first_line(error)} (a traceback: --debug)")
         print(f"error: {text}", file=sys.stderr)

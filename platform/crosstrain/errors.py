@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,10 @@ from contextlib import contextmanager
 # Control characters but tab and newline, halves of surrogate pairs, and what turns the direction of writing around.
 _STEERS_A_TERMINAL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _LONGEST = 4000
+_REFUSALS = {
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ENOENT,
+    errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE,
+}  # fmt: skip
 
 
 class UserError(Exception):
@@ -66,6 +71,14 @@ def explained(what: str) -> Iterator[None]:
 def _by_line(text: str) -> list[str | int]:
     """`file:12: ...` as a key that sorts by number."""
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r":(\d+):", text, maxsplit=1))]
+
+
+def refusal(error: Exception) -> UserError | None:
+    """What the file system refuses, such as room, as a sentence; None for any other error."""
+    if not isinstance(error, OSError) or error.errno not in _REFUSALS:
+        return None
+    where = f"{error.filename}: " if error.filename else ""
+    return UserError(f"{where}{error.strerror}; mend that, and the same command goes on from the last checkpoint")
 
 
 def printable(text: str) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from crosstrain.errors import RankLost, UserError, sentence
+from crosstrain.errors import RankLost, UserError, refusal, sentence
 
 _launcher_shows_errors = False  # whether our own launcher started this process
 
@@ -64,6 +64,7 @@ def fail(error: Exception) -> NoReturn:
 
 def tell(error: Exception) -> None:
     """Hand `error` to the launcher, which shows it when this process ends, or show it if another program launched."""
+    error = refusal(error) or error
     if not _launcher_shows_errors:
         print(f"error: {sentence(error)}", file=sys.stderr, flush=True)
         return
@@ -96,6 +97,11 @@ def _is_lost_peer(text: str) -> bool:
 
 # ---- in the launcher
 
+_LIKELY = {
+    "SIGKILL": "the kernel does this when memory runs out",
+    "SIGBUS": "a file that is being read was cut, its disk failed, or /dev/shm is full",
+}
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -115,7 +121,7 @@ def first_failure(failures: Mapping[int, Any]) -> Failure:
     if killed:
         name = signal.Signals(-failure.exitcode).name
         summary = f"rank {rank} was killed by {name}"
-        hint = " (the kernel does this when memory runs out)" if name == "SIGKILL" else ""
+        hint = f" ({_LIKELY[name]})" if name in _LIKELY else ""
         error = UserError(f"{summary}{hint}; the same command resumes from the last checkpoint")
         return Failure(error, summary, is_final=False, lost_another=False)
     data = failure.error_file_data if isinstance(failure.error_file_data, dict) else {}

@@ -17,6 +17,7 @@ from crosstrain.data.stream import MicroBatch, one_sample
 from crosstrain.errors import ConfigError, TrainingError
 from crosstrain.monitor.console import log
 from crosstrain.monitor.metrics import finite
+from crosstrain.run_folder import RunFolder
 from crosstrain.runner import Runner, StepResult
 from crosstrain.state import State
 
@@ -56,12 +57,12 @@ class Suspect:
 class BadSteps:
     """What `run.on_bad_step` says. Every rank has one, and all come to the same judgement.
 
-    `record`: a file that gets one JSON object per bad step; None on ranks but the first.
+    `folder` gets a file with one JSON object per bad step; None on ranks but the first.
     Raises ConfigError where roll backs are asked for and samples have no numbers to leave out.
     """
 
-    def __init__(self, runner: Runner, dataset: Dataset, record: Path | None) -> None:
-        self.runner, self.dataset, self.record = runner, dataset, record
+    def __init__(self, runner: Runner, dataset: Dataset, folder: RunFolder | None) -> None:
+        self.runner, self.dataset, self.folder = runner, dataset, folder
         self.options, self.seed = runner.run.on_bad_step, runner.run.seed
         self._went_back: tuple[Path | None, int] = (None, 0)
         if self.rolls_back and not dataset.indexed:
@@ -211,7 +212,7 @@ class BadSteps:
         return [self.dataset.training_index(self.seed, number) for number in suspect.numbers]
 
     def _write(self, state: State, attempt: Attempt, problem: str, suspects: list[Suspect]) -> None:
-        if self.record is None:
+        if self.folder is None:
             return
         row: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%d %H:%M:%S"), "step": state.step, "problem": problem,
@@ -226,5 +227,7 @@ class BadSteps:
                 for indices in [self._indices(suspect)]
             ],
         }  # fmt: skip
-        with self.record.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        try:
+            self.folder.append(self.folder.bad_steps, json.dumps(row) + "\n")
+        except OSError as error:
+            log.warning("%s cannot be written to (%s); training goes on", self.folder.bad_steps, error.strerror)

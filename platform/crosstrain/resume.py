@@ -13,13 +13,16 @@ from crosstrain.errors import CheckpointError
 from crosstrain.runner import Runner
 
 
-def starting_point(root: Path, resume_from: str | None, world: Group) -> Path | None:
-    """The newest undamaged checkpoint under `root`, else the one `resume_from` means, else none. Collective."""
+def starting_point(root: Path, resume_from: str | None, world: Group, run: str | None = None) -> Path | None:
+    """The newest undamaged checkpoint under `root`, else the one `resume_from` means, else none. Collective.
+
+    Raises CheckpointError where another run than `run`, which rank 0 knows, wrote the newest one under `root`.
+    """
     newest: Path | None = None
     problem: CheckpointError | None = None
     if world.rank == 0:
         try:
-            newest = _newest(root, resume_from)
+            newest = _newest(root, resume_from, run)
         except CheckpointError as error:
             problem = error
     newest, problem = world.all_gather((newest, problem))[0]
@@ -28,8 +31,8 @@ def starting_point(root: Path, resume_from: str | None, world: Group) -> Path | 
     return newest
 
 
-def _newest(root: Path, resume_from: str | None) -> Path | None:
-    newest, damaged = folders.newest_valid(root)
+def _newest(root: Path, resume_from: str | None, run: str | None) -> Path | None:
+    newest, damaged = folders.newest_valid(root, run)
     if newest is None and damaged:
         raise CheckpointError(f"{root}: every checkpoint is damaged; --fresh starts over and keeps them")
     if newest is None and resume_from:

@@ -54,10 +54,11 @@ class Trainer:
         self.folder = RunFolder(run.output_dir)
         self.is_main = runner.world.rank == 0
         if self.is_main:
-            self.folder.create()
-            self.folder.write_config(config.plain)
+            self.folder.create(config.plain, folders.newest_run(self.folder.checkpoints))
         self.folder.check_shared(runner.world)
-        set_up_logging(self.folder.log if self.is_main else None, quiet=quiet or not self.is_main)
+        self.folder.run_id = runner.world.broadcast(self.folder.run_id)
+        log_file = self.folder.log if self.is_main else None
+        set_up_logging(log_file, quiet=quiet or not self.is_main, write=self.folder.append)
 
         self.dataset = assembly.open_split(config, "train")
         self.val_dataset = assembly.open_split(config, "val") if run.eval_interval else None
@@ -75,10 +76,11 @@ class Trainer:
         self.frozen = assembly.build(config, runner, start, for_training=True)
         self.state = self._restore(start)
         self.checkpointer = Checkpointer(
-            self.folder.checkpoints, runner.new_group(), Retention(run.keep_last, run.keep_every), self._write_assets
-        )
+            self.folder.checkpoints, runner.new_group(), Retention(run.keep_last, run.keep_every), self._write_assets,
+            self.folder.run_id,
+        )  # fmt: skip
         self._saved_step = self.state.step if start and start.parent == self.folder.checkpoints else None
-        self.bad_steps = BadSteps(runner, self.dataset, self.folder.bad_steps if self.is_main else None)
+        self.bad_steps = BadSteps(runner, self.dataset, self.folder if self.is_main else None)
         self.profiler = Profiler(run.profile, self.folder.profile, runner.world.rank, runner.device)
         self._report()
         self.stopped = False  # whether a signal ended the run early, the same on every rank
@@ -90,7 +92,8 @@ class Trainer:
     # ---- starting
 
     def _starting_point(self) -> Path | None:
-        return starting_point(self.folder.checkpoints, self.run.resume_from, self.runner.world)
+        folder = self.folder
+        return starting_point(folder.checkpoints, self.run.resume_from, self.runner.world, folder.run_id)
 
     def _restore(self, checkpoint: Path | None) -> State:
         if checkpoint is None:
@@ -165,12 +168,15 @@ class Trainer:
                     if self.last_samples:
                         logged["generated"] = self.last_samples
                 if logged:
+                    self._keep_folder()
                     self.reporter.track({"step": self.state.step} | logged)
                 if self._due(self.run.save_interval) or (improved and self.run.save_best):
                     self._save(best=improved and self.run.save_best, background=self.run.save_in_background)
             self.profiler.write()  # of a window that was not gone through
             self._save(best=False, background=False)
             self.checkpointer.wait()
+            if lost := self.runner.world.broadcast(self.folder.lost):
+                raise TrainingError(lost)
         except TrainingError:  # raised on every rank alike; what was being saved is worth having
             self.checkpointer.wait()
             raise
@@ -251,7 +257,7 @@ class Trainer:
         mine = sum(m.num_targets for m in micro_batches)
         world, dp = self.runner.world, self.runner.dp
         # In one exchange, because at each the ranks wait for the slowest. Ranks beyond `dp` see the same samples again.
-        targets, stops = world.all_reduce_sum(mine, bool(self.stop))
+        targets, stops = world.all_reduce_sum(mine, bool(self.stop) or self.folder.lost is not None)
         return int(targets) // (world.size // dp.size), stops > 0
 
     def _logs(self, step: int) -> bool:
@@ -284,9 +290,20 @@ class Trainer:
 
     def _save(self, *, best: bool, background: bool) -> None:
         """Save the present state unless it is saved already."""
-        if self.state.step == self._saved_step:
+        self._keep_folder()
+        folder, state = self.folder, self.state
+        if saved := state.step == self._saved_step:
+            with suppress(CheckpointError):  # it failed, or was deleted since: it is worth another attempt
+                self.checkpointer.wait()
+            saved = folders.step_folder(folder.checkpoints, state.step).exists()
+        path, saved = self.runner.world.broadcast((folder.path, saved))
+        if saved:
             return
-        state = self.state
+        if path != self.checkpointer.root.parent:
+            with suppress(CheckpointError):  # of a save that was under way, which was logged
+                self.checkpointer.wait()
+            folder.go_to(path)
+            self.checkpointer.root, self.profiler.folder = folder.checkpoints, folder.profile
         state.scaler = self.runner.precision.scaler.state()
         document = state.document(world_size=self.runner.world.size, config=self.config.plain)
         with self.reporter.paused():
@@ -294,6 +311,12 @@ class Trainer:
             self.checkpointer.save(state.step, shards, document, frozen=self.frozen, best=best, background=background)
         self._saved_step = state.step
         log.info("saving %s", folders.step_folder(self.folder.checkpoints, state.step))
+
+    def _keep_folder(self) -> None:
+        """Have the run's folder, if it was deleted or moved, back or followed, on rank 0."""
+        if self.is_main and self.folder.keep():
+            log.warning("%s", self.folder.lost or f"{self.folder.path} was deleted, and is made again")
+            self.reporter.restart_trackers()
 
     def _write_assets(self, folder: Path) -> None:
         """What makes a checkpoint a Hugging Face folder: the model's configuration and the tokenizer's files."""

@@ -3,7 +3,7 @@
 from crosstrain.monitor import metrics
 from crosstrain.monitor.tracker import TrackedRun, Tracker
 from crosstrain.registry import registry
-from crosstrain.run_folder import RunFolder
+from crosstrain.run_folder import RunFolder, append
 
 
 @registry.register_tracker("jsonl")
@@ -14,13 +14,9 @@ class JsonlTracker(Tracker):
         super().__init__(options, run)
         self._path = RunFolder(run.folder).metrics
         metrics.cut_back(self._path, run.resumed_step)
-        self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def log(self, row: metrics.Row) -> None:
-        self._file.write(metrics.line(row))
-
-    def close(self, finished: bool) -> None:
-        self._file.close()
+        append(self._path, metrics.line(row))
 
     def place(self) -> str:
         return str(self._path)

@@ -1,12 +1,17 @@
 """TensorBoard, for eyes."""
 
+import os
+import socket
 import textwrap
+import time
+from typing import Any
 
 import yaml
 
 from crosstrain.monitor.metrics import Row, flat, scalars, texts
 from crosstrain.monitor.tracker import TrackedRun, Tracker
 from crosstrain.registry import registry
+from crosstrain.run_folder import append
 
 
 @registry.register_tracker("tensorboard")
@@ -14,30 +19,48 @@ class TensorBoardTracker(Tracker):
     """TensorBoard: curves, generated text, the configuration and the hyper-parameters."""
 
     def __init__(self, options: Tracker.Options, run: TrackedRun) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import SessionLog
         from torch.utils.tensorboard.summary import hparams
 
         super().__init__(options, run)
         self._folder = run.folder / "tensorboard"
-        self._writer = SummaryWriter(str(self._folder), purge_step=run.resumed_step + 1)
+        self._folder.mkdir(exist_ok=True)
+        self._file = self._folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._write(file_version="brain.Event:2")
+        # Curves of an earlier start are cut from here on.
+        self._write(step=run.resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
         if not run.resumed_step:
-            self._text("config", yaml.safe_dump(run.config, sort_keys=False), 0)
-        # add_hparams would open a second run folder; the plugin's own summaries put them into this one.
-        for summary in hparams(dict(flat(run.config)), {"train/loss": None, "val/loss": None}):
-            self._writer._get_file_writer().add_summary(summary)
+            self._summarize(0, _text("config", yaml.safe_dump(run.config, sort_keys=False)))
+        self._summarize(0, *hparams(dict(flat(run.config)), {"train/loss": None, "val/loss": None}))
 
     def log(self, row: Row) -> None:
-        for tag, value in scalars(row):
-            self._writer.add_scalar(tag, value, row["step"])
-        for tag, text in texts(row):
-            self._text(tag, text, row["step"])
+        from torch.utils.tensorboard.summary import scalar
 
-    def close(self, finished: bool) -> None:
-        self._writer.close()
+        numbers = [scalar(tag, value) for tag, value in scalars(row)]
+        self._summarize(row["step"], *numbers, *(_text(tag, text) for tag, text in texts(row)))
 
     def place(self) -> str:
         return f"tensorboard --logdir {self._folder}"
 
-    def _text(self, tag: str, text: str, step: int) -> None:
-        # It reads Markdown, in which four spaces make code: nothing in the text is markup.
-        self._writer.add_text(tag, textwrap.indent(text, "    ", lambda _: True), step)
+    def _summarize(self, step: int, *summaries: Any) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._write(step=step, summary=Summary(value=[value for summary in summaries for value in summary.value]))
+
+    def _write(self, **event: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        # torch's SummaryWriter opens its file anew in a thread, at a path where another run's folder may be by then.
+        RecordWriter(self).write(Event(wall_time=time.time(), **event).SerializeToString())
+
+    def write(self, record: bytes) -> None:
+        """Append a record to the file, whole or not at all."""
+        append(self._file, record)
+
+
+def _text(tag: str, content: str) -> Any:
+    from torch.utils.tensorboard.summary import text
+
+    # TensorBoard reads Markdown, in which four spaces make code: nothing in the text is markup.
+    return text(tag, textwrap.indent(content, "    ", lambda _: True))

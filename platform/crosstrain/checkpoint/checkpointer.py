@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,7 @@ from crosstrain.checkpoint.plan import Assignment, assign, holdings
 from crosstrain.checkpoint.store import Reader, check_file, file_sum, fsync, write_file, write_json, write_safetensors
 from crosstrain.distributed import Group
 from crosstrain.errors import CheckpointError, RankLost
+from crosstrain.run_folder import RunFolder
 
 _log = logging.getLogger("crosstrain")
 
@@ -64,16 +66,21 @@ class _Save:
 
 
 class Checkpointer:
-    """Writes and finds the checkpoints of one run under `root`.
+    """Writes the checkpoints of one run under `root`, and leaves those of others alone if `run`, its id, is given.
 
     `group` is a process group of its own, so that a background save never meets training's collectives.
     `write_model_config(folder)` writes what makes the folder a Hugging Face one (rank 0 only).
     """
 
     def __init__(
-        self, root: Path, group: Group, retention: Retention, write_model_config: Callable[[Path], None]
+        self,
+        root: Path,
+        group: Group,
+        retention: Retention,
+        write_model_config: Callable[[Path], None],
+        run: str | None = None,
     ) -> None:
-        self.root, self.group, self.retention = root, group, retention
+        self.root, self.group, self.retention, self.run = root, group, retention, run
         self.write_model_config = write_model_config
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -151,8 +158,10 @@ class Checkpointer:
                 or self._attempt(lambda: self._publish(temporary, final, save))
             )
         if problem:
-            if self.group.rank == 0:
-                folders.remove(temporary)
+            with suppress(CheckpointError, OSError):
+                self._check_own()
+                if self.group.rank == 0:
+                    folders.remove(temporary)
             self._error = CheckpointError(
                 f"checkpoint {final} could not be written: {problem}; earlier ones are intact"
             )
@@ -166,22 +175,32 @@ class Checkpointer:
             problem = f"{error} (rank {self.group.rank})"
         return next((p for p in self.group.all_gather(problem) if p), None)
 
+    def _check_own(self) -> None:
+        if self.run is not None and RunFolder(self.root.parent).read_id() not in (None, self.run):
+            raise CheckpointError(f"{self.root.parent} is another run's folder now")
+
     def _begin(self, temporary: Path) -> None:
+        self._check_own()
         if self.group.rank == 0:
             folders.remove(temporary)
-            temporary.mkdir()
+            temporary.mkdir(parents=True)  # `root` may have been deleted
 
     def _write_share(self, temporary: Path, save: _Save, held: dict[Assignment, Tensor]) -> dict[str, Any]:
         names = save.names
         by_file: dict[str, dict[str, Tensor]] = {}
         for assignment in sorted(held, key=lambda a: (a.kind, a.name, a.box.offset)):
             by_file.setdefault(names[assignment], {})[assignment.key] = held.pop(assignment)
-        return {name: write_safetensors(temporary / name, tensors) for name, tensors in by_file.items()}
+        files = {}
+        for name, tensors in by_file.items():
+            self._check_own()
+            files[name] = write_safetensors(temporary / name, tensors)
+        return files
 
     def _complete(self, temporary: Path, save: _Save, shares: list[Files]) -> None:
         """Write what stands beside the ranks' shares, the manifest last."""
         if self.group.rank != 0:
             return
+        self._check_own()
         files = {name: entry for share in shares for name, entry in share.items()}
         names = save.names
         index = {a.key: names[a] for a in save.plan if a.kind == "param" and names[a].startswith("model-")}
@@ -200,6 +219,8 @@ class Checkpointer:
             entry = tensors.setdefault(a.kind, {}).setdefault(a.name, {"shape": a.shape, "dtype": a.dtype, "boxes": []})
             entry["boxes"].append([names[a], a.key, a.box.offset, a.box.shape])
         manifest: dict[str, Any] = {"files": files, "tensors": tensors}
+        if self.run:
+            manifest["run"] = self.run
         if save.frozen:
             manifest["frozen"] = {name: {"shape": f.shape, "hash": f.hash} for name, f in save.frozen.items()}
         write_file(temporary / MANIFEST, [manifest_text(manifest)])
@@ -220,7 +241,9 @@ class Checkpointer:
     def _publish(self, temporary: Path, final: Path, save: _Save) -> None:
         if self.group.rank != 0:
             return
-        if os.path.lexists(final):  # one that was damaged, so that the run went on from an earlier one
+        self._check_own()
+        if os.path.lexists(final):
+            folders.check_own(final, self.run)  # else it was damaged, and the run went on from an earlier one
             damaged = final.with_name(f"{final.name}.damaged")
             folders.remove(damaged)
             os.rename(final, damaged)
@@ -230,7 +253,7 @@ class Checkpointer:
             folders.point(self.root, "latest", save.step)
             if save.best:
                 folders.point(self.root, "best", save.step)
-            folders.prune(self.root, save.step, self.retention.keep_last, self.retention.keep_every)
+            folders.prune(self.root, save.step, self.retention.keep_last, self.retention.keep_every, self.run)
         except OSError as error:  # the checkpoint is there; tidying up can wait for the next one
             _log.warning("%s: pointers or old checkpoints could not be brought up to date (%s)", self.root, error)
 

@@ -7,15 +7,17 @@ import os
 import re
 import shutil
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 from crosstrain.checkpoint.assets import open_plain
-from crosstrain.checkpoint.manifest import MANIFEST, IncompatibleCheckpointError
+from crosstrain.checkpoint.manifest import MANIFEST, IncompatibleCheckpointError, read_json
 from crosstrain.checkpoint.store import Reader, fsync
 from crosstrain.errors import CheckpointError
 
 _log = logging.getLogger("crosstrain")
 _STEP = re.compile(r"step_([0-9]{6,18})")
+_RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -35,6 +37,36 @@ def steps(root: Path) -> list[int]:
     except OSError as error:
         raise CheckpointError(f"{root}: cannot be read ({error.strerror})") from None
     return sorted(int(match[1]) for match in found if match)
+
+
+def run_of(folder: Path) -> str | None:
+    """Id of the run that wrote a checkpoint; None where it tells none, being an earlier release's or damaged."""
+    path = folder / MANIFEST
+    try:
+        return _run_of(path, path.stat().st_mtime_ns)
+    except (OSError, CheckpointError):
+        return None
+
+
+@lru_cache(maxsize=1024)  # a large manifest takes a second to parse
+def _run_of(manifest: Path, _modified: int) -> str | None:
+    document = read_json(manifest)
+    run = document.get("run") if isinstance(document, dict) else None
+    return run if isinstance(run, str) and _RUN_ID.fullmatch(run) else None
+
+
+def newest_run(root: Path) -> str | None:
+    """Id of the run that wrote the newest checkpoint that tells."""
+    return next((run for step in reversed(steps(root)) if (run := run_of(step_folder(root, step)))), None)
+
+
+def check_own(folder: Path, run: str | None) -> None:
+    """CheckpointError if another run than `run` (None: any) wrote the checkpoint."""
+    if run is not None and run_of(folder) not in (None, run):
+        raise CheckpointError(
+            f"{folder} is another run's checkpoint and is left alone; move it elsewhere, and name it there as "
+            f"run.resume_from to go on from it, or let --fresh start over in a new folder"
+        )
 
 
 def point(root: Path, name: str, step: int) -> None:
@@ -70,16 +102,19 @@ def remove_unfinished(root: Path) -> None:
         remove(path)
 
 
-def prune(root: Path, newest: int, keep_last: int | None, keep_every: int | None) -> None:
-    """Delete checkpoints beyond the last `keep_last` up to step `newest`, the one just written.
+def prune(
+    root: Path, newest: int, keep_last: int | None, keep_every: int | None, run: str | None = None
+) -> None:  # fmt: skip
+    """Delete checkpoints of `run` beyond the last `keep_last` up to step `newest`, the one just written.
 
-    Spares multiples of `keep_every` and the best one. Later steps are damaged ones that this run has passed over; they
-    neither count nor go.
+    Spares multiples of `keep_every` and the best one. Other runs' checkpoints and later steps, which are damaged ones
+    that this run has passed over, neither count nor go.
     """
     if keep_last is None:
         return
     best = pointed(root, "best")
-    for step in [s for s in steps(root) if s <= newest][:-keep_last]:
+    own = [s for s in steps(root) if s <= newest and (run is None or run_of(step_folder(root, s)) in (None, run))]
+    for step in own[:-keep_last]:
         if step != best and not (keep_every and step % keep_every == 0):
             folder = step_folder(root, step)
             # Renamed first, so that a kill half-way leaves no folder that looks like a checkpoint.
@@ -88,19 +123,24 @@ def prune(root: Path, newest: int, keep_last: int | None, keep_every: int | None
             remove(doomed)
 
 
-def newest_valid(root: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint whose every byte is as written, and a sentence for each damaged newer one, also logged."""
+def newest_valid(root: Path, run: str | None = None) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint whose every byte is as written, and a sentence for each damaged newer one, also logged.
+
+    Raises CheckpointError where another run than `run` (None: any) wrote it.
+    """
     damaged: list[str] = []
     for step in reversed(steps(root)):
         folder = step_folder(root, step)
         try:
             Reader.open(folder).verify()
-            return folder, damaged
         except IncompatibleCheckpointError:
             raise
         except CheckpointError as error:
             damaged.append(str(error))
             _log.warning("damaged checkpoint passed over: %s", error)
+        else:
+            check_own(folder, run)
+            return folder, damaged
     return None, damaged
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from crosstrain.run_folder import write_atomically
 
 Row = dict[str, Any]  # step, plain numbers, {"timers": {phase: ms}}, and texts: see `texts`
 
@@ -26,16 +27,15 @@ def cut_back(path: Path, step: int) -> None:
     """Drop the rows after `step` from a file, and what a kill left unfinished; nothing if there is no file."""
     if not path.exists():
         return
-    kept = []
-    for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    kept, lines = [], path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for text in lines:
         try:
             if text.endswith("\n") and json.loads(text)["step"] <= step:
                 kept.append(text)
         except ValueError:
             continue
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    os.replace(temporary, path)
+    if kept != lines:
+        write_atomically(path, "".join(kept))
 
 
 def scalars(row: Row) -> Iterator[tuple[str, float]]:

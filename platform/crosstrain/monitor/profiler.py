@@ -61,7 +61,7 @@ class Profiler:
         self._running.start()
 
     def write(self) -> None:
-        """End the profile that is running, if one is, and write it."""
+        """End the profile that is running, if one is, and write it; a warning where that fails."""
         if self._running is None:
             return
         done, self._running = self._running, None
@@ -70,6 +70,14 @@ class Profiler:
             torch.cuda.synchronize(self.device)  # or kernels that are still under way would be missing
         done.stop()
         folder = self.folder / f"steps_{self._seen[0]:06d}-{self._seen[1]:06d}"
+        try:
+            self._write(done, folder)
+        except (OSError, RuntimeError, ValueError) as error:  # torch writes the trace, or only a part of it
+            log.warning("%s: the profile could not be written (%s); training goes on", folder, error)
+        else:
+            log.info("profile of %s in %s", self._steps(), folder)
+
+    def _write(self, done: profile, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         start = folder / f"rank{self.rank}"
         trace = start.with_suffix(".pt.trace.json")  # the ending that TensorBoard's plugin looks for
@@ -77,7 +85,6 @@ class Profiler:
         start.with_suffix(".operators.txt").write_text(self._tables(done), encoding="utf-8")
         if self.options is not None and self.options.profile_memory:
             draw(read_memory(trace), start.with_suffix(".memory.svg"), f"rank {self.rank}, {self._steps()}")
-        log.info("profile of %s in %s", self._steps(), folder)
 
     def _tables(self, done: profile) -> str:
         """The operators that took the most time, and those that allocated the most."""

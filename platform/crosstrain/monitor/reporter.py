@@ -26,10 +26,9 @@ class Reporter:
     ) -> None:
         is_main = runner.world.rank == 0
         self._runner, self._max_iters = runner, max_iters
-        self.trackers = Trackers(
-            config.run.trackers if is_main else [], TrackedRun(folder.path, config.plain, resumed_step)
-        )
+        self._components, self._config, self._folder = config.run.trackers if is_main else [], config.plain, folder
         self._tracked_step = resumed_step
+        self.trackers = self._start_trackers()
         self._progress = Progress(max_iters, resumed_step, enabled=is_main)
         self._memory_logged = False
         self._batch = global_batch
@@ -89,6 +88,14 @@ class Reporter:
                 for note in notes:
                     log.warning(note)
         self.begin_interval()
+
+    def _start_trackers(self) -> Trackers:
+        return Trackers(self._components, TrackedRun(self._folder.path, self._config, self._tracked_step))
+
+    def restart_trackers(self) -> None:
+        """Have trackers go on in a folder that was made again or moved."""
+        self.trackers.close(finished=False)
+        self.trackers = self._start_trackers()
 
     def track(self, row: dict[str, Any]) -> None:
         self._tracked_step = row["step"]
