@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -19,40 +19,12 @@ from crosstrain.checkpoint.store import Reader
 from crosstrain.errors import UserError
 from crosstrain.run_folder import RunFolder
 from deaths import assert_same_weights, numbers
-from ranks import mostly_slow, start
+from lives import Training
+from ranks import mostly_slow
 
+Train = Callable[..., Training]
+ENDLESS = "run.max_iters=1000000"
 OPTIONS = ("run.save_interval=2", "run.keep_last=null", "run.lr_decay_iters=400")
-
-
-class Training:
-    """The program in a process of its own, started in a moment."""
-
-    def __init__(self, workspace: Workspace, name: str, *options: str, size: int = 1, flags: tuple[str, ...] = ()):
-        self.folder, self.out = workspace.path / name, workspace.path / f"{name}.{time.monotonic_ns()}.out"
-        chosen = (f"run.output_dir={self.folder}", *OPTIONS, *options)
-        arguments = ["train", "--cfg-path", str(workspace.project), "--no-fit-check", *flags, "--options", *chosen]
-        self.ranks = start(size, arguments, self.out)
-
-    def until(self, condition: Callable[[], bool], seconds: float = 60) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert all(rank.is_alive() for rank in self.ranks), self.said
-            assert time.monotonic() < deadline, self.said
-            time.sleep(0.002)
-
-    def until_step(self, step: int, folder: Path | None = None) -> None:
-        self.until(lambda: logged_step(folder or self.folder) >= step)
-
-    def end(self, seconds: float = 60) -> int:
-        """Exit code of the first rank."""
-        for rank in self.ranks:
-            rank.join(seconds)
-            assert rank.exitcode is not None, self.said
-        return self.ranks[0].exitcode
-
-    @property
-    def said(self) -> str:
-        return self.out.read_text() if self.out.exists() else ""
 
 
 def assert_whole(folder: Path, steps: list[int]) -> None:
@@ -65,11 +37,11 @@ def assert_whole(folder: Path, steps: list[int]) -> None:
 
 
 @pytest.fixture
-def trainings(workspace: Workspace):
+def trainings(workspace: Workspace) -> Iterator[Train]:
     started: list[Training] = []
 
-    def train(name: str, *options: str, **more) -> Training:
-        started.append(Training(workspace, name, *options, **more))
+    def train(name: str, *options: str, **more: Any) -> Training:
+        started.append(Training(workspace, name, *OPTIONS, *options, **more))
         return started[-1]
 
     yield train
@@ -78,8 +50,6 @@ def trainings(workspace: Workspace):
             rank.kill()
 
 
-Train = Callable[..., Training]
-ENDLESS = "run.max_iters=1000000"
 
 
 def assert_steps(folder: Path, first: int = 1) -> list[int]:

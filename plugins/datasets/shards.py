@@ -172,7 +172,6 @@ class Shards:
         counts = [_read_head(path, cache) for path in self.paths]
         if None in counts:
             raise DataError(f"{names[counts.index(None)]} changed, or is new, since training started: start again")
-        self._tables: dict[Path, np.ndarray] = {}
         self.starts = np.array([0, *accumulate(c or 0 for c in counts)])
 
     def __len__(self) -> int:
@@ -182,12 +181,15 @@ class Shards:
         """(shard and key, content by extension) of a sample. DataError where the shard changed meanwhile."""
         path, key, files = self._find(index)
         content = {}
-        with open(path, "rb") as file:
-            for extension, (start, size) in files.items():
-                file.seek(start)
-                content[extension] = file.read(size)
-                if len(content[extension]) < size:
-                    raise DataError(f"the shard {path} ends within {key}.{extension}")
+        try:
+            with open(path, "rb") as file:
+                for extension, (start, size) in files.items():
+                    file.seek(start)
+                    content[extension] = file.read(size)
+                    if len(content[extension]) < size:
+                        raise DataError(f"the shard {path} ends within {key}.{extension}")
+        except OSError as error:
+            raise DataError(f"the shard {path} cannot be read ({error.strerror})") from None
         return f"{path.name}: {key}", content
 
     def name(self, index: int) -> str:
@@ -202,9 +204,11 @@ class Shards:
 
     def _entry(self, index: Path, number: int) -> tuple[str, Files]:
         """(key, files) of a shard's sample."""
-        if index not in self._tables:
-            self._tables[index] = np.memmap(index.with_suffix(".table"), np.int64, "r")
-        with open(index, "rb") as file:
-            file.seek(int(self._tables[index][number]))
-            key, files = json.loads(file.readline())
+        try:
+            (begin,) = np.fromfile(index.with_suffix(".table"), np.int64, 1, offset=8 * number)
+            with open(index, "rb") as file:
+                file.seek(int(begin))
+                key, files = json.loads(file.readline())
+        except (OSError, ValueError) as error:
+            raise DataError(f"{index}, an index of shards, was changed while it was read ({error})") from None
         return key, files

@@ -1,4 +1,4 @@
-"""Tokenised documents in Megatron-LM's memory-mapped files, read and written.
+"""Tokenised documents in Megatron-LM's indexed files, read and written.
 
 `prefix.bin` holds the tokens of all sequences, one after another. `prefix.idx` says where each begins, little-endian:
 
@@ -20,7 +20,7 @@ import struct
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO, Self, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -45,8 +45,9 @@ def best_dtype(vocab_size: int) -> np.dtype:
 
 
 class TokenFile:
-    """Memory-mapped view of `prefix.bin` and `prefix.idx`, opened in a time that does not depend on their size.
+    """Tokens of `prefix.bin` by `prefix.idx`, opened in a time and memory that do not depend on their size.
 
+    They are read, not mapped: a file that is cut while it is mapped ends the process without a word.
     Raises DataError when a file is missing, is not in the format, or its lengths contradict each other. Of the index
     entries only a few spread ones are checked; `verify()` checks all.
     """
@@ -58,10 +59,12 @@ class TokenFile:
             if not path.is_file():
                 raise DataError(f"{path} does not exist (tokens are two files, {self.prefix.name}.bin and .idx)")
         self._read_header()
-        self._check(np.unique(np.linspace(0, max(self.num_sequences - 1, 0), _SPOT_CHECKS).astype(np.int64)))
+        for sequence in np.unique(np.linspace(0, self.num_sequences - 1, _SPOT_CHECKS).astype(int)).tolist():
+            if self.num_sequences:
+                self._check(sequence, sequence + 1)
 
     def __reduce__(self) -> tuple[type[TokenFile], tuple[Path]]:
-        # A worker maps the files again; a pickled memory map would be a copy of them.
+        # A worker opens the files again.
         return TokenFile, (self.prefix,)
 
     def _read_header(self) -> None:
@@ -85,10 +88,10 @@ class TokenFile:
                 f"{self.idx_path} {state}: {self.num_sequences} sequences in {index_length - 1} documents"
                 f" take {expected} bytes, and it has {size}"
             )
-        self.sizes = _map(self.idx_path, "<i4", _HEADER.size, self.num_sequences)
+        self.sizes = _Column(self.idx_path, "<i4", _HEADER.size, self.num_sequences)
         offset = _HEADER.size + 4 * self.num_sequences
-        self.pointers = _map(self.idx_path, "<i8", offset, self.num_sequences)
-        self.document_index = _map(self.idx_path, "<i8", offset + 8 * self.num_sequences, index_length)
+        self.pointers = _Column(self.idx_path, "<i8", offset, self.num_sequences)
+        self.document_index = _Column(self.idx_path, "<i8", offset + 8 * self.num_sequences, index_length)
         if not index_length or self.document_index[0] != 0 or self.document_index[-1] != self.num_sequences:
             raise DataError(f"{self.idx_path} is damaged: its document index does not run from 0 to its last sequence")
 
@@ -98,25 +101,22 @@ class TokenFile:
             state = "is truncated" if bin_size < used else "has bytes to spare"
             raise DataError(f"{self.bin_path} {state}: its index describes {used} bytes, and it has {bin_size}")
         self.num_tokens = bin_size // self.dtype.itemsize
-        self._tokens = _map(self.bin_path, self.dtype, 0, self.num_tokens)
+        self._tokens = _Column(self.bin_path, self.dtype, 0, self.num_tokens)
 
-    def _check(self, sequences: np.ndarray) -> None:
-        """DataError unless each of `sequences` (ascending indices) begins where the one before it ends."""
-        if not self.num_sequences:
-            return
-        ends = self.pointers[sequences] + self.sizes[sequences].astype(np.int64) * self.dtype.itemsize
-        following = sequences + 1
-        last = following == self.num_sequences
-        starts = np.where(last, self.bin_path.stat().st_size, self.pointers[np.where(last, 0, following)])
-        wrong = np.flatnonzero((ends != starts) | (self.sizes[sequences] < 0))
-        if wrong.size or self.pointers[0] != 0:
-            where = int(sequences[wrong[0]]) if wrong.size else 0
+    def _check(self, first: int, stop: int) -> None:
+        """DataError unless each of the sequences [first, stop) begins where the one before it ends."""
+        starts, sizes = self.pointers[first : stop + 1], self.sizes[first:stop]
+        if stop == self.num_sequences:
+            starts = np.append(starts, self.bin_path.stat().st_size)
+        wrong = np.flatnonzero((starts[:-1] + sizes.astype(np.int64) * self.dtype.itemsize != starts[1:]) | (sizes < 0))
+        if wrong.size or (first == 0 and starts[0] != 0):
+            where = first + int(wrong[0]) if wrong.size else 0
             raise DataError(f"{self.idx_path} is damaged: sequence {where} does not end where the next one begins")
 
     def verify(self) -> None:
         """Check every entry of the index; takes time in proportion to it. DataError names the first wrong one."""
         for start in range(0, self.num_sequences, _CHUNK):
-            self._check(np.arange(start, min(start + _CHUNK, self.num_sequences)))
+            self._check(start, min(start + _CHUNK, self.num_sequences))
         for start in range(0, self.num_documents, _CHUNK):
             part = self.document_index[start : start + _CHUNK + 1]
             if (wrong := np.flatnonzero(np.diff(part) < 0)).size:
@@ -145,11 +145,14 @@ class TokenFile:
         return bisect.bisect_right(range(self.num_documents), position, key=self.document_start) - 1
 
     def document(self, document: int) -> np.ndarray:
-        """Tokens of one document, all its sequences joined: a view of the file."""
+        """Tokens of one document, all its sequences joined."""
         return self.tokens(self.document_start(document), self.document_start(document + 1))
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the stream of all documents: a view of the file, in the file's dtype."""
+        """Tokens [start, stop) of the stream of all documents, in the file's dtype.
+
+        Raises DataError where the file was cut since it was opened.
+        """
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"{self.prefix} has {self.num_tokens} tokens, not a range [{start}, {stop})")
         return self._tokens[start:stop]
@@ -255,7 +258,36 @@ def _paths(prefix: Path) -> tuple[Path, Path]:
     return prefix.with_name(prefix.name + ".idx"), prefix.with_name(prefix.name + ".bin")
 
 
-def _map(path: Path, dtype: npt.DTypeLike, offset: int, count: int) -> np.ndarray:
-    if not count:
-        return np.empty(0, dtype)  # an empty file cannot be mapped
-    return np.memmap(path, dtype, mode="r", offset=offset, shape=(count,)).view(np.ndarray)
+class _Column:
+    """Numbers of one kind in a part of a file, read when they are asked for. DataError where they are not there."""
+
+    def __init__(self, path: Path, dtype: npt.DTypeLike, offset: int, count: int) -> None:
+        self._path, self._dtype, self._offset, self._count = path, np.dtype(dtype), offset, count
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - for as long as the column is
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, key: int) -> int: ...
+    @overload
+    def __getitem__(self, key: slice) -> np.ndarray: ...
+    def __getitem__(self, key: int | slice) -> int | np.ndarray:
+        if isinstance(key, slice):
+            start, stop, _ = key.indices(self._count)
+            return self._read(start, max(start, stop))
+        index = key + self._count if key < 0 else key
+        return int(self._read(index, index + 1)[0])
+
+    def _read(self, start: int, stop: int) -> np.ndarray:
+        size = self._dtype.itemsize
+        position, end = self._offset + start * size, self._offset + stop * size
+        try:
+            data = os.pread(self._file.fileno(), end - position, position)
+            while (at := position + len(data)) < end:  # the system reads 2 GiB at most at once
+                if not (more := os.pread(self._file.fileno(), end - at, at)):
+                    raise DataError(f"{self._path} was cut while it was read: it ends before byte {end}")
+                data += more
+        except OSError as error:
+            raise DataError(f"{self._path}: cannot be read ({error.strerror})") from None
+        return np.frombuffer(data, self._dtype)
