@@ -16,7 +16,7 @@ class Training:
     def __init__(
         self, workspace: Workspace, name: str, *options: str, size: int = 1, flags: tuple[str, ...] = ()
     ) -> None:
-        self.folder, self.out = workspace.path / name, workspace.path / f"{name}.{time.monotonic_ns()}.out"
+        self.folder, self.out = workspace.path / name, workspace.path / f"{time.monotonic_ns()}.out"
         chosen = (f"run.output_dir={self.folder}", *options)
         arguments = ["train", "--cfg-path", str(workspace.project), "--no-fit-check", *flags, "--options", *chosen]
         self.ranks = start(size, arguments, self.out)
