@@ -116,7 +116,7 @@ def test_a_storm_of_kills(workspace: Workspace, runner: str) -> None:
     seed = int(os.environ.get("CROSSTRAIN_KILL_SEED") or random.SystemRandom().randrange(10**6))
     print(f"CROSSTRAIN_KILL_SEED={seed} draws the same kills")
     (workspace.path / "plugins").mkdir()
-    (workspace.path / "plugins" / "slow.py").write_text(SLOW_MODEL.replace("1.0", "0.2"))
+    (workspace.path / "plugins" / "slow.py").write_text(SLOW_MODEL.replace("1.0", "0.4"))
     model = json.dumps(workspace.config["model"] | {"arch": "slow_to_save"})
     options = (
         *INTERVALS, f"run.plugins=[{workspace.path}/plugins]", f"model={model}", f"run.runner={runner}",
