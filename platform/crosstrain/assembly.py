@@ -19,6 +19,7 @@ from crosstrain.model import Model, no_match
 from crosstrain.optim import optimizer_factory
 from crosstrain.registry import registry
 from crosstrain.runner import Runner
+from crosstrain.trust import check_source, limited_to
 
 _MOST_PARAMETERS = 1_000_000  # tensors: ten times those of the largest mixtures of experts
 _LONGEST_BUILD = 120.0  # seconds
@@ -30,7 +31,9 @@ def make_runner(config: Config) -> Runner:
 
 
 def make_model(config: Config) -> Model:
-    return registry.get_model_class(config.model.name)(config.model.options)
+    """The configured model. Raises ConfigError where it names weights that the configuration is not trusted with."""
+    with limited_to(config.trust):
+        return registry.get_model_class(config.model.name)(config.model.options)
 
 
 def model_on_meta(config: Config) -> Model:
@@ -64,15 +67,22 @@ def training_dataset(config: Config) -> Component:
 
 
 def open_split(config: Config, split: Split) -> Dataset:
-    """A split of the configured dataset, prepared before; DataError where it would be empty."""
+    """A split of the configured dataset, prepared before.
+
+    Raises DataError where it would be empty, and ConfigError where the configuration is not trusted with data.
+    """
     component = training_dataset(config)
-    return registry.get_dataset_class(component.name)(component.options, split)
+    with limited_to(config.trust):
+        check_source(f"the {split} split of {next(iter(config.datasets))}")
+        return registry.get_dataset_class(component.name)(component.options, split)
 
 
 def prepare_data(config: Config) -> None:
-    """Make the dataset's files if they do not exist yet."""
+    """Make the dataset's files if they do not exist yet. Raises ConfigError as `open_split` does."""
     component = training_dataset(config)
-    registry.get_dataset_class(component.name).prepare(component.options)
+    with limited_to(config.trust):
+        check_source(f"the dataset {next(iter(config.datasets))}")
+        registry.get_dataset_class(component.name).prepare(component.options)
 
 
 def check_fit(model: Model, dataset: Dataset) -> None:

@@ -80,6 +80,7 @@ def _parser() -> _Parser:
         "--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's folder (its newest)"
     )
     _add_config(evaluate, required=False)
+    _add_trust(evaluate)
     evaluate.add_argument("--splits", nargs="*", default=None, choices=("train", "val", "test"), metavar="SPLIT",
                           help="splits to evaluate (default: val and test unless text is asked for)")  # fmt: skip
     evaluate.add_argument("--max-samples", type=int, metavar="N", help="at most N samples of each split")
@@ -105,6 +106,7 @@ def _parser() -> _Parser:
         "--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's folder (its newest)"
     )
     _add_config(serve, required=False)
+    _add_trust(serve)
     serve.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (default: 127.0.0.1)")
     serve.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000; 0 takes a free one")
     serve.add_argument("--name", metavar="NAME", help="of the model (default: the run's folder's)")
@@ -138,6 +140,7 @@ def _parser() -> _Parser:
     export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="begin another file beyond this")
     export.add_argument("--options", nargs="+", default=[], metavar="KEY=VALUE",
                         help="change the configuration that says where frozen parameters come from")  # fmt: skip
+    _add_trust(export)
     export.set_defaults(run=_export)
 
     prepare = verbs.add_parser("prepare", help="turn text into memory-mapped tokens, or make a dataset's files")
@@ -193,6 +196,12 @@ def _add_config(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument("--cfg-path", required=required, metavar="FILE", help="a project file")
     parser.add_argument("--options", nargs="+", default=[], metavar="KEY=VALUE", help="override it, such as run.seed=1")
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="workers (default: one per GPU, else one)")
+
+
+def _add_trust(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trust-data", action="store_true", help="open data and pretrained weights that a stranger's checkpoint names"
+    )
 
 
 def _add_nodes(parser: argparse.ArgumentParser) -> None:

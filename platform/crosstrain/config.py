@@ -9,7 +9,7 @@ import copy
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -43,6 +43,7 @@ from crosstrain.layers import (
 )
 from crosstrain.options import AmpOptions, BatchPlan, RunOptions, plan_batch
 from crosstrain.registry import registry
+from crosstrain.trust import Trust
 
 __all__ = [
     "AmpOptions",
@@ -70,6 +71,7 @@ class Config:
     model_type: str | None  # the file in configs/models/<arch>/ that the model's options started from
     datasets: dict[str, Component]
     run: RunOptions
+    trust: Trust = Trust.COMMANDS  # how far what it names may be opened
 
     @property
     def runner(self) -> Component:
@@ -91,13 +93,15 @@ class Config:
         return {"model": model, "datasets": to_plain(self.datasets), "run": to_plain(self.run)}
 
     @staticmethod
-    def from_plain(plain: Mapping[str, Any], options: Iterable[str] = (), label: str = "config") -> Config:
+    def from_plain(
+        plain: Mapping[str, Any], options: Iterable[str] = (), label: str = "config", trust: Trust = Trust.COMMANDS
+    ) -> Config:
         """The configuration that `plain` spells out, with overrides, which alone may name presets.
 
         `label` names it in errors. Raises ConfigError as `load_config` does.
         """
         spelled_out, overrides = plain_layer(label, literal(dict(plain))), read_options(options)
-        return _Builder(spelled_out, overrides, presets=False).build()
+        return replace(_Builder(spelled_out, overrides, presets=False).build(), trust=trust)
 
 
 def load_config(cfg_path: str | Path, options: Iterable[str] = ()) -> Config:

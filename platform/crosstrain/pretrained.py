@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from crosstrain.errors import CheckpointError, first_line
+from crosstrain.trust import check_source
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,10 @@ class Source:
 def pretrained_folder(source: str) -> Path:
     """A local Hugging Face folder with safetensors weights: `source` itself, or the hub's model of that name.
 
-    Raises CheckpointError where there is neither.
+    Raises CheckpointError where there is neither, and ConfigError where the configuration is not trusted with it. A
+    model whose options name a file or a folder opens it by this, or asks `crosstrain.trust.check_source` first.
     """
+    check_source(f"the pretrained model {source}")
     path = Path(source)
     if (path / "config.json").is_file():
         return path

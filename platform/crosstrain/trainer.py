@@ -31,6 +31,7 @@ from crosstrain.runner import Runner
 from crosstrain.samples import PromptSamples
 from crosstrain.signals import StopRequest
 from crosstrain.state import State
+from crosstrain.trust import signature
 
 
 def run_length(config: Config, plan: BatchPlan, dataset: Dataset) -> int:
@@ -305,7 +306,9 @@ class Trainer:
             folder.go_to(path)
             self.checkpointer.root, self.profiler.folder = folder.checkpoints, folder.profile
         state.scaler = self.runner.precision.scaler.state()
-        document = state.document(world_size=self.runner.world.size, config=self.config.plain)
+        config = self.config.plain
+        signed = {"signature": signature(config)} if self.is_main else {}
+        document = state.document(world_size=self.runner.world.size, config=config, **signed)
         with self.reporter.paused():
             shards = [s for s in self.runner.shards() if s.name not in self.frozen]
             self.checkpointer.save(state.step, shards, document, frozen=self.frozen, best=best, background=background)

@@ -16,8 +16,10 @@ from webdataset import ShardWriter
 from crosstrain.bounds import FilePath, PositiveInt
 from crosstrain.check import OptionError
 from crosstrain.data.annotations import read_annotations
+from crosstrain.data.image_dataset import LARGEST_IMAGE
 from crosstrain.data.prepare import making
 from crosstrain.errors import DataError
+from crosstrain.files import read_regular
 
 Packed = Iterable[dict[str, Any]]  # samples as ShardWriter takes them: __key__, and bytes by extension
 
@@ -57,7 +59,7 @@ def _sample(number: int, entry: dict[str, Any], folder: Path) -> dict[str, Any]:
     for i, name in enumerate(names):
         extension = Path(name).suffix.lower().removeprefix(".") or "jpg"
         try:
-            sample[f"{i}.{extension}" if len(names) > 1 else extension] = (folder / name).read_bytes()
+            sample[f"{i}.{extension}" if len(names) > 1 else extension] = read_regular(folder / name, LARGEST_IMAGE)
         except OSError as error:
             raise DataError(f"{folder / name} cannot be read ({error.strerror})") from None
     annotation = {key: value for key, value in entry.items() if key != "images"}

@@ -6,7 +6,9 @@ import glob
 import hashlib
 import json
 import os
+import re
 import shutil
+import stat
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -17,32 +19,92 @@ from typing import TypeVar
 import numpy as np
 from braceexpand import braceexpand
 from filelock import FileLock
-from webdataset.gopen import gopen
+from webdataset.gopen import gopen, gopen_schemes
 
 from crosstrain.errors import DataError
+from crosstrain.files import open_regular
+from crosstrain.resource_limits import OutOfTime, timed
+from crosstrain.trust import check_command
 
 T = TypeVar("T")
 Files = dict[str, tuple[int, int]]  # extension -> (first byte, bytes)
 _VERSION = 1
+_COMMAND = "pipe:"
+_MOST_SHARDS, _MOST_CHARACTERS = 1_000_000, 1 << 28
+_GLOB_SECONDS = 5.0
 
 
 def expand(patterns: str | list[str]) -> list[str]:
-    """Shards by name: braces and wildcards expanded, in order. DataError where a wildcard matches nothing."""
+    """Names of shards, braces and wildcards expanded, in order: of local files, or remote as `is_remote` says.
+
+    Raises DataError where a wildcard matches nothing or too much, and for a name that `is_remote` refuses.
+    """
     found: list[str] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        for name in [pattern] if pattern.startswith("pipe:") else braceexpand(pattern):
+        for name in [pattern] if pattern.startswith(_COMMAND) else _braces(pattern):
             if is_remote(name) or not glob.has_magic(name):
                 found.append(name)
-            elif matches := sorted(glob.glob(os.path.expanduser(name))):
+            elif matches := _matches(name):
                 found += matches
             else:
                 raise DataError(f"no shard matches {name}")
+            if len(found) > _MOST_SHARDS:
+                raise DataError(f"{pattern[:100]}: names more than {_MOST_SHARDS} shards")
     return found
 
 
+def _braces(pattern: str) -> Iterator[str]:
+    """What the braces stand for; DataError where that is absurdly much, which is found out before it is tried."""
+    most, alternatives = 1, list[int]()
+    for character in pattern:
+        if character == "{":
+            alternatives.append(1)
+        elif character == "," and alternatives:
+            alternatives[-1] += 1
+        elif character == "}" and alternatives:
+            most *= alternatives.pop()
+    for first, last in re.findall(r"\{(-?\d{1,18}|[A-Za-z])\.\.(-?\d{1,18}|[A-Za-z])[.}]", pattern):
+        most *= 52 if first.isalpha() or last.isalpha() else abs(int(last) - int(first)) + 1
+    if most > _MOST_SHARDS or most * len(pattern) > _MOST_CHARACTERS or re.search(r"\d{19}", pattern):
+        raise DataError(f"{pattern[:100]}: its braces stand for more than {_MOST_SHARDS} shards, or are very long")
+    try:
+        yield from braceexpand(pattern)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{pattern[:100]}: its braces cannot be expanded ({str(error)[:100]})") from None
+
+
+def _matches(name: str) -> list[str]:
+    """Files that a wildcard stands for, in order; DataError where looking for them takes too long."""
+    try:
+        with timed(_GLOB_SECONDS):
+            return sorted(glob.glob(os.path.expanduser(name)))
+    except OutOfTime:
+        raise DataError(f"{name[:100]}: looking for files of that name takes too long: use fewer wildcards") from None
+
+
 def is_remote(name: str) -> bool:
-    """Whether a shard is not a file here."""
-    return name.startswith("pipe:") or "://" in name
+    """Whether a shard is not a file here: pipe:COMMAND, or SCHEME://... of a scheme that webdataset knows.
+
+    Raises DataError for a name of control characters, and for what looks like an address and is not one of those, and
+    ConfigError for a command where the configuration is not trusted with one.
+    """
+    if name != name.strip() or not name.isprintable():
+        raise DataError(f"{name!r}: a shard's name neither begins nor ends with blanks, nor has control characters")
+    if name.startswith(_COMMAND):
+        check_command(name)
+        return True
+    scheme, _, rest = name.partition(":")
+    if scheme == "file" or ("://" not in name and scheme.strip().lower() != "pipe"):
+        return False
+    if scheme not in gopen_schemes or not rest.startswith("//"):
+        known = ", ".join(f"{key}://" for key in gopen_schemes if key not in ("pipe", "__default__"))
+        raise DataError(f"{name}: no shards come from {scheme}:, but from files, {known} and {_COMMAND}COMMAND")
+    return True
+
+
+def local_path(name: str) -> Path:
+    """Where a shard that is not remote lies."""
+    return Path(name.removeprefix("file:").removeprefix("//")).expanduser()
 
 
 def default_cache() -> Path:
@@ -66,12 +128,12 @@ def check_there(names: Iterable[str]) -> None:
     """DataError for a shard that should be a file here and is none."""
     for name in names:
         if not is_remote(name):
-            _state(Path(name.removeprefix("file:")).expanduser())
+            _state(local_path(name))
 
 
 def _local(name: str, cache: Path) -> Path:
     """Where a shard lies, or its copy will."""
-    return cache / f"{_digest(name)}.tar" if is_remote(name) else Path(name.removeprefix("file:")).expanduser()
+    return cache / f"{_digest(name)}.tar" if is_remote(name) else local_path(name)
 
 
 def _digest(name: str) -> str:
@@ -105,6 +167,8 @@ def _state(path: Path) -> dict[str, int]:
         found = path.stat()
     except OSError as error:
         raise DataError(f"the shard {path} cannot be opened ({error.strerror})") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise DataError(f"the shard {path} cannot be opened (not a regular file)")
     return {"version": _VERSION, "bytes": found.st_size, "modified": found.st_mtime_ns}
 
 
@@ -136,7 +200,7 @@ def _write_index(path: Path, cache: Path) -> None:
 def _scan(path: Path) -> Iterator[tuple[str, Files]]:
     """(key, files) of each sample."""
     try:
-        with tarfile.open(path, "r:") as tar:
+        with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             yield from grouped(tar, lambda member: (member.offset_data, member.size))
     except (tarfile.TarError, OSError) as error:
         raise DataError(f"the shard {path} is not a readable tar file ({error})") from None

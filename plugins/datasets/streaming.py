@@ -6,7 +6,6 @@ import logging
 import tarfile
 from collections.abc import Callable, Iterator
 from itertools import count
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -14,9 +13,10 @@ from webdataset.gopen import gopen
 
 from crosstrain.data.dataset import Reading
 from crosstrain.errors import DataError
+from crosstrain.files import open_regular
 from crosstrain.rng import derive_seed
 
-from .shards import grouped, is_remote
+from .shards import grouped, is_remote, local_path
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class ShardStream:
 
 def read_shard(name: str) -> Iterator[_Sample]:
     """The samples of a shard, compressed or not, in order. Raises what tarfile, the system or the command do."""
-    with gopen(name if is_remote(name) else str(Path(name.removeprefix("file:")).expanduser()), "rb") as stream:
+    with gopen(name, "rb") if is_remote(name) else open_regular(local_path(name)) as stream:
         with tarfile.open(fileobj=stream, mode="r|*") as tar:
             yield from ((f"{name}: {key}", files) for key, files in grouped(tar, _content(tar)))
         while stream.read(_CHUNK):  # a command whose output is not taken to the end would seem to have failed

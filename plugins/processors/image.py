@@ -119,7 +119,7 @@ class ImageEval(_Transform):
         """The whole image, squeezed to the encoder's size, as BLIP-2 sees it; or its middle."""
 
         crop_mode: Literal["squash", "center"] = "squash"  # center: keeps the proportions, and loses the edges
-        crop_pct: Share = 1.0  # share of the height and width that is kept
+        crop_pct: Annotated[float, Interval(ge=0.25, le=1)] = 1.0  # share of the height and width that is kept
 
     def __init__(self, options: Options) -> None:
         super().__init__(

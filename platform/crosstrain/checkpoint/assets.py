@@ -5,16 +5,14 @@ A tokenizer's folder is often a whole model's: only what is named here is taken 
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import shutil
-import stat
 from collections.abc import Iterable
-from io import BufferedReader
 from pathlib import Path
 
 from crosstrain.errors import DataError
+from crosstrain.files import open_regular
 
 # What transformers and tokenizers read and write for tokenizers and processors: JSON, text, and protobuf vocabularies.
 TOKENIZER_FILES = frozenset({
@@ -32,21 +30,6 @@ MODEL_FILES = frozenset({"config.json", GENERATION_CONFIG})
 
 _MOST_BYTES = 1 << 28  # of one file; the largest tokenizers take some tens of MB
 _log = logging.getLogger("crosstrain")
-
-
-def open_plain(path: Path, *, follow: bool = False) -> BufferedReader:
-    """Open a file for reading, without ever waiting; OSError where it is no plain one, or a link not to be followed."""
-
-    def opener(name: str, flags: int) -> int:
-        if not follow and os.path.islink(name):
-            raise OSError(errno.ELOOP, "a link, not a plain file")
-        descriptor = os.open(name, flags | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return descriptor
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a plain file")
-
-    return open(path, "rb", opener=opener)
 
 
 def plain_files(folder: Path, names: Iterable[str]) -> list[Path]:
@@ -73,7 +56,7 @@ def copy_files(paths: Iterable[Path], folder: Path) -> None:
     """
     for path in paths:
         try:
-            source = open_plain(path, follow=True)
+            source = open_regular(path)
         except OSError as error:
             _log.warning("%s: not copied into %s (%s)", path, folder, error)
             continue

@@ -17,18 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from crosstrain.checkpoint.assets import MODEL_FILES, TOKENIZER_FILES
 from crosstrain.checkpoint.base import Base, check_frozen, fingerprints
 from crosstrain.checkpoint.boxes import Shard, whole_pieces
-from crosstrain.checkpoint.manifest import DTYPES, MANIFEST, STATE, read_json
+from crosstrain.checkpoint.manifest import DTYPES, read_json
 from crosstrain.checkpoint.store import Reader, fsync, write_json, write_safetensors
 from crosstrain.distributed import Group
 from crosstrain.errors import CheckpointError, UserError
 from crosstrain.model import Merge
 
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
-_OWN = (MANIFEST, STATE, _INDEX)  # what is of the checkpoint's format, or written anew
-# Code and pickles: a checkpoint needs neither, so somebody put them there, and who opens the export would run them.
-_EXECUTABLE = (".py", ".pyc", ".so", ".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+# Keys by which a configuration sends transformers for code, other weights or other files.
+_REDIRECTIONS = {"auto_map", "custom_generate", "custom_pipelines", "init_inputs", "use_pretrained_backbone"}
+_ENDS_OF_REDIRECTIONS = ("name_or_path", "_file", "_files")
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -149,8 +150,8 @@ def _write(
         write_json(folder / _INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     there = source.reader
     for name in there.files:
-        if name not in _OWN and not name.endswith((".safetensors", *_EXECUTABLE)):
-            shutil.copyfile(there.folder / name, folder / name)
+        if name in TOKENIZER_FILES | MODEL_FILES:
+            _copy(there.folder / name, folder / name)
     config = _write_config(folder, dtype)
     return Exported(sum(t.numel() for t in tensors.values()), size, len(shards), _architecture(config))
 
@@ -185,7 +186,40 @@ def _write_config(folder: Path, dtype: torch.dtype | None) -> Any:
     return config
 
 
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file of a model's folder, a configuration without its redirections."""
+    if not source.name.endswith("config.json"):
+        shutil.copyfile(source, target)
+        return
+    try:
+        content = json.dumps(_without_redirections(read_json(source)), indent=2, ensure_ascii=False)
+        target.write_text(content + "\n", encoding="utf-8")
+    except (RecursionError, UnicodeEncodeError) as error:
+        raise CheckpointError(f"{source}: not a configuration ({error})") from None
+
+
+def _without_redirections(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_redirections(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: _without_redirections(item)
+        for key, item in value.items()
+        if key not in _REDIRECTIONS and not key.endswith(_ENDS_OF_REDIRECTIONS)
+    }
+
+
 def _architecture(config: Any) -> str | None:
+    """The class of transformers that the configuration says it is of; None where there is none of that name."""
     named = config.get("architectures") if isinstance(config, dict) else None
     first = named[0] if isinstance(named, list) and named else None
-    return first if isinstance(first, str) and first.isidentifier() else None
+    if not isinstance(first, str):
+        return None
+    import transformers
+
+    try:
+        found = getattr(transformers, first, None)
+    except Exception:  # of a module that cannot be imported here
+        return None
+    return first if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None

@@ -10,10 +10,10 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-from crosstrain.checkpoint.assets import open_plain
 from crosstrain.checkpoint.manifest import MANIFEST, IncompatibleCheckpointError, read_json
 from crosstrain.checkpoint.store import Reader, fsync
 from crosstrain.errors import CheckpointError
+from crosstrain.files import open_regular
 
 _log = logging.getLogger("crosstrain")
 _STEP = re.compile(r"step_([0-9]{6,18})")
@@ -80,7 +80,7 @@ def point(root: Path, name: str, step: int) -> None:
 def pointed(root: Path, name: str) -> int | None:
     """The step that the pointer file `name` means, if it and the folder exist."""
     try:
-        with open_plain(root / name) as file:
+        with open_regular(root / name, follow=False) as file:
             match = _STEP.fullmatch(file.read(100).decode("ascii").strip())  # it may be no pointer, and of any size
     except (OSError, UnicodeDecodeError):
         return None
@@ -157,13 +157,21 @@ def find_checkpoint(path: Path) -> Path:
         path = step_folder(path.parent, step)
     if os.path.lexists(path / MANIFEST):
         Reader.open(path).verify()
-        return path
+        return _plain(path)
     for root in (path, path / "checkpoints"):
         folder, damaged = newest_valid(root)
         if folder is not None:
-            return folder
+            return _plain(folder)
         if damaged:
             raise CheckpointError(f"{root}: no undamaged checkpoint ({damaged[0]})")
     raise CheckpointError(
         f"{path}: not a checkpoint, and holds none (a run's folder or checkpoints/step_… is expected)"
     )
+
+
+def _plain(folder: Path) -> Path:
+    """`folder`; CheckpointError where something in it, listed or not, is a link or no file at all."""
+    for entry in os.scandir(folder):
+        if not (entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)):
+            raise CheckpointError(f"{entry.path}: not a regular file, and a checkpoint has no others")
+    return folder

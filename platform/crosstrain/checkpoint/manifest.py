@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,9 @@ from typing import Any
 
 import torch
 
-from crosstrain.checkpoint.assets import open_plain
 from crosstrain.checkpoint.boxes import Box, check_cover
 from crosstrain.errors import CheckpointError
+from crosstrain.files import read_regular
 
 FORMAT, VERSION = "crosstrain-checkpoint", 2
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -94,11 +93,7 @@ def read_json(path: Path, most_bytes: int = _MOST_BYTES) -> Any:
 
 def _read(path: Path, most_bytes: int) -> bytes:
     try:
-        with open_plain(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > most_bytes:
-                raise CheckpointError(f"{path}: {size} bytes are more than the {most_bytes} that are read")
-            return file.read(size)
+        return read_regular(path, most_bytes, follow=False)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
 

@@ -21,10 +21,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from crosstrain.checkpoint.assets import open_plain
 from crosstrain.checkpoint.boxes import Box, Shard
 from crosstrain.checkpoint.manifest import DTYPES, Files, Frozen, StoredBox, StoredTensor, Tensors, read_manifest
 from crosstrain.errors import CheckpointError
+from crosstrain.files import open_regular
 
 # ---------------------------------------------------------------------------------------------------------- writing
 
@@ -100,7 +100,7 @@ def file_sum(path: Path) -> dict[str, Any]:
 def check_file(path: Path, expected: dict[str, Any]) -> None:
     """CheckpointError naming the file unless its size and SHA-256 sum are those that are `expected`."""
     try:
-        with open_plain(path) as file:
+        with open_regular(path, follow=False) as file:
             size = os.fstat(file.fileno()).st_size
             if size != expected["bytes"]:
                 raise CheckpointError(f"{path}: {size} bytes instead of {expected['bytes']}")

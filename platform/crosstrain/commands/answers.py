@@ -12,12 +12,14 @@ from crosstrain.config import Config
 from crosstrain.contact_sheet import contact_sheet
 from crosstrain.data.conversations import IMAGE, Message
 from crosstrain.data.dataset import Dataset, Questioner, Sample
-from crosstrain.errors import UserError
+from crosstrain.errors import ConfigError, UserError, first_line
 from crosstrain.extras import require
+from crosstrain.files import open_regular
 from crosstrain.generation import Sampling
 from crosstrain.monitor.console import log
 from crosstrain.registry import registry
 from crosstrain.runner import Runner
+from crosstrain.trust import limited_to
 
 _BATCH = 64  # questions that are answered together
 _ON_SHEET = 48
@@ -89,9 +91,18 @@ class Conversing:
 
     @staticmethod
     def about(files: list[str], config: Config, checkpoint: Path) -> Conversing:
-        """One that begins with these image files, asked as the configured dataset asks."""
+        """One that begins with these image files, asked as the configured dataset asks.
+
+        Raises UserError where the dataset has no conversations, or cannot say how they go.
+        """
         component = assembly.training_dataset(config)
-        questioner = registry.get_dataset_class(component.name).questioner(component.options, checkpoint)
+        try:
+            with limited_to(config.trust):
+                questioner = registry.get_dataset_class(component.name).questioner(component.options, checkpoint)
+        except UserError:
+            raise
+        except Exception as error:  # of processors that are none for images, or values that no library takes
+            raise ConfigError(f"{checkpoint}: its dataset {component.name} cannot ask ({first_line(error)})") from error
         return Conversing(questioner, [_open(file) for file in files], len(files))
 
     @staticmethod
@@ -130,7 +141,7 @@ class Conversing:
 def _open(file: str) -> Any:
     image = require("PIL.Image", "--image")
     try:
-        with image.open(file) as opened:
+        with open_regular(file) as content, image.open(content) as opened:
             return opened.convert("RGB")
     except Exception as error:  # PIL raises whatever its decoders come upon
         raise UserError(f"--image: {file} is not a readable image ({error})") from None

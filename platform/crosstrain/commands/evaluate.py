@@ -46,6 +46,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         raise UserError("--task-path: name tasks with --tasks")
     job = {
         "checkpoint": str(checkpoint),
+        "trust": config.trust,
         "splits": splits,
         "max_samples": arguments.max_samples,
         "prompts": arguments.generate,
@@ -72,7 +73,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], sampling: Sampling) -> int:
     """What every worker runs."""
-    config = Config.from_plain(plain)
+    config = Config.from_plain(plain, trust=job["trust"])
     runner = assembly.make_runner(config)
     runner.setup()
     is_main = runner.world.rank == 0

@@ -6,14 +6,12 @@ import argparse
 import re
 from pathlib import Path
 
-from crosstrain import assembly
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.base import Base
 from crosstrain.checkpoint.checkpointer import load_state
 from crosstrain.checkpoint.export import export as write
 from crosstrain.checkpoint.store import Reader
-from crosstrain.commands.saved import saved_config
-from crosstrain.construct import parameters_on_meta
+from crosstrain.commands.saved import outline, saved_config
 from crosstrain.errors import UserError
 from crosstrain.model import Model
 from crosstrain.precision import DTYPES
@@ -24,7 +22,7 @@ def export(arguments: argparse.Namespace) -> int:
     limit = _bytes(arguments.max_shard_size)
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     checkpoint = folders.find_checkpoint(Path(arguments.checkpoint))
-    model = _model(checkpoint, arguments.options)
+    model = _model(checkpoint, arguments.options, arguments.trust_data)
     exported = write(
         checkpoint,
         Path(arguments.output),
@@ -43,15 +41,14 @@ def export(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _model(checkpoint: Path, options: list[str]) -> Model | None:
+def _model(checkpoint: Path, options: list[str], trust_data: bool) -> Model | None:
     """The configured model, without weights: it knows where frozen ones come from, and what is merged.
 
     None for a checkpoint that says nothing about its model and needs none.
     """
     if not Reader.open(checkpoint).frozen and not isinstance(load_state(checkpoint).get("config"), dict):
         return None
-    with parameters_on_meta():
-        return assembly.make_model(saved_config(checkpoint, options))
+    return outline(saved_config(checkpoint, options, trust_data), checkpoint)
 
 
 def _bytes(size: str) -> int:

@@ -9,7 +9,7 @@ import resource
 import socket
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from crosstrain.serving.encoding import Encoders, check_decoder
 from crosstrain.serving.limits import Limits
 from crosstrain.serving.refusal import Refusal
 from crosstrain.signals import StopRequest, exit_after_signal
+from crosstrain.trust import Trust
 
 _KEY = "CROSSTRAIN_API_KEY"
 
@@ -40,6 +41,7 @@ class Place:
     host: str
     port: int
     key: str | None
+    trust: Trust = Trust.COMMANDS  # of the configuration
 
     def url(self, port: int) -> str:
         return f"http://[{self.host}]:{port}" if ":" in self.host else f"http://{self.host}:{port}"
@@ -60,6 +62,7 @@ def serve(arguments: argparse.Namespace) -> int:
     if not 0 <= place.port < 65536:
         raise UserError(f"--port: {place.port} is not between 0 and 65535")
     config = chosen_config(checkpoint, arguments)
+    place = replace(place, trust=config.trust)
     how = Launch.detect(arguments.nproc_per_node, config.run.device)
     check_ranks(config, how.world_size)
     check_model(config, checkpoint)
@@ -80,7 +83,7 @@ def serve_worker(plain: dict[str, Any], place: Place, limits: Limits, under_laun
 
     stop = StopRequest(under_launcher)
     exit_after_signal(limits.grace_seconds)
-    config = Config.from_plain(plain)
+    config = Config.from_plain(plain, trust=place.trust)
     runner = assembly.make_runner(config)
     runner.setup()
     first = runner.world.rank == 0

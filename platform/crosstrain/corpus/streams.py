@@ -16,6 +16,7 @@ from typing import IO, Any, cast
 
 from crosstrain.errors import DataError
 from crosstrain.extras import require
+from crosstrain.files import open_regular
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _RATIO, _LITTLE = 250, 64 << 20  # bytes that come of one, and of a small file
@@ -37,6 +38,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     stream: Any = None
     damage: type[Exception] = ValueError
     try:
+        open_regular(path).close()  # refuses what is no file
         match path.suffix.lower():
             case ".gz":
                 stream = gzip.open(path)  # noqa: SIM115

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from crosstrain.errors import DataError
+from crosstrain.files import read_regular
+
+_MOST_BYTES = 1 << 32
 
 
 def read_annotations(path: Path) -> Iterator[dict[str, Any]]:
@@ -30,13 +33,13 @@ def read_annotations(path: Path) -> Iterator[dict[str, Any]]:
 
 def _entries(path: Path) -> list[Any]:
     try:
-        text = path.expanduser().read_text(encoding="utf-8")
+        text = read_regular(path.expanduser(), _MOST_BYTES).decode()
         if path.suffix == ".jsonl":
             return [json.loads(line) for line in text.splitlines() if line.strip()]
         found = json.loads(text)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON ({error})") from None
     found = found.get("annotations") if isinstance(found, dict) else found
     if not isinstance(found, list):

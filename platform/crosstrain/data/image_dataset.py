@@ -29,10 +29,12 @@ from crosstrain.data.conversations import (
 from crosstrain.data.dataset import Batch, Dataset, Example, Sample, Split
 from crosstrain.data.tokenizer import TextTokenizer, cached_folder, load_tokenizer
 from crosstrain.errors import DataError, UserError
+from crosstrain.files import read_regular
 from crosstrain.registry import registry
 
 log = logging.getLogger(__name__)
 
+LARGEST_IMAGE = 1 << 29  # bytes of a file
 _TRIED = 1000  # samples that are tried, or all, before a share of them means something
 
 Annotation = Mapping[str, Any]  # what is known about a sample's images: a caption, questions, conversations
@@ -245,7 +247,7 @@ def open_image(data: bytes, name: str) -> Any:
 def open_image_file(path: Path) -> Any:
     """`open_image` of a file."""
     try:
-        return open_image(path.read_bytes(), str(path))
+        return open_image(read_regular(path, LARGEST_IMAGE), str(path))
     except OSError as error:
         raise SampleError(f"{path} cannot be read ({error.strerror})") from None
 

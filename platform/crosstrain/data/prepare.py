@@ -24,9 +24,11 @@ from annotated_types import Interval
 from crosstrain.bounds import FilePath, NonNegativeInt, Text
 from crosstrain.check import Component, OptionError, to_plain
 from crosstrain.errors import DataError
+from crosstrain.files import read_regular
 from crosstrain.locks import locked
 
 FORMAT_VERSION = 1
+_MOST_BYTES = 1 << 26  # of dataset.json
 
 
 @dataclass
@@ -99,7 +101,7 @@ class Summary:
         """Of a prepared folder. DataError when there is none, or one that this version cannot read."""
         path = folder / "dataset.json"
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(read_regular(path, _MOST_BYTES))
             if content.get("format_version") == FORMAT_VERSION:
                 return cls(**{field.name: content[field.name] for field in fields(cls)})
         except (OSError, ValueError, KeyError, AttributeError) as error:

@@ -16,13 +16,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from crosstrain.checkpoint.assets import TOKENIZER_FILES, copy_files, plain_files
 from crosstrain.errors import DataError
+from crosstrain.files import read_regular
+from crosstrain.trust import check_source
 
-TOKENIZER = "tokenizer.json"  # the file in a tokenizer's folder, and in a model's
+TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"  # files in a tokenizer's folder, and in a model's
+_MOST_BYTES = 1 << 27  # of each
 END_OF_TEXT = "<|endoftext|>"
 _MOST_TOKENS = 1 << 20
 _LONG = 1000  # characters of a word from which on it is cut: time to learn its pairs grows with its length squared
@@ -71,27 +75,61 @@ def load_tokenizer(spec: str | Path) -> TextTokenizer:
     Raises DataError when there is none under that name, or when it names no token that ends a text.
     """
     path = Path(spec).expanduser()
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         return _from_file(path, {})
-    if not path.is_dir():
+    if not path.exists():
         if Path(spec).is_absolute() or str(spec).startswith((".", "~")):
             raise DataError(f"there is no tokenizer at {spec}")
         return _from_transformers(str(spec))
-    config = _read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").exists() else {}
-    if (path / "tokenizer.json").exists():
-        return _from_file(path / "tokenizer.json", config)
+    config = _read_json(path / CONFIG) if (path / CONFIG).exists() else {}
+    if (path / TOKENIZER).exists():
+        return _from_file(path / TOKENIZER, config)
     gpt2_files = (path / "vocab.json", path / "merges.txt")
-    if all(map(Path.exists, gpt2_files)) and "GPT2" in config.get("tokenizer_class", "GPT2"):
+    if all(map(Path.exists, gpt2_files)) and "GPT2" in str(config.get("tokenizer_class", "GPT2")):
         loaded = load_gpt2(*gpt2_files)
         return replace(loaded, save=_copier(loaded.backend, path)) if config else loaded
     return _from_transformers(str(path))
 
 
+# What transformers is told of a checkpoint's tokenizer_config.json: names of tokens, and nothing that names a file, an
+# address or a class.
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TOLD = (
+    *("model_max_length", "padding_side", "truncation_side", "clean_up_tokenization_spaces", "split_special_tokens"),
+    "chat_template",
+)
+
+
+def stored_tokenizer(folder: Path) -> dict[str, Any]:
+    """Arguments for transformers' PreTrainedTokenizerFast, from the two files and the chat template in `folder`.
+
+    Raises DataError where they cannot be read, and for a tokenizer that is code of its own.
+    """
+    import transformers
+
+    config = _read_json(folder / CONFIG)
+    if "auto_map" in config and not hasattr(transformers, str(config.get("tokenizer_class"))):
+        raise DataError(f"{folder / CONFIG} asks for code that comes with the tokenizer, which is not run")
+    told = {key: config[key] for key in _TOLD if config.get(key) is not None}
+    told |= {key: _content(config[key]) for key in _SPECIAL if config.get(key) is not None}
+    more = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    if isinstance(more, list):
+        told["extra_special_tokens"] = [_content(token) for token in more]
+    if (template := folder / "chat_template.jinja").exists():
+        told["chat_template"] = _read(template).decode()
+    return told | {"tokenizer_object": _backend(folder / TOKENIZER)}
+
+
+def _content(token: Any) -> str:
+    return str(token["content"] if isinstance(token, dict) else token)
+
+
 def load_gpt2(vocab_file: str | Path, merge_file: str | Path) -> TextTokenizer:
     """GPT-2's byte-level BPE from its two files, as Megatron-LM takes them."""
     for path in (vocab_file, merge_file):
+        check_source(f"the tokenizer {path}")
         if not Path(path).is_file():
-            raise DataError(f"the tokenizer file {path} does not exist")
+            raise DataError(f"the tokenizer file {path} does not exist, or is not a regular file")
     try:
         model = models.BPE.from_file(str(vocab_file), str(merge_file))
     except Exception as error:  # the Rust side raises nothing finer
@@ -133,10 +171,7 @@ def _in_parts(text: str) -> Iterator[str]:
 
 def vocabulary(path: Path) -> dict[str, int]:
     """Ids by token, added ones included, of a tokenizer.json. DataError where it cannot be read."""
-    try:
-        return Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
-    except Exception as error:  # the Rust side raises nothing finer
-        raise DataError(f"{path} is not a tokenizer: {error}") from None
+    return _backend(path).get_vocab(with_added_tokens=True)
 
 
 def same_vocabulary(first: Path | None, second: Path | None) -> bool:
@@ -177,10 +212,7 @@ def _byte_level(tokenizer: Tokenizer) -> TextTokenizer:
 
 
 def _from_file(path: Path, config: dict) -> TextTokenizer:
-    try:
-        backend = Tokenizer.from_file(str(path))
-    except Exception as error:  # the Rust side raises nothing finer
-        raise DataError(f"{path} is not a tokenizer: {error}") from None
+    backend = _backend(path)
     end = config.get("eos_token")
     end = end["content"] if isinstance(end, dict) else end
     end = end or next((token for token in _USUAL_ENDS if backend.token_to_id(token) is not None), None)
@@ -203,7 +235,18 @@ def _copier(backend: Tokenizer, source: Path) -> Callable[[Path], None]:
     return save
 
 
+def _backend(path: Path) -> Tokenizer:
+    """The tokenizer that a tokenizer.json describes; DataError where it does not."""
+    try:
+        return Tokenizer.from_buffer(_read(path))
+    except DataError:
+        raise
+    except Exception as error:  # the Rust side raises nothing finer
+        raise DataError(f"{path} is not a tokenizer: {error}") from None
+
+
 def _from_transformers(spec: str) -> TextTokenizer:
+    check_source(f"the tokenizer {spec}")
     from transformers import AutoTokenizer
 
     try:
@@ -235,6 +278,16 @@ def _write(backend: Tokenizer, end: str, folder: Path) -> None:
 
 def _read_json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
+        found = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{path} is not a JSON object")
+    return found
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_regular(path, _MOST_BYTES)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror})") from None

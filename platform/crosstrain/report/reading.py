@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,8 +14,10 @@ from typing import Any
 import yaml
 
 from crosstrain.errors import UserError, first_line
+from crosstrain.files import open_regular, read_regular
 from crosstrain.run_folder import RunFolder
 
+_MOST_BYTES = 1 << 27  # of metrics.jsonl
 _LONGEST_LINE = 1 << 20  # bytes of a row; longer ones are passed over
 _MOST_CURVES = 200
 _MOST_EVENTS = 500
@@ -80,12 +83,14 @@ def _names(folders: list[Path]) -> list[str]:
 
 def _read(folder: Path) -> ReadRun:
     paths = RunFolder(folder)
-    if not paths.metrics.is_file():
+    if not paths.metrics.exists():
         raise UserError(f"{folder}: there is no metrics.jsonl, so this is no run's folder, or nothing was logged yet")
     run = ReadRun(folder)
     try:
-        with paths.metrics.open("rb") as file:
+        with open_regular(paths.metrics, follow=False) as file:
             _read_rows(run, file)
+            if file.tell() < os.fstat(file.fileno()).st_size:
+                run.problems.append(f"metrics.jsonl is read up to {_MOST_BYTES} bytes; the rest is not shown")
     except OSError as error:
         raise UserError(f"{paths.metrics}: cannot be read ({error.strerror})") from None
     if any([curve.put_in_order() for curve in run.curves.values()]):
@@ -125,7 +130,7 @@ def _read_rows(run: ReadRun, file: Any) -> None:
 
 def _lines(file: Any) -> Iterator[bytes]:
     """Lines, or nothing in place of one that is too long."""
-    while line := file.readline(_LONGEST_LINE):
+    while file.tell() < _MOST_BYTES and (line := file.readline(_LONGEST_LINE)):
         too_long = len(line) == _LONGEST_LINE and not line.endswith(b"\n")
         while too_long and not line.endswith(b"\n") and line:
             line = file.readline(_LONGEST_LINE)
@@ -192,9 +197,7 @@ class _NoAliases(yaml.SafeLoader):
 
 def _read_config(run: ReadRun, path: Path) -> None:
     try:
-        if path.stat().st_size > _LONGEST_CONFIG:
-            raise ValueError("it is too long")
-        run.config_text = path.read_text(encoding="utf-8", errors="replace")
+        run.config_text = read_regular(path, _LONGEST_CONFIG, follow=False).decode(errors="replace")
         tree = yaml.load(run.config_text, Loader=_NoAliases)
         if not isinstance(tree, dict):
             raise ValueError("it is no mapping")
@@ -214,8 +217,8 @@ def _spelled_out(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 def _read_log(run: ReadRun, path: Path) -> None:
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _LOG_BYTES))
+        with open_regular(path, follow=False) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
             lines = file.read(_LOG_BYTES).decode("utf-8", errors="replace").splitlines()
     except OSError as error:
         run.problems.append(f"log.txt could not be read ({error.strerror})")

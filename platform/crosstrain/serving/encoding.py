@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-from crosstrain.data.tokenizer import load_tokenizer
+from crosstrain.data.tokenizer import load_tokenizer, stored_tokenizer
 from crosstrain.errors import CheckpointError, first_line, sentence
 from crosstrain.serving.refusal import Refusal
 
@@ -140,9 +140,9 @@ def _host(checkpoint: Path, control: Connection) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # transformers then does without: seconds and memory
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False, local_files_only=True)
+    tokenizer = PreTrainedTokenizerFast(**stored_tokenizer(checkpoint))
     ways: dict[str, Any] = {"text": partial(_text, tokenizer), "chat": partial(_chat, tokenizer)}
     with suppress(Exception):  # a tokenizer that conversations in training cannot have had
         ways["words"] = load_tokenizer(checkpoint).encode

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import MinLen
+from annotated_types import Interval, MinLen
 
 from crosstrain.bounds import PositiveFloat, Text
 from crosstrain.check import Component, OptionError
@@ -35,7 +35,7 @@ class Vision(Part):
 
     encoder: Text = "eva_giant_patch14_224"  # timm's name
     pretrained: Text | None = None  # a folder or name of timm's weights, or of a Hugging Face BLIP-2
-    image_size: Size | None = None  # height and width in pixels
+    image_size: Annotated[int, Interval(ge=1, le=4096)] | None = None  # height and width in pixels
     patch_size: Size | None = None
     embed_dim: Size | None = None  # width
     depth: Layers | None = None  # blocks; BLIP-2 uses 39 of EVA-ViT-g's 40

@@ -13,6 +13,7 @@ from crosstrain.checkpoint.folders import find_checkpoint
 from crosstrain.errors import ConfigError
 from crosstrain.language_model import LanguageModel
 from crosstrain.pretrained import Excerpt, Source, pretrained_folder
+from crosstrain.trust import check_source
 
 from . import lora, vision
 from .options import Projector, QFormer, Vision
@@ -30,6 +31,7 @@ def folders(encoder: Vision, qformer: QFormer, projector: Projector) -> dict[str
         if not _is_blip2(found["qformer"]):
             raise ConfigError(f"model.qformer.pretrained: {qformer.pretrained} is not a Hugging Face BLIP-2 folder")
     if projector.pretrained is not None:
+        check_source(f"the checkpoint {projector.pretrained}")
         found["projector"] = find_checkpoint(Path(projector.pretrained).expanduser())
     return found
 

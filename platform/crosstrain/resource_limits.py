@@ -1,0 +1,65 @@
+"""Limits on what a piece of code may take, for code that works with sizes of somebody else's choice."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+
+class OutOfTime(BaseException):
+    """The code took longer than it may. Not an Exception, which a library could take for its own and go on."""
+
+
+@contextmanager
+def at_most(memory: int, seconds: float) -> Iterator[None]:
+    """Limit what is inside to `memory` more bytes of address space and `seconds` of this process's computing time.
+
+    Beyond that an allocation fails, as it does on a full machine, or OutOfTime is raised as by `timed`. No memory limit
+    where the system does not tell a process's size. torch computes in one thread, because to start others takes address
+    space, and a library may end the process where it cannot.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    if (used := _address_space()) is not None:
+        limits = [bound for bound in (used + memory, *before) if bound != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min(limits), before[1]))
+    try:
+        with timed(seconds):
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def timed(seconds: float) -> Iterator[None]:
+    """Raise OutOfTime inside after so many seconds of computing; in the main thread, for only that one gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(_number: int, _frame: Any) -> NoReturn:
+        raise OutOfTime
+
+    handler = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, handler)
+
+
+def _address_space() -> int | None:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return None
