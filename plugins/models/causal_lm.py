@@ -20,7 +20,15 @@ from crosstrain.check import OptionError, nearest, one_line
 from crosstrain.errors import ConfigError, UserError
 from crosstrain.pretrained import pretrained_folder
 from crosstrain.registry import registry
-from crosstrain.transformers_model import LARGEST_SIZE, MOST_LAYERS, Size, TransformersModel, check_published, padded
+from crosstrain.transformers_model import (
+    LARGEST_SIZE,
+    MOST_LAYERS,
+    Size,
+    TransformersModel,
+    check_published,
+    padded,
+    without_initial_values,
+)
 
 # What weights of another size are not weights of, under the names that every configuration knows.
 _SIZES = (
@@ -54,10 +62,11 @@ class CausalLM(TransformersModel):
         source = pretrained_folder(options.pretrained) if options.pretrained else None
         try:
             config = _config(options, source)
-            lm = AutoModelForCausalLM.from_config(
-                padded(config, options.make_vocab_size_divisible_by), attn_implementation=options.attention,
-                dtype=torch.float32, trust_remote_code=False,
-            )  # fmt: skip
+            with without_initial_values():
+                lm = AutoModelForCausalLM.from_config(
+                    padded(config, options.make_vocab_size_divisible_by), attn_implementation=options.attention,
+                    dtype=torch.float32, trust_remote_code=False,
+                )  # fmt: skip
         except UserError:
             raise
         except Exception as error:  # of many kinds, where values do not go together

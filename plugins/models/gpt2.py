@@ -15,7 +15,15 @@ from crosstrain.errors import ConfigError
 from crosstrain.model import Ends
 from crosstrain.pretrained import pretrained_folder
 from crosstrain.registry import registry
-from crosstrain.transformers_model import DropRate, Layers, Size, TransformersModel, check_published, padded
+from crosstrain.transformers_model import (
+    DropRate,
+    Layers,
+    Size,
+    TransformersModel,
+    check_published,
+    padded,
+    without_initial_values,
+)
 
 
 @registry.register_model("gpt2")
@@ -54,7 +62,9 @@ class GPT2(TransformersModel):
         # The same function as gelu_new, as one operator: less time and a third of the MLP's activations.
         if made.activation_function == "gelu_new":
             made.activation_function = "gelu_pytorch_tanh"
-        super().__init__(options, config, GPT2LMHeadModel(made), source)
+        with without_initial_values():
+            lm = GPT2LMHeadModel(made)
+        super().__init__(options, config, lm, source)
 
     def blocks(self) -> list[nn.Module]:
         return list(self.lm.transformer.h)

@@ -14,7 +14,15 @@ from crosstrain.check import OptionError
 from crosstrain.errors import ConfigError
 from crosstrain.pretrained import pretrained_folder
 from crosstrain.registry import registry
-from crosstrain.transformers_model import DropRate, Layers, Size, TransformersModel, check_published, padded
+from crosstrain.transformers_model import (
+    DropRate,
+    Layers,
+    Size,
+    TransformersModel,
+    check_published,
+    padded,
+    without_initial_values,
+)
 
 _FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[nn.Module]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -65,7 +73,9 @@ class Qwen(TransformersModel):
         config = _config(options, source)
         made = padded(config, options.make_vocab_size_divisible_by)
         made._attn_implementation = options.attention
-        super().__init__(options, config, _FAMILIES[config.model_type][1](made), source)
+        with without_initial_values():
+            lm = _FAMILIES[config.model_type][1](made)
+        super().__init__(options, config, lm, source)
 
     # ---- structure
 
