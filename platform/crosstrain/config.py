@@ -227,7 +227,7 @@ class _Builder:
     def _require_name(self, kind: str, key: Key, given: dict[str, Any]) -> None:
         if head(key) in given:
             return
-        others = [label for label in self.tree["datasets"] if label != key[-1]]
+        others = [label for label in self.tree.get("datasets", ()) if label != key[-1]]
         if kind == "dataset" and others and self.origins.only_in_options(key):  # a label that is misspelled
             self.check.unknown_key(key, others)
         names = [*registry.names(kind), *self._preset_files(kind, key)]
