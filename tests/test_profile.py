@@ -99,7 +99,7 @@ def test_a_resumed_run_profiles_what_is_left_of_a_window(workspace: Workspace) -
         ("{steps: [4, 2]}", "run.profile.steps: expected [first, last], such as [2, 4]"),
         ("{steps: [0, 2]}", "run.profile.steps: expected [first, last], such as [2, 4]"),
         ("{steps: []}", "run.profile.steps: expected [first, last], such as [2, 4]"),
-        ("{steps: [2, 3], ranks: []}", "run.profile.ranks: name at least one rank"),
+        ("{steps: [2, 3], ranks: []}", "run.profile.ranks: expected a list of a whole number that is not empty"),
         ("{step: [2, 3]}", "did you mean run.profile.steps?"),
     ],
 )
