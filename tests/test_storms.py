@@ -97,9 +97,11 @@ class Storm:
 
 def _kill_launched(workspace: Workspace, name: str, options: tuple[str, ...], rng: random.Random) -> None:
     """A start through the launcher, of which a worker, or everything, is killed while it saves."""
-    process = workspace.start(name, *options, nproc=2)
     folder = workspace.path / name
-    while not unfinished(folder):
+    known = unfinished(folder)
+    process = workspace.start(name, *options, nproc=2)
+    while not unfinished(folder) - known:
+        known &= unfinished(folder)  # what an earlier start left goes when this one begins
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.002)
     before = complete(folder)
