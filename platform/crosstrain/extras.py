@@ -20,6 +20,8 @@ EXTRAS = {
     "uvicorn": "serve",
     "starlette": "serve",
     "pydantic": "serve",
+    "plotly": "report",
+    "jinja2": "report",
     "lm_eval": "eval",
     "fairscale": "offload",
     "pyarrow": "parquet",
