@@ -19,7 +19,7 @@ CORPUS = [
     "datasets>=3.3",
     "backports.zstd>=1.0; python_version < '3.14'",
 ]
-REPORT = ["plotly>=6.0", "jinja2>=3.1"]
+REPORT = ["plotly>=6.0", "jinja2>=3.1", "matplotlib>=3.9"]
 SERVE = ["uvicorn>=0.30", "starlette>=0.40", "pydantic>=2.8"]
 EXTRAS = {
     "corpus": CORPUS,

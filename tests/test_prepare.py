@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,16 @@ def test_a_prepared_folder_holds_every_document_and_its_end(tokenizer: Path, tmp
     assert names(tmp_path) == ["out", "t.jsonl"]
     files = ["dataset.json", "lengths.svg", "report.json", "tokenizer", "tokens.bin", "tokens.idx"]
     assert names(tmp_path / "out") == files
+
+
+def test_without_matplotlib_only_the_picture_is_missing(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    prepare(options(json_lines(tmp_path / "t.jsonl", TEXTS), tokenizer), tmp_path / "out", progress=False)
+    assert "drawing lengths.svg needs the package matplotlib" in caplog.text
+    assert "report.json" in names(tmp_path / "out")
+    assert "lengths.svg" not in names(tmp_path / "out")
 
 
 def test_a_tokenizer_can_be_trained_on_the_way(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -296,8 +296,6 @@ def test_names_in_a_chart_are_no_markup_of_plotlys(tmp_path: Path) -> None:
 def test_a_missing_package_is_named_with_its_extra(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.setitem(sys.modules, name, None)
     runs = read_runs([write_run(tmp_path / "run", rows(3))])

@@ -22,6 +22,7 @@ EXTRAS = {
     "pydantic": "serve",
     "plotly": "report",
     "jinja2": "report",
+    "matplotlib": "report",
     "lm_eval": "eval",
     "fairscale": "offload",
     "pyarrow": "parquet",

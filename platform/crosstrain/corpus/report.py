@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from crosstrain.corpus import picture
+from crosstrain.errors import UserError
 
 EXAMPLES = 3  # kept of each kind, the first ones in the order of the input
 _SNIPPET = 200  # characters of an example
 BINS = 40  # lengths are counted by powers of two: bin k has those of k binary digits
+_log = logging.getLogger(__name__)
 
 
 def size_of(text: str) -> int:
@@ -109,4 +112,7 @@ def write_report(
     content = {"inputs": inputs, "repeated": repeated, "tokenized": tokenized, "lengths": rows}
     (folder / "report.json").write_text(json.dumps(content, indent=2) + "\n")
     titles = {f"documents by length in {unit}": found for unit, found in rows.items()}
-    (folder / "lengths.svg").write_text(picture.draw(titles))
+    try:
+        picture.draw(folder / "lengths.svg", titles)
+    except UserError as error:  # matplotlib is missing; the numbers are there
+        _log.warning("%s", error)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 
-from crosstrain import svg
+from crosstrain.drawing import picture
 from crosstrain.report.thin import thin
 
 _MIB = 1 << 20
 _DEVICES = {0: "CPU", 1: "GPU"}  # c10::DeviceType, as traces have it
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 900, 300, 70, 50, 40
 _BUCKETS = 2000  # of a curve, each with its lowest and its highest point; more are no wider than the picture
 
 
@@ -49,40 +46,21 @@ def read_memory(trace: Path) -> Memory:
     return out
 
 
-def draw(memory: Memory, path: Path, title: str) -> None:
-    """Write the curves as an SVG, and beside it, ending in .json, as {device: [[ms, bytes], ...]}."""
-    path.with_suffix(".json").write_text(json.dumps(memory.curves), encoding="utf-8")
-    every = [point for curve in memory.curves.values() for point in curve]
-    end = max([ms for ms, _ in every] + [end for _, _, end in memory.steps] + [1e-3])
-    low = min([size for _, size in every] + [0])
-    high = max([size for _, size in every] + [low + 1])
+def write_memory(memory: Memory, path: Path, title: str) -> None:
+    """Write {device: [[ms, bytes], ...]} to `path`, a .json, and draw the curves beside it as an .svg.
 
-    def x(ms: float) -> float:
-        return _LEFT + ms / end * _WIDTH
-
-    def y(size: float) -> float:
-        return _TOP + (high - size) / (high - low) * _HEIGHT
-
-    width, height = _LEFT + _WIDTH + 20, _TOP + _HEIGHT + _BOTTOM
-    lines = [f'<text x="8" y="18">Memory of tensors in MiB: {escape(title)}</text>']
-    for number, (name, start, stop) in enumerate(memory.steps):
-        shade = "#f3f3f3" if number % 2 else "#e6e6e6"
-        span = f'x="{x(start):.1f}" width="{max(x(stop) - x(start), 0.5):.1f}"'
-        lines.append(f'<rect {span} y="{_TOP}" height="{_HEIGHT}" fill="{shade}"/>')
-        lines.append(f'<text x="{x(start) + 4:.1f}" y="{_TOP + 14}" fill="#666">{escape(name)}</text>')
-    for part in range(5):
-        size = low + (high - low) * part / 4
-        lines.append(f'<line x1="{_LEFT}" x2="{_LEFT + _WIDTH}" y1="{y(size):.1f}" y2="{y(size):.1f}" stroke="#ccc"/>')
-        lines.append(f'<text x="{_LEFT - 6}" y="{y(size) + 4:.1f}" text-anchor="end">{size / _MIB:.3g}</text>')
-    for number, (device, curve) in enumerate(sorted(memory.curves.items())):
-        colour = _COLOURS[number % len(_COLOURS)]
-        points = thin([ms for ms, _ in curve], [size for _, size in curve], _BUCKETS)
-        corners = " ".join(f"H{x(ms):.1f}V{y(size):.1f}" for ms, size in points)
-        lines.append(f'<path d="M{_LEFT},{y(curve[0][1]):.1f} {corners}" fill="none" stroke="{colour}"/>')
-        peak = max(size for _, size in curve) / _MIB
-        label = f"{escape(device)}: peak {peak:.1f} MiB"
-        lines.append(f'<text x="{_LEFT + 220 * number}" y="{_TOP - 12}" fill="{colour}">{label}</text>')
-    for part in range(5):
-        ms = end * part / 4
-        lines.append(f'<text x="{x(ms):.1f}" y="{_TOP + _HEIGHT + 18}" text-anchor="middle">{ms:.1f} ms</text>')
-    path.write_text(svg.picture(width, height, lines), encoding="utf-8")
+    Raises UserError where matplotlib, for the picture, is not installed.
+    """
+    path.write_text(json.dumps(memory.curves), encoding="utf-8")
+    with picture(path.with_suffix(".svg"), 10, 4) as figure:
+        axis = figure.subplots()
+        for number, (name, start, end) in enumerate(memory.steps):
+            axis.axvspan(start, end, color="0.95" if number % 2 else "0.9")
+            axis.text(start, 0.99, f" {name}", va="top", color="0.4", transform=axis.get_xaxis_transform())
+        for device, curve in sorted(memory.curves.items()):
+            points = thin([ms for ms, _ in curve], [size / _MIB for _, size in curve], _BUCKETS)
+            peak = max(size for _, size in curve) / _MIB
+            axis.step(*zip(*points, strict=True), where="post", linewidth=1, label=f"{device}: peak {peak:.1f} MiB")
+        axis.set(title=f"Memory of tensors: {title}", xlabel="ms", ylabel="MiB")
+        if memory.curves:
+            figure.legend(loc="outside lower left", ncols=len(memory.curves), frameon=False)

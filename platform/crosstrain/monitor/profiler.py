@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from crosstrain.errors import UserError
 from crosstrain.monitor.console import log
-from crosstrain.monitor.memory_timeline import draw, read_memory
+from crosstrain.monitor.memory_timeline import read_memory, write_memory
 from crosstrain.options import ProfileOptions
 
 
@@ -84,7 +85,11 @@ class Profiler:
         done.export_chrome_trace(str(trace))
         start.with_suffix(".operators.txt").write_text(self._tables(done), encoding="utf-8")
         if self.options is not None and self.options.profile_memory:
-            draw(read_memory(trace), start.with_suffix(".memory.svg"), f"rank {self.rank}, {self._steps()}")
+            title = f"rank {self.rank}, {self._steps()}"
+            try:
+                write_memory(read_memory(trace), start.with_suffix(".memory.json"), title)
+            except UserError as error:  # matplotlib is missing; the picture is no reason to end the training
+                log.warning("%s", error)
 
     def _tables(self, done: profile) -> str:
         """The operators that took the most time, and those that allocated the most."""
