@@ -35,6 +35,10 @@ def test_a_wheel_trains_from_any_directory(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (elsewhere / "output" / "quickstart" / "checkpoints" / "step_000002" / "config.json").exists()
+    subprocess.run(
+        [sys.executable, "-m", "crosstrain", "report", "output/quickstart", "--output", "page.html"],
+        cwd=elsewhere, env=environment | {"PYTHONPATH": str(target)}, check=True,
+    )  # fmt: skip
     listed = subprocess.run(
         [sys.executable, "-m", "crosstrain", "list", "runner"],
         cwd=elsewhere, env=environment | {"PYTHONPATH": str(target)}, capture_output=True, text=True, check=True,

@@ -13,6 +13,9 @@ class TextStream:
 
     Holds back bytes that are not yet a whole character, and what may be the beginning of one of `stops`: the text ends
     before the first of these. With `strip`, blanks at the beginning are left out.
+
+    `tokenizers.decoders.DecodeStream` is no substitute: under byte fallback it raises, or gives other text than
+    decoding everything does, where bytes are no UTF-8, as a model that is still learning generates them.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = (), strip: bool = False) -> None:

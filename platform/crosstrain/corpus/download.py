@@ -1,4 +1,7 @@
-"""Files from the web, transfers that broke off resumed."""
+"""Download files from the web and resume transfers that broke off.
+
+fsspec has neither: its HTTP files begin again from the first byte after an error, and need aiohttp.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ function draw(div) {
   const {data, layout} = JSON.parse(div.dataset.figure);
   layout.template = {layout: {
     font: {family: style.fontFamily, size: 12, color: colour("--soft")}, showlegend: false,
-    paper_bgcolor: "transparent", plot_bgcolor: "transparent", margin: {l: 50, r: 18, t: 8, b: 26},
+    paper_bgcolor: colour("--card"), plot_bgcolor: colour("--card"), margin: {l: 50, r: 18, t: 8, b: 26},
     xaxis: {...axis, showgrid: false, ticks: "outside", hoverformat: ",d", spikethickness: 1, spikedash: "solid",
       spikecolor: colour("--soft")},
     yaxis: {...axis, automargin: true}, hovermode: "x unified", hoverdistance: -1,

@@ -127,7 +127,7 @@ def _phases(runs: Sequence[ReadRun]) -> list[tuple[Chart, list[tuple[str, float]
     cells = {
         key: [
             (_NONE, 0.0) if ms is None
-            else (f"{ms:.2f} ms" + (f" ({ms / step:.0%})" if step and step > 0 else ""), 100 * (ms / longest))
+            else (f"{ms:.2f} ms" + (f" ({ms / step:.0%})" if step and step > 0 else ""), max(0.0, 100 * (ms / longest)))
             for ms, step in zip(found, _medians(runs, "step_ms"), strict=True)
         ]
         for key, found in medians.items()
