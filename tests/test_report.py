@@ -89,7 +89,7 @@ def check_harmless(text: str) -> Outline:
     assert not [name for name in outline.attributes if name.startswith("on") or name in ("href", "src", "srcdoc")]
     hashes = (base64.b64encode(hashlib.sha256(t.encode()).digest()).decode() for t in (PLOTLY, SCRIPT))
     scripts = " ".join(f"'sha256-{digest}'" for digest in hashes)
-    assert outline.policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src {scripts}"
+    assert outline.policy == f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {scripts}"
     return outline
 
 
