@@ -71,7 +71,7 @@ def _summary(runs: Sequence[ReadRun]) -> _Table:
         "samples": _column(runs, "samples", _last, "{:,.0f}"),
         "last loss": _column(runs, "loss", _last, "{:.4f}"),
         "best validation loss": [_best_validation(run) for run in runs],
-        "median tokens/s": _column(runs, "tokens_per_second", median, "{:,.5g}"),
+        "median tokens/s": _column(runs, "tokens_per_second", median, "{:,.0f}"),
         "median ms per step": _column(runs, "step_ms", median, "{:.1f}"),
         "median MFU": _column(runs, "mfu", median, "{:.1%}"),
         "peak memory": _column(runs, "memory_peak_mb", max, "{:,.0f} MiB"),
