@@ -9,7 +9,8 @@ function draw(div) {
     xaxis: {...axis, showgrid: false, ticks: "outside", hoverformat: ",d", spikethickness: 1, spikedash: "solid",
       spikecolor: colour("--soft")},
     yaxis: {...axis, automargin: true}, hovermode: "x unified", hoverdistance: -1,
-    hoverlabel: {namelength: -1, bgcolor: colour("--card"), bordercolor: colour("--line"), font: {color: colour("--ink")}},
+    hoverlabel: {namelength: -1, bgcolor: colour("--card"), bordercolor: colour("--line"),
+      font: {color: colour("--ink")}},
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",  // a finger scrolls the page
   }};
   Plotly.react(div, data, layout, {responsive: true, displayModeBar: false});
