@@ -58,8 +58,8 @@ class Storm:
     def _life(self, life: Training) -> bool:
         """One start, killed if the storm is not over; whether it came to its end."""
         folder, ranks = life.folder, life.ranks
-        if self.kills < KILLS and self._await_moment(life):
-            before, saving = complete(folder), unfinished(folder)
+        if self.kills < KILLS and (saving := self._await_moment(life)) is not None:
+            before = complete(folder)
             first = self.rng.sample(ranks, self.rng.choice((1, 2)))
             for rank in first:
                 rank.kill()
@@ -79,20 +79,20 @@ class Storm:
         assert code == 0, life.said
         return True
 
-    def _await_moment(self, life: Training) -> bool:
-        """Wait until it is time to kill; False if the run ends before."""
+    def _await_moment(self, life: Training) -> set[str] | None:
+        """Wait until it is time to kill; returns the saves under way then, or None if the run ends before."""
         known, started = unfinished(life.folder), time.monotonic()
         in_a_save, patience = self.rng.random() < 0.8, self.rng.uniform(0, 4)
         while all(rank.is_alive() for rank in life.ranks):
             if in_a_save and unfinished(life.folder) - known:
                 time.sleep(self.rng.uniform(0, 0.2))
-                return True
+                return unfinished(life.folder) - known
             if not in_a_save and time.monotonic() > started + patience:
-                return True
+                return unfinished(life.folder) - known
             known &= unfinished(life.folder)  # what an earlier life left goes when this one begins
             assert time.monotonic() < started + 120, life.said
             time.sleep(0.002)
-        return False
+        return None
 
 
 def _kill_launched(workspace: Workspace, name: str, options: tuple[str, ...], rng: random.Random) -> None:
