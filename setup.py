@@ -92,7 +92,7 @@ setup(
     python_requires=">=3.11",
     package_dir={"": "platform"},
     packages=find_packages("platform"),
-    package_data={"crosstrain.serving": ["*.html"], "crosstrain.report": ["page.*"]},
+    package_data={"crosstrain.serving": ["*.html"], "crosstrain.monitor.report": ["page.*"]},
     cmdclass={"build_py": BuildWithPlugins},
     install_requires=[
         "torch>=2.13",
@@ -108,5 +108,5 @@ setup(
         "filelock>=3.16",
     ],
     extras_require=EXTRAS | {"all": sorted({p for name in ALL for p in EXTRAS[name]})},
-    entry_points={"console_scripts": ["crosstrain = crosstrain.cli:main"]},
+    entry_points={"console_scripts": ["crosstrain = crosstrain.cli.main:main"]},
 )

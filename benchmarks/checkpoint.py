@@ -26,12 +26,12 @@ def measure(way: str, steps: int, every: int) -> Result:
     import numpy as np
     import torch
 
-    from crosstrain import assembly
     from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
-    from crosstrain.config import load_config
-    from crosstrain.data.stream import MicroBatch
-    from crosstrain.distributed import Group
-    from crosstrain.runner import Runner
+    from crosstrain.config.load import load_config
+    from crosstrain.data.loader import MicroBatch
+    from crosstrain.distributed.group import Group
+    from crosstrain.engine.build import build_model
+    from crosstrain.engine.runner import Runner
 
     with tempfile.TemporaryDirectory() as folder:
         options = [
@@ -40,7 +40,7 @@ def measure(way: str, steps: int, every: int) -> Result:
         ]  # fmt: skip
         runner = Runner(None, load_config("projects/quickstart.yaml", options).run)
         runner.setup()
-        assembly.build(load_config("projects/quickstart.yaml", options), runner, None, for_training=True)
+        build_model(load_config("projects/quickstart.yaml", options), runner, None, for_training=True)
         runner.set_learning_rate(1e-4)
         keeper = Checkpointer(Path(folder), Group(), Retention(keep_last=1), runner.model.save_config)
         tokens = torch.as_tensor(np.random.default_rng(0).integers(0, 50257, (4, 129)))

@@ -37,7 +37,7 @@ class Sizes:
 
 def write_project(folder: Path, sizes: Sizes, run: dict[str, Any]) -> Path:
     """A project file that trains a GPT-2 on random tokens, which are written beside it."""
-    from crosstrain.data.tokens import TokenWriter, best_dtype
+    from crosstrain.data.indexed_dataset import TokenWriter, best_dtype
 
     with TokenWriter(folder / "tokens", best_dtype(sizes.vocabulary)) as writer:
         writer.add([sizes.samples().reshape(-1).tolist()])

@@ -23,11 +23,11 @@ from common import ROOT, Result, ratio, rounds, table
 
 sys.path.insert(0, str(ROOT / "platform"))
 
-from crosstrain.corpus.inputs import documents
 from crosstrain.corpus.pool import cores
-from crosstrain.data.prepare import DedupOptions, NearOptions, PrepareOptions, prepare
+from crosstrain.corpus.prepare import DedupOptions, NearOptions, PrepareOptions, prepare
+from crosstrain.corpus.sources import documents
+from crosstrain.data.indexed_dataset import TokenFile, TokenWriter, best_dtype
 from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
-from crosstrain.data.tokens import TokenFile, TokenWriter, best_dtype
 
 WORDS = 5  # in a shingle
 _tokenizer: TextTokenizer | None = None
@@ -166,7 +166,7 @@ def near(folder: Path, count: int) -> None:
 
 def read(folder: Path, count: int, length: int = 1024, samples: int = 20_000) -> None:
     """Samples at random, as int64 inputs and labels: through the dataset, and from a bare memmap."""
-    from crosstrain.registry import registry
+    from crosstrain.config.registry import registry
 
     tokens = np.random.default_rng(0).integers(0, 30_000, 50_000_000, dtype=np.uint16)
     with TokenWriter(folder / "random", np.uint16) as writer:
@@ -203,9 +203,9 @@ def read(folder: Path, count: int, length: int = 1024, samples: int = 20_000) ->
 
 def start(folder: Path) -> None:
     """Opening 10^12 tokens and the first batch of training; the file is sparse, 2 TB that the disk does not hold."""
-    from crosstrain.config import BatchPlan
-    from crosstrain.data.stream import training_steps
-    from crosstrain.registry import registry
+    from crosstrain.config.load import BatchPlan
+    from crosstrain.config.registry import registry
+    from crosstrain.data.loader import training_steps
 
     documents, size = 500, 2_000_000_000
     with TokenWriter(folder / "huge", np.uint16) as writer:

@@ -19,11 +19,11 @@ from common import ROOT, ratio, rounds, table
 
 sys.path.insert(0, str(ROOT / "platform"))
 
-from crosstrain.corpus.inputs import documents
-from crosstrain.data.order import sample_index
-from crosstrain.data.prepare import PrepareOptions, prepare
+from crosstrain.corpus.prepare import PrepareOptions, prepare
+from crosstrain.corpus.sources import documents
+from crosstrain.data.indexed_dataset import TokenWriter, best_dtype
+from crosstrain.data.shuffle import sample_index
 from crosstrain.data.tokenizer import load_tokenizer, train_bpe
-from crosstrain.data.tokens import TokenWriter, best_dtype
 
 
 def whole(folder: Path) -> dict[str, float]:

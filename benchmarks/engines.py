@@ -22,18 +22,18 @@ from common import Result
 from torch import Tensor
 from turns import Line
 
-from crosstrain import assembly
 from crosstrain.checkpoint.boxes import Shard, whole_pieces
-from crosstrain.config import Config, load_config, plan_batch
-from crosstrain.construct import fill_initial
+from crosstrain.config.load import Config, load_config, plan_batch
 from crosstrain.data.dataset import Batch
-from crosstrain.data.stream import training_steps
-from crosstrain.guard import guard
-from crosstrain.model import Model
-from crosstrain.optim import parameter_groups
-from crosstrain.precision import DTYPES
-from crosstrain.signals import StopRequest
-from crosstrain.trainer import Trainer
+from crosstrain.data.loader import training_steps
+from crosstrain.distributed.launch.signals import StopRequest
+from crosstrain.distributed.watchdog import watchdog
+from crosstrain.engine.build import make_model, make_runner, open_split
+from crosstrain.engine.optimizer import parameter_groups
+from crosstrain.engine.precision import DTYPES
+from crosstrain.modeling.base import Model
+from crosstrain.modeling.meta_init import fill_initial
+from crosstrain.train.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ class Gate(StopRequest):
         self.line.report(self.result)
         while (order := self.line.order()) is not None and order.bare:
             assert self.rival is not None
-            guard.remove()
+            watchdog.remove()
             result = self.rival.turn(order)
-            guard.install(self.trainer.run.collective_timeout)
+            watchdog.install(self.trainer.run.collective_timeout)
             self.line.report(result)
         if order is None:
             return True
@@ -129,7 +129,7 @@ def platform(line: Line, project: str, options: list[str], beside: bool = False)
     With `beside` the same processes also hold the bare loop, with a model of its own, for orders that ask for it.
     """
     config = load_config(project, options)
-    runner = assembly.make_runner(config)
+    runner = make_runner(config)
     runner.setup()
     gate = Gate(line)
     trainer = Trainer(config, runner, gate)
@@ -153,7 +153,7 @@ class Bare:
         self.engine, self.device = engines[config.runner.name](config, device), device
         plan = plan_batch(config.run, dist.get_world_size())
         stream = training_steps(
-            assembly.open_split(config, "train"), plan, seed=config.run.seed, start=0, dp_rank=dist.get_rank()
+            open_split(config, "train"), plan, seed=config.run.seed, start=0, dp_rank=dist.get_rank()
         )
         self.batches = itertools.cycle([[micro_batch.data for micro_batch in next(stream)] for _ in range(8)])
         self.folder = Path(config.run.output_dir)
@@ -219,7 +219,7 @@ class ZeRO:
         }
         sharded = zero["stage"] == 3
         with deepspeed.zero.Init(config_dict_or_path=settings, enabled=sharded):
-            model = assembly.make_model(config)
+            model = make_model(config)
         for name, parameter in model.canonical_parameters().items():
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=sharded):
                 _fill(model, name, parameter, config.run.seed)
@@ -246,7 +246,7 @@ class FSDP:
     def __init__(self, config: Config, device: torch.device) -> None:
         from torch.distributed.fsdp import fully_shard
 
-        model = assembly.make_model(config)
+        model = make_model(config)
         for name, parameter in model.canonical_parameters().items():
             _fill(model, name, parameter, config.run.seed)
         model.to(device)

@@ -111,15 +111,15 @@ def rank_of(project: str, modules: Path) -> None:
     for name in json.loads(modules.read_text()) if known else ():
         with contextlib.suppress(Exception):  # such as those that others make as they go
             importlib.import_module(name)
-    from crosstrain import assembly
-    from crosstrain.commands.train import train_worker
-    from crosstrain.config import load_config
-    from crosstrain.construct import parameters_on_meta
+    from crosstrain.cli.train import train_worker
+    from crosstrain.config.load import load_config
+    from crosstrain.engine.build import make_model, make_runner
+    from crosstrain.modeling.meta_init import parameters_on_meta
 
     config = load_config(project)
-    assembly.make_runner(config)
+    make_runner(config)
     with parameters_on_meta():
-        assembly.make_model(config)
+        make_model(config)
     _warm_up()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     before, files = _status("VmRSS"), _status("RssFile")

@@ -119,8 +119,8 @@ def crosstrain(steps: int, precision: str, device: str) -> Result:
     import torch  # noqa: F401 - imported before the clock starts, as by the others
     import transformers  # noqa: F401
 
-    import crosstrain.commands.train
-    from crosstrain.registry import registry
+    import crosstrain.cli.train
+    from crosstrain.config.registry import registry
 
     clock = Clock()
     tracker = registry.get_tracker_class("jsonl")
@@ -138,7 +138,7 @@ def crosstrain(steps: int, precision: str, device: str) -> Result:
         }  # fmt: skip
         project = write_project(Path(folder), SIZES, run)
         sys.stdout, real = open(os.devnull, "w"), sys.stdout  # noqa: SIM115
-        code = crosstrain.commands.train.train(str(project), [], 1, False)
+        code = crosstrain.cli.train.train(str(project), [], 1, False)
         sys.stdout = real
         assert code == 0
     return clock.result(device)

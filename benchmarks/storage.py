@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 from turns import Line
 
-from crosstrain import assembly
 from crosstrain.checkpoint import folders
-from crosstrain.checkpoint.base import load_shards
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
-from crosstrain.checkpoint.store import Reader
-from crosstrain.config import load_config
+from crosstrain.checkpoint.files import Reader
+from crosstrain.checkpoint.frozen import load_shards
+from crosstrain.config.load import load_config
+from crosstrain.engine.build import build_model, make_runner
 
 
 def _move(move: Callable[[memoryview], int | None], data: memoryview) -> None:
@@ -31,9 +31,9 @@ def _move(move: Callable[[memoryview], int | None], data: memoryview) -> None:
 def storage(line: Line, project: str, options: list[str]) -> None:
     """Carry out orders; reports the seconds, and the bytes of all ranks together."""
     config = load_config(project, options)
-    runner = assembly.make_runner(config)
+    runner = make_runner(config)
     runner.setup()
-    assembly.build(config, runner, None, for_training=True)
+    build_model(config, runner, None, for_training=True)
     rank, size = runner.world.rank, runner.world.size
     folder = Path(config.run.output_dir)
     # The earlier checkpoint is deleted while the next one is saved, as in a run.

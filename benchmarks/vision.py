@@ -32,14 +32,14 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from crosstrain import assembly
-from crosstrain.check import Checker, defaults
-from crosstrain.config import load_config, plan_batch
-from crosstrain.data.stream import training_steps
-from crosstrain.layers import merge
-from crosstrain.options import BatchPlan
-from crosstrain.registry import registry
-from crosstrain.runner import Runner
+from crosstrain.config.load import load_config, plan_batch
+from crosstrain.config.registry import registry
+from crosstrain.config.run_options import BatchPlan
+from crosstrain.config.schema import Checker, defaults
+from crosstrain.config.sources import merge
+from crosstrain.data.loader import training_steps
+from crosstrain.engine.build import build_model, open_split, prepare_data
+from crosstrain.engine.runner import Runner
 
 BATCH, ENCODER = 16, "vit_base_patch16_224"
 TEXT = "red circle top left"
@@ -95,12 +95,12 @@ def prepared(folder: Path) -> tuple[Runner, Any]:
     """The small vision-language model under the single-process runner, and a step's batch."""
     options = [f"datasets.shapes.path={folder}/shapes", "datasets.shapes.images=64", "datasets.shapes.held_out=4"]
     config = load_config(ROOT / "projects" / "blip2_qwen_shapes.yaml", options)
-    assembly.prepare_data(config)
+    prepare_data(config)
     runner = Runner(None, config.run)
     runner.setup()
-    assembly.build(config, runner, None, for_training=True)
+    build_model(config, runner, None, for_training=True)
     plan = plan_batch(config.run, 1)
-    steps = training_steps(assembly.open_split(config, "train"), plan, seed=0, start=0, dp_rank=0)
+    steps = training_steps(open_split(config, "train"), plan, seed=0, start=0, dp_rank=0)
     return runner, next(steps)
 
 

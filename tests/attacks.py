@@ -19,14 +19,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from crosstrain.checkpoint import folders
-from crosstrain.checkpoint.base import load_shards
 from crosstrain.checkpoint.boxes import Box, Piece, Shard
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
+from crosstrain.checkpoint.files import Reader, file_sum
+from crosstrain.checkpoint.frozen import load_shards
 from crosstrain.checkpoint.manifest import manifest_text
-from crosstrain.checkpoint.store import Reader, file_sum
-from crosstrain.distributed import Group
-from crosstrain.errors import CheckpointError
-from crosstrain.state import State
+from crosstrain.distributed.group import Group
+from crosstrain.train.state import State
+from crosstrain.utils.errors import CheckpointError
 
 MB = 2**20
 STEERING = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters and halves of characters

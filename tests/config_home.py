@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from crosstrain.config import Config, load_config
-from crosstrain.errors import ConfigError
+from crosstrain.config.load import Config, load_config
+from crosstrain.utils.errors import ConfigError
 from plugin_home import isolate, write
 
 PLUGINS = '''
@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from crosstrain.config import Component, OptionError
-from crosstrain.registry import registry
+from crosstrain.config.load import Component, OptionError
+from crosstrain.config.registry import registry
 
 @registry.register_model("net")
 class Net:

@@ -61,7 +61,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared dataset with its own tokenizer of 320 ids."""
-    from crosstrain.data.prepare import PrepareOptions, prepare
+    from crosstrain.corpus.prepare import PrepareOptions, prepare
 
     folder = tmp_path_factory.mktemp("data")
     text = write_text(folder / "text.jsonl")

@@ -21,7 +21,7 @@ INTERVALS = (
 # A model whose checkpoints take a second to write, so that a kill can be aimed at the middle of a save.
 SLOW_MODEL = '''
 import time
-from crosstrain.registry import registry
+from crosstrain.config.registry import registry
 GPT2 = registry.get_model_class("gpt2")
 
 @registry.register_model("slow_to_save")
@@ -52,8 +52,8 @@ def assert_same_weights(a: Path, b: Path) -> None:
 DYING_RUNNER = '''
 import os, pathlib, signal
 from dataclasses import dataclass, field
-from crosstrain.errors import TrainingError
-from crosstrain.registry import registry
+from crosstrain.utils.errors import TrainingError
+from crosstrain.config.registry import registry
 DDP = registry.get_runner_class("ddp")
 
 @registry.register_runner("dying")

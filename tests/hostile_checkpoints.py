@@ -390,9 +390,10 @@ def _serve(request: Path) -> None:
     """The process: import everything, then fork for each job."""
     import transformers
 
-    from crosstrain.cli import main
-    from crosstrain.commands import answers, evaluate, export, report, saved, serve  # noqa: F401
-    from crosstrain.registry import registry
+    from crosstrain.cli import evaluate, export, report, serve  # noqa: F401
+    from crosstrain.cli.main import main
+    from crosstrain.config.registry import registry
+    from crosstrain.inference import open_checkpoint, vqa_report  # noqa: F401
 
     for lazy in ("PreTrainedTokenizerFast", "PreTrainedModel", "AutoModelForCausalLM"):
         getattr(transformers, lazy)
@@ -403,7 +404,7 @@ def _serve(request: Path) -> None:
     wanted = json.loads(request.read_text())
     serve.launch = lambda *_: 0
     if wanted["trusting"]:
-        saved.is_own = lambda *_: True
+        open_checkpoint.is_own = lambda *_: True
     for job in wanted["jobs"]:
         pid = os.fork()
         if pid == 0:

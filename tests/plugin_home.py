@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from crosstrain import paths
-from crosstrain.registry import ENVIRONMENT, PACKAGE, Registry, registry
+from crosstrain.config.registry import ENVIRONMENT, PACKAGE, Registry, registry
+from crosstrain.utils import paths
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:
@@ -23,7 +23,7 @@ def write(folder: Path, files: dict[str, str]) -> Path:
 
 def plugin(kind: str, name: str, body: str = "pass", before: str = "") -> str:
     """Source of a plugin file with one component."""
-    return f'''from crosstrain.registry import registry
+    return f'''from crosstrain.config.registry import registry
 {before}
 
 @registry.register_{kind}("{name}")

@@ -109,7 +109,7 @@ def start(size: int, arguments: Iterable[str], out: Path) -> list[BaseProcess]:
 def _program(rank: int, size: int, port: int, arguments: list[str], out: str) -> None:
     import torch
 
-    from crosstrain.cli import main
+    from crosstrain.cli.main import main
 
     os.environ |= _environment(rank, size, port)
     descriptor = os.open(out, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -134,8 +134,8 @@ def train(project: Path, name: str, *options: str, size: int = 1) -> Run:
 
 
 def _train(project: str, options: tuple[str, ...]) -> int:
-    from crosstrain.commands.train import train_worker
-    from crosstrain.config import load_config
+    from crosstrain.cli.train import train_worker
+    from crosstrain.config.load import load_config
 
     os.chdir(Path(project).parent)
     return train_worker(load_config(project, options).plain, True)
@@ -143,12 +143,12 @@ def _train(project: str, options: tuple[str, ...]) -> int:
 
 def make_trainer(project: str, options: tuple[str, ...]) -> Any:
     """For functions that ranks run: a trainer of `project`, its runner set up."""
-    from crosstrain import assembly
-    from crosstrain.config import load_config
-    from crosstrain.signals import StopRequest
-    from crosstrain.trainer import Trainer
+    from crosstrain.config.load import load_config
+    from crosstrain.distributed.launch.signals import StopRequest
+    from crosstrain.engine.build import make_runner
+    from crosstrain.train.trainer import Trainer
 
     config = load_config(project, options)
-    runner = assembly.make_runner(config)
+    runner = make_runner(config)
     runner.setup()
     return Trainer(config, runner, StopRequest(True))

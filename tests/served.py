@@ -13,13 +13,13 @@ from typing import Any
 
 from openai import OpenAI
 
-from crosstrain import assembly
-from crosstrain.commands.saved import saved_config
-from crosstrain.commands.serve import Place, lead, listen
-from crosstrain.config import Config
-from crosstrain.runner import Runner
+from crosstrain.cli.serve import Place, lead, listen
+from crosstrain.config.load import Config
+from crosstrain.engine.build import build_model
+from crosstrain.engine.runner import Runner
+from crosstrain.inference.open_checkpoint import saved_config
+from crosstrain.serving.batch import Rows
 from crosstrain.serving.limits import Limits
-from crosstrain.serving.rows import Rows
 
 
 class Stop:
@@ -69,7 +69,7 @@ def loaded(checkpoint: Path, *options: str) -> tuple[Config, Runner]:
     config = saved_config(checkpoint, list(options))
     runner = Runner(None, config.run)
     runner.setup()
-    assembly.build(config, runner, checkpoint, for_training=False)
+    build_model(config, runner, checkpoint, for_training=False)
     return config, runner
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from crosstrain import assembly
-from crosstrain.config import load_config
+from crosstrain.config.load import load_config
+from crosstrain.config.registry import registry
 from crosstrain.data.dataset import Split
-from crosstrain.registry import registry
+from crosstrain.engine.build import open_split, prepare_data
 from sight import write_project
 
 
@@ -49,8 +49,8 @@ def module_of(dataset: str, other: str | None = None) -> Any:
 
 def opened(folder: Path, dataset: dict[str, Any], *given: str, split: Split = "train") -> Any:
     config = load_config(write_project(folder / "project.yaml", dataset), list(given))
-    assembly.prepare_data(config)
-    return assembly.open_split(config, split)
+    prepare_data(config)
+    return open_split(config, split)
 
 
 def captions(words: Path, **more: Any) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import numpy as np
 import yaml
 from PIL import Image
 
-from crosstrain import assembly
-from crosstrain.config import load_config
-from crosstrain.runner import Runner
+from crosstrain.config.load import load_config
+from crosstrain.engine.build import build_model
+from crosstrain.engine.runner import Runner
 
 EVAL = {"name": "image_eval", "image_size": 16}
 LANGUAGE: dict[str, Any] = {
@@ -64,7 +64,7 @@ def build(project: Path, *given: str, checkpoint: Path | None = None, training: 
     config = load_config(project, list(given))
     runner = Runner(None, config.run)
     runner.setup()
-    assembly.build(config, runner, checkpoint, for_training=training)
+    build_model(config, runner, checkpoint, for_training=training)
     runner.model.train(training)
     return runner
 

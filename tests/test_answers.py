@@ -16,15 +16,15 @@ import pytest
 from PIL import Image
 
 from conftest import ENVIRONMENT, ROOT, Run
-from crosstrain import assembly
-from crosstrain.answering import Answer, answer_questions, caption_scores, score
-from crosstrain.commands.answers import Conversing
-from crosstrain.commands.saved import saved_config
-from crosstrain.config import load_config
-from crosstrain.contact_sheet import TILE, contact_sheet
-from crosstrain.data.conversations import IMAGE_ID
-from crosstrain.errors import ConfigError, UserError
-from crosstrain.generation import Sampling, generate
+from crosstrain.config.load import load_config
+from crosstrain.data.vision.conversations import IMAGE_ID
+from crosstrain.engine.build import build_model, make_runner, open_split, prepare_data
+from crosstrain.inference.contact_sheet import TILE, contact_sheet
+from crosstrain.inference.generation import Sampling, generate
+from crosstrain.inference.open_checkpoint import saved_config
+from crosstrain.inference.vqa import Answer, answer_questions, caption_scores, score
+from crosstrain.inference.vqa_report import Conversing
+from crosstrain.utils.errors import ConfigError, UserError
 from ranks import mostly_slow, run_ranks, train
 from shard_home import module_of
 from sight import OPEN, build, options, picture, write_project
@@ -65,7 +65,7 @@ SEES = [
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
     folder = tmp_path_factory.mktemp("colours")
     project = write_project(folder / "project.yaml", write_colours(folder))
-    assembly.prepare_data(load_config(project))
+    prepare_data(load_config(project))
     return project, train(project, "out", *SEES)
 
 
@@ -74,10 +74,10 @@ def ask(project: str, checkpoint: str, *more: str, max_new_tokens: int = 4) -> t
     from transformers import AutoTokenizer
 
     config = load_config(project, [*SEES, *more])
-    runner = assembly.make_runner(config)
+    runner = make_runner(config)
     runner.setup()
-    assembly.build(config, runner, Path(checkpoint), for_training=False)
-    dataset = assembly.open_split(config, "test")
+    build_model(config, runner, Path(checkpoint), for_training=False)
+    dataset = open_split(config, "test")
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     found = answer_questions(runner, tokenizer, tokenizer.eos_token_id, dataset, None, max_new_tokens, batch=25)
     runner.close()
@@ -107,7 +107,7 @@ def test_asking_one_at_a_time_gives_what_batches_give(trained: tuple[Path, Run],
     runner = build(project, *SEES, checkpoint=run.checkpoint(160))
     tokenizer = AutoTokenizer.from_pretrained(run.checkpoint(160))
     talk = Conversing.about([], load_config(project, SEES), run.checkpoint(160))
-    dataset = assembly.open_split(load_config(project, SEES), "test")
+    dataset = open_split(load_config(project, SEES), "test")
     end = talk.questioner.end_id
     for index, answer in enumerate(answers[:6]):
         talk.images, talk.waiting, talk.history = dataset.read(index)[0], 1, []

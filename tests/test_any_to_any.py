@@ -74,7 +74,7 @@ def _resume_and_step(project: str, options: tuple[str, ...]) -> tuple[Tensors, T
 def read(checkpoint: Path) -> Tensors:
     """A checkpoint put together from its boxes."""
     from crosstrain.checkpoint.boxes import Shard, whole_pieces
-    from crosstrain.checkpoint.store import Reader
+    from crosstrain.checkpoint.files import Reader
 
     reader, out = Reader.open(checkpoint), {}
     for (kind, name), stored in reader.tensors.items():

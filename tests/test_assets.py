@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from crosstrain.checkpoint.assets import MODEL_FILES, TOKENIZER_FILES, copy_files, plain_files
 from crosstrain.data.tokenizer import cached_folder, load_tokenizer
-from crosstrain.errors import DataError
+from crosstrain.utils.assets import MODEL_FILES, TOKENIZER_FILES, copy_files, plain_files
+from crosstrain.utils.errors import DataError
 
 
 def test_the_names_cover_what_transformers_tokenizers_read() -> None:

@@ -12,13 +12,13 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from conftest import Run, Workspace
-from crosstrain import assembly
-from crosstrain.config import load_config
-from crosstrain.data.left_out import leave_out, numbers, show, take
-from crosstrain.data.order import sample_index
-from crosstrain.data.stream import one_sample
-from crosstrain.errors import ConfigError
-from crosstrain.runner import Runner
+from crosstrain.config.load import load_config
+from crosstrain.data.loader import one_sample
+from crosstrain.data.shuffle import sample_index
+from crosstrain.data.skip_ranges import leave_out, numbers, show, take
+from crosstrain.engine.build import build_model, open_split
+from crosstrain.engine.runner import Runner
+from crosstrain.utils.errors import ConfigError
 from ranks import mostly_slow, train
 from test_qwen import use
 from test_runners import TOLERANCE, relative, sized
@@ -26,7 +26,7 @@ from test_runners import TOLERANCE, relative, sized
 # NaN is not in the code but in a weight, so that every runner cuts, gathers and computes it as it does any other.
 PLANTS = '''
 from dataclasses import dataclass, field
-from crosstrain.registry import registry
+from crosstrain.config.registry import registry
 Text, Qwen = registry.get_dataset_class("text"), registry.get_model_class("qwen")
 
 @registry.register_model("poisoned")
@@ -75,7 +75,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Workspac
 
 
 def index_of(workspace: Workspace, number: int) -> int:
-    length = len(assembly.open_split(load_config(workspace.project, []), "train"))
+    length = len(open_split(load_config(workspace.project, []), "train"))
     assert length > STEPS * BATCH + 2 * BATCH, "a planted sample would come twice"
     return sample_index(SEED, number, length)
 
@@ -93,8 +93,8 @@ def expected(workspace: Workspace, steps: list[list[int] | None]) -> list[float 
     config = load_config(workspace.project, [*OPTIONS])
     runner = Runner(None, config.run)
     runner.setup()
-    assembly.build(config, runner, None, for_training=False)
-    model, data = runner.model.lm.train(), assembly.open_split(config, "train")
+    build_model(config, runner, None, for_training=False)
+    model, data = runner.model.lm.train(), open_split(config, "train")
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.run.init_lr, betas=(0.9, 0.999), weight_decay=0)
     losses: list[float | None] = []
     for step in steps:

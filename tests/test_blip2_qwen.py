@@ -13,14 +13,14 @@ import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
-from crosstrain import assembly
-from crosstrain.config import load_config
-from crosstrain.construct import parameters_on_meta
-from crosstrain.data.conversations import IMAGE_ID, NO_TARGET, collate
+from crosstrain.config.load import load_config
 from crosstrain.data.dataset import Sample
-from crosstrain.data.order import sample_index
-from crosstrain.errors import CheckpointError, ConfigError, DataError
-from crosstrain.runner import Runner
+from crosstrain.data.shuffle import sample_index
+from crosstrain.data.vision.conversations import IMAGE_ID, NO_TARGET, collate
+from crosstrain.engine.build import make_model, open_split, prepare_data
+from crosstrain.engine.runner import Runner
+from crosstrain.modeling.meta_init import parameters_on_meta
+from crosstrain.utils.errors import CheckpointError, ConfigError, DataError
 from ranks import make_trainer, mostly_slow, run_ranks, train
 from sight import MODEL, OPEN, build, mixed_project, options, shapes, write_project
 from test_runners import TOLERANCE, Run, relative
@@ -31,7 +31,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project on a few rendered images."""
     folder = tmp_path_factory.mktemp("sight")
     path = write_project(folder / "project.yaml", shapes(folder))
-    assembly.prepare_data(load_config(path))
+    prepare_data(load_config(path))
     return path
 
 
@@ -78,7 +78,7 @@ def test_images_matter_and_each_stands_at_its_place(project: Path) -> None:
 
 def test_packed_conversations_are_computed_as_single_ones(project: Path) -> None:
     runner = seeing(project, *options({"model.language_model.model.attention": "eager"}))
-    dataset = assembly.open_split(load_config(project), "train")
+    dataset = open_split(load_config(project), "train")
     images, annotation = next(read for read in map(dataset.read, range(40)) if len(read[1]["questions"]) > 8)
     conversations = dataset.text_processor(annotation, 1, np.random.default_rng(0))
     assert len(conversations) > 8
@@ -242,7 +242,7 @@ def mixed_images(tmp_path_factory: pytest.TempPathFactory, project: Path) -> tup
 def test_a_rank_whose_batch_is_text_alone_takes_part(mixed_images: tuple[Path, Run], name: str) -> None:
     path, one = mixed_images
     config = load_config(path)
-    dataset = assembly.open_split(config, "train")
+    dataset = open_split(config, "train")
     first = [sample_index(config.run.seed, n, len(dataset)) % 3 for n in range(2 * 6)]
     alone = [(a == 0) != (b == 0) for a, b in zip(first[::2], first[1::2], strict=True)]
     assert any(alone), "no rank was ever the only one without an image"
@@ -262,7 +262,7 @@ FROM_NOTHING = options({f"model.{key}": None for key in SOURCES})
 def parameters(project: str) -> tuple[dict[str, int], dict[str, int]]:
     """Parameters of each part of a project's model, all and those that are trained."""
     with parameters_on_meta():
-        model = assembly.make_model(load_config(project, FROM_NOTHING))
+        model = make_model(load_config(project, FROM_NOTHING))
     every: Counter[str] = Counter()
     trained: Counter[str] = Counter()
     for name, p in model.canonical_parameters().items():
@@ -306,7 +306,7 @@ def test_the_second_stage_trains_the_qformer_and_adapters_too() -> None:
 )
 def test_mistakes_are_one_sentence(project: Path, given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        assembly.make_model(load_config(project, options(given)))
+        make_model(load_config(project, options(given)))
 
 
 @pytest.mark.slow

@@ -15,12 +15,12 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from conftest import ROOT, Run
-from crosstrain import assembly
-from crosstrain.checkpoint.store import Reader
-from crosstrain.cli import main
-from crosstrain.config import load_config
-from crosstrain.data.conversations import collate
-from crosstrain.errors import CheckpointError, ConfigError
+from crosstrain.checkpoint.files import Reader
+from crosstrain.cli.main import main
+from crosstrain.config.load import load_config
+from crosstrain.data.vision.conversations import collate
+from crosstrain.engine.build import prepare_data
+from crosstrain.utils.errors import CheckpointError, ConfigError
 from ranks import mostly_slow, train
 from sight import LANGUAGE, MODEL, build, options, picture, shapes, write_project
 from test_blip2_qwen import sample, stored
@@ -73,7 +73,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model[part]["pretrained"] = str(folder / "blip2")
     model["language_model"]["model"] = {"name": "qwen", "pretrained": str(folder / "qwen")}
     path.write_text(yaml.safe_dump(document | {"model": model}))
-    assembly.prepare_data(load_config(path))
+    prepare_data(load_config(path))
     return path
 
 
@@ -375,7 +375,7 @@ def test_both_stages_run_end_to_end(published: Path, tmp_path: Path) -> None:
         "datasets.captions.vis_processor": seen,
     }  # fmt: skip
     first = options(tiny | short | align)
-    assembly.prepare_data(load_config("projects/blip2_qwen7b_align.yaml", first))
+    prepare_data(load_config("projects/blip2_qwen7b_align.yaml", first))
     one = train(ROOT / "projects" / "blip2_qwen7b_align.yaml", str(tmp_path / "align"), *first)
     assert {n for n in stored(one.checkpoint(3)) if "/" not in n} == {
         "language_projection.weight", "language_projection.bias",

@@ -12,9 +12,9 @@ from annotated_types import Interval, MinLen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crosstrain.bounds import AllowInfinity, FilePath, PositiveFloat, PositiveInt, Text
-from crosstrain.check import Checker, to_plain
-from crosstrain.errors import ConfigError, ConfigErrors
+from crosstrain.config.bounds import AllowInfinity, FilePath, PositiveFloat, PositiveInt, Text
+from crosstrain.config.schema import Checker, to_plain
+from crosstrain.utils.errors import ConfigError, ConfigErrors
 
 
 @dataclass

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config_home import configured_home, edit, load, mistake, mistakes
-from crosstrain.check import NoOptions
-from crosstrain.config import Component, Config, RunOptions
-from crosstrain.errors import ConfigError, UserError
-from crosstrain.layers import Layer, Origins, literal, resolve
-from crosstrain.options import AmpOptions
+from crosstrain.config.load import Component, Config, RunOptions
+from crosstrain.config.run_options import AmpOptions
+from crosstrain.config.schema import NoOptions
+from crosstrain.config.sources import Layer, Origins, literal, resolve
+from crosstrain.utils.errors import ConfigError, UserError
 from plugin_home import forget_plugins, plugin, write
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from conftest import ENVIRONMENT, ROOT, Workspace
-from crosstrain.commands.train import check
-from crosstrain.config import Config, load_config
-from crosstrain.errors import UserError, sentence
+from crosstrain.cli.train import check
+from crosstrain.config.load import Config, load_config
+from crosstrain.utils.errors import UserError, sentence
 from mistakes import mutate
 from test_config_docs import ROWS
 
@@ -120,9 +120,9 @@ def test_ten_thousand_files_with_mistakes(workspace: Workspace, monkeypatch: pyt
 SERVER = """
 import os, sys
 from pathlib import Path
-import crosstrain.commands.train, crosstrain.commands.plan  # what every command line would import anew
-from crosstrain.cli import main
-from crosstrain.config import load_config
+import crosstrain.cli.train, crosstrain.cli.plan  # what every command line would import anew
+from crosstrain.cli.main import main
+from crosstrain.config.load import load_config
 for runner in ("ddp", "zero2"):
     load_config(sys.argv[1], [f"run.runner={runner}", "run.optimizer=sgd"])
 for line in sys.stdin:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from config_home import PROJECT, configured_home, edit, load, mistake
-from crosstrain.errors import UserError
-from crosstrain.layers import read_yaml
+from crosstrain.config.sources import read_yaml
+from crosstrain.utils.errors import UserError
 from plugin_home import write
 
 QUICK = 5.0  # seconds of this process: each takes a tenth of one

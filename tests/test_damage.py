@@ -19,16 +19,16 @@ from torch import Tensor
 from attacks import seal
 from conftest import Workspace
 from crosstrain.checkpoint import folders
-from crosstrain.checkpoint.base import load_shards
 from crosstrain.checkpoint.boxes import Shard, flat_range_pieces, whole_pieces
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
+from crosstrain.checkpoint.files import Reader
+from crosstrain.checkpoint.frozen import load_shards
 from crosstrain.checkpoint.manifest import IncompatibleCheckpointError, manifest_text
-from crosstrain.checkpoint.store import Reader
-from crosstrain.cli import main
-from crosstrain.distributed import Group
-from crosstrain.errors import CheckpointError
-from crosstrain.resume import starting_point
-from crosstrain.state import State
+from crosstrain.cli.main import main
+from crosstrain.distributed.group import Group
+from crosstrain.train.resume import starting_point
+from crosstrain.train.state import State
+from crosstrain.utils.errors import CheckpointError
 from ranks import mostly_slow, run_ranks
 
 SHAPES = {"h.0.weight": (6, 4), "h.1.weight": (6, 4), "h.2.weight": (6, 4), "bias": (3,)}

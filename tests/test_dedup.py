@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import ENVIRONMENT, ROOT
-from crosstrain.corpus.dedup import find_repeated, near
-from crosstrain.corpus.dedup.buckets import Buckets
-from crosstrain.corpus.dedup.repeated import Repeated
+from crosstrain.corpus.dedup import find_repeated, minhash
+from crosstrain.corpus.dedup.external_sort import Buckets
+from crosstrain.corpus.dedup.find import Repeated
 from crosstrain.corpus.dedup.shingles import jaccard, shingles
 from crosstrain.corpus.pool import Pool
+from crosstrain.corpus.prepare import DedupOptions, NearOptions
 from crosstrain.corpus.shards import TextShard
-from crosstrain.data.prepare import DedupOptions, NearOptions
 
 WORDS = [f"{a}{b}" for a in "bcdfghjklm" for b in ("an", "er", "is", "ot", "ul", "ay", "ee", "on", "im", "up")]
 
@@ -119,10 +119,10 @@ def test_of_a_chain_the_ones_unlike_what_stays_stay(tmp_path: Path) -> None:
 
 def test_bands_find_the_pairs_at_the_threshold() -> None:
     for threshold in (0.5, 0.7, 0.8, 0.9, 1.0):
-        bands, rows = near.banding(NearOptions(threshold=threshold))
+        bands, rows = minhash.banding(NearOptions(threshold=threshold))
         assert bands * rows <= 128
         assert 1 - (1 - threshold**rows) ** bands >= 0.99
-    assert near.banding(NearOptions(threshold=0.8)) == (21, 6)
+    assert minhash.banding(NearOptions(threshold=0.8)) == (21, 6)
 
 
 def test_jaccard_is_that_of_sets() -> None:
@@ -151,9 +151,9 @@ import resource, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
 from test_dedup import search, planted
-from crosstrain.corpus.dedup import buckets
-from crosstrain.data.prepare import DedupOptions, NearOptions
-buckets.MEMORY = 1 << 20
+from crosstrain.corpus.dedup import external_sort
+from crosstrain.corpus.prepare import DedupOptions, NearOptions
+external_sort.MEMORY = 1 << 20
 texts, _ = planted(40)
 search(Path(sys.argv[1]) / "warm", texts, DedupOptions(near=NearOptions()))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from conftest import Workspace
-from crosstrain.config import load_config
-from crosstrain.errors import ConfigError
+from crosstrain.config.load import load_config
+from crosstrain.utils.errors import ConfigError
 from ranks import make_trainer, mostly_slow, run_ranks, train
 from test_runners import sized
 
@@ -112,7 +112,7 @@ def test_deepspeed_speaks_through_the_platforms_log_and_timers(workspace: Worksp
 ODD = '''
 import torch
 from dataclasses import dataclass
-from crosstrain.registry import registry
+from crosstrain.config.registry import registry
 
 @registry.register_optimizer("odd")
 class Odd(torch.optim.Adafactor):

@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 from conftest import ROOT
-from crosstrain.cli import _parser
-from crosstrain.nodes import Nodes
+from crosstrain.cli.main import _parser
+from crosstrain.distributed.launch.rendezvous import Nodes
 
 DEPLOY = ROOT / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))

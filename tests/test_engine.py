@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
 from conftest import TEXTS
-from crosstrain.corpus import engine as module
-from crosstrain.corpus.engine import Engine
+from crosstrain.corpus import fast_bpe as module
+from crosstrain.corpus.fast_bpe import Engine
 from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
 
 CORPUS = [

@@ -22,8 +22,8 @@ from crosstrain.checkpoint import export as exporting
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.boxes import Box, Piece, Shard, flat_range_pieces, whole_pieces
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
-from crosstrain.cli import main
-from crosstrain.distributed import Group
+from crosstrain.cli.main import main
+from crosstrain.distributed.group import Group
 
 MB = 2**20
 
@@ -174,8 +174,8 @@ def test_only_floating_point_is_converted(tmp_path: Path) -> None:
 def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, large: Path) -> None:
     program = f"""
 import re
-from crosstrain import cli
-from crosstrain.commands import export
+from crosstrain.cli import main
+from crosstrain.cli import export
 
 def peak():  # of resident memory; getrusage would give the parent's, which a child inherits when it is forked
     with open("/proc/self/status") as file:

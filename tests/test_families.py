@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from crosstrain.checkpoint.boxes import Shard, whole_pieces
-from crosstrain.construct import construct, fill_initial
-from crosstrain.errors import ConfigError
-from crosstrain.model import Model
-from crosstrain.registry import registry
+from crosstrain.config.registry import registry
+from crosstrain.modeling.base import Model
+from crosstrain.modeling.meta_init import construct, fill_initial
+from crosstrain.utils.errors import ConfigError
 from families import FAMILIES, tiny
 
 QUICK = ["llama", "gemma2", "phi", "cohere", "mamba", "opt", "rwkv", "openai-gpt", "apertus"]

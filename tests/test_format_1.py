@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from crosstrain.checkpoint.store import Reader
+from crosstrain.checkpoint.files import Reader
 from ranks import mostly_slow, train
 
 WRITTEN = Path(__file__).parent / "data" / "format_1"  # four steps of project.yaml, and the log of the four after them

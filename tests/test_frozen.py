@@ -17,10 +17,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from conftest import ENVIRONMENT, ROOT, Run, Workspace
-from crosstrain.checkpoint.base import fingerprint
 from crosstrain.checkpoint.boxes import Box, flat_range_pieces
-from crosstrain.checkpoint.store import Reader
-from crosstrain.cli import main
+from crosstrain.checkpoint.files import Reader
+from crosstrain.checkpoint.frozen import fingerprint
+from crosstrain.cli.main import main
 from ranks import mostly_slow, train
 from test_runners import TOLERANCE, relative, sized
 

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crosstrain.errors import UserError
-from crosstrain.generation import Sampling, choose, generate
-from crosstrain.rng import generator
-from crosstrain.runner import Runner
-from crosstrain.text_stream import TextStream
+from crosstrain.engine.runner import Runner
+from crosstrain.inference.detokenizer import TextStream
+from crosstrain.inference.generation import Sampling, choose, generate
+from crosstrain.utils.errors import UserError
+from crosstrain.utils.rng import generator
 from test_hugging_face import build
 
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from conftest import ENVIRONMENT, Run, Workspace
-from crosstrain.guard.recorder import Recorder
-from crosstrain.guard.state import Call, History, Place, State, Waiting
-from crosstrain.guard.verdict import FAR, LOCKED, SETTLED, absence, deadlock, mismatch
+from crosstrain.distributed.watchdog.diagnosis import FAR, LOCKED, SETTLED, absence, deadlock, mismatch
+from crosstrain.distributed.watchdog.flight_recorder import Recorder
+from crosstrain.distributed.watchdog.rank_report import Call, History, Place, State, Waiting
 
 PLUGIN = '''
 import time
@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch.distributed import all_reduce, broadcast
 from torch.nn.parallel import DistributedDataParallel
 
-from crosstrain.registry import registry
-from crosstrain.runner import Runner
+from crosstrain.config.registry import registry
+from crosstrain.engine.runner import Runner
 
 
 @registry.register_runner("guarded")

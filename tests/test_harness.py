@@ -16,14 +16,14 @@ import pytest
 import yaml
 
 from conftest import ENVIRONMENT, ROOT, Run
-from crosstrain import assembly
-from crosstrain.cli import main
-from crosstrain.commands.saved import open_tokenizer, saved_config
-from crosstrain.commands.tasks import run_tasks
+from crosstrain.cli.main import main
+from crosstrain.data.indexed_dataset import TokenWriter, best_dtype
 from crosstrain.data.tokenizer import load_tokenizer
-from crosstrain.data.tokens import TokenWriter, best_dtype
-from crosstrain.errors import UserError
-from crosstrain.extras import require
+from crosstrain.engine.build import build_model, make_runner
+from crosstrain.inference.lm_eval_tasks import run_tasks
+from crosstrain.inference.open_checkpoint import open_tokenizer, saved_config
+from crosstrain.utils.errors import UserError
+from crosstrain.utils.optional_deps import require
 from ranks import run_ranks, train
 from served import loaded
 
@@ -124,9 +124,9 @@ def on_ranks(checkpoint: str, folder: str, runner: str) -> dict[str, Any]:
     """Tasks on however many ranks this is run."""
     os.environ |= offline(Path(folder))
     config = saved_config(Path(checkpoint), [f"run.runner={runner}"])
-    made = assembly.make_runner(config)
+    made = make_runner(config)
     made.setup()
-    assembly.build(config, made, Path(checkpoint), for_training=False)
+    build_model(config, made, Path(checkpoint), for_training=False)
     tokenizer = open_tokenizer(Path(checkpoint))
     results = run_tasks(made, tokenizer, TASKS, f"{folder}/tasks", None, made.world.rank == 0)
     made.close()

@@ -20,10 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attacks import FEW, MB, Bomb, entry, frugal, mutated, opened, plant, raw, refused, seal, valid
+from crosstrain.checkpoint.files import write_safetensors
 from crosstrain.checkpoint.manifest import manifest_text
-from crosstrain.checkpoint.store import write_safetensors
-from crosstrain.cli import main
-from crosstrain.errors import CheckpointError, UserError
+from crosstrain.cli.main import main
+from crosstrain.utils.errors import CheckpointError, UserError
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from attacks import FEW, STEERING, entry, frugal, mutated, plant, raw, seal
 from conftest import Workspace
-from crosstrain.cli import main
-from crosstrain.commands import evaluate
-from crosstrain.commands.saved import open_tokenizer
-from crosstrain.errors import CheckpointError
-from crosstrain.monitor.console import log, set_up_logging
+from crosstrain.cli import evaluate
+from crosstrain.cli.main import main
+from crosstrain.inference.open_checkpoint import open_tokenizer
+from crosstrain.monitor.progress import log, set_up_logging
+from crosstrain.utils.errors import CheckpointError
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from conftest import Workspace, json_lines
-from crosstrain import assembly
-from crosstrain.config import load_config
-from crosstrain.construct import construct, fill_initial, parameters_on_meta
-from crosstrain.data.prepare import PrepareOptions, prepare
-from crosstrain.errors import CheckpointError
-from crosstrain.runner import Runner
+from crosstrain.config.load import load_config
+from crosstrain.corpus.prepare import PrepareOptions, prepare
+from crosstrain.engine.build import build_model, make_model
+from crosstrain.engine.runner import Runner
+from crosstrain.modeling.meta_init import construct, fill_initial, parameters_on_meta
+from crosstrain.utils.errors import CheckpointError
 
 
 def build(*options: str) -> Runner:
@@ -26,7 +26,7 @@ def build(*options: str) -> Runner:
     )
     runner = Runner(None, config.run)
     runner.setup()
-    assembly.build(config, runner, None, for_training=False)
+    build_model(config, runner, None, for_training=False)
     runner.model.eval()
     return runner
 
@@ -34,7 +34,7 @@ def build(*options: str) -> Runner:
 def test_345m_has_the_published_number_of_parameters() -> None:
     config = load_config("projects/gpt2_345m.yaml")
     with parameters_on_meta():
-        model = assembly.make_model(config)
+        model = make_model(config)
     parameters = model.canonical_parameters()
     assert sum(p.numel() for p in parameters.values()) == 354_871_296
     assert sum(model.logical_shape(name, p.shape).numel() for name, p in parameters.items()) == 354_823_168
@@ -44,7 +44,7 @@ def test_345m_has_the_published_number_of_parameters() -> None:
 def test_the_other_sizes(size: str, count: int) -> None:
     config = load_config("projects/gpt2_345m.yaml", [f"model.model_type={size}"])
     with parameters_on_meta():
-        model = assembly.make_model(config)
+        model = make_model(config)
     shapes = [model.logical_shape(name, p.shape) for name, p in model.canonical_parameters().items()]
     assert sum(shape.numel() for shape in shapes) == count
 
@@ -86,7 +86,7 @@ def test_trained_weights_open_in_transformers_with_equal_logits(workspace: Works
     config = load_config(workspace.project, ["run.output_dir=elsewhere"])
     ours = Runner(None, config.run)
     ours.setup()
-    assembly.build(config, ours, folder, for_training=False)
+    build_model(config, ours, folder, for_training=False)
     ids = torch.randint(0, 320, (3, 16), generator=torch.Generator().manual_seed(0))
     with ours.evaluating():
         logits = ours.evaluate({"input_ids": ids})
@@ -125,7 +125,7 @@ def test_constructing_draws_no_random_numbers() -> None:
     config = load_config("projects/quickstart.yaml")
     torch.manual_seed(0)
     before = torch.random.get_rng_state()
-    model = construct(lambda: assembly.make_model(config), torch.device("cpu"))
+    model = construct(lambda: make_model(config), torch.device("cpu"))
     assert torch.equal(torch.random.get_rng_state(), before)
     assert model.lm.lm_head.weight is model.lm.transformer.wte.weight
     fill_initial(model, [], 0)

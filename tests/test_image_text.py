@@ -14,15 +14,15 @@ import pytest
 import torch
 from PIL import Image
 
-from crosstrain import assembly
-from crosstrain.config import load_config
-from crosstrain.data.conversations import IMAGE_ID, NO_TARGET, ConversationEncoder, Message
+from crosstrain.config.load import load_config
+from crosstrain.config.registry import registry
+from crosstrain.config.run_options import BatchPlan
 from crosstrain.data.dataset import Dataset
-from crosstrain.data.stream import training_steps
+from crosstrain.data.loader import training_steps
 from crosstrain.data.tokenizer import load_tokenizer
-from crosstrain.errors import ConfigError, DataError
-from crosstrain.options import BatchPlan
-from crosstrain.registry import registry
+from crosstrain.data.vision.conversations import IMAGE_ID, NO_TARGET, ConversationEncoder, Message
+from crosstrain.engine.build import open_split, prepare_data
+from crosstrain.utils.errors import ConfigError, DataError
 from shard_home import captions, jpeg, module_of, opened, serving, write_shard
 from sight import EVAL, options, picture, shapes, write_project
 
@@ -331,8 +331,8 @@ def test_mixtures_have_their_shares(home: Path, words: Path) -> None:
     document["datasets"] = {"mixed": {"name": "mixture", "parts": parts}}
     (home / "mixed.yaml").write_text(yaml.safe_dump(document))
     config = load_config(home / "mixed.yaml")
-    assembly.prepare_data(config)
-    dataset = assembly.open_split(config, "train")
+    prepare_data(config)
+    dataset = open_split(config, "train")
     assert len(dataset) == 14
     kinds = Counter(said(dataset.parts[0], get(dataset, i)) == "red circle <|im_end|>" for i in range(14))
     assert kinds == {True: 10, False: 4}

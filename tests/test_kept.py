@@ -21,13 +21,13 @@ from safetensors.torch import load_file
 
 import sight
 from conftest import write_text
-from crosstrain import assembly
-from crosstrain.check import Checker
-from crosstrain.checkpoint.assets import GENERATION_CONFIG, TOKENIZER_FILES
 from crosstrain.checkpoint.folders import find_checkpoint
-from crosstrain.cli import main
-from crosstrain.config import load_config
-from crosstrain.registry import registry
+from crosstrain.cli.main import main
+from crosstrain.config.load import load_config
+from crosstrain.config.registry import registry
+from crosstrain.config.schema import Checker
+from crosstrain.engine.build import prepare_data
+from crosstrain.utils.assets import GENERATION_CONFIG, TOKENIZER_FILES
 from ranks import make_trainer, run_ranks
 
 VOCABULARY = 322
@@ -176,7 +176,7 @@ def test_what_was_trained_is_what_is_opened(place: Path, tmp_path: Path, case: s
     }  # fmt: skip
     project = tmp_path / "project.yaml"
     project.write_text(yaml.safe_dump({"model": model, "datasets": {"data": dataset}, "run": run}))
-    assembly.prepare_data(load_config(project, []))
+    prepare_data(load_config(project, []))
     truth = run_ranks(2 if runner == "fsdp" else 1, trained, str(project), ())[0]
 
     checkpoint = find_checkpoint(tmp_path / "out")

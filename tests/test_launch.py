@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from conftest import ENVIRONMENT, ROOT, Workspace, logged_step, wait_until
-from crosstrain.errors import ConfigError
-from crosstrain.joined import joined_environment
+from crosstrain.distributed.launch.cluster_env import joined_environment
+from crosstrain.utils.errors import ConfigError
 
 FAULTY_RUNNER = '''
 import os, signal, sys
 from dataclasses import dataclass
-from crosstrain.registry import registry
-from crosstrain.errors import TrainingError
+from crosstrain.config.registry import registry
+from crosstrain.utils.errors import TrainingError
 DDP = registry.get_runner_class("ddp")
 
 @registry.register_runner("faulty")

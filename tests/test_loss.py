@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from crosstrain.loss import PLAIN, Logits, token_cross_entropy
+from crosstrain.modeling.cross_entropy import PLAIN, Logits, token_cross_entropy
 
 HIDDEN, VOCAB, PADDED = 24, 90, 96
 
@@ -264,7 +264,7 @@ def test_peak_memory_is_a_fraction_of_the_plain_losss() -> None:
     """In a process of its own, whose peak only grows: ours first, so the plain loss must raise it."""
     script = """
 import re, torch, torch.nn.functional as F
-from crosstrain.loss import token_cross_entropy
+from crosstrain.modeling.cross_entropy import token_cross_entropy
 hidden, weight = torch.randn(1024, 16, requires_grad=True), torch.randn(20000, 16, requires_grad=True)
 labels = torch.randint(0, 20000, (1024,))
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])

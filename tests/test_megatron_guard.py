@@ -13,7 +13,7 @@ PLUGIN = '''
 import torch
 import torch.distributed as dist
 
-from crosstrain.registry import registry
+from crosstrain.config.registry import registry
 
 Megatron = registry.get_runner_class("megatron")
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from conftest import ROOT, Run
-from crosstrain import assembly
-from crosstrain.config import load_config
+from crosstrain.config.load import load_config
+from crosstrain.engine.build import batch_plan, build_model, make_runner
 from ranks import run_ranks, train
 
 TINY = (
@@ -44,7 +44,7 @@ def overrides(name: str, dataset: Path) -> tuple[str, ...]:
 def test_the_numbers_of_a_project_go_together_on_its_ranks(name: str) -> None:
     config = load_config(ROOT / "projects" / f"{name}.yaml")
     ranks = LADDER[name][0]
-    plan = assembly.batch_plan(config, ranks)
+    plan = batch_plan(config, ranks)
     assert plan.global_batch == plan.micro_batch * plan.accumulation * plan.dp_size
     run, model = config.run, config.model.options
     assert run.max_iters is not None
@@ -84,13 +84,13 @@ def _train_here(path: Path, folder: Path, *options: str, size: int) -> Run:
 def _say(checkpoint: str) -> Any:
     from transformers import AutoTokenizer
 
-    from crosstrain.commands.saved import saved_config
-    from crosstrain.generation import Sampling, generate
+    from crosstrain.inference.generation import Sampling, generate
+    from crosstrain.inference.open_checkpoint import saved_config
 
     config = saved_config(Path(checkpoint), [])
-    runner = assembly.make_runner(config)
+    runner = make_runner(config)
     runner.setup()
-    assembly.build(config, runner, Path(checkpoint), for_training=False)
+    build_model(config, runner, Path(checkpoint), for_training=False)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     said = generate(runner, tokenizer, "ban", Sampling(max_new_tokens=8))
     runner.close()

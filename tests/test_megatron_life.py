@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from conftest import Run, Workspace
-from crosstrain.checkpoint.store import Reader
+from crosstrain.checkpoint.files import Reader
 from ranks import mostly_slow, run_ranks, train
 from test_compare import compare
 from test_qwen import use
@@ -86,15 +86,15 @@ def test_a_checkpoint_holds_no_padding_and_nothing_twice(uninterrupted: tuple[Wo
 
 def _evaluate(checkpoint: str, options: tuple[str, ...]) -> tuple[float, list[list[float]], list[int]]:
     """Loss on the validation split, next-token logits of two prompts, and a greedy continuation with a cache."""
-    from crosstrain import assembly
-    from crosstrain.commands.saved import saved_config
-    from crosstrain.evaluation import evaluate_loss
+    from crosstrain.engine.build import build_model, make_runner, open_split
+    from crosstrain.inference.open_checkpoint import saved_config
+    from crosstrain.inference.perplexity import evaluate_loss
 
     config = saved_config(Path(checkpoint), list(options))
-    runner = assembly.make_runner(config)
+    runner = make_runner(config)
     runner.setup()
-    assembly.build(config, runner, Path(checkpoint), for_training=False)
-    loss = evaluate_loss(runner, assembly.open_split(config, "val"), 3, 10).loss  # the last batch is smaller
+    build_model(config, runner, Path(checkpoint), for_training=False)
+    loss = evaluate_loss(runner, open_split(config, "val"), 3, 10).loss  # the last batch is smaller
     prompts = torch.tensor([[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]])
     tokens: list[int] = []
     with runner.evaluating():
@@ -188,13 +188,13 @@ def test_an_export_has_the_vocabulary_of_the_model_and_its_logits(workspace: Wor
 
 def _logits(checkpoint: str, options: tuple[str, ...]) -> tuple[list[float], int]:
     """Logits after a prompt, and how many rows of the vocabulary this rank has."""
-    from crosstrain import assembly
-    from crosstrain.commands.saved import saved_config
+    from crosstrain.engine.build import build_model, make_runner
+    from crosstrain.inference.open_checkpoint import saved_config
 
     config = saved_config(Path(checkpoint), list(options))
-    runner = assembly.make_runner(config)
+    runner = make_runner(config)
     runner.setup()
-    assembly.build(config, runner, Path(checkpoint), for_training=False)
+    build_model(config, runner, Path(checkpoint), for_training=False)
     with runner.evaluating():
         logits = runner.evaluate({"input_ids": torch.tensor([[1, 2, 3]])})[0].tolist()
     rows = len(runner.held(runner.model.lm.transformer.wte.weight))

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from conftest import Workspace
-from crosstrain import assembly
-from crosstrain.config import load_config
-from crosstrain.construct import parameters_on_meta
-from crosstrain.registry import registry
+from crosstrain.config.load import load_config
+from crosstrain.config.registry import registry
+from crosstrain.engine.build import make_model, make_runner
+from crosstrain.modeling.meta_init import parameters_on_meta
 from ranks import make_trainer, run_ranks, train
 from test_megatron_plans import project
 from test_runners import COMMON, TOLERANCE, assert_equal_training, follow, relative
@@ -88,8 +88,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from crosstrain.data.dataset import Dataset
-from crosstrain.construct import parameters_on_meta
-from crosstrain.registry import registry
+from crosstrain.modeling.meta_init import parameters_on_meta
+from crosstrain.config.registry import registry
 
 
 @registry.register_dataset("ragged")
@@ -190,9 +190,9 @@ def _count(project: str, options: tuple[str, ...]) -> tuple[int, int, set[str]]:
     from unittest.mock import patch
 
     config = load_config(project, options)
-    runner = assembly.make_runner(config)
+    runner = make_runner(config)
     runner.setup()
-    model = runner.construct(lambda: assembly.make_model(config))
+    model = runner.construct(lambda: make_model(config))
     with patch(f"{type(runner).__module__}.materialize"):
         runner.prepare(model, None)
     held = [runner.held(p) for p in model.parameters()]
@@ -212,11 +212,11 @@ def _peak(project: str, options: tuple[str, ...]) -> tuple[int, int, float]:
     from crosstrain.monitor.hardware import memory_mb
 
     config = load_config(project, options)
-    runner = assembly.make_runner(config)
+    runner = make_runner(config)
     runner.setup()
     before = memory_mb(runner.device)["memory_allocated_mb"]
-    from crosstrain.signals import StopRequest
-    from crosstrain.trainer import Trainer
+    from crosstrain.distributed.launch.signals import StopRequest
+    from crosstrain.train.trainer import Trainer
 
     trainer = Trainer(config, runner, StopRequest(True), quiet=True)
     batches = trainer.batches()

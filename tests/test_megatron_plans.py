@@ -8,12 +8,12 @@ import pytest
 import yaml
 
 from conftest import Workspace
-from crosstrain.commands.plan import _make as make_plan
-from crosstrain.commands.train import check
-from crosstrain.config import load_config
-from crosstrain.errors import ConfigError
-from crosstrain.planning.report import Budget
-from crosstrain.registry import registry
+from crosstrain.cli.plan import _make as make_plan
+from crosstrain.cli.train import check
+from crosstrain.config.load import load_config
+from crosstrain.config.registry import registry
+from crosstrain.planning.format import Budget
+from crosstrain.utils.errors import ConfigError
 from families import tiny
 from ranks import train
 from test_compare import compare

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from conftest import Run
-from crosstrain import assembly
-from crosstrain.config import load_config
-from crosstrain.construct import parameters_on_meta
-from crosstrain.data.order import sample_index
-from crosstrain.errors import ConfigError
-from crosstrain.registry import registry
+from crosstrain.config.load import load_config
+from crosstrain.config.registry import registry
+from crosstrain.data.shuffle import sample_index
+from crosstrain.engine.build import build_model, make_model, make_runner, open_split, prepare_data, training_dataset
+from crosstrain.modeling.meta_init import parameters_on_meta
+from crosstrain.utils.errors import ConfigError
 from ranks import mostly_slow, run_ranks, train
 from sight import LANGUAGE, OPEN, mixed_project, options, shapes, write_project
 from test_runners import TOLERANCE, relative, sized
@@ -42,8 +42,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project on a few rendered images, with several conversations packed into a sequence."""
     folder = tmp_path_factory.mktemp("sight")
     path = write_project(folder / "project.yaml", shapes(folder), max_iters=6)
-    assembly.prepare_data(load_config(path))
-    dataset = assembly.open_split(load_config(path), "train")
+    prepare_data(load_config(path))
+    dataset = open_split(load_config(path), "train")
     assert any("segments" in dataset.get(i, np.random.default_rng(i)) for i in range(8))
     return path
 
@@ -87,7 +87,7 @@ def test_copies_and_recomputation_change_nothing(project: Path, layout: str, mod
 def test_a_rank_whose_batch_is_text_alone_takes_part(tmp_path: Path, project: Path, layout: str) -> None:
     mixed = mixed_project(tmp_path, project.parent / "shapes" / "tokenizer", max_iters=6)
     config = load_config(mixed)
-    length = len(assembly.open_split(config, "train"))
+    length = len(open_split(config, "train"))
     first = [sample_index(config.run.seed, n, length) % 3 for n in range(2 * 6)]
     assert any((a == 0) != (b == 0) for a, b in zip(first[::2], first[1::2], strict=True)), "no copy was ever blind"
     given = options(CASES["everything"])
@@ -132,18 +132,18 @@ def _asked(checkpoint: str, options: tuple[str, ...]) -> tuple[float, list[list[
     """Loss on the validation split, and what is answered there."""
     from transformers import AutoTokenizer
 
-    from crosstrain.answering import answer_questions
-    from crosstrain.commands.saved import saved_config
-    from crosstrain.evaluation import evaluate_loss
+    from crosstrain.inference.open_checkpoint import saved_config
+    from crosstrain.inference.perplexity import evaluate_loss
+    from crosstrain.inference.vqa import answer_questions
 
     config = saved_config(Path(checkpoint), list(options))
-    runner = assembly.make_runner(config)
+    runner = make_runner(config)
     runner.setup()
-    assembly.build(config, runner, Path(checkpoint), for_training=False)
-    dataset = assembly.open_split(config, "val")
+    build_model(config, runner, Path(checkpoint), for_training=False)
+    dataset = open_split(config, "val")
     loss = evaluate_loss(runner, dataset, 2, 6).loss
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    component = assembly.training_dataset(config)
+    component = training_dataset(config)
     kind = registry.get_dataset_class(component.name)
     end = kind.questioner(component.options, Path(checkpoint)).end_id
     answers, _ = answer_questions(runner, tokenizer, end, dataset, 4, 6, 8)
@@ -168,7 +168,7 @@ def test_what_is_spread_answers_as_one_process_does(project: Path, layout: str) 
 
 def test_the_plan_of_a_model_within_a_model_names_its_parameters_and_its_adapters(project: Path) -> None:
     with parameters_on_meta():
-        model = assembly.make_model(
+        model = make_model(
             load_config(project, options(LORA | {"model.language_model.lora.targets": ["q_proj"]}))
         )
     plan = model.tensor_parallel_plan()

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import Workspace, json_lines
-from crosstrain.check import Checker, OptionError
-from crosstrain.config import BatchPlan
-from crosstrain.curriculum import CurriculumOptions
+from crosstrain.config.curriculum import CurriculumOptions
+from crosstrain.config.load import BatchPlan
+from crosstrain.config.registry import registry
+from crosstrain.config.schema import Checker, OptionError
+from crosstrain.corpus.prepare import PrepareOptions, prepare
 from crosstrain.data.dataset import Dataset
-from crosstrain.data.prepare import PrepareOptions, prepare
-from crosstrain.data.quota import Quota, quantise
-from crosstrain.data.stream import training_steps
-from crosstrain.errors import ConfigError
-from crosstrain.registry import registry
+from crosstrain.data.loader import training_steps
+from crosstrain.data.mixing import Quota, quantise
+from crosstrain.utils.errors import ConfigError
 from ranks import train
 
 WEIGHTS = st.lists(st.sampled_from([1, 2, 3, 5, 7, 11, 0.1, 0.25, 100]), min_size=1, max_size=7)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM
 
-from crosstrain import assembly
-from crosstrain.config import Config, load_config
-from crosstrain.construct import parameters_on_meta
-from crosstrain.errors import ConfigError
-from crosstrain.model import Model
+from crosstrain.config.load import Config, load_config
+from crosstrain.engine.build import make_model
+from crosstrain.modeling.base import Model
+from crosstrain.modeling.meta_init import parameters_on_meta
+from crosstrain.utils.errors import ConfigError
 from families import FAMILIES, tiny
 
 GPT2, BLIP2 = "projects/quickstart.yaml", "projects/blip2_qwen_shapes.yaml"
@@ -22,7 +22,7 @@ LLAMA: dict[str, Any] = tiny("llama")
 def made(project: str, *options: str) -> Model:
     config = load_config(project, options)
     with parameters_on_meta():
-        return assembly.make_model(config)
+        return make_model(config)
 
 
 def causal_lm(**more: Any) -> str:
@@ -114,7 +114,7 @@ def test_older_names_are_known(more: dict[str, Any]) -> None:
 
 
 def test_the_keys_of_every_family_are_known() -> None:
-    from crosstrain.registry import registry
+    from crosstrain.config.registry import registry
 
     options = registry.get_model_class("causal_lm").Options
     for family in FAMILIES:

@@ -9,9 +9,9 @@ import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from conftest import Workspace
-from crosstrain.monitor.timers import Timers
+from crosstrain.config.registry import registry
 from crosstrain.monitor.tracker import TrackedRun, Tracker
-from crosstrain.registry import registry
+from crosstrain.utils.timers import Timers
 
 
 def test_metrics_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:

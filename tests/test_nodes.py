@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from conftest import ENVIRONMENT, Run, Workspace, kill, logged_step, wait_until
-from crosstrain.errors import ConfigError, UserError
-from crosstrain.nodes import Nodes, _interface
+from crosstrain.distributed.launch.rendezvous import Nodes, _interface
+from crosstrain.utils.errors import ConfigError, UserError
 from deaths import INTERVALS, assert_same_weights, dying, numbers, workers
 from ranks import run_ranks
 
@@ -271,8 +271,8 @@ def test_node_0_that_does_not_answer() -> None:
 def _sees(folders: list[str]) -> str:
     import torch.distributed as dist
 
-    from crosstrain import run_folder
-    from crosstrain.distributed import Group
+    from crosstrain.checkpoint import run_folder
+    from crosstrain.distributed.group import Group
 
     run_folder._PATIENCE = 1
     dist.init_process_group("gloo")

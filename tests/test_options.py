@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crosstrain.config import BatchPlan, OptionError, RunOptions, plan_batch
-from crosstrain.errors import ConfigError
+from crosstrain.config.load import BatchPlan, OptionError, RunOptions, plan_batch
+from crosstrain.utils.errors import ConfigError
 
 
 def test_an_option_error_raised_outside_a_file_still_names_its_field() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crosstrain.data.order import MAX_SIZE, Permutation, sample_index
+from crosstrain.data.shuffle import MAX_SIZE, Permutation, sample_index
 
 keys = st.integers(0, 2**64 - 1)
 sizes = st.one_of(st.integers(1, 2000), st.integers(1, 2**48), st.integers(1, MAX_SIZE))

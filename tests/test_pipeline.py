@@ -17,14 +17,14 @@ import pytest
 import yaml
 
 from conftest import ENVIRONMENT, ROOT, TEXTS, json_lines
-from crosstrain.check import Checker
-from crosstrain.cli import main
+from crosstrain.cli.main import main
+from crosstrain.config.schema import Checker
 from crosstrain.corpus import reader
-from crosstrain.corpus.clean import Clean
+from crosstrain.corpus.filter_stage import Clean
 from crosstrain.corpus.pool import Stage
-from crosstrain.data.prepare import PrepareOptions, Summary, prepare
-from crosstrain.data.tokens import TokenFile
-from crosstrain.errors import DataError
+from crosstrain.corpus.prepare import PrepareOptions, Summary, prepare
+from crosstrain.data.indexed_dataset import TokenFile
+from crosstrain.utils.errors import DataError
 
 WORDS = [f"{a}{b}{c}" for a in ("ba", "de", "ki", "lo") for b in ("n", "r", "s", "t") for c in ("a", "e", "o")]
 
@@ -204,7 +204,7 @@ _LIMITED = """
 import resource, sys
 from pathlib import Path
 from crosstrain.corpus import reader
-from crosstrain.errors import DataError
+from crosstrain.utils.errors import DataError
 from test_pipeline import prepare, recipe_options
 reader.TASK_BYTES = 4000
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)

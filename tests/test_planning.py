@@ -11,12 +11,12 @@ import torch
 import yaml
 
 from conftest import ROOT
-from crosstrain import assembly
-from crosstrain.cli import main
-from crosstrain.config import load_config
-from crosstrain.construct import parameters_on_meta
-from crosstrain.planning import tracing
-from crosstrain.planning.units import read_bytes, read_number
+from crosstrain.cli.main import main
+from crosstrain.config.load import load_config
+from crosstrain.engine.build import make_model
+from crosstrain.modeling.meta_init import parameters_on_meta
+from crosstrain.planning import memory_trace
+from crosstrain.utils.units import read_bytes, read_number
 
 GIB, MIB = 1 << 30, 1 << 20
 SMALL = ["model.n_layer=2", "model.n_embd=128", "model.n_head=4", "model.vocab_size=1000"]
@@ -125,12 +125,12 @@ def test_alike_blocks_that_are_not_computed_count_as_if_they_were(
 ) -> None:
     options = [*SMALL, "model.n_layer=5", "model.n_positions=64"]
     with parameters_on_meta():
-        model = assembly.make_model(load_config(ROOT / "projects" / "gpt2_345m.yaml", options))
+        model = make_model(load_config(ROOT / "projects" / "gpt2_345m.yaml", options))
     ids = torch.zeros(2, 64, dtype=torch.long, device="meta")
     batch = {"input_ids": ids, "labels": ids}
-    short = tracing.trace(model, batch, dtype, mode, "cpu")
-    monkeypatch.setattr(tracing, "_alike", lambda chain: [])
-    whole = tracing.trace(model, batch, dtype, mode, "cpu")
+    short = memory_trace.trace(model, batch, dtype, mode, "cpu")
+    monkeypatch.setattr(memory_trace, "_alike", lambda chain: [])
+    whole = memory_trace.trace(model, batch, dtype, mode, "cpu")
     for name in ("forward_peak", "kept", "logits", "inputs", "flops"):
         assert getattr(short, name) == getattr(whole, name), name
     for growing, outside, exchanged in ((0.0, 0.0, 0), (1.0, 1.0, 0), (0.5, 1.0, 10**7)):
@@ -147,7 +147,7 @@ def test_blocks_of_several_chains_count_as_if_all_were_computed(
         *(f"model.{part}.freeze=true" for part in frozen),
     )  # fmt: skip
     short = planned(tmp_path, "blip2_qwen_shapes", *options)
-    monkeypatch.setattr(tracing, "_alike", lambda chain: [])
+    monkeypatch.setattr(memory_trace, "_alike", lambda chain: [])
     whole = planned(tmp_path, "blip2_qwen_shapes", *options)
     assert short["memory"]["device"]["activations"] > 0
     assert short == whole

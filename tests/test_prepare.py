@@ -12,12 +12,12 @@ import pytest
 from filelock import FileLock
 
 from conftest import TEXTS, json_lines
-from crosstrain.check import OptionError
-from crosstrain.corpus import encode, pipeline
-from crosstrain.data.prepare import PrepareOptions, Summary, prepare
+from crosstrain.config.schema import OptionError
+from crosstrain.corpus import pipeline, tokenize_stage
+from crosstrain.corpus.prepare import PrepareOptions, Summary, prepare
+from crosstrain.data.indexed_dataset import TokenFile
 from crosstrain.data.tokenizer import load_tokenizer
-from crosstrain.data.tokens import TokenFile
-from crosstrain.errors import DataError
+from crosstrain.utils.errors import DataError
 
 # ---- prepared folders
 
@@ -92,7 +92,7 @@ def test_documents_are_read_no_faster_than_they_are_used() -> None:
             read_so_far += 1
             yield "x" * 30
 
-    batches = encode.batches(endless(), 100)
+    batches = tokenize_stage.batches(endless(), 100)
     assert [len(next(batches)) for _ in range(5)] == [4] * 5
     assert read_so_far == 20
 

@@ -18,13 +18,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from crosstrain import cli
-from crosstrain.check import OptionError
-from crosstrain.data.prepare import PrepareOptions, prepare
+from crosstrain.cli import main
+from crosstrain.config.schema import OptionError
+from crosstrain.corpus.prepare import PrepareOptions, prepare
+from crosstrain.data.indexed_dataset import TokenFile
 from crosstrain.data.tokenizer import train_bpe
-from crosstrain.data.tokens import TokenFile
-from crosstrain.errors import DataError, UserError, sentence
-from crosstrain.locks import locked
+from crosstrain.utils.errors import DataError, UserError, sentence
+from crosstrain.utils.locks import locked
 
 NAME = st.binary(min_size=1, max_size=12).filter(lambda name: not set(name) & {0, ord("/")} and name[:1] != b".")
 CONTENT = st.one_of(
@@ -138,7 +138,7 @@ def test_an_absurd_output_is_refused_in_a_sentence(
     (tmp_path / "dangling").symlink_to("nowhere")
     monkeypatch.chdir(tmp_path)
     flags = ["--overwrite"] if overwrite else []
-    assert cli.main(["prepare", "--input", "in", "--tokenizer", str(tokenizer), "--output", output, *flags]) == 1
+    assert main.main(["prepare", "--input", "in", "--tokenizer", str(tokenizer), "--output", output, *flags]) == 1
     said = capsys.readouterr().err.strip()
     assert said.startswith("error: ")
     assert "\n" not in said

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from conftest import Run, Workspace
-from crosstrain.config import load_config
-from crosstrain.errors import ConfigError
+from crosstrain.config.load import load_config
+from crosstrain.utils.errors import ConfigError
 from ranks import train
 
 WINDOWS = "run.profile={steps: [[2, 4], [7, 9]]}"

@@ -11,11 +11,11 @@ import yaml
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from conftest import Workspace
-from crosstrain import assembly
-from crosstrain.config import load_config
-from crosstrain.construct import parameters_on_meta
-from crosstrain.errors import CheckpointError, ConfigError
-from crosstrain.runner import Runner
+from crosstrain.config.load import load_config
+from crosstrain.engine.build import build_model, make_model
+from crosstrain.engine.runner import Runner
+from crosstrain.modeling.meta_init import parameters_on_meta
+from crosstrain.utils.errors import CheckpointError, ConfigError
 from ranks import mostly_slow, train
 from test_runners import TOLERANCE, assert_equal_training, follow, relative
 
@@ -44,7 +44,7 @@ def build(workspace: Workspace, checkpoint: Path | None = None) -> Runner:
     config = load_config(workspace.project, [])
     runner = Runner(None, config.run)
     runner.setup()
-    assembly.build(config, runner, checkpoint, for_training=False)
+    build_model(config, runner, checkpoint, for_training=False)
     runner.model.eval()
     return runner
 
@@ -73,7 +73,7 @@ def some_ids(*shape: int) -> torch.Tensor:
 def test_published_sizes_have_the_published_numbers_of_parameters(workspace: Workspace, size: str, count: int) -> None:
     config = load_config(use(workspace, model_type=size).project, [])
     with parameters_on_meta():
-        model = assembly.make_model(config)
+        model = make_model(config)
     shapes = [model.logical_shape(name, p.shape) for name, p in model.canonical_parameters().items()]
     assert sum(shape.numel() for shape in shapes) == count
 
@@ -173,7 +173,7 @@ def test_every_runner_trains_alike(reference: Any, name: str) -> None:
 )
 def test_sizes_that_do_not_go_together(workspace: Workspace, model: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        assembly.make_model(load_config(use(workspace, **SIZES | model).project, []))
+        make_model(load_config(use(workspace, **SIZES | model).project, []))
 
 
 def test_another_kind_of_pretrained_folder_is_refused(workspace: Workspace, tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from conftest import Workspace
-from crosstrain.distributed import Group
-from crosstrain.monitor import ranks as watched
-from crosstrain.monitor.ranks import RankWatch
+from crosstrain.distributed.group import Group
+from crosstrain.monitor import stragglers as watched
+from crosstrain.monitor.stragglers import RankWatch
 from ranks import make_trainer, mostly_slow, run_ranks
 
 

@@ -19,18 +19,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import TEXTS, json_lines
-from crosstrain.corpus import inputs, reader, records
-from crosstrain.errors import DataError
+from crosstrain.corpus import chunks, reader, sources
+from crosstrain.utils.errors import DataError
 
 
 def read(*given: Path | str, key: str = "text", separator: str | None = None) -> list[str]:
-    found = inputs.documents([str(path) for path in given], text_key=key, separator=separator)
+    found = sources.documents([str(path) for path in given], text_key=key, separator=separator)
     return [document.text for document in found if document.text and not document.text.isspace()]
 
 
 def test_the_standard_library_is_always_there_in_the_same_order() -> None:
-    texts = list(islice((d.text for d in inputs.documents("stdlib")), 300))
-    assert texts == list(islice((d.text for d in inputs.documents("stdlib")), 300))
+    texts = list(islice((d.text for d in sources.documents("stdlib")), 300))
+    assert texts == list(islice((d.text for d in sources.documents("stdlib")), 300))
     assert (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text() in texts
 
 
@@ -123,7 +123,7 @@ def test_pieces_join_to_the_file_and_end_behind_separators(
     folder = tmp_path_factory.mktemp("cut")
     for name, packed in {"plain": content, "packed.gz": gzip.compress(content)}.items():
         (folder / name).write_bytes(packed)
-        pieces = list(records.cut(folder / name, separator, size))
+        pieces = list(chunks.cut(folder / name, separator, size))
         assert b"".join(piece.read() for piece in pieces) == content
         assert [piece.start for piece in pieces[1:]] == [piece.stop for piece in pieces[:-1]]
         assert all(len(piece.read()) >= size and piece.read().endswith(separator) for piece in pieces[:-1])

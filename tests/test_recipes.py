@@ -16,9 +16,9 @@ import pytest
 import yaml
 
 from conftest import ENVIRONMENT, ROOT
-from crosstrain.data.prepare import Summary
+from crosstrain.corpus.prepare import Summary
+from crosstrain.data.indexed_dataset import TokenFile
 from crosstrain.data.tokenizer import load_tokenizer, train_bpe
-from crosstrain.data.tokens import TokenFile
 from test_readers import PAGE
 from test_urls import Server, server
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from crosstrain import paths
-from crosstrain.errors import ConfigError, UserError
-from crosstrain.registry import EXTRAS, KINDS, registry
+from crosstrain.config.registry import EXTRAS, KINDS, registry
+from crosstrain.utils import paths
+from crosstrain.utils.errors import ConfigError, UserError
 from plugin_home import forget_plugins, isolate, plugin, write
 
 EXPLODES = "raise RuntimeError('this file was imported')"
@@ -57,7 +57,7 @@ def test_every_kind_has_a_decorator_and_a_look_up(home: Path, kind: str) -> None
 
 def test_functions_and_definitions_under_a_condition_are_found(home: Path) -> None:
     source = """
-from crosstrain.registry import registry
+from crosstrain.config.registry import registry
 try:
     import no_such_package
 except ImportError:
@@ -77,8 +77,9 @@ if True:
 
 
 def test_a_qualified_decorator_is_found_and_a_foreign_one_is_not(home: Path) -> None:
-    qualified = plugin("runner", "a").replace("from crosstrain.registry import registry", "import crosstrain.registry")
-    plugins(home, a=qualified.replace("@registry", "@crosstrain.registry.registry"))
+    imports = ("from crosstrain.config.registry import registry", "import crosstrain.config.registry")
+    qualified = plugin("runner", "a").replace(*imports)
+    plugins(home, a=qualified.replace("@registry", "@crosstrain.config.registry.registry"))
     plugins(home, b=plugin("runner", "b").replace("@registry", "@app"))
     assert registry.names("runner") == ["a"]
     assert registry.broken() == {}
@@ -211,7 +212,7 @@ def test_a_decorator_that_does_not_run_is_reported(home: Path) -> None:
 def test_a_missing_dependency_names_the_extra_that_brings_it(
     home: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
-    monkeypatch.setattr("crosstrain.registry.importlib.util.find_spec", lambda _name: None)
+    monkeypatch.setattr("crosstrain.config.registry.importlib.util.find_spec", lambda _name: None)
     before = f"raise ModuleNotFoundError(\"No module named '{package}.sub'\", name='{package}.sub')"
     plugins(home, it=plugin("model", "needy", before=before))
     message = complaint("model", "needy", UserError)
@@ -350,8 +351,8 @@ def test_an_entry_point_to_nothing_is_reported(home: Path, monkeypatch: pytest.M
 
 def test_neither_reading_plugins_nor_the_configuration_imports_torch() -> None:
     program = """
-import sys, crosstrain.config
-from crosstrain.registry import KINDS, registry
+import sys, crosstrain.config.load
+from crosstrain.config.registry import KINDS, registry
 assert registry.names("runner"), "no built-in runner was found"
 [registry.entries(kind) for kind in KINDS]
 heavy = {"torch", "numpy", "transformers", "deepspeed"} & set(sys.modules)

@@ -24,11 +24,11 @@ from plotly.offline import get_plotlyjs
 
 from conftest import ENVIRONMENT, Workspace
 from crosstrain import report
-from crosstrain.cli import main
-from crosstrain.errors import UserError
-from crosstrain.report.page import page
-from crosstrain.report.reading import Curve, read_runs
-from crosstrain.report.thin import smooth, thin
+from crosstrain.cli.main import main
+from crosstrain.monitor.report.downsample import smooth, thin
+from crosstrain.monitor.report.page import page
+from crosstrain.monitor.report.read_run import Curve, read_runs
+from crosstrain.utils.errors import UserError
 
 PLOTLY = get_plotlyjs()
 SCRIPT = Path(report.__file__).with_name("page.js").read_text()
@@ -332,7 +332,7 @@ def test_any_values_can_be_drawn(tmp_path: Path, values: list[float]) -> None:
 def test_reporting_needs_nothing_heavy(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", rows(3))
     program = (
-        "import sys; from crosstrain.cli import main; "
+        "import sys; from crosstrain.cli.main import main; "
         f"assert main(['report', {folder!r}, '--output', {str(tmp_path / 'p.html')!r}]) == 0; "
         "assert not {'torch', 'numpy', 'transformers', 'matplotlib'} & set(sys.modules)"
     )

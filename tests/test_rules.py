@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from crosstrain.check import Checker, OptionError
-from crosstrain.corpus.rule import Dropped, Rule, make_rules
-from crosstrain.data.prepare import PrepareOptions
-from crosstrain.errors import ConfigError
-from crosstrain.registry import registry
+from crosstrain.config.registry import registry
+from crosstrain.config.schema import Checker, OptionError
+from crosstrain.corpus.filter import Dropped, Rule, make_rules
+from crosstrain.corpus.prepare import PrepareOptions
+from crosstrain.utils.errors import ConfigError
 
 PROSE = "The town was founded long ago by fishermen. Later came traders, and after them the railway and a school."
 GERMAN = "Die Stadt wurde vor langer Zeit von Fischern gegründet. Später kamen Händler und die Eisenbahn."

@@ -13,11 +13,10 @@ import pytest
 import yaml
 
 from conftest import Run, Workspace, logged_step
-from crosstrain import run_folder
-from crosstrain.checkpoint import folders
-from crosstrain.checkpoint.store import Reader
-from crosstrain.errors import UserError
-from crosstrain.run_folder import RunFolder
+from crosstrain.checkpoint import folders, run_folder
+from crosstrain.checkpoint.files import Reader
+from crosstrain.checkpoint.run_folder import RunFolder
+from crosstrain.utils.errors import UserError
 from deaths import assert_same_weights, numbers
 from lives import Training
 from ranks import mostly_slow

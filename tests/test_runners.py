@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from conftest import Run, Workspace
-from crosstrain.assembly import batch_plan
-from crosstrain.checkpoint.store import Reader
-from crosstrain.config import load_config
-from crosstrain.errors import ConfigError
+from crosstrain.checkpoint.files import Reader
+from crosstrain.config.load import load_config
+from crosstrain.engine.build import batch_plan
+from crosstrain.utils.errors import ConfigError
 from ranks import make_trainer, mostly_slow, run_ranks
 
 # Relative. More than four times the noise of one process that takes its micro batches in reverse order, which a test
@@ -158,9 +158,9 @@ def test_the_tolerance_is_four_times_the_noise_of_one_process(reference: Any) ->
 
 
 def _train_in_reverse(project: str, options: tuple[str, ...]) -> None:
-    from crosstrain.commands.train import train_worker
-    from crosstrain.config import load_config
-    from crosstrain.runner import Runner
+    from crosstrain.cli.train import train_worker
+    from crosstrain.config.load import load_config
+    from crosstrain.engine.runner import Runner
 
     forward = Runner.forward_backward
     Runner.forward_backward = lambda self, batches, targets: forward(self, batches[::-1], targets)  # type: ignore

@@ -13,7 +13,7 @@ import pytest
 
 from conftest import Workspace, kill, wait_until
 from crosstrain.checkpoint import folders
-from crosstrain.checkpoint.store import Reader
+from crosstrain.checkpoint.files import Reader
 from deaths import SLOW_MODEL, workers
 from ranks import make_trainer, mostly_slow, run_ranks
 
@@ -36,14 +36,14 @@ def _peak_of(action: Any) -> int:
 
 
 def _measure(project: str, options: tuple[str, ...]) -> dict[str, int]:
-    from crosstrain import assembly
     from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
-    from crosstrain.config import load_config
-    from crosstrain.signals import StopRequest
-    from crosstrain.trainer import Trainer
+    from crosstrain.config.load import load_config
+    from crosstrain.distributed.launch.signals import StopRequest
+    from crosstrain.engine.build import make_runner
+    from crosstrain.train.trainer import Trainer
 
     config = load_config(project, options)
-    runner = assembly.make_runner(config)
+    runner = make_runner(config)
     runner.setup()
     before = _resident("VmRSS")
     trainer = Trainer(config, runner, StopRequest(True))
@@ -84,7 +84,7 @@ def test_no_rank_gathers_to_save(workspace: Workspace, runner: str) -> None:
 
 
 def _train_until_the_disk_is_full(project: str, options: tuple[str, ...]) -> str:
-    from crosstrain.errors import CheckpointError
+    from crosstrain.utils.errors import CheckpointError
 
     trainer = make_trainer(project, options)
     runner = trainer.runner

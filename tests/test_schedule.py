@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from crosstrain.config import load_config
-from crosstrain.optim import make_schedule
-from crosstrain.precision import DynamicLossScaler
+from crosstrain.config.load import load_config
+from crosstrain.engine.optimizer import make_schedule
+from crosstrain.engine.precision import DynamicLossScaler
 
 # Published log of GPT-2 345M on Megatron-LM: (iterations of the run, {iteration: rate as printed}, loss scale as
 # printed from the first logged line on). One GPU, two-way data parallel, two-way tensor parallel.
@@ -82,7 +82,7 @@ def test_state_of_the_scaler_survives_json() -> None:
 
 
 def test_perplexities_of_the_log() -> None:
-    from crosstrain.evaluation import LossMetrics
+    from crosstrain.inference.perplexity import LossMetrics
 
     half_a_digit = 5e-6  # of the losses, which the log prints to five decimals
     assert LossMetrics(11.70473, 1).perplexity == pytest.approx(121_143.7, rel=half_a_digit)

@@ -14,9 +14,9 @@ import torch
 from openai import AsyncOpenAI
 from transformers import AutoTokenizer
 
-from crosstrain.commands.serve import Place, listen
-from crosstrain.generation import Sampling, generate
-from crosstrain.runner import Runner
+from crosstrain.cli.serve import Place, listen
+from crosstrain.engine.runner import Runner
+from crosstrain.inference.generation import Sampling, generate
 from served import Server, loaded, served
 
 

@@ -21,10 +21,10 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from conftest import ENVIRONMENT
-from crosstrain import assembly
-from crosstrain.commands.answers import Conversing
-from crosstrain.config import load_config
-from crosstrain.generation import Sampling, generate
+from crosstrain.config.load import load_config
+from crosstrain.engine.build import prepare_data
+from crosstrain.inference.generation import Sampling, generate
+from crosstrain.inference.vqa_report import Conversing
 from crosstrain.serving.limits import Limits
 from ranks import train
 from served import Server, loaded, served
@@ -38,7 +38,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of the tiny model that sees."""
     folder = tmp_path_factory.mktemp("seeing")
     project = write_project(folder / "project.yaml", shapes(folder))
-    assembly.prepare_data(load_config(project))
+    prepare_data(load_config(project))
     return train(project, "out", *options({"run.max_iters": 2})).checkpoint(2)
 
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from crosstrain.errors import CheckpointError
 from crosstrain.serving import encoding
+from crosstrain.serving.api_error import Refusal
 from crosstrain.serving.encoding import Encoders, check_decoder
 from crosstrain.serving.limits import Limits
-from crosstrain.serving.refusal import Refusal
+from crosstrain.utils.errors import CheckpointError
 from served import Server, served
 from test_serving_formats import program
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from conftest import ENVIRONMENT, ROOT
-from crosstrain import assembly
-from crosstrain.commands.chat import Client
-from crosstrain.config import load_config
-from crosstrain.errors import UserError
+from crosstrain.cli.chat import Client
+from crosstrain.config.load import load_config
+from crosstrain.engine.build import prepare_data
 from crosstrain.serving.limits import Limits
+from crosstrain.utils.errors import UserError
 from ranks import train
 from served import Server, served
 from sight import options, picture, shapes, write_project
@@ -40,7 +40,7 @@ def eyes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         return
     folder = tmp_path_factory.mktemp("page")
     project = write_project(folder / "project.yaml", shapes(folder))
-    assembly.prepare_data(load_config(project))
+    prepare_data(load_config(project))
     checkpoint = train(project, "out", *options({"run.max_iters": 2})).checkpoint(2)
     with served(checkpoint, name="shapes", limits=Limits(batch=2)) as running:
         yield running

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from crosstrain import assembly
-from crosstrain.config import load_config
-from crosstrain.data.stream import MicroBatch
-from crosstrain.errors import TrainingError
-from crosstrain.policy import Attempt, BadSteps
-from crosstrain.runner import Runner, StepResult
-from crosstrain.state import State
+from crosstrain.config.load import load_config
+from crosstrain.data.loader import MicroBatch
+from crosstrain.engine.build import build_model
+from crosstrain.engine.runner import Runner, StepResult
+from crosstrain.train.bad_steps import Attempt, BadSteps
+from crosstrain.train.state import State
+from crosstrain.utils.errors import TrainingError
 
 
 def make_runner(*options: str) -> Runner:
@@ -25,7 +25,7 @@ def make_runner(*options: str) -> Runner:
     )  # fmt: skip
     runner = Runner(None, config.run)
     runner.setup()
-    assembly.build(config, runner, None, for_training=True)
+    build_model(config, runner, None, for_training=True)
     return runner
 
 

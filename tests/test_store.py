@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 
 from conftest import ENVIRONMENT, ROOT
 from crosstrain.checkpoint import folders
-from crosstrain.checkpoint.base import load_shards
 from crosstrain.checkpoint.boxes import Piece, Shard, flat_range_pieces, whole_pieces
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention, load_state
+from crosstrain.checkpoint.files import Reader, write_safetensors
+from crosstrain.checkpoint.frozen import load_shards
 from crosstrain.checkpoint.manifest import manifest_text
-from crosstrain.checkpoint.store import Reader, write_safetensors
-from crosstrain.distributed import Group
-from crosstrain.errors import CheckpointError
+from crosstrain.distributed.group import Group
+from crosstrain.utils.errors import CheckpointError
 
 
 def shards(seed: int = 0) -> list[Shard]:
@@ -118,7 +118,7 @@ import resource, sys
 sys.path[:0] = [{str(ROOT / "platform")!r}, {str(ROOT / "tests")!r}]
 from pathlib import Path
 from test_store import checkpointer, shards
-from crosstrain.errors import CheckpointError
+from crosstrain.utils.errors import CheckpointError
 keeper = checkpointer(Path({str(tmp_path)!r}))
 resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))  # writes beyond 200 bytes fail as on a full disk
 keeper.save(6, shards(), {{"step": 6}})

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crosstrain.config import BatchPlan
+from crosstrain.config.load import BatchPlan
 from crosstrain.data.dataset import Dataset, Sample
-from crosstrain.data.stream import MicroBatch, evaluation_batches, training_steps
+from crosstrain.data.loader import MicroBatch, evaluation_batches, training_steps
 
 
 class Numbers(Dataset):

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from crosstrain.config import load_config
+from crosstrain.config.load import load_config
+from crosstrain.config.run_options import BatchPlan
 from crosstrain.data.dataset import Reading
-from crosstrain.data.stream import training_steps
-from crosstrain.errors import ConfigError, DataError
-from crosstrain.options import BatchPlan
+from crosstrain.data.loader import training_steps
+from crosstrain.utils.errors import ConfigError, DataError
 from shard_home import captions, jpeg, module_of, opened, serving, write_shard
 from sight import write_project
 

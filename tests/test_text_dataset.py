@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crosstrain.check import Checker
-from crosstrain.data.prepare import PrepareOptions
+from crosstrain.config.registry import registry
+from crosstrain.config.schema import Checker
+from crosstrain.corpus.prepare import PrepareOptions
+from crosstrain.data.indexed_dataset import TokenWriter
 from crosstrain.data.tokenizer import load_tokenizer, train_bpe
-from crosstrain.data.tokens import TokenWriter
-from crosstrain.errors import ConfigError, DataError
-from crosstrain.registry import registry
+from crosstrain.utils.errors import ConfigError, DataError
 
 TextDataset = registry.get("dataset", "text")
 RNG = np.random.default_rng(0)

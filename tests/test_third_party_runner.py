@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from conftest import Run, Workspace
-from crosstrain.checkpoint.store import Reader
+from crosstrain.checkpoint.files import Reader
 from ranks import mostly_slow, train
 
 TOLERANCE = 1e-6  # as in test_equivalence: only the order of fp32 sums differs

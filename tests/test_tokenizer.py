@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from conftest import TEXTS
 from crosstrain.data.tokenizer import cached_folder, load_gpt2, load_tokenizer, train_bpe
-from crosstrain.errors import DataError
+from crosstrain.utils.errors import DataError
 
 
 def test_a_trained_tokenizer_ends_with_the_end_of_text() -> None:

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 from conftest import ENVIRONMENT, Workspace
-from crosstrain.check import Component, NoOptions
-from crosstrain.commands.saved import saved_config
-from crosstrain.config import load_config
-from crosstrain.errors import UserError
+from crosstrain.config.load import load_config
+from crosstrain.config.registry import registry
+from crosstrain.config.schema import Component, NoOptions
+from crosstrain.inference.open_checkpoint import saved_config
 from crosstrain.monitor import trackers
 from crosstrain.monitor.metrics import scalars
 from crosstrain.monitor.tracker import TrackedRun, Tracker
 from crosstrain.monitor.trackers import Trackers, check_trackers
-from crosstrain.registry import registry
+from crosstrain.utils.errors import UserError
 from ranks import train
 
 OURS = '''
@@ -33,7 +33,7 @@ from dataclasses import dataclass
 
 from crosstrain.monitor.metrics import scalars
 from crosstrain.monitor.tracker import Tracker
-from crosstrain.registry import registry
+from crosstrain.config.registry import registry
 
 
 @registry.register_tracker("notebook")
@@ -158,7 +158,7 @@ def test_a_network_that_hangs_holds_nothing_up(
     stuck: type[Stuck], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(trackers, "_PATIENCE", 0.2)
-    monkeypatch.setattr("crosstrain.monitor.console.log.propagate", True)
+    monkeypatch.setattr("crosstrain.monitor.progress.log.propagate", True)
     tracking = Trackers([Component("stuck", NoOptions())], TrackedRun(tmp_path, {}, 0))
     started = time.monotonic()
     for step in range(1, trackers._WAITING + 50):

@@ -18,18 +18,19 @@ import pytest
 
 from attacks import frugal, seal
 from conftest import Workspace
-from crosstrain import assembly, trust
-from crosstrain.checkpoint.assets import MODEL_FILES, TOKENIZER_FILES
-from crosstrain.commands.saved import saved_config
-from crosstrain.config import load_config
-from crosstrain.data.annotations import read_annotations
-from crosstrain.data.conversations import SampleError
-from crosstrain.data.image_dataset import open_image_file
-from crosstrain.data.prepare import Summary
+from crosstrain.config.load import load_config
+from crosstrain.corpus.prepare import Summary
+from crosstrain.data.indexed_dataset import TokenFile
 from crosstrain.data.tokenizer import load_gpt2, load_tokenizer
-from crosstrain.data.tokens import TokenFile
-from crosstrain.errors import ConfigError, DataError, UserError
-from crosstrain.trust import Trust
+from crosstrain.data.vision.annotations import read_annotations
+from crosstrain.data.vision.conversations import SampleError
+from crosstrain.data.vision.image_dataset import open_image_file
+from crosstrain.engine.build import open_split, prepare_data
+from crosstrain.inference.open_checkpoint import saved_config
+from crosstrain.utils import trust
+from crosstrain.utils.assets import MODEL_FILES, TOKENIZER_FILES
+from crosstrain.utils.errors import ConfigError, DataError, UserError
+from crosstrain.utils.trust import Trust
 from hostile_checkpoints import (
     BOMBS,
     EVALUATE,
@@ -150,12 +151,12 @@ def test_a_run_of_this_user_is_trusted_with_its_data_and_nothing_else(
     config = saved_config(trained, [])
     assert config.trust == Trust.NOTHING
     assert not (tmp_path / "another account").exists()
-    for use in (assembly.prepare_data, lambda c: assembly.open_split(c, "val")):
+    for use in (prepare_data, lambda c: open_split(c, "val")):
         with pytest.raises(ConfigError, match=r"not trained under this account.*--trust-data"):
             use(config)
     trusted = saved_config(trained, [], trust_data=True)
     assert trusted.trust == Trust.DATA
-    assert len(assembly.open_split(trusted, "val"))
+    assert len(open_split(trusted, "val"))
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from crosstrain.check import Checker
+from crosstrain.config.schema import Checker
 from crosstrain.corpus.download import download
-from crosstrain.corpus.inputs import Source
+from crosstrain.corpus.prepare import PrepareOptions, Summary, prepare
 from crosstrain.corpus.reader import Reader
-from crosstrain.data.prepare import PrepareOptions, Summary, prepare
-from crosstrain.errors import ConfigError, DataError
+from crosstrain.corpus.sources import Source
+from crosstrain.utils.errors import ConfigError, DataError
 
 PROSE = "The lighthouse stands on a cliff above the harbour, and {0} ships pass it every night on their way south. "
 

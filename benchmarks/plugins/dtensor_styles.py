@@ -14,13 +14,13 @@ from torch.distributed.tensor.parallel import RowwiseParallel, loss_parallel, pa
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from crosstrain.checkpoint.boxes import Box, Piece
-from crosstrain.data.stream import MicroBatch
-from crosstrain.distributed import Group
-from crosstrain.loss import PLAIN, Head, Logits
-from crosstrain.model import Model
-from crosstrain.optim import MakeOptimizer
-from crosstrain.registry import registry
-from crosstrain.runner import Runner
+from crosstrain.config.registry import registry
+from crosstrain.data.loader import MicroBatch
+from crosstrain.distributed.group import Group
+from crosstrain.engine.optimizer import MakeOptimizer
+from crosstrain.engine.runner import Runner
+from crosstrain.modeling.base import Model
+from crosstrain.modeling.cross_entropy import PLAIN, Head, Logits
 
 
 class _Head(Head):

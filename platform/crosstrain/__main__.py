@@ -2,7 +2,7 @@
 
 import sys
 
-from crosstrain.cli import main
+from crosstrain.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,11 +12,12 @@ import numpy as np
 from annotated_types import Interval
 from torch.utils.data import get_worker_info
 
-from crosstrain.bounds import FilePath, PositiveInt, Text
-from crosstrain.check import OptionError
-from crosstrain.data.conversations import SampleError
+from crosstrain.config.bounds import FilePath, PositiveInt, Text
+from crosstrain.config.registry import registry
+from crosstrain.config.schema import OptionError
 from crosstrain.data.dataset import SPLITS, Reading, Sample, Split
-from crosstrain.data.image_dataset import (
+from crosstrain.data.vision.conversations import SampleError
+from crosstrain.data.vision.image_dataset import (
     Annotation,
     ImageDataset,
     ImageDatasetOptions,
@@ -24,8 +25,7 @@ from crosstrain.data.image_dataset import (
     open_image,
     processors,
 )
-from crosstrain.errors import DataError
-from crosstrain.registry import registry
+from crosstrain.utils.errors import DataError
 
 from .packing import PackOptions, pack
 from .shards import Shards, check_there, default_cache, expand, prepare

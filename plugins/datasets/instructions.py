@@ -9,11 +9,12 @@ from typing import Annotated, Any
 
 from annotated_types import Interval
 
-from crosstrain.bounds import FilePath
-from crosstrain.check import OptionError
-from crosstrain.data.annotations import read_annotations
+from crosstrain.config.bounds import FilePath
+from crosstrain.config.registry import registry
+from crosstrain.config.schema import OptionError
 from crosstrain.data.dataset import SPLITS, Split
-from crosstrain.data.image_dataset import (
+from crosstrain.data.vision.annotations import read_annotations
+from crosstrain.data.vision.image_dataset import (
     Annotation,
     ImageDataset,
     ImageDatasetOptions,
@@ -21,8 +22,7 @@ from crosstrain.data.image_dataset import (
     open_image_file,
     processors,
 )
-from crosstrain.errors import DataError
-from crosstrain.registry import registry
+from crosstrain.utils.errors import DataError
 
 
 @registry.register_dataset("instructions")

@@ -11,14 +11,14 @@ from typing import Annotated, Any
 import numpy as np
 from annotated_types import MinLen
 
-from crosstrain.bounds import PositiveFloat
-from crosstrain.check import Component, OptionError
+from crosstrain.config.bounds import PositiveFloat
+from crosstrain.config.registry import registry
+from crosstrain.config.schema import Component, OptionError
 from crosstrain.data.dataset import Batch, Dataset, Example, Questioner, Reading, Sample, Split
-from crosstrain.data.quota import Quota, quantise
+from crosstrain.data.mixing import Quota, quantise
 from crosstrain.data.tokenizer import same_vocabulary
-from crosstrain.errors import DataError
-from crosstrain.registry import registry
-from crosstrain.rng import derive_seed
+from crosstrain.utils.errors import DataError
+from crosstrain.utils.rng import derive_seed
 
 
 @dataclass

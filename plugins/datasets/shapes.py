@@ -12,11 +12,11 @@ import numpy as np
 from annotated_types import Interval
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from crosstrain.bounds import FilePath, NonNegativeInt
+from crosstrain.config.bounds import FilePath, NonNegativeInt
+from crosstrain.config.registry import registry
 from crosstrain.data.dataset import Split
-from crosstrain.data.image_dataset import Processors, processors
-from crosstrain.registry import registry
-from crosstrain.rng import derive_seed
+from crosstrain.data.vision.image_dataset import Processors, processors
+from crosstrain.utils.rng import derive_seed
 
 from .image_text import ImageText
 from .packing import Packed, write_once

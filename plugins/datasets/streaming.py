@@ -12,9 +12,9 @@ import numpy as np
 from webdataset.gopen import gopen
 
 from crosstrain.data.dataset import Reading
-from crosstrain.errors import DataError
-from crosstrain.files import open_regular
-from crosstrain.rng import derive_seed
+from crosstrain.utils.errors import DataError
+from crosstrain.utils.files import open_regular
+from crosstrain.utils.rng import derive_seed
 
 from .shards import grouped, is_remote, local_path
 

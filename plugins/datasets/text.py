@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from annotated_types import Interval
 
-from crosstrain.bounds import FilePath
-from crosstrain.check import OptionError
+from crosstrain.config.bounds import FilePath
+from crosstrain.config.registry import registry
+from crosstrain.config.schema import OptionError
+from crosstrain.corpus.prepare import PrepareOptions, Summary, locate, prepare
 from crosstrain.data.dataset import SPLITS, Batch, Dataset, Sample, Split
-from crosstrain.data.prepare import PrepareOptions, Summary, locate, prepare
+from crosstrain.data.indexed_dataset import TokenFile
 from crosstrain.data.tokenizer import TextTokenizer, cached_folder, load_gpt2, load_tokenizer
-from crosstrain.data.tokens import TokenFile
-from crosstrain.errors import DataError
-from crosstrain.registry import registry
+from crosstrain.utils.errors import DataError
 
 _BASELINE_TOKENS = 20_000_000  # plenty for word frequencies, seconds to count
 _COUNT_AT_ONCE = 1 << 20

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from crosstrain.optim import cosine
-from crosstrain.registry import registry
+from crosstrain.config.registry import registry
+from crosstrain.engine.optimizer import cosine
 
 
 @registry.register_lr_scheduler("cosine")

@@ -15,12 +15,10 @@ from transformers.modeling_rope_utils import RopeParameters
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from crosstrain.bounds import Text
-from crosstrain.check import OptionError, nearest, one_line
-from crosstrain.errors import ConfigError, UserError
-from crosstrain.pretrained import pretrained_folder
-from crosstrain.registry import registry
-from crosstrain.transformers_model import (
+from crosstrain.config.bounds import Text
+from crosstrain.config.registry import registry
+from crosstrain.config.schema import OptionError, nearest, one_line
+from crosstrain.modeling.hf_causal_lm import (
     LARGEST_SIZE,
     MOST_LAYERS,
     Size,
@@ -29,6 +27,8 @@ from crosstrain.transformers_model import (
     padded,
     without_initial_values,
 )
+from crosstrain.modeling.pretrained import pretrained_folder
+from crosstrain.utils.errors import ConfigError, UserError
 
 # What weights of another size are not weights of, under the names that every configuration knows.
 _SIZES = (

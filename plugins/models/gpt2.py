@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from crosstrain.bounds import Text
-from crosstrain.errors import ConfigError
-from crosstrain.model import Ends
-from crosstrain.pretrained import pretrained_folder
-from crosstrain.registry import registry
-from crosstrain.transformers_model import (
+from crosstrain.config.bounds import Text
+from crosstrain.config.registry import registry
+from crosstrain.modeling.base import Ends
+from crosstrain.modeling.hf_causal_lm import (
     DropRate,
     Layers,
     Size,
@@ -24,6 +22,8 @@ from crosstrain.transformers_model import (
     padded,
     without_initial_values,
 )
+from crosstrain.modeling.pretrained import pretrained_folder
+from crosstrain.utils.errors import ConfigError
 
 
 @registry.register_model("gpt2")

@@ -9,12 +9,10 @@ from typing import ClassVar, Literal
 from torch import nn
 from transformers import PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from crosstrain.bounds import PositiveFloat, Text
-from crosstrain.check import OptionError
-from crosstrain.errors import ConfigError
-from crosstrain.pretrained import pretrained_folder
-from crosstrain.registry import registry
-from crosstrain.transformers_model import (
+from crosstrain.config.bounds import PositiveFloat, Text
+from crosstrain.config.registry import registry
+from crosstrain.config.schema import OptionError
+from crosstrain.modeling.hf_causal_lm import (
     DropRate,
     Layers,
     Size,
@@ -23,6 +21,8 @@ from crosstrain.transformers_model import (
     padded,
     without_initial_values,
 )
+from crosstrain.modeling.pretrained import pretrained_folder
+from crosstrain.utils.errors import ConfigError
 
 _FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[nn.Module]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),

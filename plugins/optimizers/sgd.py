@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import torch
 from annotated_types import Interval
 
-from crosstrain.check import OptionError
-from crosstrain.registry import registry
+from crosstrain.config.registry import registry
+from crosstrain.config.schema import OptionError
 
 
 @registry.register_optimizer("sgd")

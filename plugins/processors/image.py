@@ -14,9 +14,9 @@ import torch
 from annotated_types import Interval
 from timm.data import create_transform, resolve_data_config
 
-from crosstrain.bounds import Fraction, PositiveFloat, Text
-from crosstrain.check import OptionError
-from crosstrain.registry import registry
+from crosstrain.config.bounds import Fraction, PositiveFloat, Text
+from crosstrain.config.registry import registry
+from crosstrain.config.schema import OptionError
 
 
 class _Transform:

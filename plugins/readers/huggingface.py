@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crosstrain.bounds import FilePath, Text
+from crosstrain.config.bounds import FilePath, Text
+from crosstrain.config.registry import registry
+from crosstrain.corpus.io import existing
 from crosstrain.corpus.reader import Document, Reader, Task, cell, check_column
-from crosstrain.corpus.streams import existing
-from crosstrain.errors import DataError
-from crosstrain.extras import require
-from crosstrain.registry import registry
+from crosstrain.utils.errors import DataError
+from crosstrain.utils.optional_deps import require
 
 _ROWS = 4096  # in a task
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from crosstrain.bounds import Text
-from crosstrain.corpus import records
+from crosstrain.config.bounds import Text
+from crosstrain.config.registry import registry
+from crosstrain.corpus import chunks
 from crosstrain.corpus.reader import Document, FileReader, Piece
-from crosstrain.errors import DataError
-from crosstrain.registry import registry
+from crosstrain.utils.errors import DataError
 
 
 @registry.register_reader("jsonl")
@@ -30,10 +30,10 @@ class JsonLinesReader(FileReader):
     options: Options
 
     def pieces(self, file: Path) -> Iterator[Piece]:
-        return records.cut(file, b"\n")
+        return chunks.cut(file, b"\n")
 
     def read_piece(self, piece: Piece) -> Iterator[Document]:
-        for number, (offset, line) in enumerate(records.lines(piece)):
+        for number, (offset, line) in enumerate(chunks.lines(piece)):
             if not line or line.isspace():
                 continue
             try:
@@ -54,7 +54,7 @@ class JsonLinesReader(FileReader):
 
 def _place(piece: Piece, offset: int) -> str:
     """`file:line`, which takes a look at all that is before it."""
-    return f"{piece.file}:{records.line_number(piece.file, offset)}"
+    return f"{piece.file}:{chunks.line_number(piece.file, offset)}"
 
 
 def _text_of(record: object, key: str) -> str:

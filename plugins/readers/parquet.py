@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crosstrain.bounds import Text
+from crosstrain.config.bounds import Text
+from crosstrain.config.registry import registry
 from crosstrain.corpus.reader import Document, FileReader, Piece, cell, check_column
-from crosstrain.errors import DataError, first_line
-from crosstrain.extras import require
-from crosstrain.registry import registry
+from crosstrain.utils.errors import DataError, first_line
+from crosstrain.utils.optional_deps import require
 
 _ROWS = 1024  # held at once
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from crosstrain.bounds import Text
-from crosstrain.corpus import records
+from crosstrain.config.bounds import Text
+from crosstrain.config.registry import registry
+from crosstrain.corpus import chunks
 from crosstrain.corpus.reader import Document, FileReader, Piece
-from crosstrain.registry import registry
 
 
 @registry.register_reader("text")
@@ -30,10 +30,10 @@ class TextReader(FileReader):
     def pieces(self, file: Path) -> Iterator[Piece]:
         if self.options.separator is None:
             return super().pieces(file)
-        return records.cut(file, self.options.separator.encode())
+        return chunks.cut(file, self.options.separator.encode())
 
     def read_piece(self, piece: Piece) -> Iterator[Document]:
-        text, separator = records.decoded(piece), self.options.separator
+        text, separator = chunks.decoded(piece), self.options.separator
         if separator is None:
             yield Document(text, str(piece.file))
             return

@@ -16,12 +16,12 @@ from urllib.parse import urldefrag, urlsplit
 from annotated_types import Interval
 from tqdm import tqdm
 
-from crosstrain.bounds import PositiveInt, Text
+from crosstrain.config.bounds import PositiveInt, Text
+from crosstrain.config.registry import registry
+from crosstrain.corpus.io import existing, files_below, opened
 from crosstrain.corpus.reader import Document, Reader, Task
-from crosstrain.corpus.streams import existing, files_below, opened
-from crosstrain.errors import DataError
-from crosstrain.extras import require
-from crosstrain.registry import registry
+from crosstrain.utils.errors import DataError
+from crosstrain.utils.optional_deps import require
 
 from .crawl import Manners, Pages, crawl
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
-from crosstrain.corpus import records
+from crosstrain.config.registry import registry
+from crosstrain.corpus import chunks
 from crosstrain.corpus.reader import Document, FileReader, Piece
-from crosstrain.errors import DataError
-from crosstrain.extras import require
-from crosstrain.registry import registry
+from crosstrain.utils.errors import DataError
+from crosstrain.utils.optional_deps import require
 
 _END = b"</page>"
 
@@ -34,14 +34,14 @@ class WikipediaReader(FileReader):
     options: Options
 
     def pieces(self, file: Path) -> Iterator[Piece]:
-        return records.cut(file, _END)
+        return chunks.cut(file, _END)
 
     def read_piece(self, piece: Piece) -> Iterator[Document]:
         for offset, raw in _pages(piece):
             try:
                 page = ElementTree.fromstring(raw)
             except ElementTree.ParseError as error:
-                line = records.line_number(piece.file, offset)
+                line = chunks.line_number(piece.file, offset)
                 raise DataError(f"{piece.file}:{line} begins a page that is not valid XML: {error}") from None
             namespace = page.findtext("ns", "0")
             if page.find("redirect") is not None or int(namespace) not in self.options.namespaces:
@@ -58,7 +58,7 @@ def _pages(piece: Piece) -> Iterator[tuple[int, bytes]]:
     while (start := data.find(b"<page>", at)) >= 0:
         stop = data.find(_END, start)
         if stop < 0:
-            line = records.line_number(piece.file, piece.start + start)
+            line = chunks.line_number(piece.file, piece.start + start)
             raise DataError(f"{piece.file}:{line} begins a page that does not end: the dump is truncated")
         at = stop + len(_END)
         yield piece.start + start, data[start:at]

@@ -13,11 +13,11 @@ from annotated_types import Interval
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from crosstrain.model import Model
-from crosstrain.optim import MakeOptimizer
-from crosstrain.planning.layout import Layout, Situation, Sizes, data_parallel
-from crosstrain.registry import registry
-from crosstrain.runner import Runner
+from crosstrain.config.registry import registry
+from crosstrain.engine.footprint import Layout, Situation, Sizes, data_parallel
+from crosstrain.engine.optimizer import MakeOptimizer
+from crosstrain.engine.runner import Runner
+from crosstrain.modeling.base import Model
 
 
 @registry.register_runner("ddp")

@@ -1,9 +1,9 @@
 """metrics.jsonl, for programs; resuming and `crosstrain report` rely on it."""
 
+from crosstrain.checkpoint.run_folder import RunFolder, append
+from crosstrain.config.registry import registry
 from crosstrain.monitor import metrics
 from crosstrain.monitor.tracker import TrackedRun, Tracker
-from crosstrain.registry import registry
-from crosstrain.run_folder import RunFolder, append
 
 
 @registry.register_tracker("jsonl")

@@ -5,11 +5,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from crosstrain.bounds import Text
-from crosstrain.extras import require
+from crosstrain.config.bounds import Text
+from crosstrain.config.registry import registry
 from crosstrain.monitor.metrics import Row, flat, scalars, texts
 from crosstrain.monitor.tracker import TrackedRun, Tracker
-from crosstrain.registry import registry
+from crosstrain.utils.optional_deps import require
 
 _LONGEST = 500  # characters of a parameter's value, which every MLflow server takes
 _AT_ONCE = 100  # parameters per request, of which servers take no more

@@ -7,12 +7,12 @@ from html import escape
 from pathlib import Path
 from typing import Literal
 
-from crosstrain.bounds import Text
-from crosstrain.errors import UserError
-from crosstrain.extras import require
+from crosstrain.config.bounds import Text
+from crosstrain.config.registry import registry
 from crosstrain.monitor.metrics import Row, scalars, texts
 from crosstrain.monitor.tracker import TrackedRun, Tracker
-from crosstrain.registry import registry
+from crosstrain.utils.errors import UserError
+from crosstrain.utils.optional_deps import require
 
 
 @registry.register_tracker("wandb")

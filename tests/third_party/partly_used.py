@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from crosstrain.registry import registry
+from crosstrain.config.registry import registry
 
 GPT2 = registry.get_model_class("gpt2")
 

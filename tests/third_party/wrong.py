@@ -5,8 +5,8 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from crosstrain.registry import registry
-from crosstrain.runner import Runner
+from crosstrain.config.registry import registry
+from crosstrain.engine.runner import Runner
 
 
 @registry.register_runner("wrong")

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from crosstrain.errors import ConfigError
-from crosstrain.optim import create_state
-from crosstrain.registry import registry
-from crosstrain.runner import Runner
+from crosstrain.config.registry import registry
+from crosstrain.engine.optimizer import create_state
+from crosstrain.engine.runner import Runner
+from crosstrain.utils.errors import ConfigError
 
 
 @registry.register_runner("zero1_lite")

@@ -1,0 +1,1 @@
+"""Checkpoints: sharded files, manifest, export. Knows models, not runners."""

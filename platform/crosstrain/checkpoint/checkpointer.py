@@ -21,13 +21,13 @@ from typing import Any
 from torch import Tensor
 
 from crosstrain.checkpoint import folders
+from crosstrain.checkpoint.assignment import Assignment, assign, holdings
 from crosstrain.checkpoint.boxes import Shard
+from crosstrain.checkpoint.files import Reader, check_file, file_sum, fsync, write_file, write_json, write_safetensors
 from crosstrain.checkpoint.manifest import MANIFEST, STATE, Files, Frozen, is_count, manifest_text, read_json
-from crosstrain.checkpoint.plan import Assignment, assign, holdings
-from crosstrain.checkpoint.store import Reader, check_file, file_sum, fsync, write_file, write_json, write_safetensors
-from crosstrain.distributed import Group
-from crosstrain.errors import CheckpointError, RankLost
-from crosstrain.run_folder import RunFolder
+from crosstrain.checkpoint.run_folder import RunFolder
+from crosstrain.distributed.group import Group
+from crosstrain.utils.errors import CheckpointError, RankLost
 
 _log = logging.getLogger("crosstrain")
 

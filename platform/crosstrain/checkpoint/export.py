@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crosstrain.checkpoint.assets import MODEL_FILES, TOKENIZER_FILES
-from crosstrain.checkpoint.base import Base, check_frozen, fingerprints
 from crosstrain.checkpoint.boxes import Shard, whole_pieces
+from crosstrain.checkpoint.files import Reader, fsync, write_json, write_safetensors
+from crosstrain.checkpoint.frozen import Base, check_frozen, fingerprints
 from crosstrain.checkpoint.manifest import DTYPES, read_json
-from crosstrain.checkpoint.store import Reader, fsync, write_json, write_safetensors
-from crosstrain.distributed import Group
-from crosstrain.errors import CheckpointError, UserError
-from crosstrain.model import Merge
+from crosstrain.distributed.group import Group
+from crosstrain.modeling.base import Merge
+from crosstrain.utils.assets import MODEL_FILES, TOKENIZER_FILES
+from crosstrain.utils.errors import CheckpointError, UserError
 
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 # Keys by which a configuration sends transformers for code, other weights or other files.

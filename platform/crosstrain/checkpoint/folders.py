@@ -10,10 +10,10 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
+from crosstrain.checkpoint.files import Reader, fsync
 from crosstrain.checkpoint.manifest import MANIFEST, IncompatibleCheckpointError, read_json
-from crosstrain.checkpoint.store import Reader, fsync
-from crosstrain.errors import CheckpointError
-from crosstrain.files import open_regular
+from crosstrain.utils.errors import CheckpointError
+from crosstrain.utils.files import open_regular
 
 _log = logging.getLogger("crosstrain")
 _STEP = re.compile(r"step_([0-9]{6,18})")

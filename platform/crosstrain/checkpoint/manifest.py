@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from crosstrain.checkpoint.boxes import Box, check_cover
-from crosstrain.errors import CheckpointError
-from crosstrain.files import read_regular
+from crosstrain.utils.errors import CheckpointError
+from crosstrain.utils.files import read_regular
 
 FORMAT, VERSION = "crosstrain-checkpoint", 2
 MANIFEST, STATE = "manifest.json", "state.json"

@@ -1,1 +1,1 @@
-"""Proof that runners agree: `worker` trains a few steps under one and records them, `diagnosis` says what differs."""
+"""Run two configurations side by side and find where they part."""

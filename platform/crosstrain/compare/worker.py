@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crosstrain import assembly
 from crosstrain.checkpoint.boxes import Box, Piece, Shard
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
+from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.folders import step_folder
-from crosstrain.checkpoint.store import Reader
-from crosstrain.config import Config
-from crosstrain.data.stream import MicroBatch
-from crosstrain.evaluation import evaluate_loss
+from crosstrain.config.load import Config
+from crosstrain.data.loader import MicroBatch
+from crosstrain.distributed.launch.signals import StopRequest
+from crosstrain.engine.build import make_runner
+from crosstrain.engine.runner import Runner, StepResult
+from crosstrain.inference.perplexity import evaluate_loss
 from crosstrain.monitor.hardware import memory_mb
-from crosstrain.runner import Runner, StepResult
-from crosstrain.signals import StopRequest
-from crosstrain.trainer import Trainer
+from crosstrain.train.trainer import Trainer
 
 Sums = tuple[float, float, float, float]  # of (g-r)^2, g*g, g*r and r*r, g a tensor here and r the reference's
 
@@ -141,7 +141,7 @@ def _projection(tensor: Tensor) -> float:
 def compare_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
     """What every rank of a contestant runs; rank 0 leaves what was seen in `job["result"]`."""
     config = Config.from_plain(plain)
-    runner = assembly.make_runner(config)
+    runner = make_runner(config)
     runner.setup()
     before = memory_mb(runner.device).get("memory_peak_mb", 0.0)
     stop = StopRequest(True)

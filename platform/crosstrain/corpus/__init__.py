@@ -1,1 +1,1 @@
-"""From raw text to cleaned, de-duplicated documents, in bounded memory, on all cores, restartable."""
+"""Prepare text for training: read, filter, deduplicate, tokenize."""

@@ -18,7 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from crosstrain import __version__
-from crosstrain.errors import DataError
+from crosstrain.utils.errors import DataError
 
 AGENT = f"crosstrain/{__version__}"
 _BLOCK = 1 << 20

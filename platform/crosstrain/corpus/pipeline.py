@@ -16,18 +16,18 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from crosstrain.corpus.clean import Clean, Cleaned, Work
 from crosstrain.corpus.dedup import Repeated, find_repeated
-from crosstrain.corpus.encode import Encode, TokenShard
-from crosstrain.corpus.inputs import sources
+from crosstrain.corpus.filter import make_rules, plain
+from crosstrain.corpus.filter_stage import Clean, Cleaned, Work
 from crosstrain.corpus.pool import Pool, cores
-from crosstrain.corpus.report import BINS, Counts, histogram, write_report
-from crosstrain.corpus.rule import make_rules, plain
+from crosstrain.corpus.prepare import FORMAT_VERSION, PrepareOptions, Summary, hash_of
 from crosstrain.corpus.shards import TextShard, key_of
-from crosstrain.data.prepare import FORMAT_VERSION, PrepareOptions, Summary, hash_of
+from crosstrain.corpus.sources import sources
+from crosstrain.corpus.stats import BINS, Counts, histogram, write_report
+from crosstrain.corpus.tokenize_stage import Encode, TokenShard
+from crosstrain.data.indexed_dataset import TokenWriter, best_dtype
 from crosstrain.data.tokenizer import load_tokenizer, train_bpe
-from crosstrain.data.tokens import TokenWriter, best_dtype
-from crosstrain.errors import DataError
+from crosstrain.utils.errors import DataError
 
 _LITTLE = 16 << 20  # bytes of input for which starting processes takes longer than working
 _log = logging.getLogger(__name__)

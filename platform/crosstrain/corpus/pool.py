@@ -17,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from crosstrain.errors import DataError
-from crosstrain.registry import registry
+from crosstrain.config.registry import registry
+from crosstrain.utils.errors import DataError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

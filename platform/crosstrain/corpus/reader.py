@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from crosstrain.bounds import Text
-from crosstrain.corpus import streams
+from crosstrain.config.bounds import Text
+from crosstrain.corpus import io
 from crosstrain.corpus.download import download, is_url
-from crosstrain.errors import DataError
+from crosstrain.utils.errors import DataError
 
 TASK_BYTES = 8 << 20  # of input in a task: large enough to be worth a file of its own, small enough to be held
 
@@ -42,9 +42,9 @@ class Piece:
         """The bytes. DataError where the file cannot be read."""
         if self.data is not None:
             return self.data
-        if streams.is_compressed(self.file):
-            return streams.read_all(self.file)
-        return streams.read_range(self.file, self.start, self.stop)
+        if io.is_compressed(self.file):
+            return io.read_all(self.file)
+        return io.read_range(self.file, self.start, self.stop)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Reader(ABC):
     @classmethod
     def claims(cls, path: Path) -> bool:
         """Whether a file or folder is one for this reader."""
-        return path.is_file() and streams.plain_name(path).lower().endswith(cls.suffixes or ("\0",))
+        return path.is_file() and io.plain_name(path).lower().endswith(cls.suffixes or ("\0",))
 
     def fetch(self, folder: Path, progress: bool) -> None:  # noqa: B027 - most have nothing to fetch
         """Bring what is not here yet into `folder`, which outlives the process; called before `tasks`."""
@@ -144,10 +144,10 @@ class FileReader(Reader):
                 assert self.fetched is not None
                 found.append(download(item, self.fetched, False))
                 continue
-            path = streams.existing(item)
-            inside = [file for file in streams.files_below(path) if self.claims(file)] if path.is_dir() else [path]
+            path = io.existing(item)
+            inside = [file for file in io.files_below(path) if self.claims(file)] if path.is_dir() else [path]
             if not inside:
-                raise streams.nothing_in(path, "/".join(self.suffixes))
+                raise io.nothing_in(path, "/".join(self.suffixes))
             found += inside
         return found
 
@@ -161,7 +161,7 @@ class FileReader(Reader):
 
     def size(self) -> int | None:
         files = self.files()
-        return None if any(map(streams.is_compressed, files)) else sum(file.stat().st_size for file in files)
+        return None if any(map(io.is_compressed, files)) else sum(file.stat().st_size for file in files)
 
     def tasks(self) -> Iterator[Task]:
         """Pieces of about `TASK_BYTES`; small files share a task."""

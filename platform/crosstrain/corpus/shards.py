@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from crosstrain.errors import DataError
+from crosstrain.utils.errors import DataError
 
 ROW = np.dtype([("length", "<i8"), ("hash", "<u8", 2)])  # bytes of UTF-8; BLAKE2b of them, 128 bits
 

@@ -1,0 +1,1 @@
+"""Datasets, the order of samples, tokenizers."""

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from crosstrain.data.order import sample_index
-from crosstrain.errors import UserError
+from crosstrain.data.shuffle import sample_index
+from crosstrain.utils.errors import UserError
 
 Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
@@ -50,15 +50,15 @@ class Questioner(Protocol):
     def ask(self, conversation: Any, images: list[Any]) -> Sample:
         """The sample, without labels, that the assistant's next words follow.
 
-        conversation: a list of `crosstrain.data.conversations.Message`, with a placeholder for each of `images`, which
-        are PIL images. Raises UserError where the numbers differ.
+        conversation: a list of `crosstrain.data.vision.conversations.Message`, with a placeholder for each of
+        `images`, which are PIL images. Raises UserError where the numbers differ.
         """
 
 
 class Dataset(ABC):
     """One split of a named dataset: a fixed number of samples, each reachable by its index.
 
-    Which sample comes next is not a dataset's business (`crosstrain.data.order` decides); it answers `get(index)`
+    Which sample comes next is not a dataset's business (`crosstrain.data.shuffle` decides); it answers `get(index)`
     for any index, in any order, from any process.
     """
 

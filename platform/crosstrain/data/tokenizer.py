@@ -20,10 +20,10 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from crosstrain.checkpoint.assets import TOKENIZER_FILES, copy_files, plain_files
-from crosstrain.errors import DataError
-from crosstrain.files import read_regular
-from crosstrain.trust import check_source
+from crosstrain.utils.assets import TOKENIZER_FILES, copy_files, plain_files
+from crosstrain.utils.errors import DataError
+from crosstrain.utils.files import read_regular
+from crosstrain.utils.trust import check_source
 
 TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"  # files in a tokenizer's folder, and in a model's
 _MOST_BYTES = 1 << 27  # of each

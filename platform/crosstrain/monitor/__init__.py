@@ -1,0 +1,1 @@
+"""Metrics, progress, profiles and the run's folder."""

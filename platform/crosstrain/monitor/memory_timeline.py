@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from crosstrain.drawing import picture
-from crosstrain.report.thin import thin
+from crosstrain.monitor.report.downsample import thin
+from crosstrain.utils.drawing import picture
 
 _MIB = 1 << 20
 _DEVICES = {0: "CPU", 1: "GPU"}  # c10::DeviceType, as traces have it

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from crosstrain.run_folder import write_atomically
+from crosstrain.checkpoint.run_folder import write_atomically
 
 Row = dict[str, Any]  # step, plain numbers, {"timers": {phase: ms}}, and texts: see `texts`
 

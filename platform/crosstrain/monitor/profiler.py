@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from crosstrain.errors import UserError
-from crosstrain.monitor.console import log
+from crosstrain.config.run_options import ProfileOptions
 from crosstrain.monitor.memory_timeline import read_memory, write_memory
-from crosstrain.options import ProfileOptions
+from crosstrain.monitor.progress import log
+from crosstrain.utils.errors import UserError
 
 
 class Profiler:

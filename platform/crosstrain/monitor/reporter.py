@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from crosstrain.config import Config
-from crosstrain.monitor.console import Progress, log, log_line, memory_line
+from crosstrain.checkpoint.run_folder import RunFolder
+from crosstrain.config.load import Config
+from crosstrain.engine.runner import Runner
 from crosstrain.monitor.hardware import gpu_utilisation, memory_mb, peak_flops
 from crosstrain.monitor.metrics import Row
-from crosstrain.monitor.ranks import RankWatch
+from crosstrain.monitor.progress import Progress, log, log_line, memory_line
+from crosstrain.monitor.stragglers import RankWatch
 from crosstrain.monitor.tracker import TrackedRun
 from crosstrain.monitor.trackers import Trackers
-from crosstrain.run_folder import RunFolder
-from crosstrain.runner import Runner
 
 
 class Reporter:

@@ -6,12 +6,12 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 
-from crosstrain.check import Component
-from crosstrain.errors import ConfigError, UserError, sentence
-from crosstrain.monitor.console import log
+from crosstrain.config.registry import registry
+from crosstrain.config.schema import Component
 from crosstrain.monitor.metrics import Row
+from crosstrain.monitor.progress import log
 from crosstrain.monitor.tracker import TrackedRun, Tracker
-from crosstrain.registry import registry
+from crosstrain.utils.errors import ConfigError, UserError, sentence
 
 _WAITING = 1000  # rows that a slow tracker may lag behind; further ones are lost for it
 _PATIENCE = 30.0  # seconds that it may take to send the rest when training has ended

@@ -1,1 +1,1 @@
-"""What a training will cost, before it starts."""
+"""Estimate the memory of a run before it starts."""

@@ -11,19 +11,19 @@ from typing import get_args
 import torch
 from torch import nn
 
-from crosstrain import assembly
-from crosstrain.config import Config
+from crosstrain.config.load import Config
+from crosstrain.config.registry import registry
+from crosstrain.config.run_options import BatchPlan
 from crosstrain.data.dataset import Batch
-from crosstrain.errors import ConfigError, first_line
-from crosstrain.model import Model
-from crosstrain.optim import create_state, optimizer_factory
-from crosstrain.options import BatchPlan
-from crosstrain.planning.layout import Layout, Situation, Sizes
-from crosstrain.planning.pretend import pretended
-from crosstrain.planning.tracing import Trace, trace
-from crosstrain.precision import DTYPES
-from crosstrain.recompute import Mode
-from crosstrain.registry import registry
+from crosstrain.engine.build import batch_plan
+from crosstrain.engine.footprint import Layout, Situation, Sizes
+from crosstrain.engine.optimizer import create_state, optimizer_factory
+from crosstrain.engine.precision import DTYPES
+from crosstrain.modeling.activation_checkpointing import Mode
+from crosstrain.modeling.base import Model
+from crosstrain.planning.fake_world import pretended
+from crosstrain.planning.memory_trace import Trace, trace
+from crosstrain.utils.errors import ConfigError, first_line
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 _FP32 = 4
@@ -76,7 +76,7 @@ class Project:
 
     def estimate(self, label: str, config: Config, world_size: int, mode: Mode | None = None) -> Estimate:
         """Under the runner of `config`, a configuration of the same project. Raises ConfigError where it cannot."""
-        batch = assembly.batch_plan(config, world_size)
+        batch = batch_plan(config, world_size)
         mode = mode or config.run.gradient_checkpointing
         runner = registry.get_runner_class(config.runner.name)
         runner.check_model(config.runner.options, self.model)
@@ -91,7 +91,7 @@ class Project:
 
     def check_layouts(self, config: Config, world_size: int) -> None:
         """ConfigError where the model computes on its own, but not as the runner spreads it over ranks."""
-        batch = assembly.batch_plan(config, world_size)
+        batch = batch_plan(config, world_size)
         with pretended(world_size):
             for layout in self._layouts(config, world_size, batch):
                 if layout.model is not None:

@@ -1,1 +1,1 @@
-"""A model behind an HTTP interface."""
+"""An OpenAI-compatible server."""

@@ -22,11 +22,11 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from crosstrain.serving.documents import Answer, ChatAnswer, CompletionAnswer
-from crosstrain.serving.engine import Engine, finished_at_once
+from crosstrain.serving.api_error import Refusal
 from crosstrain.serving.jobs import Event, Job
-from crosstrain.serving.protocol import ChatRequest, CompletionRequest, parse
-from crosstrain.serving.refusal import Refusal
+from crosstrain.serving.requests import ChatRequest, CompletionRequest, parse
+from crosstrain.serving.responses import Answer, ChatAnswer, CompletionAnswer
+from crosstrain.serving.scheduler import Engine, finished_at_once
 from crosstrain.serving.service import Call, Service
 
 log = logging.getLogger("crosstrain")

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
+from crosstrain.serving.api_error import Refusal
 from crosstrain.serving.limits import Limits
-from crosstrain.serving.refusal import Refusal
 
 _FAIR = 1.0  # seconds that a request may take to arrive even where too many do
 _Phase = Literal["idle", "headers", "body"]

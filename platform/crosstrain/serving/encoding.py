@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from crosstrain.data.tokenizer import load_tokenizer, stored_tokenizer
-from crosstrain.errors import CheckpointError, first_line, sentence
-from crosstrain.serving.refusal import Refusal
+from crosstrain.serving.api_error import Refusal
+from crosstrain.utils.errors import CheckpointError, first_line, sentence
 
 Kind = Literal["text", "chat", "words"]
 _SECONDS = 4.0  # for one prompt

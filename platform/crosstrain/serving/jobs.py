@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from crosstrain.data.dataset import Sample
-from crosstrain.generation import Sampling, choose, completion_rng
-from crosstrain.serving.prompts import Prompt
-from crosstrain.serving.refusal import Refusal
-from crosstrain.text_stream import TextStream
+from crosstrain.inference.detokenizer import TextStream
+from crosstrain.inference.generation import Sampling, choose, completion_rng
+from crosstrain.serving.api_error import Refusal
+from crosstrain.serving.chat_format import Prompt
 
 Reason = Literal["stop", "length"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from crosstrain.errors import UserError
+from crosstrain.utils.errors import UserError
 
 
 @dataclass(frozen=True)

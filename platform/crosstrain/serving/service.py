@@ -8,16 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from crosstrain.errors import UserError, sentence
-from crosstrain.generation import Sampling, room_after
-from crosstrain.model import Model
+from crosstrain.inference.generation import Sampling, room_after
+from crosstrain.modeling.base import Model
+from crosstrain.serving.api_error import Refusal
+from crosstrain.serving.chat_format import ChatFormat, Prompt, Turn, completion_prompt
 from crosstrain.serving.encoding import Encoders
+from crosstrain.serving.images import picture
 from crosstrain.serving.jobs import Event, Job
 from crosstrain.serving.limits import Limits
-from crosstrain.serving.pictures import picture
-from crosstrain.serving.prompts import ChatFormat, Prompt, Turn, completion_prompt
-from crosstrain.serving.protocol import ChatRequest, CompletionRequest, ImagePart, TextPart, _Asking
-from crosstrain.serving.refusal import Refusal
+from crosstrain.serving.requests import ChatRequest, CompletionRequest, ImagePart, TextPart, _Asking
+from crosstrain.utils.errors import UserError, sentence
 
 _USUAL_TOKENS = 16  # of a completion for which max_tokens is not given; OpenAI's number
 

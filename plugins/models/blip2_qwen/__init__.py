@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 from transformers import Blip2QFormerConfig, Blip2QFormerModel
 
-from crosstrain.check import to_plain
-from crosstrain.data.conversations import IMAGE_ID, SHARED
-from crosstrain.errors import ConfigError, DataError
-from crosstrain.language_model import LanguageModel
-from crosstrain.loss import Head
-from crosstrain.model import Merge, Model
-from crosstrain.planning.pretend import has_values
-from crosstrain.precision import DTYPES
-from crosstrain.pretrained import Source
-from crosstrain.recompute import Mode
-from crosstrain.registry import registry
+from crosstrain.config.registry import registry
+from crosstrain.config.schema import to_plain
+from crosstrain.data.vision.conversations import IMAGE_ID, SHARED
+from crosstrain.engine.precision import DTYPES
+from crosstrain.modeling.activation_checkpointing import Mode
+from crosstrain.modeling.base import Merge, Model
+from crosstrain.modeling.cross_entropy import Head
+from crosstrain.modeling.language_model import LanguageModel
+from crosstrain.modeling.pretrained import Source
+from crosstrain.planning.fake_world import has_values
+from crosstrain.utils.errors import ConfigError, DataError
 
 from . import lora, vision, weights
 from .options import Language, Part, Projector, QFormer, Vision

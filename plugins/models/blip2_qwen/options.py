@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval, MinLen
 
-from crosstrain.bounds import PositiveFloat, Text
-from crosstrain.check import Component, OptionError
-from crosstrain.transformers_model import DropRate, Layers, Size
+from crosstrain.config.bounds import PositiveFloat, Text
+from crosstrain.config.schema import Component, OptionError
+from crosstrain.modeling.hf_causal_lm import DropRate, Layers, Size
 
 
 @dataclass(kw_only=True)

@@ -10,8 +10,8 @@ import torch
 from timm.layers import set_fused_attn
 from torch import Tensor, nn
 
-from crosstrain.errors import ConfigError
-from crosstrain.pretrained import Excerpt
+from crosstrain.modeling.pretrained import Excerpt
+from crosstrain.utils.errors import ConfigError
 
 from .options import Vision
 

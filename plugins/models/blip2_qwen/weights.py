@@ -10,10 +10,10 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from crosstrain.checkpoint.folders import find_checkpoint
-from crosstrain.errors import ConfigError
-from crosstrain.language_model import LanguageModel
-from crosstrain.pretrained import Excerpt, Source, pretrained_folder
-from crosstrain.trust import check_source
+from crosstrain.modeling.language_model import LanguageModel
+from crosstrain.modeling.pretrained import Excerpt, Source, pretrained_folder
+from crosstrain.utils.errors import ConfigError
+from crosstrain.utils.trust import check_source
 
 from . import lora, vision
 from .options import Projector, QFormer, Vision

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 from annotated_types import MinLen
 
-from crosstrain.bounds import Fraction, PositiveInt, Text
-from crosstrain.check import OptionError
-from crosstrain.corpus.rule import Dropped, Rule
-from crosstrain.extras import require
-from crosstrain.registry import registry
+from crosstrain.config.bounds import Fraction, PositiveInt, Text
+from crosstrain.config.registry import registry
+from crosstrain.config.schema import OptionError
+from crosstrain.corpus.filter import Dropped, Rule
+from crosstrain.utils.optional_deps import require
 
 
 @registry.register_processor("language")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from crosstrain.bounds import NonNegativeInt
-from crosstrain.check import OptionError
-from crosstrain.corpus.rule import Dropped, TokenLimits
-from crosstrain.registry import registry
+from crosstrain.config.bounds import NonNegativeInt
+from crosstrain.config.registry import registry
+from crosstrain.config.schema import OptionError
+from crosstrain.corpus.filter import Dropped, TokenLimits
 
 
 @registry.register_processor("document_length")

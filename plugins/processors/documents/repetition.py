@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from crosstrain.bounds import Fraction
-from crosstrain.corpus.rule import Dropped, Rule
-from crosstrain.registry import registry
+from crosstrain.config.bounds import Fraction
+from crosstrain.config.registry import registry
+from crosstrain.corpus.filter import Dropped, Rule
 
 
 @registry.register_processor("repetition")

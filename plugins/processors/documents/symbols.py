@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from crosstrain.bounds import Fraction, NonNegativeFloat
-from crosstrain.corpus.rule import Dropped, Rule
-from crosstrain.registry import registry
+from crosstrain.config.bounds import Fraction, NonNegativeFloat
+from crosstrain.config.registry import registry
+from crosstrain.corpus.filter import Dropped, Rule
 
 _BULLETS = ("-", "*", "•", "‣", "●")
 _ELLIPSES = ("...", "…")

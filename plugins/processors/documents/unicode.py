@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from crosstrain.corpus.rule import Dropped, Rule
-from crosstrain.extras import require
-from crosstrain.registry import registry
+from crosstrain.config.registry import registry
+from crosstrain.corpus.filter import Dropped, Rule
+from crosstrain.utils.optional_deps import require
 
 
 @registry.register_processor("unicode")

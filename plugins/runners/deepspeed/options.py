@@ -16,8 +16,8 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import BaseModel, ValidationError
 
-from crosstrain.bounds import PositiveInt
-from crosstrain.check import OptionError
+from crosstrain.config.bounds import PositiveInt
+from crosstrain.config.schema import OptionError
 
 _NOT_OFFERED = {
     "stage",  # declared below

@@ -18,16 +18,16 @@ from deepspeed.runtime.utils import combine_grad_norm_groups
 from torch import Tensor, nn
 
 from crosstrain.checkpoint.boxes import Piece, flat_range_pieces
+from crosstrain.config.registry import registry
+from crosstrain.config.run_options import RunOptions, plan_batch
 from crosstrain.data.dataset import Batch
-from crosstrain.data.stream import MicroBatch
-from crosstrain.errors import ConfigError, TrainingError
-from crosstrain.model import Model
-from crosstrain.monitor.console import log
-from crosstrain.optim import MakeOptimizer, check_elementwise, create_state
-from crosstrain.options import RunOptions, plan_batch
-from crosstrain.planning.layout import Layout, Situation
-from crosstrain.registry import registry
-from crosstrain.runner import Runner, StepResult
+from crosstrain.data.loader import MicroBatch
+from crosstrain.engine.footprint import Layout, Situation
+from crosstrain.engine.optimizer import MakeOptimizer, check_elementwise, create_state
+from crosstrain.engine.runner import Runner, StepResult
+from crosstrain.modeling.base import Model
+from crosstrain.monitor.progress import log
+from crosstrain.utils.errors import ConfigError, TrainingError
 
 from .holding import layout
 from .nvme import SwapFolder, SwappedStage3

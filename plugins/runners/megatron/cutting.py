@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from crosstrain.model import Model
+from crosstrain.modeling.base import Model
 
 from .layers import TensorParallel, compute_with_slices
 from .layout import Cut

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from crosstrain.model import Model
-from crosstrain.planning.layout import Layout, Situation, Sizes, fully_sharded, replicated, scattered, share
+from crosstrain.engine.footprint import Layout, Situation, Sizes, fully_sharded, replicated, scattered, share
+from crosstrain.modeling.base import Model
 
 from .cutting import cut_model
 from .dropout import Randomness

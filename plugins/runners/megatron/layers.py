@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from crosstrain.errors import ConfigError
-from crosstrain.model import Model
+from crosstrain.modeling.base import Model
+from crosstrain.utils.errors import ConfigError
 
 from .collectives import Copy, Gather, Reduce, ReduceScatter, Split, Unsplit
 from .dropout import Randomness

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from crosstrain.bounds import PositiveInt, Text
-from crosstrain.check import OptionError
-from crosstrain.errors import ConfigError
+from crosstrain.config.bounds import PositiveInt, Text
+from crosstrain.config.schema import OptionError
+from crosstrain.utils.errors import ConfigError
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from crosstrain.checkpoint.boxes import Box, Piece, flat_range_pieces
-from crosstrain.distributed import Group
+from crosstrain.distributed.group import Group
 
 from .layers import local
 from .layout import Cut

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from crosstrain.data.dataset import Batch
-from crosstrain.distributed import Group
-from crosstrain.model import Model
-from crosstrain.monitor.timers import Timers
+from crosstrain.distributed.group import Group
+from crosstrain.modeling.base import Model
+from crosstrain.utils.timers import Timers
 
 from .dropout import Randomness
 

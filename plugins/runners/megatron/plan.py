@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from crosstrain.errors import ConfigError
-from crosstrain.model import Model, no_match
+from crosstrain.modeling.base import Model, no_match
+from crosstrain.utils.errors import ConfigError
 
 from .layout import Cut
 

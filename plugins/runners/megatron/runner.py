@@ -12,19 +12,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from crosstrain.checkpoint.boxes import Piece
-from crosstrain.construct import materialize, parameters_on_meta
+from crosstrain.config.registry import registry
+from crosstrain.config.run_options import RunOptions
 from crosstrain.data.dataset import Batch
-from crosstrain.data.stream import MicroBatch
-from crosstrain.distributed import Group
-from crosstrain.errors import ConfigError
-from crosstrain.model import Model
-from crosstrain.norms import global_norm
-from crosstrain.optim import MakeOptimizer, NamedParameters, check_elementwise
-from crosstrain.options import RunOptions
-from crosstrain.planning.layout import Layout, Situation
-from crosstrain.registry import registry
-from crosstrain.rng import seed_everything_for
-from crosstrain.runner import Runner, StepResult
+from crosstrain.data.loader import MicroBatch
+from crosstrain.distributed.group import Group
+from crosstrain.engine.footprint import Layout, Situation
+from crosstrain.engine.grad_norm import global_norm
+from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, check_elementwise
+from crosstrain.engine.runner import Runner, StepResult
+from crosstrain.modeling.base import Model
+from crosstrain.modeling.meta_init import materialize, parameters_on_meta
+from crosstrain.utils.errors import ConfigError
+from crosstrain.utils.rng import seed_everything_for
 
 from . import sharded
 from .cutting import cut_model

@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from crosstrain.checkpoint.boxes import Box, Piece
-from crosstrain.distributed import Group
-from crosstrain.model import Model
+from crosstrain.distributed.group import Group
+from crosstrain.modeling.base import Model
 
 from .layers import local
 from .ownership import Copies, Share

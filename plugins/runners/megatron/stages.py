@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from crosstrain.errors import ConfigError
-from crosstrain.loss import Head
-from crosstrain.model import Ends, Model
+from crosstrain.modeling.base import Ends, Model
+from crosstrain.modeling.cross_entropy import Head
+from crosstrain.utils.errors import ConfigError
 
 from .layers import TensorParallel
 

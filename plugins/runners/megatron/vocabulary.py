@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from crosstrain.loss import PLAIN, Head, Logits, token_cross_entropy
+from crosstrain.modeling.cross_entropy import PLAIN, Head, Logits, token_cross_entropy
 
 from .layers import TensorParallel, local
 

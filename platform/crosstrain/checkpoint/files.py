@@ -1,0 +1,221 @@
+"""Checkpoint files: safetensors written as a stream, a manifest of boxes, and a reader that trusts neither.
+
+A folder holds `manifest.json` (files with sizes and SHA-256 sums; logical tensors with their boxes), `state.json`
+(step, samples, scaler, configuration), safetensors files, and what makes it a Hugging Face model folder. Nothing that
+is read is ever unpickled or executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from crosstrain.checkpoint.boxes import Box, Shard
+from crosstrain.checkpoint.manifest import DTYPES, Files, Frozen, StoredBox, StoredTensor, Tensors, read_manifest
+from crosstrain.utils.errors import CheckpointError
+from crosstrain.utils.files import open_regular
+
+# ---------------------------------------------------------------------------------------------------------- writing
+
+
+def write_safetensors(
+    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None,
+    produce: Callable[[str], Tensor] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Write tensors one after another and return {"bytes", "sha256"}; no second copy is made in memory.
+
+    With `produce`, `tensors` are only the types and shapes (on the meta device, say), and `produce(key)` gives each
+    one's data when its turn comes: one exists at a time.
+
+    The layout is the safetensors format's: u64 header length, JSON header, then the data in the header's order.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    position = 0
+    for key, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        header[key] = {
+            "dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, position + size],
+        }  # fmt: skip
+        position += size
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)  # data begins at a multiple of 8 bytes
+
+    def parts() -> Iterable[bytes | memoryview]:
+        yield len(head).to_bytes(8, "little") + head
+        for key, tensor in tensors.items():
+            if tensor.numel():
+                yield _bytes_of(produce(key) if produce else tensor, tensor)
+
+    return write_file(path, parts())
+
+
+def _bytes_of(tensor: Tensor, announced: Tensor) -> memoryview:
+    assert (tensor.dtype, tensor.shape) == (announced.dtype, announced.shape)
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Write a new file, flushed to disk, and return its {"bytes", "sha256"}."""
+    digest, size = hashlib.sha256(), 0
+    with open(path, "xb", buffering=0) as file:
+        for part in parts:
+            size += _append(file, memoryview(part), digest)
+            del part  # before the next one is made, which may be as large
+        os.fsync(file.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _append(file: FileIO, data: memoryview, digest: Any) -> int:
+    for start in range(0, len(data), 1 << 24):
+        block = data[start : start + (1 << 24)]
+        digest.update(block)
+        written = 0
+        while written < len(block):  # a raw write may be short
+            written += file.write(block[written:])
+    return len(data)
+
+
+def write_json(path: Path, value: Any) -> dict[str, Any]:
+    return write_file(path, [json.dumps(value, indent=1).encode()])
+
+
+def file_sum(path: Path) -> dict[str, Any]:
+    """{"bytes", "sha256"} of a file that is there already."""
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def check_file(path: Path, expected: dict[str, Any]) -> None:
+    """CheckpointError naming the file unless its size and SHA-256 sum are those that are `expected`."""
+    try:
+        with open_regular(path, follow=False) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != expected["bytes"]:
+                raise CheckpointError(f"{path}: {size} bytes instead of {expected['bytes']}")
+            if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
+                raise CheckpointError(f"{path}: contents differ from what was written (SHA-256 mismatch)")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def fsync(path: Path) -> None:
+    """Make a file's contents, or the names in a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
+@dataclass
+class Reader:
+    """Reads boxes of logical tensors from whichever files hold them."""
+
+    folder: Path
+    tensors: Tensors
+    files: Files = field(default_factory=dict)
+    frozen: dict[str, Frozen] = field(default_factory=dict)  # parameters that are not here
+
+    @staticmethod
+    def open(folder: Path) -> Reader:
+        """Open a checkpoint, checking everything but the checksums (`verify` does those).
+
+        Raises CheckpointError for a manifest that `read_manifest` refuses.
+        """
+        files, tensors, frozen = read_manifest(folder)
+        return Reader(folder, tensors, files, frozen)
+
+    @staticmethod
+    def open_hugging_face(folder: Path) -> Reader:
+        """Open a plain Hugging Face folder: every tensor whole, kind "param"."""
+        paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise CheckpointError(
+                f"{folder}: no .safetensors file; weights in other formats (pytorch_model.bin is a pickle) are not "
+                f"loaded, convert them with transformers' save_pretrained first"
+            )
+        tensors: Tensors = {}
+        for path in paths:
+            with _open_safetensors(path) as file:
+                for key in file.keys():  # noqa: SIM118 - not a dict
+                    part = file.get_slice(key)
+                    shape = tuple(part.get_shape())
+                    stored = StoredTensor(shape, part.get_dtype(), [StoredBox(path.name, key, Box.whole(shape))])
+                    tensors["param", key] = stored
+        return Reader(folder, tensors)
+
+    def names(self, kind: str) -> set[str]:
+        return {name for k, name in self.tensors if k == kind}
+
+    def kinds(self) -> set[str]:
+        """The kind "param", and the optimizer's names for its state."""
+        return {kind for kind, _ in self.tensors}
+
+    def verify(self) -> None:
+        """Compare every file's size and SHA-256 sum with the manifest's; raises CheckpointError naming the file."""
+        for name, expected in self.files.items():
+            check_file(self.folder / name, expected)
+
+    def fill(self, shards: Iterable[Shard], source_name: Callable[[str], str] = lambda name: name) -> None:
+        """Copy into every piece what the files hold for its box, converting the data type.
+
+        `source_name` maps a canonical name to the name in this folder. Raises CheckpointError for a tensor that is
+        missing or has another shape.
+        """
+        with ExitStack() as stack:
+            opened: dict[str, Any] = {}
+            for shard in shards:
+                stored = self.tensors.get((shard.kind, source_name(shard.name)))
+                if stored is None:
+                    raise CheckpointError(f"{self.folder}: holds no {shard.kind} {shard.name}")
+                if stored.shape != tuple(shard.shape):
+                    raise CheckpointError(
+                        f"{self.folder}: {shard.kind} {shard.name} has shape {list(stored.shape)} there and "
+                        f"{list(shard.shape)} in the model"
+                    )
+                for piece in shard.pieces:
+                    for where in stored.boxes:
+                        common = piece.box.intersect(where.box)
+                        if common is None:
+                            continue
+                        if where.file not in opened:
+                            opened[where.file] = stack.enter_context(_open_safetensors(self.folder / where.file))
+                        piece.data[common.slices_in(piece.box)].copy_(
+                            _read(opened[where.file], self.folder / where.file, where, stored.dtype, common)
+                        )
+
+
+def _open_safetensors(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: cannot be read as safetensors ({error})") from None
+
+
+def _read(file: Any, path: Path, where: StoredBox, dtype: str, wanted: Box) -> Tensor:
+    try:
+        part = file.get_slice(where.key)
+        if tuple(part.get_shape()) != where.box.shape:
+            raise CheckpointError(f"{path}: {where.key} has shape {part.get_shape()}, not {list(where.box.shape)}")
+        if part.get_dtype() != dtype:
+            raise CheckpointError(f"{path}: {where.key} is {part.get_dtype()}, not {dtype}")
+        return part[wanted.slices_in(where.box)] if where.box.shape else file.get_tensor(where.key)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: {error}") from None

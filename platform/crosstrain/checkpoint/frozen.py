@@ -1,0 +1,186 @@
+"""Frozen parameters: a checkpoint says by a hash which they were, and they come from where they came from before."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from crosstrain.checkpoint.boxes import Box, Piece, Shard, whole_pieces
+from crosstrain.checkpoint.files import Reader
+from crosstrain.checkpoint.manifest import MANIFEST, Frozen
+from crosstrain.distributed.group import Group
+from crosstrain.modeling.base import Model
+from crosstrain.modeling.pretrained import Excerpt, Source
+from crosstrain.utils.errors import CheckpointError
+
+_ELEMENTS = 1 << 20  # hashed at a time, which takes some tens of bytes for each
+_WORD = (1 << 64) - 1
+
+
+@dataclass
+class Base:
+    """The pretrained folders that a model starts from."""
+
+    parts: list[tuple[Source, Reader]]
+
+    @staticmethod
+    def of(model: Model) -> Base:
+        """The model's, if it has any. Raises CheckpointError for a folder that is neither Hugging Face's nor ours."""
+        return Base([(source, _open(source.folder)) for source in model.pretrained_sources()])
+
+    def verify(self) -> None:
+        """CheckpointError for a folder that is a checkpoint and not as it was written; others have no sums."""
+        for _, reader in self.parts:
+            reader.verify()
+
+    def covers(self, name: str) -> bool:
+        """Whether the parameter comes from one of the folders."""
+        return any(source.covers(name) for source, _ in self.parts)
+
+    def fill(self, shards: list[Shard]) -> set[str]:
+        """Fill the parameter shards that a folder covers, and return their names.
+
+        Raises CheckpointError for one that is missing there or has another shape.
+        """
+        filled = set[str]()
+        for source, reader in self.parts:
+            names = reader.names("param")
+            mine = [s for s in shards if s.name not in filled and source.covers(s.name)]
+            reader.fill([_as_published(s, source.place(s.name, names)) for s in mine])
+            filled |= {s.name for s in mine}
+        return filled
+
+    def as_published(self, shards: list[Shard]) -> Iterator[Shard]:
+        """The same shards in fp32, one after another; what is kept in less is read again, because rounding loses it."""
+        for shard in shards:
+            if all(p.data.dtype == torch.float32 for p in shard.pieces):
+                yield shard
+            else:
+                pieces = [Piece(p.box, torch.empty_like(p.data, dtype=torch.float32)) for p in shard.pieces]
+                exact = Shard(shard.kind, shard.name, shard.shape, pieces)
+                self.fill([exact])
+                yield exact
+
+
+def _open(folder: Path) -> Reader:
+    return Reader.open(folder) if os.path.lexists(folder / MANIFEST) else Reader.open_hugging_face(folder)
+
+
+def _as_published(shard: Shard, place: str | Excerpt) -> Shard:
+    """The same memory as a part of the tensor that a folder holds."""
+    if isinstance(place, str):
+        return Shard(shard.kind, place, shard.shape, shard.pieces)
+    pieces = [Piece(Box((p.box.offset[0] + place.first, *p.box.offset[1:]), p.box.shape), p.data) for p in shard.pieces]
+    return Shard(shard.kind, place.name, (place.rows, *shard.shape[1:]), pieces)
+
+
+def load_shards(
+    reader: Reader, shards: list[Shard], base: Base | None = None, names: Collection[str] | None = None
+) -> set[str]:
+    """Fill every piece from a checkpoint, nothing is gathered; returns the parameters that came from `base`.
+
+    `names` are the model's parameters where `shards` do not have all of them, because other ranks do. Raises
+    CheckpointError where model and checkpoint do not hold the same parameters, or a frozen one has no base to come
+    from. That the base is the right one is for `check_frozen` to say.
+    """
+    base = base or Base([])
+    known = {s.name for s in shards if s.kind == "param"} if names is None else set(names)
+    extra = (reader.names("param") | reader.frozen.keys()) - known
+    if extra:
+        raise CheckpointError(
+            f"{reader.folder}: holds {len(extra)} parameters that the model lacks, such as {min(extra)}: is `model` "
+            f"the one that was trained?"
+        )
+    borrowed = [s for s in shards if s.kind == "param" and s.name in reader.frozen]
+    if homeless := [s.name for s in borrowed if not base.covers(s.name)]:
+        raise CheckpointError(
+            f"{reader.folder}: {homeless[0]} was frozen and is not in the checkpoint; name in `model` the "
+            f"pretrained weights that it came from"
+        )
+    for shard in shards:
+        untrained = shard.kind != "param" and (shard.kind, shard.name) not in reader.tensors
+        if untrained and shard.name not in reader.frozen and ("param", shard.name) in reader.tensors:
+            raise CheckpointError(
+                f"{reader.folder}: holds no {shard.kind} of {shard.name}, so it was not trained; start the optimizer's "
+                f"state anew with run.resume_optimizer=false"
+            )
+    base.fill(borrowed)
+    _check_shared(reader, shards)
+    reader.fill([s for s in shards if s.name not in reader.frozen])  # the state of what was frozen begins with zeros
+    return {s.name for s in borrowed}
+
+
+def _check_shared(reader: Reader, shards: list[Shard]) -> None:
+    """CheckpointError where a runner keeps one number for parameters that have different ones in the checkpoint."""
+    scalars = [s for s in shards if s.kind != "param" and s.shape == () and s.pieces]
+    values = [torch.zeros_like(s.pieces[0].data, device="cpu") for s in scalars]
+    copies = [Shard(s.kind, s.name, (), whole_pieces(v, ())) for s, v in zip(scalars, values, strict=True)]
+    reader.fill([copy for copy in copies if copy.name not in reader.frozen])
+    first: dict[int, tuple[str, float]] = {}
+    for shard, value in zip(scalars, values, strict=True):
+        name, known = first.setdefault(shard.pieces[0].data.data_ptr(), (shard.name, value.item()))
+        if known != value.item():
+            raise CheckpointError(
+                f"{reader.folder}: the optimizer's {shard.kind} of {name} is {known:g} and that of {shard.name} "
+                f"{value.item():g}, and this runner keeps one for both; use a runner such as ddp or fsdp, or start the "
+                f"optimizer's state anew with run.resume_optimizer=false"
+            )
+
+
+def check_frozen(reader: Reader, hashes: dict[str, Frozen]) -> None:
+    """CheckpointError for the first of these parameters that is not what it was when the checkpoint was written."""
+    for name, now in hashes.items():
+        if reader.frozen.get(name, now) != now:
+            raise CheckpointError(
+                f"{reader.folder}: {name} is frozen and differs from what the run was trained with: are the pretrained "
+                f"weights that `model` names the same?"
+            )
+
+
+def fingerprints(shards: Iterable[Shard], group: Group) -> dict[str, Frozen]:
+    """Hash of every parameter in the `shards` of some rank of `group`, from the pieces that ranks hold. Collective.
+
+    The hash is the sum, modulo 2^64, over a tensor's elements of a mix of the element's position and value; so ranks
+    add up what they hold. It tells other weights from the same ones; it is not made to withstand an attacker.
+    """
+    mine = {(s.name, s.shape, p.box): fingerprint(p.data, p.box, s.shape) for s in shards for p in s.pieces}
+    boxes = {key: value for held in group.all_gather(mine) for key, value in held.items()}
+    sums: dict[tuple[str, tuple[int, ...]], int] = {}
+    for (name, shape, _), value in boxes.items():
+        sums[name, shape] = (sums.get((name, shape), 0) + value) & _WORD
+    return {name: Frozen(shape, f"{value:016x}") for (name, shape), value in sums.items()}
+
+
+def fingerprint(data: Tensor, box: Box, shape: tuple[int, ...]) -> int:
+    """What a box adds to the hash of its tensor; `data` is compared as fp32."""
+    total = 0
+    rows = max(1, _ELEMENTS * data.shape[0] // max(1, data.numel())) if data.ndim else 1
+    for start in range(0, data.shape[0] if data.ndim else 1, rows):
+        part = data[start : start + rows] if data.ndim else data
+        position = torch.zeros((), dtype=torch.int64, device=data.device)
+        stride = 1
+        for d in reversed(range(part.ndim)):
+            first = box.offset[d] + (start if d == 0 else 0)
+            index = torch.arange(first, first + part.shape[d], device=data.device) * stride
+            position = position + index.view(-1, *[1] * (part.ndim - 1 - d))
+            stride *= shape[d]
+        bits = part.detach().float().contiguous().view(torch.int32).to(torch.int64)
+        total += int(_mix(position * 0x9E3779B97F4A7C1 + bits).sum())
+    return total & _WORD
+
+
+def _mix(z: Tensor) -> Tensor:
+    """The finalizer of splitmix64 (Steele, Lea & Flood, 2014), in wrapping 64-bit arithmetic."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ _shifted(z, shift)) * (factor - (1 << 64))
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: Tensor, by: int) -> Tensor:
+    """Logical shift to the right; torch's keeps the sign."""
+    return (z >> by) & ((1 << (64 - by)) - 1)

@@ -1,0 +1,267 @@
+"""The folder of a run: config.yaml, log.txt, metrics.jsonl, bad_steps.jsonl, profile/, checkpoints/, and what
+trackers keep there. One run trains in it at a time; `.run_id` names the run, and so do its checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from crosstrain.utils.errors import UserError
+
+if TYPE_CHECKING:  # reading a run's folder needs no torch
+    from crosstrain.distributed.group import Group
+
+_PATIENCE = 20  # seconds that a run which was just killed may take to be gone, or a file to be seen elsewhere
+_RUN_ID = re.compile(r"[0-9a-f]{32}")
+
+
+class RunFolder:
+    """Paths of a run's files. One process holds the folder, and keeps it the run's own while it trains."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.go_to(Path(path).expanduser())
+        self.run_id: str | None = None
+        self.lost: str | None = None  # why training must end: the folder was moved away, or another run has it
+        self.descriptor: int | None = None  # of the folder that is held, wherever it is moved to
+        self._lock: FileLock | None = None  # released when the process ends, however it ends
+        self._lock_file: os.stat_result | None = None
+        self._config: dict[str, Any] = {}
+
+    def go_to(self, path: Path) -> None:
+        """Use the paths of a folder that is elsewhere now."""
+        self.path = path
+        self.config = path / "config.yaml"
+        self.log = path / "log.txt"
+        self.metrics = path / "metrics.jsonl"
+        self.bad_steps = path / "bad_steps.jsonl"
+        self.profile = path / "profile"
+        self.checkpoints = path / "checkpoints"
+
+    # ---- holding
+
+    def create(self, config: dict[str, Any], newest_run: str | None = None) -> None:
+        """Make the folder, hold it for this process, and write its id and config.yaml.
+
+        A folder without an id takes `newest_run`, the id in its newest checkpoint, or a new one. Raises UserError where
+        another process holds it, or it cannot be written to.
+        """
+        self._config = config
+        with self._writing():
+            self._hold(_PATIENCE)
+            self.run_id = self.read_id() or newest_run or uuid.uuid4().hex
+            self._describe()
+
+    def _hold(self, patience: float) -> None:
+        """Take the lock; raises UserError where another process has it."""
+        while True:
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            lock = FileLock(self.path / ".lock")
+            try:
+                lock.acquire(timeout=patience)
+                if _is(self.path, os.fstat(descriptor)):
+                    break
+                lock.release()  # of a folder that was renamed meanwhile
+            except Timeout:
+                os.close(descriptor)
+                raise UserError(
+                    f"run.output_dir: another process is training in {self.path}; choose another folder"
+                ) from None
+            os.close(descriptor)
+        self._release()
+        self.descriptor, self._lock, self._lock_file = descriptor, lock, os.stat(self.path / ".lock")
+
+    def _release(self) -> None:
+        if self._lock is not None and self.descriptor is not None:  # both or neither
+            self._lock.release()
+            os.close(self.descriptor)
+            self._lock = self.descriptor = None
+
+    def read_id(self) -> str | None:
+        """Id of the run whose folder it is now; None where it has none."""
+        with suppress(FileNotFoundError, UnicodeDecodeError):
+            text = (self.path / ".run_id").read_text(encoding="ascii").strip()
+            return text if _RUN_ID.fullmatch(text) else None
+        return None
+
+    def _describe(self) -> None:
+        if self.read_id() != self.run_id:
+            write_atomically(self.path / ".run_id", f"{self.run_id}\n")
+        write_atomically(self.config, yaml.safe_dump(self._config, sort_keys=False))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"run.output_dir: {self.path} cannot be written to ({error.strerror})") from None
+
+    # ---- while training
+
+    def keep(self) -> bool:
+        """Make sure that what is written next reaches this run's folder; whether that is another one than before.
+
+        A folder that was deleted is made again at its place. One that was moved is followed; where another run has
+        taken the place of a deleted one, the first free NAME.1, NAME.2, ... is made. In both cases `lost` says so.
+        """
+        try:
+            if self._is_intact():
+                if (found := self.read_id()) == self.run_id:
+                    return False
+                if found is None:
+                    self._describe()
+                    return False
+            before, held = self.path, self._held_elsewhere()
+            if held is not None:
+                self.go_to(held)
+                self._lose(before, "was moved")
+                return True
+            return self._make_again()
+        except OSError:  # saving will fail and say why
+            return False
+
+    def _is_intact(self) -> bool:
+        assert self.descriptor is not None
+        assert self._lock_file is not None
+        held = os.fstat(self.descriptor)
+        return _is(self.path, held) and _is(self.path / ".lock", self._lock_file)
+
+    def _held_elsewhere(self) -> Path | None:
+        """The present place of the held folder if it was moved and the system tells (Linux)."""
+        assert self.descriptor is not None
+        held = os.fstat(self.descriptor)
+        with suppress(OSError):
+            place = Path(os.readlink(f"/proc/self/fd/{self.descriptor}"))
+            if _is(place, held) and not _is(self.path, held):
+                return place
+        return None
+
+    def _make_again(self) -> bool:
+        before = self.path
+        try:
+            self._hold(0)
+            taken = self.read_id() not in (None, self.run_id)
+        except UserError:
+            taken = True
+        if taken:
+            self.go_to(self._free_name())
+            self._hold(0)
+            self._lose(before, "was taken by another run")
+        self._describe()
+        return True
+
+    def append(self, path: Path, text: str) -> None:
+        """Append to the log or the like in the held folder, wherever that is; raises OSError where it cannot."""
+        append(path.name, text, self.descriptor)
+
+    def _lose(self, before: Path, what: str) -> None:
+        self.lost = (
+            f"run.output_dir: {before} {what} while this run trained in it, so it ends; its last checkpoint is in "
+            f"{self.path}, and run.output_dir={self.path} goes on from there"
+        )
+
+    def check_shared(self, world: Group) -> None:
+        """UserError, on every rank, unless each sees the folder that rank 0 has made. Collective."""
+        if world.size == 1:
+            return
+        proof = self.path / ".shared"
+        token = uuid.uuid4().hex if world.rank == 0 else ""
+        if world.rank == 0:
+            with self._writing():
+                proof.write_text(token)
+        token = world.all_gather(token)[0]
+        blind = world.all_gather(None if self._holds(proof, token) else socket.gethostname())
+        if world.rank == 0:
+            proof.unlink(missing_ok=True)
+        if hosts := sorted({host for host in blind if host}):
+            raise UserError(
+                f"run.output_dir: {self.path.absolute()} on {', '.join(hosts[:4])} is not the folder that rank 0 "
+                f"writes to; put it on a file system that all nodes share"
+            )
+
+    @staticmethod
+    def _holds(proof: Path, token: str) -> bool:
+        """Whether a file says `token`, which other machines may see some seconds after it was written."""
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                os.listdir(proof.parent)  # has a network's file system look again
+                if proof.read_text() == token:
+                    return True
+            except OSError:
+                pass
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.2)
+
+    def set_aside(self) -> Path | None:
+        """Rename an earlier run's folder to the first free NAME.1, NAME.2, ...; nothing is ever deleted.
+
+        Raises UserError where another process trains in it, or it cannot be renamed.
+        """
+        if not self.path.exists():
+            return None
+        aside = self._free_name()
+        try:
+            self._hold(_PATIENCE)
+            os.rename(self.path, aside)
+        except OSError as error:
+            raise UserError(f"--fresh: {self.path} cannot be renamed to {aside} ({error.strerror})") from None
+        finally:
+            self._release()
+        return aside
+
+    def _free_name(self) -> Path:
+        number = 1
+        while os.path.lexists(free := self.path.with_name(f"{self.path.name}.{number}")):
+            number += 1
+        return free
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file; raises OSError, and leaves the one that was there, where that fails."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def append(path: Path | str, data: str | bytes, folder: int | None = None) -> None:
+    """Append to a file, all of `data` or, where OSError is raised, nothing.
+
+    folder: descriptor that a relative path starts from.
+    """
+    data = data.encode() if isinstance(data, str) else data
+    with open(path, "ab", buffering=0, opener=lambda p, flags: os.open(p, flags, 0o666, dir_fd=folder)) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            file.truncate(size)
+            if size == 0:
+                os.unlink(path, dir_fd=folder)
+            raise
+
+
+def _is(path: Path, known: os.stat_result) -> bool:
+    """Whether `path` is this very file or folder."""
+    try:
+        return os.path.samestat(os.stat(path), known)
+    except (FileNotFoundError, NotADirectoryError):
+        return False

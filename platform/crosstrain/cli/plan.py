@@ -1,0 +1,180 @@
+"""`crosstrain plan` and `train --dry-run`: what a project will cost, and whether it fits, before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from crosstrain.config.load import Config, load_config, preset_files
+from crosstrain.config.registry import registry
+from crosstrain.config.run_options import BatchPlan
+from crosstrain.data.dataset import Batch, Dataset
+from crosstrain.distributed.launch.launcher import Launch
+from crosstrain.engine.build import freeze, model_on_meta, open_split, training_dataset
+from crosstrain.monitor.report.read_run import read_runs
+from crosstrain.planning.estimate import MODES, Estimate, Project, with_options
+from crosstrain.planning.fake_world import without_weights
+from crosstrain.planning.format import Budget, Plan, length
+from crosstrain.planning.plot import draw
+from crosstrain.planning.suggest import nearest, needs
+from crosstrain.utils.errors import UserError
+from crosstrain.utils.units import read_bytes, read_number, show_bytes
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Print the plan of `arguments.cfg_path`, and write it where it is wanted; returns the exit code."""
+    config = load_config(arguments.cfg_path, arguments.options)
+    budget = _budget(arguments)
+    for name in ("output", "picture"):
+        path = getattr(arguments, name)
+        if path and not Path(path).absolute().parent.is_dir():
+            raise UserError(f"--{name}: {Path(path).parent} is not a folder")
+    size = arguments.world_size or Launch.detect(arguments.nproc_per_node, config.run.device).world_size
+    others = {} if arguments.no_presets else _presets(arguments.cfg_path, arguments.options)
+    made = _make(config, budget, size, others)
+    print("\n".join(made.lines()))
+    if arguments.output:
+        Path(arguments.output).write_text(json.dumps(made.as_json(), indent=1) + "\n", encoding="utf-8")
+    if arguments.picture:
+        bars = [(made.chosen.runner, made.chosen.memory.device)]
+        bars += [(name, e.memory.device) for name, e in made.presets.items() if isinstance(e, Estimate)]
+        title = f"{Path(arguments.cfg_path).stem} on {size} ranks: memory of the fullest one's device"
+        draw(Path(arguments.picture), title, bars, budget.device_memory)
+    return 0
+
+
+def refuse_what_cannot_fit(config: Config, world_size: int, device_memory: str | None) -> None:
+    """UserError where the run needs more memory than its device has, if that is given or known."""
+    limit = read_bytes(device_memory, "--device-memory") if device_memory else _known_memory(config)
+    if limit is None:
+        return
+    project = _project(config)
+    estimate = project.estimate(config.runner.name, config, world_size)
+    if (needed := needs(estimate, project.device)) > limit:
+        advice = nearest(project, config, {}, world_size, limit)
+        raise UserError(
+            f"a rank would need {show_bytes(needed)} of memory, and its device has {show_bytes(limit)}"
+            f"{f'; {advice}' if advice else ''}; `crosstrain plan` shows other layouts, and --no-fit-check starts it"
+        )
+
+
+def _budget(arguments: argparse.Namespace) -> Budget:
+    def number(name: str, flag: str) -> float | None:
+        text = getattr(arguments, name)
+        return read_number(text, flag) if text else None
+
+    memory = read_bytes(arguments.device_memory, "--device-memory") if arguments.device_memory else None
+    return Budget(
+        memory, number("throughput", "--throughput"), _measured(arguments.tokens_per_second),
+        number("tokens", "--tokens"),
+    )  # fmt: skip
+
+
+def _measured(given: str | None) -> float | None:
+    """Tokens per second: a number, or what a run's folder says."""
+    if not given or not Path(given).is_dir():
+        return read_number(given, "--tokens-per-second") if given else None
+    curve = read_runs([given])[0].curves.get("tokens_per_second")
+    if curve is None:
+        raise UserError(f"--tokens-per-second: {given} has logged no step yet")
+    return median(curve.values)
+
+
+def _known_memory(config: Config) -> int | None:
+    """Bytes of a GPU that is here; not known of a CPU, whose memory others use, too."""
+    if config.run.device == "cpu" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(0).total_memory
+
+
+def _presets(cfg_path: str, options: list[str]) -> dict[str, Config | str]:
+    """The project under every runner in configs/, or why it cannot be configured so."""
+    found: dict[str, Config | str] = {}
+    for name in preset_files("runner"):
+        try:
+            found[name] = load_config(cfg_path, [*options, f"run.runner={name}"])
+        except UserError as error:
+            found[name] = str(error)
+    return found
+
+
+def _make(config: Config, budget: Budget, world_size: int, others: dict[str, Config | str]) -> Plan:
+    project = _project(config)
+    label = config.runner.name
+    chosen = project.estimate(label, config, world_size)
+    modes: dict[str, Estimate | str] = {}
+    for mode in MODES:
+        modes[mode] = _try(project, label, config, world_size, mode)
+    presets: dict[str, Estimate | str] = {}
+    configs: dict[str, Config] = {}
+    for name, other in others.items():
+        if isinstance(other, str):
+            presets[name] = other
+            continue
+        configs[name] = _with_same_samples(other, chosen.batch, world_size)
+        presets[name] = _try(project, name, configs[name], world_size, None)
+    each = project.tokens_per_sample
+    steps = length(budget.tokens, each and each * chosen.batch.global_batch, config.run.max_iters)
+    made = Plan(project, budget, steps, chosen, modes, presets)
+    made.formulas = project.model.memory_formulas(chosen.batch.micro_batch, each)
+    if made.fits is False and budget.device_memory:
+        made.advice = nearest(project, config, configs, world_size, budget.device_memory)
+    return made
+
+
+def _with_same_samples(config: Config, batch: BatchPlan, world_size: int) -> Config:
+    """As many samples in a step as `batch` has, where this runner's data-parallel ranks divide them.
+
+    The micro batch is the largest that goes, up to the one of `batch`.
+    """
+    runner = registry.get_runner_class(config.runner.name)
+    try:
+        each, rest = divmod(batch.global_batch, runner.data_parallel_size(config.runner.options, world_size))
+    except UserError:
+        return config  # which `_try` will say
+    if rest or not each:
+        return config
+    micro = max(size for size in range(1, min(batch.micro_batch, each) + 1) if each % size == 0)
+    return with_options(config, micro, global_batch=batch.global_batch)
+
+
+def _try(project: Project, label: str, config: Config, world_size: int, mode: Any) -> Estimate | str:
+    try:
+        return project.estimate(label, config, world_size, mode)
+    except UserError as error:
+        return str(error)
+
+
+def _project(config: Config) -> Project:
+    described, absent = without_weights(config.model, config.sized)
+    model = model_on_meta(replace(config, model=described))
+    freeze(model, config.run.freeze)
+    device = config.run.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Project(config, model, _inputs(config), device, absent)
+
+
+def _inputs(config: Config) -> Batch | None:
+    """One sample's shapes, without the data if the dataset can tell, else of the first sample if the data is there."""
+    component = training_dataset(config)
+    shapes = registry.get_dataset_class(component.name).shapes(component.options)
+    if shapes is not None:
+        return shapes
+    try:
+        return first_batch(open_split(config, "train"))
+    except (UserError, OSError):
+        return None
+
+
+def first_batch(dataset: Dataset) -> Batch:
+    """The shapes of the first sample."""
+    batch = dataset.collate([dataset.get(0, np.random.default_rng(0))])
+    return {key: value.to("meta") for key, value in batch.items()}

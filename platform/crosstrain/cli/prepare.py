@@ -1,0 +1,116 @@
+"""`crosstrain prepare`: text in, memory-mapped tokens out; or whatever a named dataset makes."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields
+from functools import reduce
+from pathlib import Path
+
+from crosstrain.config.bounds import FilePath
+from crosstrain.config.registry import registry
+from crosstrain.config.schema import Checker, OptionError, defaults, options_class
+from crosstrain.config.sources import Origins, merge, plain_layer, read_options, read_yaml, resolve
+from crosstrain.corpus import tools
+from crosstrain.corpus.prepare import PrepareOptions
+from crosstrain.corpus.prepare import prepare as make
+from crosstrain.utils import paths
+from crosstrain.utils.errors import UserError, printable
+
+_FLAGS = ("input", "output", "tokenizer", "train_tokenizer", "text_key", "separator", "min_tokens", "workers")
+
+
+@dataclass(kw_only=True)
+class Recipe(PrepareOptions):
+    """What a recipe may say: how to prepare, and where to."""
+
+    output: FilePath | None = None  # the folder to make
+
+    def __post_init__(self) -> None:
+        if self.output is None:
+            raise OptionError("output", "required: the folder to make; --output says it too")
+        super().__post_init__()
+
+    @property
+    def how(self) -> PrepareOptions:
+        return PrepareOptions(**{field.name: getattr(self, field.name) for field in fields(PrepareOptions)})
+
+
+def prepare(arguments: argparse.Namespace) -> int:
+    """Do what `arguments` say; returns the exit code."""
+    verbs = {"inspect": _inspect, "merge": _merge, "split": _split}
+    if arguments.dataset in verbs:
+        return verbs[arguments.dataset](arguments)
+    if arguments.paths:
+        raise UserError(f"prepare: only inspect, merge and split take folders, not {arguments.dataset}")
+    if arguments.dataset is not None:
+        return _prepare_dataset(arguments.dataset, _output(arguments), arguments.options)
+    recipe = read_recipe(arguments)
+    summary = make(recipe.how, Path(str(recipe.output)), overwrite=arguments.overwrite)
+    print(
+        f"{recipe.output}: {summary.documents:,} documents, {summary.tokens:,} tokens ({summary.dtype}), vocabulary "
+        f"{summary.vocab_size:,}" + (f", {summary.dropped:,} documents dropped" if summary.dropped else "")
+    )
+    print(f"what became of every document: {recipe.output}/report.json and lengths.svg")
+    print(f"train on it with datasets.<name>.path={recipe.output} and model.vocab_size={summary.vocab_size}")
+    return 0
+
+
+def read_recipe(arguments: argparse.Namespace) -> Recipe:
+    """The recipe file, if one is named, under the flags and `--options`. ConfigError with file and line."""
+    given = {name: value for name in _FLAGS if (value := getattr(arguments, name)) is not None}
+    if len(given.get("input", ())) == 1:
+        given["input"] = given["input"][0]
+    if arguments.cfg_path is None and "input" not in given:
+        raise UserError("prepare: --input or --cfg-path is required, or the name of a dataset that makes its own files")
+    layers = [read_yaml(paths.find(arguments.cfg_path))] if arguments.cfg_path else []
+    layers += [plain_layer("prepare", given), read_options(arguments.options)]
+    origins = Origins(layers)
+    tree = reduce(merge, (layer.tree for layer in layers))
+    return Checker(origins.where).dataclass(Recipe, resolve(tree, origins), ())
+
+
+def _output(arguments: argparse.Namespace) -> str:
+    if not arguments.output:
+        raise UserError("prepare: --output is required: the folder to make")
+    return arguments.output
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    if not arguments.paths:
+        raise UserError("prepare inspect: name a prepared folder, or a Megatron prefix")
+    for path in arguments.paths:
+        print(printable(tools.inspect(path, arguments.document, arguments.tokenizer)))
+    return 0
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    if len(arguments.paths) < 2:
+        raise UserError("prepare merge: name two prepared folders or more")
+    output = _output(arguments)
+    summary = tools.merge(arguments.paths, Path(output), overwrite=arguments.overwrite)
+    print(f"{output}: {summary.documents:,} documents, {summary.tokens:,} tokens")
+    return 0
+
+
+def _split(arguments: argparse.Namespace) -> int:
+    if len(arguments.paths) != 1 or not arguments.shares:
+        raise UserError("prepare split: name one prepared folder, and --shares such as 90 10")
+    made = tools.split(arguments.paths[0], Path(_output(arguments)), arguments.shares)
+    for folder, summary in made:
+        print(f"{folder}: {summary.documents:,} documents, {summary.tokens:,} tokens")
+    return 0
+
+
+def _prepare_dataset(name: str, output: str, options: list[str]) -> int:
+    """Let the registered dataset make its files in `output`, as a project file with these options would."""
+    dataset = registry.get_dataset_class(name)
+    cls = options_class("dataset", dataset)
+    if not {"path", "prepare"} & {f.name for f in fields(cls)}:
+        raise UserError(f"prepare: the dataset {name} makes no files")
+    given = read_options(options)
+    place = {"path": output} if "path" in {f.name for f in fields(cls)} else {"prepare": {"output": output}}
+    tree = reduce(merge, [defaults(cls), place, given.tree])
+    dataset.prepare(Checker(lambda key: f"prepare {name}: {'.'.join(key)}").dataclass(cls, tree, ()))
+    print(f"{output}: ready; train on it with datasets.<label>: {{name: {name}, ...}}")
+    return 0

@@ -1,1 +1,0 @@
-"""The program's verbs, one module each."""

@@ -1,0 +1,252 @@
+"""What the section `run` of a configuration may say, and the batch arithmetic that follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Gt, Interval, MinLen
+
+from crosstrain.config.bounds import FilePath, NonNegativeFloat, NonNegativeInt, PositiveInt, Text
+from crosstrain.config.curriculum import CurriculumOptions
+from crosstrain.config.schema import Component, NoOptions, OptionError
+from crosstrain.utils.errors import ConfigError
+
+Steps = Annotated[int, Interval(ge=1, le=10**12)]
+BatchSize = Annotated[int, Interval(ge=1, le=2**24)]  # samples, or forwards
+Scale = Annotated[float, Interval(ge=1e-6, le=1e20)]  # of a loss; fp32 holds it times such
+
+
+@dataclass
+class AmpOptions:
+    """Mixed precision: `amp: bf16` is short for `amp: {dtype: bf16}`. The rest concerns fp16 alone."""
+
+    shorthand: ClassVar = "dtype"
+
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # of the forward under autocast; masters and moments stay fp32
+    loss_scale: Scale | None = None  # a fixed scale, in any precision; None: dynamic for fp16, else 1
+    initial_scale: Scale = 2.0**32  # where a dynamic scale starts
+    window: PositiveInt = 1000  # steps without overflow before the scale doubles
+    hysteresis: PositiveInt = 2  # overflows before the scale halves
+    min_scale: Scale = 1.0  # a dynamic scale falls no lower
+    max_skipped: PositiveInt = 50  # consecutive skipped steps after which training gives up
+
+    def __post_init__(self) -> None:
+        if self.min_scale > self.initial_scale:
+            raise OptionError("min_scale", f"{self.min_scale:g} is above initial_scale, {self.initial_scale:g}")
+
+
+@dataclass
+class BadStepOptions:
+    """What to do about a bad step: `on_bad_step: skip` is short for `on_bad_step: {policy: skip}`.
+
+    Bad are a loss that is not finite; gradients that are not, unless fp16's loss scale explains it; and with `spike` a
+    loss above `spike` times the median of the last `spike_window` good steps' losses.
+    """
+
+    shorthand: ClassVar = "policy"
+
+    policy: Literal["stop", "skip", "roll_back"] = "stop"
+    spike: Annotated[float, Gt(1)] | None = None  # None: a loss may jump as it likes
+    # nothing is a spike before there are so many good steps
+    spike_window: Annotated[int, Interval(ge=1, le=10**6)] = 100
+    # bad steps without a good one, or roll backs to one checkpoint, after which training ends
+    max_in_a_row: PositiveInt = 10
+
+
+@dataclass
+class ProfileOptions:
+    """Which steps torch's profiler looks at, and how closely."""
+
+    steps: list[int] | list[list[int]]  # [first, last], or several such windows; attempted steps
+    ranks: Annotated[list[NonNegativeInt], MinLen(1)] = field(default_factory=lambda: [0])  # which ranks are profiled
+    record_shapes: bool = False  # shapes of what operators are given; the table tells them apart then
+    with_stack: bool = False  # lines of the source that called them: large traces, slow steps
+    profile_memory: bool = True  # allocations, and memory over time
+    top: Annotated[int, Interval(ge=1, le=10_000)] = 30  # rows of the table of operators
+
+    def __post_init__(self) -> None:
+        if not all(len(w) == 2 and 1 <= w[0] <= w[1] for w in self.windows):
+            raise OptionError("steps", "expected [first, last], such as [2, 4], or several such windows")
+        for (first, last), (start, end) in pairwise(self.windows):
+            if start <= last:
+                raise OptionError("steps", f"the windows {first} to {last} and {start} to {end} overlap")
+
+    @property
+    def windows(self) -> list[tuple[int, ...]]:
+        """[(first, last), ...] in order."""
+        several = [tuple(window) for window in self.steps if isinstance(window, list)]
+        one = tuple(bound for bound in self.steps if isinstance(bound, int))
+        return sorted(several or [one])
+
+    def check(self, max_iters: int, world_size: int) -> None:
+        """ConfigError for a window or a rank that the run does not have."""
+        for first, last in self.windows:
+            if last > max_iters:
+                raise ConfigError(
+                    f"run.profile.steps: the window {first} to {last} does not end before the run, whose last step is "
+                    f"{max_iters}"
+                )
+        if max(self.ranks) >= world_size:
+            raise ConfigError(
+                f"run.profile.ranks: there is no rank {max(self.ranks)}; the last one is {world_size - 1}"
+            )
+
+
+# Keys of other programs, and ours.
+_ELSEWHERE = {
+    theirs: f"use {ours}"
+    for ours, names in {
+        "init_lr": "lr learning_rate",
+        "max_iters": "train_iters max_steps num_steps",
+        "accum_grad_iters": "gradient_accumulation_steps",
+        "grad_norm_clip": "clip_grad max_grad_norm",
+        "log_interval": "logging_steps log_freq",
+        "eval_interval": "eval_steps evaluation_steps",
+        "save_interval": "save_steps",
+        "trackers": "report_to",
+        "amp": "fp16 bf16 autocast_dtype mixed_precision",
+    }.items()
+    for theirs in names.split()
+}
+
+
+@dataclass
+class RunOptions:
+    """How to train. Steps are attempted optimizer steps; a sample is one row of a batch.
+
+    Raises OptionError, a ConfigError, for values that cannot go together.
+    """
+
+    elsewhere: ClassVar = _ELSEWHERE
+
+    output_dir: FilePath  # folder of the run: config.yaml, log.txt, metrics.jsonl, tensorboard/, checkpoints/
+    runner: Annotated[Component, "runner"] = field(default_factory=lambda: Component("ddp"))  # or a preset
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
+    seed: NonNegativeInt = 1234  # of initial values, sample order, dropout and augmentation
+    plugins: list[FilePath] = field(default_factory=list)  # further folders of plugins
+    # how often all workers start again, from the newest checkpoint, after one has died
+    max_restarts: NonNegativeInt = 0
+
+    # Length: exactly one of the two.
+    max_iters: Steps | None = None
+    max_epoch: Annotated[int, Interval(ge=1, le=10**6)] | None = None  # passes over the training data
+
+    # Batch: global = micro x accumulation x data-parallel ranks; what is not given follows, or is 1.
+    global_batch_size: BatchSize | None = None  # samples per step
+    micro_batch_size: BatchSize | None = None  # samples per forward on one rank
+    accum_grad_iters: BatchSize | None = None  # forwards per step on one rank
+
+    # Optimization
+    optimizer: Annotated[Component, "optimizer"] = field(default_factory=lambda: Component("adamw"))
+    init_lr: Annotated[float, Interval(gt=0, le=10_000)] = 1e-4  # highest learning rate, reached when warmup ends
+    min_lr: NonNegativeFloat = 0.0  # where the schedule ends
+    weight_decay: Annotated[float, Interval(ge=0, le=10_000)] = 0.01
+    grad_norm_clip: NonNegativeFloat | None = 1.0  # largest global gradient norm; 0 or None: off
+    lr_sched: Annotated[Component, "lr_scheduler"] = field(default_factory=lambda: Component("cosine"))
+    warmup_steps: NonNegativeInt | None = None  # applied steps of linear warmup,
+    # or the same as a fraction of lr_decay_iters; neither: no warmup
+    warmup_fraction: Annotated[float, Interval(ge=0, lt=1)] | None = None
+    lr_decay_iters: Steps | None = None  # step at which the schedule reaches min_lr; None: the last one
+
+    freeze: list[Text] = field(default_factory=list)  # patterns of parameter names that are not trained
+
+    # Precision and memory
+    amp: AmpOptions = field(default_factory=AmpOptions)
+    gradient_checkpointing: Literal["none", "full", "selective", "offload"] = "none"
+    compile: Literal["none", "blocks", "model"] = "none"  # what torch.compile gets
+
+    # Reporting, in steps
+    log_interval: Steps = 10
+    eval_interval: Steps | None = None  # None: no validation
+    eval_iters: Steps = 10  # global batches per evaluation
+    sample_prompts: list[Text] = field(default_factory=list)  # continued and shown when training ends
+    sample_tokens: Annotated[int, Interval(ge=1, le=2**20)] = 64  # length of those continuations
+
+    # Where the numbers go. jsonl is always among them.
+    trackers: list[Annotated[Component, "tracker"]] = field(
+        default_factory=lambda: [Component("jsonl"), Component("tensorboard")]
+    )
+
+    profile: ProfileOptions | None = None  # None: no step is profiled
+
+    # Checkpoints: one is always saved after the last step.
+    save_interval: Steps | None = None  # steps; None: only after the last one
+    save_in_background: bool = True  # training goes on meanwhile, beside a copy of each rank's share in host memory
+    keep_last: PositiveInt | None = 3  # older ones are deleted; None: keep all
+    keep_every: Steps | None = None  # those at multiples of this many steps are never deleted
+    save_best: bool = True  # also keep the one with the lowest validation loss
+    resume_from: FilePath | None = None  # a checkpoint, or a run's folder; None: this run's own latest, if any
+    resume_optimizer: bool = True  # False: moments start at zero, as for another optimizer
+    on_bad_step: BadStepOptions = field(default_factory=BadStepOptions)
+
+    curriculum: CurriculumOptions | None = None  # short sequences first; None: whole ones from the first step on
+    # processes per rank that load data; 0: the rank itself does
+    num_workers: Annotated[int, Interval(ge=0, le=256)] = 0
+    # seconds by which a rank may enter a collective late; None: unguarded
+    collective_timeout: Annotated[float, Interval(ge=0.1, le=10**7)] | None = 600.0
+
+    def __post_init__(self) -> None:
+        if "jsonl" not in (tracker.name for tracker in self.trackers):
+            self.trackers = [Component("jsonl", NoOptions()), *self.trackers]
+        self._check_roll_back()
+        if self.min_lr > self.init_lr:
+            raise OptionError("min_lr", f"{self.min_lr} is above init_lr, {self.init_lr}")
+        if self.warmup_steps is not None and self.warmup_fraction is not None:
+            raise OptionError(
+                "warmup_fraction", "warmup_steps already says how long the warmup is; give one of the two"
+            )
+        if self.max_iters is not None and self.max_epoch is not None:
+            raise OptionError("max_epoch", "max_iters already says how long to train; give one of the two")
+        if self.max_iters is None and self.max_epoch is None:
+            raise OptionError("max_iters", "how long to train is required: give max_iters or max_epoch")
+        if self.global_batch_size is self.micro_batch_size is self.accum_grad_iters is None:
+            raise OptionError("global_batch_size", "required, unless micro_batch_size or accum_grad_iters is given")
+
+    def _check_roll_back(self) -> None:
+        if self.on_bad_step.policy != "roll_back":
+            return
+        if self.save_interval is None:
+            raise OptionError(
+                "on_bad_step", "roll_back goes back to the last checkpoint: set save_interval, or use skip"
+            )
+        if not self.resume_optimizer:
+            raise OptionError(
+                "resume_optimizer", "false would go back to moments that were not to be taken: use on_bad_step=skip"
+            )
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """global_batch = micro_batch x accumulation x dp_size, in samples, forwards and ranks."""
+
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+    dp_size: int
+
+
+def plan_batch(run: RunOptions, dp_size: int) -> BatchPlan:
+    """The batch arithmetic for `dp_size` data-parallel ranks; what `run` leaves open follows, or is 1.
+
+    Raises ConfigError when the numbers do not go together, with the nearest global batch size that would.
+    """
+    total, micro, accumulation = run.global_batch_size, run.micro_batch_size, run.accum_grad_iters
+    if total is None:
+        micro, accumulation = micro or 1, accumulation or 1
+        return BatchPlan(micro * accumulation * dp_size, micro, accumulation, dp_size)
+    if micro is None and accumulation is None:
+        accumulation = 1
+    factors = {"micro_batch_size": micro, "accum_grad_iters": accumulation, "data-parallel ranks": dp_size}
+    unit = (micro or 1) * (accumulation or 1) * dp_size
+    exact = micro is not None and accumulation is not None
+    if total != unit if exact else total % unit:
+        below = total // unit * unit
+        nearest = unit if exact else below if below and total - below <= unit / 2 else below + unit
+        product = " x ".join(f"{value} {name}" for name, value in factors.items() if value is not None)
+        raise ConfigError(
+            f"run.global_batch_size: {total} is not {'' if exact else 'a multiple of '}{unit} ({product}); "
+            f"the nearest valid global_batch_size is {nearest}"
+        )
+    return BatchPlan(total, micro or total // unit, accumulation or total // unit, dp_size)

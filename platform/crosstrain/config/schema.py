@@ -1,0 +1,345 @@
+"""Plain data against typed dataclasses: typed values come back, or one sentence that says what is wrong."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+from crosstrain.config import bounds
+from crosstrain.config.registry import registry
+from crosstrain.utils.errors import ConfigError, ConfigErrors, UserError
+
+Key = tuple[str, ...]  # ("run", "runner", "name") is run.runner.name
+
+
+class OptionError(ConfigError):
+    """Raised by `__post_init__` of an options dataclass; the checker adds file and line of field `key`."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(f"{key}: {message}")
+        self.key, self.message = key, message
+
+
+class _OutOfBounds(ConfigError):
+    """The value is of the type, and breaks a bound of it."""
+
+
+class Mistakes:
+    """Collect every UserError that is raised inside `with mistakes:`, so that one answer tells of all."""
+
+    def __init__(self) -> None:
+        self.errors: list[UserError] = []
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if isinstance(error, UserError):
+            self.errors.append(error)
+        return isinstance(error, UserError)
+
+    def end(self) -> None:
+        """Raise what was collected, if anything was: a single error as it is, several as ConfigErrors."""
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors:
+            raise ConfigErrors(self.errors)
+
+
+@dataclass
+class NoOptions:
+    """Options of a component that has none.
+
+    Any options dataclass may have a ClassVar `elsewhere`: keys that people write there, and what to do instead. One
+    whose field may stand for the whole, as `dtype` does in `amp: bf16`, names it in a ClassVar `shorthand`. A model's
+    may have a ClassVar `published`: keys whose values in presets do not count beside a `pretrained` folder.
+    """
+
+
+@dataclass(frozen=True)
+class Component:
+    """A registered component and its options, an instance of its `Options` (None only in a field's default).
+
+    An options dataclass may hold components of its own: `resize: Annotated[Component, "processor"]`.
+    """
+
+    name: str
+    options: Any = None
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def options_class(kind: str, component: Any) -> type:
+    """The dataclass of options that a registered class or function declares; NoOptions if none."""
+    cls = getattr(component, "Options", NoOptions)
+    reserved = {"arch", "model_type"} if kind == "model" else {"name"}
+    whose = f"Options of {component.__module__}.{component.__qualname__}"
+    if not is_dataclass(cls) or not isinstance(cls, type):
+        raise ConfigError(f"{whose} must be a dataclass")
+    if taken := reserved & {f.name for f in fields(cls)}:
+        raise ConfigError(f"{whose} may not have a field called {min(taken)}")
+    try:
+        get_type_hints(cls)
+    except (NameError, TypeError) as error:
+        raise ConfigError(f"{whose}: a field's type cannot be found at the top of its module: {error}") from error
+    return cls
+
+
+def defaults(cls: type) -> dict[str, Any]:
+    """Plain default values of a dataclass, without the fields that have none."""
+    found = {}
+    for f in fields(cls):
+        if f.default is not MISSING:
+            found[f.name] = to_plain(f.default)
+        elif f.default_factory is not MISSING:
+            found[f.name] = to_plain(f.default_factory())
+    return found
+
+
+def to_plain(value: Any) -> Any:
+    """Dataclasses, components, tuples and paths as what YAML and JSON can hold; `Checker` reads it back."""
+    if isinstance(value, Component):
+        return {"name": value.name, **(to_plain(value.options) or {})}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+class Checker:
+    """Checks values against types.
+
+    Understands bool, int, float, str, None, Any, object (unchecked), Path, Literal, unions, list, tuple, dict,
+    dataclasses, `Annotated[Component, kind]` and the constraints of crosstrain.config.bounds. A whole
+    number does for a float; nothing else is converted. `where(key)` says in which file and line a key stands, and shows
+    the key.
+    Every method raises ConfigError, or ConfigErrors for several mistakes at once.
+    """
+
+    def __init__(self, where: Callable[[Key], str]) -> None:
+        self.where = where
+
+    def fail(self, key: Key, message: str) -> NoReturn:
+        raise ConfigError(self.sentence(key, message))
+
+    def sentence(self, key: Key, message: str) -> str:
+        return one_line(f"{self.where(key)}: {message}")
+
+    def component(self, kind: str, value: Any, key: Key) -> Component:
+        """`value` is a name, or a mapping of `name` and options."""
+        if isinstance(value, str):
+            value = {"name": value}
+        if not isinstance(value, Mapping):
+            self.fail(key, f"expected {_describe(Annotated[Component, kind])}, got {_show(value)}")
+        if "name" not in value:
+            names = registry.names(kind)
+            self.fail((*key, "name"), f"the {kind}'s name is required; known: {', '.join(names) or 'none'}")
+        name = self.value(str, value["name"], (*key, "name"))
+        try:
+            cls = options_class(kind, registry.get(kind, name))
+        except UserError as error:
+            raise type(error)(self.sentence((*key, "name"), str(error))) from error
+        return Component(name, self.dataclass(cls, {k: v for k, v in value.items() if k != "name"}, key))
+
+    def dataclass(self, cls: Any, value: Any, key: Key) -> Any:
+        """An instance of `cls` from a mapping of its fields."""
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            self.fail(key, _expected(cls, value))
+        hints = get_type_hints(cls, include_extras=True)
+        known = {f.name: f for f in fields(cls) if f.init}
+        mistakes, meant = Mistakes(), set[str]()
+        for name in value:
+            if name not in known:
+                with mistakes:
+                    if instead := getattr(cls, "elsewhere", {}).get(name):
+                        self.fail((*key, str(name)), f"not an option here: {instead}")
+                    meant.update(nearest(str(name), known))
+                    self.unknown_key((*key, str(name)), known)
+        arguments = {}
+        for name, field in known.items():
+            with mistakes:
+                if name in value:
+                    arguments[name] = self.value(hints[name], value[name], (*key, name))
+                elif field.default is MISSING and field.default_factory is MISSING:
+                    if name not in meant:
+                        self.fail((*key, name), f"required, but missing; expected {_describe(hints[name])}")
+                elif get_args(hints[name])[:1] == (Component,) or is_dataclass(hints[name]):  # may hold components
+                    arguments[name] = self.value(hints[name], defaults(cls)[name], (*key, name))
+        mistakes.end()
+        try:
+            return cls(**arguments)
+        except OptionError as error:
+            self.fail((*key, error.key), error.message)
+        except (ConfigError, ValueError) as error:
+            self.fail(key, str(error))
+
+    def unknown_key(self, key: Key, known: Iterable[str]) -> NoReturn:
+        names = list(known)
+        if near := nearest(key[-1], names):
+            self.fail(key, f"unknown key; did you mean {'.'.join((*key[:-1], near[0]))}?")
+        self.fail(key, "unknown key; " + (f"known: {', '.join(names)}" if names else "there are no options here"))
+
+    def value(self, hint: Any, value: Any, key: Key) -> Any:
+        """`value` as the type `hint`."""
+        origin, arguments = get_origin(hint) or hint, get_args(hint)
+        if origin is object:
+            return value
+        if origin is Any:
+            return self._anything(value, key)
+        if origin is not Annotated:
+            checked, constraints = self._typed(hint, value, key), ()
+        elif arguments[0] is Component:
+            return self.component(arguments[1], value, key)
+        else:
+            checked, constraints = self._typed(arguments[0], value, key), arguments[1:]
+        if said := bounds.broken(checked, constraints):
+            raise _OutOfBounds(self.sentence(key, f"expected {_describe(hint)}{said[0]}, got {_show(value)}{said[1]}"))
+        return checked
+
+    def _typed(self, hint: Any, value: Any, key: Key) -> Any:
+        """`value` as the type `hint`, whatever its bounds."""
+        origin, arguments = get_origin(hint) or hint, get_args(hint)
+        if origin in (Union, types.UnionType):
+            return self._union(hint, value, key)
+        if is_dataclass(origin):
+            return self.dataclass(origin, value, key)
+        if origin is dict and isinstance(value, Mapping):
+            name_type, item_type = arguments or (Any, Any)
+            return self._mapping(name_type, item_type, value, key)
+        if origin in (list, tuple) and isinstance(value, (list, tuple)):
+            return self._sequence(origin, arguments, value, key, hint)
+        if origin is Literal and any(value == choice and type(value) is type(choice) for choice in arguments):
+            return value
+        if origin is float and type(value) in (int, float):
+            with suppress(OverflowError):  # the whole number is beyond the largest float
+                return float(value)
+        if origin is Path and isinstance(value, (str, Path)):
+            return Path(self.value(bounds.FilePath, str(value) if value != Path() else ".", key))
+        if origin in (bool, int, str, type(None)) and type(value) is origin:
+            return value
+        self.fail(key, _expected(hint, value))
+
+    def _anything(self, value: Any, key: Key) -> Any:
+        """`value`, if YAML can hold it; numbers may be infinite, as other libraries' options may."""
+        if isinstance(value, Mapping):
+            return self._mapping(Any, Any, value, key)
+        if isinstance(value, (list, tuple)):
+            return self._sequence(list, (Any,), value, key, list)
+        if type(value) not in (bool, int, float, str, type(None)):
+            self.fail(key, f"expected a number, text, true, false, null, a list or a mapping, got {_show(value)}")
+        return self.value(Annotated[type(value), bounds.AllowInfinity()], value, key)
+
+    def _mapping(self, name_type: Any, item_type: Any, value: Mapping[Any, Any], key: Key) -> dict[Any, Any]:
+        mistakes, checked = Mistakes(), {}
+        for name, item in value.items():
+            with mistakes:
+                checked[self.value(name_type, name, (*key, str(name)))] = self.value(item_type, item, (*key, str(name)))
+        mistakes.end()
+        return checked
+
+    def _sequence(self, origin: type, arguments: tuple[Any, ...], value: Any, key: Key, hint: Any) -> Any:
+        if origin is tuple and arguments and arguments[-1] is not Ellipsis:
+            if len(value) != len(arguments):
+                self.fail(key, f"expected {_describe(hint)}, got {len(value)} values")
+            types_ = list(arguments)
+        else:
+            types_ = [arguments[0] if arguments else Any] * len(value)
+        mistakes, checked = Mistakes(), []
+        for i, (item_type, item) in enumerate(zip(types_, value, strict=True)):
+            with mistakes:
+                checked.append(self.value(item_type, item, (*key, str(i))))
+        mistakes.end()
+        return origin(checked)
+
+    def _union(self, hint: Any, value: Any, key: Key) -> Any:
+        members = get_args(hint)
+        structured = [m for m in members if _takes(m, value)]
+        if len(structured) == 1:  # its own complaint is the more precise one
+            return self.value(structured[0], value, key)
+        for member in members:
+            try:
+                return self.value(member, value, key)
+            except _OutOfBounds:
+                raise
+            except ConfigError:
+                continue
+        self.fail(key, _expected(hint, value))
+
+
+def _takes(hint: Any, value: Any) -> bool:
+    """Whether `hint` is the kind of container that `value` is."""
+    origin = get_origin(hint) or hint
+    if origin is Annotated:
+        inner = get_args(hint)[0]
+        return isinstance(value, Mapping) if inner is Component else _takes(inner, value)
+    if isinstance(value, Mapping):
+        return origin is dict or is_dataclass(origin)
+    return isinstance(value, (list, tuple)) and origin in (list, tuple)
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(name[:100], list(known), n=1)
+
+
+def _expected(hint: Any, value: Any) -> str:
+    sentence = f"expected {_describe(hint)}, got {_show(value)}"
+    choices = [c for c in _choices(hint) if isinstance(c, str)]
+    if isinstance(value, str) and (near := difflib.get_close_matches(value, choices, n=1)):
+        return f"{sentence}; did you mean {near[0]}?"
+    if isinstance(value, str) and value.lower() == "none" and type(None) in get_args(hint):
+        return f"{sentence}; did you mean null?"
+    return sentence
+
+
+def _choices(hint: Any) -> Iterable[Any]:
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return [c for member in get_args(hint) if get_origin(member) is Literal for c in get_args(member)]
+
+
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+_WORDS |= {Path: "a path", list: "a list", dict: "a mapping", Any: "anything", object: "anything"}
+
+
+def _describe(hint: Any) -> str:
+    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    if origin is Annotated and arguments[0] is Component:
+        return f"the {arguments[1]}'s name, or a mapping with its name and options"
+    if origin is Annotated:
+        return _describe(arguments[0])
+    if origin is Literal:
+        return "one of " + ", ".join(str(a) for a in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_describe(a) for a in arguments)
+    if origin is list and arguments:
+        return f"a list of {_describe(arguments[0])}"
+    if origin is tuple and arguments:
+        if arguments[-1] is Ellipsis:
+            return f"a list of {_describe(arguments[0])}"
+        return f"a list of {len(arguments)} values ({', '.join(_describe(a) for a in arguments)})"
+    if head := getattr(origin, "shorthand", None):
+        return f"{_describe(get_type_hints(origin)[head])}, or a mapping"
+    return "a mapping" if is_dataclass(origin) else _WORDS.get(origin, str(hint))
+
+
+def _show(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return f"a mapping with {', '.join(map(str, list(value)[:3]))}" if value else "an empty mapping"
+    if isinstance(value, (list, tuple)):
+        return f"a list of {len(value)} values"
+    if isinstance(value, str):
+        return f"the text {value!r}" if len(value) <= 200 else f"the text {value[:80]!r}..."
+    return repr(value) if not isinstance(value, int) or abs(value) < 10**100 else "a number of more than 100 digits"

@@ -1,0 +1,277 @@
+"""Layers of configuration: reading, merging and resolving them, and remembering where every key came from."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from crosstrain.config.schema import Key, one_line
+from crosstrain.config.yaml_text import LARGEST_TREE, Unreadable, parse
+from crosstrain.utils import paths
+from crosstrain.utils.errors import ConfigError, first_line
+
+OPTIONS = "--options"
+_LARGEST_FILE = 2**18  # bytes
+_MOST_INTERPOLATIONS = 1000
+
+# The key that says which thing a mapping is about; a plain string in the mapping's place is short for it.
+_HEADS = {("model",): "arch", ("run", "amp"): "dtype", ("run", "on_bad_step"): "policy"}
+
+
+def head(key: Key) -> str:
+    """The key under `key` that names the component there: `name`, for the model `arch`."""
+    return _HEADS.get(key, "name")
+
+
+@dataclass
+class Layer:
+    """One source of configuration. `lines` has every key in it, with its line where there are lines."""
+
+    label: str
+    tree: dict[str, Any]
+    lines: dict[Key, int | None] = field(default_factory=dict)
+
+
+@dataclass
+class Origins:
+    """Where keys of the merged configuration come from. Layers stand lowest first."""
+
+    layers: list[Layer] = field(default_factory=list)
+
+    def where(self, key: Key) -> str:
+        """`file:line: key`, from the highest layer that has `key`, or else the nearest section around it.
+
+        The key is shown as it was written: `run.runner`, not `run.runner.name`, for `runner: ddp`.
+        """
+        for layer in reversed(self.layers):
+            if key in layer.lines:
+                return _place(layer, key, key)
+            if key[-1:] == (head(key[:-1]),) and isinstance(_value(layer.tree, key[:-1]), str):
+                return _place(layer, key[:-1], key[:-1])
+        files = [layer for layer in reversed(self.layers) if layer.label != OPTIONS]
+        for length in range(len(key) - 1, 0, -1):
+            for layer in files:
+                if key[:length] in layer.lines:
+                    return _place(layer, key[:length], key)
+        return _place(files[0], (), key)
+
+    def only_in_options(self, key: Key) -> bool:
+        return {layer.label for layer in self.layers if key in layer.lines} == {OPTIONS}
+
+
+def read_yaml(path: Path, at: Key = ()) -> Layer:
+    """The mapping in a YAML file, put under the key `at`; ConfigError with the line of what is wrong."""
+    label = paths.show(path)
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{label}: cannot be read: not a regular file")
+        if path.stat().st_size > _LARGEST_FILE:
+            raise ConfigError(f"{label}: cannot be read: larger than {_LARGEST_FILE >> 10} KiB")
+        tree, root = parse(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:  # a UnicodeDecodeError, a path with a NUL
+        raise ConfigError(one_line(f"{label}: cannot be read: {error}")) from error
+    except Unreadable as error:
+        place = f"{label}:{error.line}" if error.line else label
+        raise ConfigError(one_line(f"{place}: {error}")) from error
+    if root is None:
+        raise ConfigError(f"{label}: the file is empty")
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{label}:{root.start_mark.line + 1}: expected a mapping of keys to values")
+    lines = dict(_lines(root, at))
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(tree))
+    except OmegaConfBaseException as error:
+        raise _unresolved(error, Origins([Layer(label, {}, lines)]), []) from error
+    return Layer(label, _under(at, cast(dict[str, Any], tree)), lines)
+
+
+def read_options(options: Iterable[str]) -> Layer:
+    """Command-line overrides `a.b=value`, the value in YAML; of two for the same key the later one counts."""
+    tree: dict[str, Any] = {}
+    for option in options:
+        key, separator, text = option.partition("=")
+        if not separator or not all(part.strip() for part in key.split(".")):
+            raise ConfigError(f"{OPTIONS}: {option!r} is not of the form key=value, such as run.seed=1")
+        parsed = OmegaConf.create()
+        try:
+            OmegaConf.update(parsed, key, parse(text)[0])
+            tree = merge(tree, OmegaConf.to_container(parsed), names_replace=False)
+        except Unreadable as error:
+            raise ConfigError(one_line(f"{OPTIONS}: {key}: the value is {error}")) from error
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{OPTIONS}: {key}: {first_line(error)}") from error
+    return plain_layer(OPTIONS, tree)
+
+
+def plain_layer(label: str, tree: dict[str, Any], at: Key = ()) -> Layer:
+    """A layer that has no lines."""
+    return Layer(label, _under(at, tree), dict.fromkeys(_keys(tree, at)))
+
+
+def merge(lower: Any, upper: Any, key: Key = (), *, names_replace: bool = True) -> Any:
+    """`upper` over `lower`, mapping by mapping.
+
+    A string over or under a mapping that names something stands for its head: `zero2` for {name: zero2}.
+    Where the upper one names another component, the lower one's options are not meant for it and go.
+    """
+    naming = head(key)
+    if isinstance(upper, str) and isinstance(lower, dict) and (naming in lower or not names_replace):
+        upper = {naming: upper}
+    if isinstance(lower, str) and isinstance(upper, dict):
+        lower = {naming: lower}
+    if not (isinstance(lower, dict) and isinstance(upper, dict)):
+        return upper
+    old, new = lower.get(naming), upper.get(naming)
+    if names_replace and isinstance(old, str) and isinstance(new, str) and old != new and naming in ("name", "arch"):
+        return upper
+    merged = lower | upper
+    for name in lower.keys() & upper.keys():
+        merged[name] = merge(lower[name], upper[name], (*key, str(name)), names_replace=names_replace)
+    return merged
+
+
+def literal(value: Any) -> Any:
+    """`value` escaped so that `resolve` gives it back: what is resolved already may well contain ${}."""
+    if isinstance(value, dict):
+        return {name: literal(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [literal(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def names_component(tree: Any, key: Key) -> bool:
+    """Whether `tree` itself says which component stands at `key`."""
+    value = _value(tree, key)
+    return isinstance(value, str) or (isinstance(value, dict) and head(key) in value)
+
+
+def resolve(tree: dict[str, Any], origins: Origins) -> dict[str, Any]:
+    """`tree` with every ${interpolation} replaced by its value."""
+    try:
+        _refuse_growth(tree, origins)
+        resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise _unresolved(error, origins, [".".join(key) for key in _keys(tree)]) from error
+    return cast(dict[str, Any], resolved)
+
+
+def resolve_at(tree: dict[str, Any], key: Key, origins: Origins) -> Any:
+    """The value at `key` alone, resolved."""
+    value = _value(tree, key)
+    if "${" not in str(value) and value != "???":
+        return value  # OmegaConf would copy the whole tree to find out
+    try:
+        _refuse_growth(tree, origins)
+        node: Any = OmegaConf.create(tree)
+        for name in key:
+            node = node[name]
+        return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+    except OmegaConfBaseException as error:
+        raise _unresolved(error, origins, [".".join(key) for key in _keys(tree)]) from error
+
+
+def _refuse_growth(tree: dict[str, Any], origins: Origins) -> None:
+    """ConfigError where interpolations of interpolations would write out more than a configuration holds."""
+    values = dict(_walk(tree))
+    uses = sum(value.count("${") for value in values.values() if isinstance(value, str))
+    if uses > _MOST_INTERPOLATIONS:
+        raise ConfigError(f"{origins.layers[0].label}: more than {_MOST_INTERPOLATIONS:,} interpolations")
+    by_name, sizes = {".".join(key): key for key in values}, dict[Key, int]()
+
+    def size(key: Key) -> int:
+        if key not in sizes:
+            sizes[key] = 0  # OmegaConf refuses circles
+            value = values[key]
+            if isinstance(value, str):
+                size_ = 1 + len(value) // 100
+                for name in _references(value, key):
+                    matching = fnmatch.filter(by_name, name) if "*" in name else [name] if name in by_name else []
+                    size_ += max((size(by_name[found]) for found in matching), default=0)
+            else:
+                names = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+                size_ = 1 + sum(size((*key, str(name))) for name in names)
+            sizes[key] = size_
+            if size_ > 2 * LARGEST_TREE:
+                raise ConfigError(f"{origins.where(key)}: its interpolations stand for too much")
+        return sizes[key]
+
+    try:
+        for key in values if uses else ():
+            size(key)
+    except RecursionError as error:
+        raise ConfigError(f"{origins.layers[0].label}: its interpolations refer to each other too deep") from error
+
+
+def _references(text: str, key: Key) -> Iterator[str]:
+    """Names of the keys that interpolations in the text at `key` may look up; * for what another one decides."""
+    while found := re.search(r"\$\{([^${}]*)\}", text):
+        text = f"{text[: found.start()]}*{text[found.end() :]}"
+        for name in re.split("[:,]", found[1]):
+            name = re.sub(r"\[([^]]*)\]", r".\1", name.strip())
+            up = len(name) - len(name.lstrip("."))
+            yield ".".join((*key[:-up], name[up:])) if up else name
+
+
+def _walk(tree: Any, at: Key = ()) -> Iterator[tuple[Key, Any]]:
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for name, value in items:
+        yield (*at, str(name)), value
+        yield from _walk(value, (*at, str(name)))
+
+
+def _unresolved(error: OmegaConfBaseException, origins: Origins, known: list[str]) -> ConfigError:
+    key = tuple(re.findall(r"[^.\[\]]+", str(error.full_key or "")))
+    reason = first_line(error)
+    if "Missing mandatory value" in reason:
+        reason = "required, but still ???"
+    elif target := re.search(r"Interpolation key '(.+?)' not found", reason):
+        near = difflib.get_close_matches(target[1], known, n=1)
+        reason = f"${{{target[1]}}} stands for no key" + (f"; did you mean ${{{near[0]}}}?" if near else "")
+    else:
+        reason = f"the interpolation cannot be resolved: {reason}"
+    return ConfigError(one_line(f"{origins.where(key)}: {reason}"))
+
+
+def _place(layer: Layer, key: Key, shown: Key) -> str:
+    line = layer.lines.get(key)
+    place = layer.label if line is None else f"{layer.label}:{line}"
+    return f"{place}: {'.'.join(shown)}" if shown else place
+
+
+def _value(tree: Any, key: Key) -> Any:
+    for name in key:
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
+
+
+def _under(at: Key, tree: dict[str, Any]) -> dict[str, Any]:
+    for name in reversed(at):
+        tree = {name: tree}
+    return tree
+
+
+def _keys(tree: Any, at: Key = ()) -> list[Key]:
+    return [key for key, _ in _walk(tree, at)]
+
+
+def _lines(node: yaml.Node, at: Key) -> Iterator[tuple[Key, int | None]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                yield from _lines(value, at)
+            elif isinstance(key, yaml.ScalarNode):
+                yield (*at, key.value), key.start_mark.line + 1
+                yield from _lines(value, (*at, key.value))
+    elif isinstance(node, yaml.SequenceNode):
+        for i, item in enumerate(node.value):
+            yield (*at, str(i)), item.start_mark.line + 1
+            yield from _lines(item, (*at, str(i)))

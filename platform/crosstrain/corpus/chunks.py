@@ -1,0 +1,97 @@
+"""Large files cut into pieces between two records: lines, pages, or whatever else a byte string separates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from crosstrain.corpus import reader
+from crosstrain.corpus.io import is_compressed, opened
+from crosstrain.corpus.reader import Piece
+from crosstrain.utils.errors import DataError
+
+_LOOK = 1 << 16  # bytes read at once in search of a separator
+
+
+def cut(file: Path, separator: bytes, size: int | None = None) -> Iterator[Piece]:
+    """Pieces of at least `size` bytes (a task's; the last may be shorter), each ending just behind a separator.
+
+    Of a compressed file each piece carries its bytes, because it has to be read from the beginning anyway. One piece is
+    held at a time.
+    """
+    way = _cut_stream if is_compressed(file) else _cut_file
+    yield from way(file, separator, size or reader.TASK_BYTES)
+
+
+def _cut_file(file: Path, separator: bytes, size: int) -> Iterator[Piece]:
+    end, start = file.stat().st_size, 0
+    with opened(file) as stream:
+        while start < end:
+            least = min(start + size, end)
+            position = max(start, least - 2 * len(separator))
+            stream.seek(position)
+            near, stop = stream.read(_LOOK), -1
+            while (stop := _boundary(near, separator, least - position)) < 0:
+                more = stream.read(len(near))
+                if not more:
+                    break
+                near += more
+            stop = end if stop < 0 else position + stop
+            yield Piece(file, start, stop)
+            start = stop
+
+
+def _cut_stream(file: Path, separator: bytes, size: int) -> Iterator[Piece]:
+    start, held, least = 0, bytearray(), size
+    with opened(file) as stream:
+        while chunk := stream.read(size):
+            held += chunk
+            while len(held) >= least:
+                stop = _boundary(held, separator, least)
+                if stop < 0:
+                    least = 2 * len(held)
+                    break
+                yield Piece(file, start, start + stop, bytes(held[:stop]))
+                del held[:stop]
+                start, least = start + stop, size
+    if held:
+        yield Piece(file, start, start + len(held), bytes(held))
+
+
+def _boundary(data: bytes | bytearray, separator: bytes, least: int) -> int:
+    """Just behind the first separator that ends at `least` or later; -1: there is none.
+
+    One that another overlaps from the left is passed over: whoever splits from the beginning may not see it.
+    """
+    length = len(separator)
+    found = data.find(separator, max(0, least - length))
+    while found >= 0 and data.find(separator, max(0, found - length + 1)) != found:
+        found = data.find(separator, found + 1)
+    return found + length if found >= 0 else -1
+
+
+def decoded(piece: Piece) -> str:
+    """A piece as text, without a byte order mark at the file's beginning. DataError names the first byte not UTF-8."""
+    try:
+        text = piece.read().decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{piece.file} is not UTF-8 text: invalid at byte {piece.start + error.start}") from None
+    return text.removeprefix("\ufeff") if piece.start == 0 else text
+
+
+def lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
+    """(offset in the file, line) of each line of a piece."""
+    offset = piece.start
+    for line in piece.read().split(b"\n"):
+        yield offset, line
+        offset += len(line) + 1
+
+
+def line_number(file: Path, offset: int) -> int:
+    """Number, from 1, of the line that begins at a byte of a file's content; reads the file up to there."""
+    number, left = 1, offset
+    with opened(file) as stream:
+        while left and (chunk := stream.read(min(left, 1 << 22))):
+            number += chunk.count(b"\n")
+            left -= len(chunk)
+    return number

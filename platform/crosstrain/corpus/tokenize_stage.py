@@ -1,0 +1,102 @@
+"""Tokenizing: each shard of documents to one of tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import compress, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from crosstrain.corpus.fast_bpe import Engine
+from crosstrain.corpus.filter import Rule, TokenLimits, make_rules
+from crosstrain.corpus.pool import Stage
+from crosstrain.corpus.shards import TextShard, key_of
+from crosstrain.corpus.stats import Counts, size_of
+from crosstrain.data.tokenizer import load_tokenizer
+
+_BATCH_CHARACTERS = 1 << 20  # enough for every core to have work, small enough to hold several times over
+
+
+Kept = tuple[str, np.ndarray | None]  # a shard of documents, and a mask of those that are not repeated
+
+
+class TokenShard(TextShard):
+    """NAME.bin has the tokens, NAME.npy the length of each document with its end, NAME.json the counts."""
+
+    def sizes(self) -> np.ndarray:
+        """int32 [documents]"""
+        return np.load(self.path("npy"), allow_pickle=False)
+
+
+@dataclass
+class Encode(Stage[Kept, dict[str, Any]]):
+    """Tokens of what was kept of a shard, by the rules about lengths too. Finished shards stay."""
+
+    texts: Path
+    folder: Path
+    tokenizer: Path
+    dtype: np.dtype
+    clean: list[dict[str, Any]]  # the rules as plain data
+    min_tokens: int
+    alone: bool  # the only process that works: it may use all cores
+
+    def open(self) -> None:
+        if not self.alone:
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other cores have their own process
+        tokenizer = load_tokenizer(self.tokenizer)
+        self.engine, self.end = Engine(tokenizer), tokenizer.end_id
+        self.rules: list[tuple[str, Rule]] = make_rules(self.clean)
+        if self.min_tokens:
+            self.rules.append(("min_tokens", TokenLimits(None, self.min_tokens)))
+
+    def key(self, kept: Kept) -> str:
+        """The name of the shard that becomes of it."""
+        name, mask = kept
+        return key_of(name, None if mask is None else np.packbits(mask).tobytes().hex())
+
+    def __call__(self, kept: Kept) -> dict[str, Any]:
+        shard = TokenShard(self.folder, self.key(kept))
+        if (done := shard.finished()) is not None:
+            return done
+        counts, sizes = Counts(), []
+        with open(shard.path("bin"), "wb") as file:
+            for text, source, ids in self._encoded(TextShard(self.texts, kept[0]), kept[1]):
+                if self._kept(text, len(ids), source, counts):
+                    tokens = np.empty(len(ids) + 1, self.dtype)
+                    tokens[:-1], tokens[-1] = ids, self.end
+                    file.write(tokens.data)
+                    sizes.append(len(tokens))
+        np.save(shard.path("npy"), np.array(sizes, "<i4"))
+        return shard.finish({"counts": counts.plain, "key": shard.key}, "bin", "npy")
+
+    def _encoded(self, shard: TextShard, mask: np.ndarray | None) -> Iterator[tuple[str, str, np.ndarray]]:
+        sources = iter(shard.sources() if mask is None else compress(shard.sources(), mask))
+        for texts in batches(shard.texts(mask)):
+            yield from zip(texts, islice(sources, len(texts)), self.engine.encode(texts), strict=True)
+
+    def _kept(self, text: str, length: int, source: str, counts: Counts) -> bool:
+        size = size_of(text)
+        counts.read(size)
+        for name, rule in self.rules:
+            if (dropped := rule.tokens(length)) is not None:
+                counts.drop(name, size, source, dropped.why, text)
+                return False
+        return True
+
+
+def batches(texts: Iterator[str], characters: int = _BATCH_CHARACTERS) -> Iterator[list[str]]:
+    """Lists of documents with about so many characters, taken no faster than they are used."""
+    batch: list[str] = []
+    held = 0
+    for text in texts:
+        batch.append(text)
+        held += len(text)
+        if held >= characters:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,141 @@
+"""Prepared datasets as wholes: shown, joined, taken apart."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from crosstrain.corpus.prepare import Summary, install, locate, making, replaceable
+from crosstrain.corpus.stats import BINS, bins, histogram
+from crosstrain.data.indexed_dataset import TokenFile, TokenWriter
+from crosstrain.data.tokenizer import load_tokenizer
+from crosstrain.utils.errors import DataError
+
+_SHOWN = 200  # tokens of a document
+_CHUNK = 1 << 20
+
+
+def inspect(path: str, document: int = 0, tokenizer: str | None = None) -> str:
+    """What a prepared folder, or a pair of Megatron files, holds; with the beginning of one document as text.
+
+    Every entry of the index is checked. DataError where one is wrong, or there is no such document.
+    """
+    prefix, folder = locate(path)
+    file = TokenFile(prefix)
+    file.verify()
+    lines = [
+        f"{file.prefix}: {file.num_documents:,} documents in {file.num_sequences:,} sequences, {file.num_tokens:,} "
+        f"tokens ({file.dtype.name})"
+    ]
+    if folder is not None:
+        summary = Summary.read(folder)
+        summary.check_tokenizer(folder)
+        lines.append(f"made with {json.dumps(summary.options)}")
+        lines.append(
+            f"vocabulary {summary.vocab_size:,}, end of text {summary.eod_id}, tokenizer {summary.tokenizer_sha256}"
+        )
+        lines.append(f"{summary.text_bytes:,} bytes were read, {summary.dropped:,} documents dropped")
+    lengths = np.zeros(BINS, np.int64)
+    for start in range(0, file.num_sequences, _CHUNK):
+        lengths += histogram(file.sizes[start : start + _CHUNK])
+    lines.append(
+        "sequences by length: " + ", ".join(f"{r['from']}-{r['to']}: {r['documents']:,}" for r in bins(lengths))
+    )
+    if not 0 <= document < max(file.num_documents, 1):
+        raise DataError(f"{path} has documents 0 to {file.num_documents - 1}, no document {document}")
+    spec = tokenizer or (folder / "tokenizer" if folder is not None else None)
+    if file.num_documents and spec is not None:
+        tokens = file.document(document)
+        text = load_tokenizer(spec).decode(tokens[:_SHOWN].tolist())
+        lines.append(
+            f"document {document}, {len(tokens):,} tokens{', begins' if len(tokens) > _SHOWN else ''}:\n{text}"
+        )
+    elif spec is None:
+        lines.append("nothing says which tokenizer made it; --tokenizer shows a document as text")
+    return "\n".join(lines)
+
+
+def merge(given: list[str], output: Path, *, overwrite: bool = False) -> Summary:
+    """The documents of several prepared folders, one after another, in a new one.
+
+    Raises DataError where they have different tokenizers, or `output` cannot be made.
+    """
+    parts = [_open(path) for path in given]
+    first, (folder, summary) = given[0], parts[0]
+    for path, (_, other) in zip(given, parts, strict=True):
+        if other.tokenizer_sha256 != summary.tokenizer_sha256:
+            raise DataError(f"{path} was made with another tokenizer than {first}: prepare both with the same one")
+    files = [TokenFile(part / "tokens") for part, _ in parts]
+    joined = replace(
+        summary,
+        options={"merged": [other.options for _, other in parts]},
+        **{name: sum(getattr(other, name) for _, other in parts) for name in ("dropped", "text_bytes")},
+    )
+
+    def write(writer: TokenWriter) -> None:
+        for file in files:
+            writer.copy(file, 0, file.num_documents)
+
+    return _make(output, folder, joined, write, overwrite)
+
+
+def split(path: str, output: Path, shares: list[float]) -> list[tuple[Path, Summary]]:
+    """Folders output/part-0, part-1, ... with these shares of the documents of a prepared folder, in order.
+
+    Raises DataError where a part would have no document, or cannot be made.
+    """
+    if min(shares) <= 0:
+        raise DataError(f"a share must be more than 0, and --shares says {min(shares):g}")
+    folder, summary = _open(path)
+    file = TokenFile(folder / "tokens")
+    ends = np.round(np.cumsum(shares) / sum(shares) * file.num_documents).astype(int).tolist()
+    bounds = list(zip([0, *ends], ends, strict=False))
+    for number, (start, stop) in enumerate(bounds):
+        if start == stop:
+            raise DataError(
+                f"part {number} would be empty: {shares[number]:g} of {sum(shares):g} shares of {file.num_documents} "
+                f"documents come to none; give it at least {sum(shares) / max(file.num_documents, 1):.3g}"
+            )
+    made = []
+    for number, (start, stop) in enumerate(bounds):
+        options = {"split": summary.options, "documents": [start, stop]}
+        target = output / f"part-{number}"
+        part = replace(summary, options=options, dropped=0, text_bytes=0)
+
+        def write(writer: TokenWriter, start: int = start, stop: int = stop) -> None:
+            writer.copy(file, start, stop)
+
+        made.append((target, _make(target, folder, part, write, False)))
+    return made
+
+
+def _open(path: str) -> tuple[Path, Summary]:
+    _, folder = locate(path)
+    if folder is None:
+        raise DataError(f"{path} is not a folder that `crosstrain prepare` made, so its tokenizer is not known")
+    summary = Summary.read(folder)
+    summary.check_tokenizer(folder)
+    return folder, summary
+
+
+def _make(output: Path, like: Path, summary: Summary, write: Callable[[TokenWriter], None], overwrite: bool) -> Summary:
+    """A prepared folder with the tokenizer of `like`, complete or not at all."""
+    replaceable(output, overwrite)
+    with making(output):
+        partial = output.with_name(f".{output.name}.new")
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            shutil.copytree(like / "tokenizer", partial / "tokenizer")
+            with TokenWriter(partial / "tokens", np.dtype(summary.dtype)) as writer:
+                write(writer)
+            summary = replace(summary, documents=writer.num_documents, tokens=writer.num_tokens)
+            summary.write(partial)
+            install(partial, output)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return summary

@@ -1,0 +1,293 @@
+"""Tokenised documents in Megatron-LM's indexed files, read and written.
+
+`prefix.bin` holds the tokens of all sequences, one after another. `prefix.idx` says where each begins, little-endian:
+
+    9 bytes  b"MMIDIDX\\0\\0"        u64  version, 1        u8  dtype code
+    u64      sequences S             u64  length of the document index, D + 1 for D documents
+    int32[S] tokens per sequence     int64[S]  byte offset of each sequence in prefix.bin
+    int64[D + 1]  document index: document d consists of sequences index[d] to index[d + 1]
+
+as `megatron/core/datasets/indexed_dataset.py` writes it. Codes 6 and 7 are floating point, under names that changed
+their meaning once (float64 and double, then float64 and float32); no tokens were ever stored so, and they are refused.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import shutil
+import struct
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from crosstrain.utils.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+DTYPES: dict[int, np.dtype] = {
+    code: np.dtype(name).newbyteorder("<")
+    for code, name in {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}.items()
+}
+_HEADER = struct.Struct("<9sQBQQ")
+_SPOT_CHECKS = 16
+_COPY = 1 << 22  # bytes copied at once
+_DOCUMENTS = 1 << 16  # copied at once
+_CHUNK = 1 << 20  # elements handled at once by whatever walks a whole index
+
+
+def best_dtype(vocab_size: int) -> np.dtype:
+    """uint16 where the ids fit, else int32: Megatron's choice, at Megatron's threshold."""
+    return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
+
+
+class TokenFile:
+    """Tokens of `prefix.bin` by `prefix.idx`, opened in a time and memory that do not depend on their size.
+
+    They are read, not mapped: a file that is cut while it is mapped ends the process without a word.
+    Raises DataError when a file is missing, is not in the format, or its lengths contradict each other. Of the index
+    entries only a few spread ones are checked; `verify()` checks all.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = Path(prefix)
+        self.idx_path, self.bin_path = _paths(self.prefix)
+        for path in (self.idx_path, self.bin_path):
+            if not path.is_file():
+                raise DataError(f"{path} does not exist (tokens are two files, {self.prefix.name}.bin and .idx)")
+        self._read_header()
+        for sequence in np.unique(np.linspace(0, self.num_sequences - 1, _SPOT_CHECKS).astype(int)).tolist():
+            if self.num_sequences:
+                self._check(sequence, sequence + 1)
+
+    def __reduce__(self) -> tuple[type[TokenFile], tuple[Path]]:
+        # A worker opens the files again.
+        return TokenFile, (self.prefix,)
+
+    def _read_header(self) -> None:
+        size = self.idx_path.stat().st_size
+        with open(self.idx_path, "rb") as file:
+            header = file.read(_HEADER.size)
+        if not header.startswith(MAGIC):
+            raise DataError(f"{self.idx_path} is not a Megatron index: it does not begin with MMIDIDX")
+        if len(header) < _HEADER.size:
+            raise DataError(f"{self.idx_path} is truncated: it ends after {size} bytes, within its header")
+        _, version, code, self.num_sequences, index_length = _HEADER.unpack(header)
+        if version != 1:
+            raise DataError(f"{self.idx_path} has format version {version}; only version 1 is known")
+        if code not in DTYPES:
+            raise DataError(f"{self.idx_path} says tokens of dtype code {code}, which is not an integer type")
+        self.dtype = DTYPES[code]
+        expected = _HEADER.size + 12 * self.num_sequences + 8 * index_length
+        if size != expected:
+            state = "is truncated" if size < expected else "has bytes to spare"
+            raise DataError(
+                f"{self.idx_path} {state}: {self.num_sequences} sequences in {index_length - 1} documents"
+                f" take {expected} bytes, and it has {size}"
+            )
+        self.sizes = _Column(self.idx_path, "<i4", _HEADER.size, self.num_sequences)
+        offset = _HEADER.size + 4 * self.num_sequences
+        self.pointers = _Column(self.idx_path, "<i8", offset, self.num_sequences)
+        self.document_index = _Column(self.idx_path, "<i8", offset + 8 * self.num_sequences, index_length)
+        if not index_length or self.document_index[0] != 0 or self.document_index[-1] != self.num_sequences:
+            raise DataError(f"{self.idx_path} is damaged: its document index does not run from 0 to its last sequence")
+
+        bin_size = self.bin_path.stat().st_size
+        used = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize if self.num_sequences else 0
+        if bin_size != used:
+            state = "is truncated" if bin_size < used else "has bytes to spare"
+            raise DataError(f"{self.bin_path} {state}: its index describes {used} bytes, and it has {bin_size}")
+        self.num_tokens = bin_size // self.dtype.itemsize
+        self._tokens = _Column(self.bin_path, self.dtype, 0, self.num_tokens)
+
+    def _check(self, first: int, stop: int) -> None:
+        """DataError unless each of the sequences [first, stop) begins where the one before it ends."""
+        starts, sizes = self.pointers[first : stop + 1], self.sizes[first:stop]
+        if stop == self.num_sequences:
+            starts = np.append(starts, self.bin_path.stat().st_size)
+        wrong = np.flatnonzero((starts[:-1] + sizes.astype(np.int64) * self.dtype.itemsize != starts[1:]) | (sizes < 0))
+        if wrong.size or (first == 0 and starts[0] != 0):
+            where = first + int(wrong[0]) if wrong.size else 0
+            raise DataError(f"{self.idx_path} is damaged: sequence {where} does not end where the next one begins")
+
+    def verify(self) -> None:
+        """Check every entry of the index; takes time in proportion to it. DataError names the first wrong one."""
+        for start in range(0, self.num_sequences, _CHUNK):
+            self._check(start, min(start + _CHUNK, self.num_sequences))
+        for start in range(0, self.num_documents, _CHUNK):
+            part = self.document_index[start : start + _CHUNK + 1]
+            if (wrong := np.flatnonzero(np.diff(part) < 0)).size:
+                raise DataError(f"{self.idx_path} is damaged: document {start + int(wrong[0])} ends before it begins")
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_index) - 1
+
+    def document_start(self, document: int) -> int:
+        """Position of a document's first token in the stream of all tokens; `num_documents` gives the stream's end."""
+        if not 0 <= document <= self.num_documents:
+            raise IndexError(f"{self.prefix} has {self.num_documents} documents, no document {document}")
+        sequence = int(self.document_index[document])
+        if not 0 <= sequence <= self.num_sequences:
+            raise DataError(f"{self.idx_path} is damaged: document {document} begins at sequence {sequence}")
+        if sequence == self.num_sequences:
+            return self.num_tokens
+        start, remainder = divmod(int(self.pointers[sequence]), self.dtype.itemsize)
+        if remainder or not 0 <= start <= self.num_tokens:
+            raise DataError(f"{self.idx_path} is damaged: sequence {sequence} begins at byte {self.pointers[sequence]}")
+        return start
+
+    def document_at(self, position: int) -> int:
+        """The document that the token at `position` of the stream of all tokens is in."""
+        return bisect.bisect_right(range(self.num_documents), position, key=self.document_start) - 1
+
+    def document(self, document: int) -> np.ndarray:
+        """Tokens of one document, all its sequences joined."""
+        return self.tokens(self.document_start(document), self.document_start(document + 1))
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of the stream of all documents, in the file's dtype.
+
+        Raises DataError where the file was cut since it was opened.
+        """
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise IndexError(f"{self.prefix} has {self.num_tokens} tokens, not a range [{start}, {stop})")
+        return self._tokens[start:stop]
+
+
+class TokenWriter:
+    """Writes `prefix.bin` and `prefix.idx`, one sequence per document, in memory that does not grow.
+
+    A context manager: the files take their names when its block ends without an exception, the index last, so whoever
+    sees the index sees everything; otherwise nothing is left behind.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        codes = [code for code, known in DTYPES.items() if known == self.dtype]
+        if not codes:
+            raise ValueError(f"tokens are stored as integers of at most 64 bits, not {self.dtype}")
+        self._code = codes[0]
+        self._final = _paths(Path(prefix))
+        self._partial = [path.with_name(f".{path.name}.{os.getpid()}") for path in self._final]
+        self.num_documents = self.num_tokens = 0
+        self._idx: BinaryIO = open(self._partial[0], "w+b")  # noqa: SIM115
+        self._bin: BinaryIO = open(self._partial[1], "wb")  # noqa: SIM115
+        self._idx.write(bytes(_HEADER.size))  # counts are known at the end
+
+    def add(self, documents: list[list[int]]) -> None:
+        """Append documents, each a list of token ids. DataError when an id does not fit the dtype."""
+        sizes = np.array([len(document) for document in documents], dtype="<i4")
+        tokens = np.fromiter(chain.from_iterable(documents), np.int64, count=int(sizes.sum(dtype=np.int64)))
+        self._write(tokens)
+        self._idx.write(sizes.tobytes())
+        self.num_documents += len(sizes)
+
+    def append(self, sizes: np.ndarray, file: Path) -> None:
+        """Append documents of `sizes` tokens each, which stand in `file` as they will stand here."""
+        tokens = int(sizes.sum(dtype=np.int64))
+        if file.stat().st_size != tokens * self.dtype.itemsize:
+            raise DataError(f"{file} has {file.stat().st_size} bytes, and {tokens} tokens of {self.dtype.name} differ")
+        with open(file, "rb") as source:
+            shutil.copyfileobj(source, self._bin, _COPY)
+        self._idx.write(sizes.astype("<i4").tobytes())
+        self.num_documents += len(sizes)
+        self.num_tokens += tokens
+
+    def copy(self, source: TokenFile, start: int, stop: int) -> None:
+        """Append documents [start, stop) of another file. DataError when an id does not fit the dtype."""
+        for first in range(start, stop, _DOCUMENTS):
+            last = min(first + _DOCUMENTS, stop)
+            begins = np.array([source.document_start(document) for document in range(first, last + 1)])
+            for begin in range(int(begins[0]), int(begins[-1]), _CHUNK):
+                self._write(source.tokens(begin, min(begin + _CHUNK, int(begins[-1]))))
+            self._idx.write(np.diff(begins).astype("<i4").tobytes())
+            self.num_documents += last - first
+
+    def _write(self, tokens: np.ndarray) -> None:
+        limits = np.iinfo(self.dtype)
+        if tokens.size and not limits.min <= tokens.min() <= tokens.max() <= limits.max:
+            raise DataError(f"token ids from {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}")
+        self._bin.write(tokens.astype(self.dtype).tobytes())
+        self.num_tokens += len(tokens)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._idx.close()
+            self._bin.close()
+            for path in self._partial:
+                path.unlink(missing_ok=True)
+
+    def _finish(self) -> None:
+        self._write_pointers_and_document_index()
+        for file in (self._idx, self._bin):
+            file.flush()
+            os.fsync(file.fileno())
+        for partial, final in reversed(list(zip(self._partial, self._final, strict=True))):
+            partial.replace(final)
+
+    def _write_pointers_and_document_index(self) -> None:
+        n, address = self.num_documents, 0
+        for start in range(0, n, _CHUNK):
+            count = min(_CHUNK, n - start)
+            self._idx.seek(_HEADER.size + 4 * start)
+            sizes = np.frombuffer(self._idx.read(4 * count), "<i4").astype(np.int64) * self.dtype.itemsize
+            ends = address + np.cumsum(sizes)
+            self._idx.seek(_HEADER.size + 4 * n + 8 * start)
+            self._idx.write((ends - sizes).astype("<i8").tobytes())
+            address = int(ends[-1])
+        self._idx.seek(_HEADER.size + 12 * n)
+        for start in range(0, n + 1, _CHUNK):
+            self._idx.write(np.arange(start, min(start + _CHUNK, n + 1), dtype="<i8").tobytes())
+        self._idx.seek(0)
+        self._idx.write(_HEADER.pack(MAGIC, 1, self._code, n, n + 1))
+
+
+def _paths(prefix: Path) -> tuple[Path, Path]:
+    return prefix.with_name(prefix.name + ".idx"), prefix.with_name(prefix.name + ".bin")
+
+
+class _Column:
+    """Numbers of one kind in a part of a file, read when they are asked for. DataError where they are not there."""
+
+    def __init__(self, path: Path, dtype: npt.DTypeLike, offset: int, count: int) -> None:
+        self._path, self._dtype, self._offset, self._count = path, np.dtype(dtype), offset, count
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - for as long as the column is
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, key: int) -> int: ...
+    @overload
+    def __getitem__(self, key: slice) -> np.ndarray: ...
+    def __getitem__(self, key: int | slice) -> int | np.ndarray:
+        if isinstance(key, slice):
+            start, stop, _ = key.indices(self._count)
+            return self._read(start, max(start, stop))
+        index = key + self._count if key < 0 else key
+        return int(self._read(index, index + 1)[0])
+
+    def _read(self, start: int, stop: int) -> np.ndarray:
+        size = self._dtype.itemsize
+        position, end = self._offset + start * size, self._offset + stop * size
+        try:
+            data = os.pread(self._file.fileno(), end - position, position)
+            while (at := position + len(data)) < end:  # the system reads 2 GiB at most at once
+                if not (more := os.pread(self._file.fileno(), end - at, at)):
+                    raise DataError(f"{self._path} was cut while it was read: it ends before byte {end}")
+                data += more
+        except OSError as error:
+            raise DataError(f"{self._path}: cannot be read ({error.strerror})") from None
+        return np.frombuffer(data, self._dtype)

@@ -1,0 +1,142 @@
+"""Batches of an endless stream of samples, cut for one data-parallel rank.
+
+Sample number n of a run is a pure function of (seed, n); step after step takes the next `global_batch` numbers, but
+those that the run leaves out. Micro batch m of a step goes to rank m mod dp_size, so its first sample number, and with
+it its dropout, is the same for every number of ranks. Starting anywhere is seeking: nothing is replayed, nothing is
+stored but the number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from crosstrain.config.load import BatchPlan
+from crosstrain.data.dataset import Batch, Dataset, Reading, Sample
+from crosstrain.data.skip_ranges import Ranges
+from crosstrain.data.skip_ranges import numbers as sample_numbers
+from crosstrain.utils.errors import UserError
+from crosstrain.utils.rng import sample_rng
+
+
+@dataclass
+class MicroBatch:
+    """What one forward and backward sees."""
+
+    first_sample: int  # number of its first sample; dropout is seeded with it
+    data: Batch
+    num_targets: int = 0  # target tokens in it
+    numbers: tuple[int, ...] = ()  # of its samples
+
+
+class _ByNumber(torch.utils.data.Dataset):
+    """A map-style view for torch's DataLoader: sample number -> sample."""
+
+    def __init__(self, dataset: Dataset, seed: int, index_of: Callable[[int], int]) -> None:
+        self.dataset, self.seed, self.index_of = dataset, seed, index_of
+
+    def __getitem__(self, number: int) -> Sample | UserError:
+        try:
+            return self.dataset.get(self.index_of(number), sample_rng(self.seed, number))
+        except UserError as error:  # handed on as it is: out of another process it would come as a traceback
+            return error
+
+    def collate(self, samples: list[Sample | UserError]) -> Batch | UserError:
+        whole = [sample for sample in samples if not isinstance(sample, UserError)]
+        errors = [sample for sample in samples if isinstance(sample, UserError)]
+        return errors[0] if errors else self.dataset.collate(whole)
+
+
+def _batches(
+    dataset: Dataset, seed: int, index_of: Callable[[int], int], numbers: Any, num_workers: int
+) -> Iterator[Batch]:
+    samples = _ByNumber(dataset, seed, index_of)
+    loader = DataLoader(
+        samples,
+        batch_sampler=numbers,
+        collate_fn=samples.collate,
+        num_workers=num_workers,
+        pin_memory=torch.cuda.is_available(),
+        # DataLoader draws one number from a generator per pass; give it its own, so that the global one is untouched.
+        generator=torch.Generator(),
+        persistent_workers=False,
+    )
+    for batch in loader:
+        if isinstance(batch, UserError):
+            raise batch
+        yield batch
+
+
+def training_steps(
+    dataset: Dataset,
+    plan: BatchPlan,
+    *,
+    seed: int,
+    start: int,
+    dp_rank: int,
+    num_workers: int = 0,
+    lengths: Iterator[int] | None = None,
+    left_out: Ranges | None = None,
+) -> Iterator[list[MicroBatch]]:
+    """This rank's micro batches of each step, for ever, from sample number `start` on.
+
+    lengths: to how many tokens the samples of each step are shortened; None: they stay whole.
+    left_out: numbers that are passed over.
+    """
+
+    def numbers() -> Iterator[list[int]]:
+        following = sample_numbers(start, left_out or [])
+        while True:
+            micro_batches = [list(islice(following, plan.micro_batch)) for _ in range(plan.accumulation * plan.dp_size)]
+            yield from micro_batches[dp_rank :: plan.dp_size]
+
+    dataset.begin(Reading(seed, start, dp_rank, plan.dp_size))
+    batches = _batches(dataset, seed, partial(dataset.training_index, seed), numbers(), num_workers)
+    mine = numbers()
+    while True:
+        length = next(lengths) if lengths is not None else None
+        step = []
+        for _ in range(plan.accumulation):
+            own = next(mine)
+            step.append(MicroBatch(own[0], next(batches), numbers=tuple(own)))
+        if length is not None:
+            for micro_batch in step:
+                micro_batch.data = dataset.shorten(micro_batch.data, length)
+        yield step
+
+
+def one_sample(dataset: Dataset, seed: int, number: int) -> Batch:
+    """Sample `number` of a run alone, as training saw it. Not for a dataset whose samples have no index."""
+    return dataset.collate([dataset.get(dataset.training_index(seed, number), sample_rng(seed, number))])
+
+
+def evaluation_batches(
+    dataset: Dataset,
+    micro_batch: int,
+    *,
+    dp_rank: int,
+    dp_size: int,
+    max_samples: int | None = None,
+    num_workers: int = 0,
+) -> Iterator[tuple[MicroBatch, bool]]:
+    """The first `max_samples` samples in the order of evaluation, each once, as (micro batch, counts).
+
+    Every rank gets the same number of micro batches, because a forward may be a collective; where the samples do not
+    go round, a rank repeats its share's first one with `counts` false.
+    """
+    dataset.begin(Reading(0, 0, dp_rank, dp_size))
+    total = len(dataset) if max_samples is None else min(max_samples, len(dataset))
+    starts = list(range(0, total, micro_batch))
+    rounds = -(-len(starts) // dp_size)
+    mine = [starts[r * dp_size + dp_rank] if r * dp_size + dp_rank < len(starts) else None for r in range(rounds)]
+    numbers = [list(range(s or 0, min((s or 0) + micro_batch, total))) for s in mine]
+    order: Callable[[int], int] = int if total == len(dataset) else dataset.evaluation_index
+    batches = _batches(dataset, 0, order, numbers, num_workers)
+    for start, data in zip(mine, batches, strict=True):
+        yield MicroBatch(start or 0, data), start is not None

@@ -1,0 +1,104 @@
+"""Which sample comes next: a shuffle that is computed, not stored.
+
+A keyed bijection of range(n), evaluated at one point in constant time, so an epoch over 10**12 samples is shuffled with
+no index file, no memory and no start-up. It is the generalised Feistel network on Z_a x Z_b with cycle walking of
+Black & Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), with splitmix64's finaliser (Steele, Lea &
+Flood, OOPSLA 2014) as its round function. It is for shuffling, not for secrets.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+
+from crosstrain.utils.rng import derive_seed
+
+MAX_SIZE = 2**62  # keeps every intermediate value, at most a * b + a, within 64 bits
+
+# Four make a large domain look random; twelve leave even the 5! orders of five samples about equally likely. Must be
+# even, so that the halves end where they began.
+_ROUNDS = 12
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+class Permutation:
+    """A bijection of range(n) that looks random and depends on `key`: `Permutation(n, key)(i)`.
+
+    n: 1 <= n <= 2**62, else ValueError. key: any int; its low 64 bits count.
+    """
+
+    def __init__(self, n: int, key: int) -> None:
+        if not 1 <= n <= MAX_SIZE:
+            raise ValueError(f"a permutation needs between 1 and 2**62 elements, not {n}")
+        self.n = n
+        # a * b exceeds n by less than a, about sqrt(n), so cycle walking takes barely more than one pass.
+        self._a = math.isqrt(n - 1) + 1
+        self._b = -(-n // self._a)
+        self._keys = [_mix(_mix(key) + r * _GOLDEN) for r in range(1, _ROUNDS + 1)]
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __call__(self, i: int) -> int:
+        """Where `i` goes. IndexError unless 0 <= i < n."""
+        if not 0 <= i < self.n:
+            raise IndexError(f"{i} is outside range({self.n})")
+        i = self._scramble(i)
+        while i >= self.n:  # the network permutes a * b >= n values: walk its cycle until back among ours
+            i = self._scramble(i)
+        return i
+
+    def many(self, indices: np.ndarray) -> np.ndarray:
+        """Where each of `indices` (any shape of integers) goes, as uint64 of the same shape. IndexError as above."""
+        indices = np.asarray(indices)
+        if indices.size and not (indices.min() >= 0 and indices.max() < self.n):
+            raise IndexError(f"indices outside range({self.n})")
+        out = self._scramble_many(indices.astype(np.uint64).ravel())
+        while (outside := np.flatnonzero(out >= self.n)).size:
+            out[outside] = self._scramble_many(out[outside])
+        return out.reshape(indices.shape)
+
+    def _scramble(self, i: int) -> int:
+        right, left = divmod(i, self._a)  # left in Z_a, right in Z_b
+        for r, key in enumerate(self._keys):
+            modulus = self._b if r % 2 else self._a
+            left, right = right, (left + _mix(right + key)) % modulus
+        return left + right * self._a
+
+    def _scramble_many(self, i: np.ndarray) -> np.ndarray:
+        right, left = np.divmod(i, np.uint64(self._a))
+        for r, key in enumerate(self._keys):
+            modulus = np.uint64(self._b if r % 2 else self._a)
+            mixed = _mix_many(right + np.uint64(key))
+            left, right = right, (left + mixed % modulus) % modulus
+        return left + right * np.uint64(self._a)
+
+
+def sample_index(seed: int, n: int, length: int) -> int:
+    """The index, in a dataset of `length` samples, of sample number `n` of a run: a new shuffle every epoch."""
+    epoch, position = divmod(n, length)
+    return _epoch(seed, epoch, length)(position)
+
+
+@lru_cache(maxsize=64)  # of as many parts of a mixture, and what else there is
+def _epoch(seed: int, epoch: int, length: int) -> Permutation:
+    return Permutation(length, derive_seed(seed, "epoch", epoch))
+
+
+def _mix(z: int) -> int:
+    """splitmix64's finaliser on the low 64 bits of z."""
+    z &= _MASK
+    z = ((z ^ (z >> 30)) * _M1) & _MASK
+    z = ((z ^ (z >> 27)) * _M2) & _MASK
+    return z ^ (z >> 31)
+
+
+def _mix_many(z: np.ndarray) -> np.ndarray:
+    """`_mix` on a uint64 array, whose arithmetic wraps by itself."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_M1)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_M2)
+    return z ^ (z >> np.uint64(31))

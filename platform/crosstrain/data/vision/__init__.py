@@ -1,0 +1,1 @@
+"""Images, conversations about them, and their annotations."""

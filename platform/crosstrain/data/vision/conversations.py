@@ -1,0 +1,202 @@
+"""Conversations about images as tokens: who spoke, where the images stand, and which tokens are to be learned."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from crosstrain.data.dataset import Batch, Sample
+from crosstrain.data.tokenizer import TextTokenizer
+from crosstrain.utils.errors import DataError
+
+IMAGE = "<image>"  # in a message's text: here stands an image
+IMAGE_ID = -200  # in input_ids: here stands one embedding of an image (LLaVA's number)
+NO_TARGET = -100
+SHARED = 0  # segment of the tokens that every segment of a sample sees
+
+Style = Literal["chat", "plain"]
+_REMEMBERED = 1 << 14  # texts whose tokens are kept
+_START, _END = "<|im_start|>", "<|im_end|>"
+_BEFORE_IMAGE, _AFTER_IMAGE = "<|vision_start|>", "<|vision_end|>"  # of Qwen's newer tokenizers
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn. `text` may hold `<image>` where an image stands."""
+
+    role: Literal["system", "user", "assistant"]
+    text: str
+
+
+Conversation = list[Message]
+
+
+class SampleError(Exception):
+    """A sample that cannot be used; says why. What becomes of it is the dataset's to decide."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A conversation's ids [length] and whether each is to be learned."""
+
+    ids: list[int]
+    learned: list[bool]
+
+
+class ConversationEncoder:
+    """Conversations to token ids; each image becomes `image_tokens` times `IMAGE_ID`.
+
+    Style `chat` is Qwen's ChatML (`<|im_start|>role\\n ... <|im_end|>\\n`), where an assistant's words and the
+    `<|im_end|>` after them are learned. Style `plain` is the texts one after another, where the assistant's text and
+    the end-of-text token after it are learned. Raises DataError for a tokenizer that lacks the style's tokens.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, image_tokens: int, style: Style) -> None:
+        self.tokenizer, self.image_tokens, self.style = tokenizer, image_tokens, style
+        self.encode_text = tokenizer.encode  # a server has another
+        if style == "chat":
+            self.start, self.end = self._special(_START), self._special(_END)
+        before, after = (tokenizer.backend.token_to_id(t) for t in (_BEFORE_IMAGE, _AFTER_IMAGE))
+        block = [IMAGE_ID] * image_tokens
+        self._known: dict[str, list[int]] = {}
+        self.image = block if before is None or after is None else [before, *block, after]
+
+    @property
+    def end_id(self) -> int:
+        """What the model says when it has answered."""
+        return self.end if self.style == "chat" else self.tokenizer.end_id
+
+    def _special(self, token: str) -> int:
+        found = self.tokenizer.backend.token_to_id(token)
+        if found is None:
+            raise DataError(f"the tokenizer has no token {token}, which conversations need; use Qwen's")
+        return found
+
+    def encode(self, conversation: Conversation, *, answering: bool = False) -> Tokens:
+        """The whole conversation, or with `answering` all of it up to where the assistant's next words begin."""
+        ids: list[int] = []
+        learned: list[bool] = []
+
+        def add(new: list[int], learn: bool = False) -> None:
+            ids.extend(new)
+            learned.extend([learn] * len(new))
+
+        for message in conversation:
+            answer = message.role == "assistant"
+            if self.style == "chat":
+                add([self.start, *self._text(f"{message.role}\n")])
+                add(self._content(message.text), answer)
+                add([self.end], answer)
+                add(self._text("\n"))
+            else:
+                add(self._content(message.text), answer)
+                if answer:
+                    add([self.tokenizer.end_id], True)
+        if answering and self.style == "chat":
+            add([self.start, *self._text("assistant\n")])
+        return Tokens(ids, learned)
+
+    def sample(self, conversations: Sequence[Conversation]) -> Sample:
+        """input_ids and labels [length]; several conversations about the same images share what they begin with.
+
+        Then `segments` says whose each token is (`SHARED`, 1, 2, ...) and `position_ids` counts within each
+        conversation: a model that lets a token see only the shared ones and its own segment computes what it would
+        for one conversation at a time. Raises SampleError where nothing is to be learned.
+        """
+        encoded = [self.encode(c) for c in conversations]
+        if not encoded or not all(any(tokens.learned) for tokens in encoded):
+            raise SampleError("there is no assistant turn, so nothing to learn")
+        if len(encoded) == 1:
+            return _arrays(encoded[0].ids[:-1], _labels(encoded[0]))
+        shared = self._shared(encoded)
+        ids, labels = encoded[0].ids[:shared], [NO_TARGET] * shared
+        segments, positions = [SHARED] * shared, list(range(shared))
+        for number, tokens in enumerate(encoded, 1):
+            own = tokens.ids[shared:-1]
+            ids += own
+            labels += _labels(tokens)[shared:]
+            segments += [number] * len(own)
+            positions += range(shared, shared + len(own))
+        more = {"segments": np.array(segments, np.int64), "position_ids": np.array(positions, np.int64)}
+        return _arrays(ids, labels) | more
+
+    def _shared(self, encoded: list[Tokens]) -> int:
+        """Tokens that all conversations begin with, up to the one before the first that is learned."""
+        same = (len(set(column)) == 1 for column in zip(*(t.ids for t in encoded), strict=False))
+        shared = sum(1 for _ in itertools.takewhile(bool, same))
+        shared = min(shared, *(tokens.learned.index(True) - 1 for tokens in encoded))
+        if any(IMAGE_ID in tokens.ids[shared:] for tokens in encoded):
+            raise SampleError("conversations about the same images must all begin with these images")
+        return shared
+
+    def _text(self, text: str) -> list[int]:
+        ids = self._known.get(text)
+        if ids is None:  # prompts and short answers recur
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            ids = self._known[text] = self.encode_text(text)
+        return ids
+
+    def _content(self, text: str) -> list[int]:
+        first, *rest = text.split(IMAGE)
+        return self._text(first) + [i for part in rest for i in (*self.image, *self._text(part))]
+
+
+def _labels(tokens: Tokens) -> list[int]:
+    """The target at each position but the last: the next token where it is learned."""
+    pairs = zip(tokens.ids[1:], tokens.learned[1:], strict=True)
+    return [token if learned else NO_TARGET for token, learned in pairs]
+
+
+def _arrays(ids: list[int], labels: list[int]) -> Sample:
+    return {"input_ids": np.array(ids, np.int64), "labels": np.array(labels, np.int64)}
+
+
+def count_images(conversation: Conversation) -> int:
+    """Placeholders in a conversation."""
+    return sum(message.text.count(IMAGE) for message in conversation)
+
+
+def collate(samples: list[Sample]) -> Batch:
+    """Sequences [batch, longest] filled up on the right, and the images of all samples in one [images, 3, H, W].
+
+    What is filled up is no target and comes last, so a causal model needs no mask for it. Only where a sample has
+    segments does the batch have `segments` and `position_ids`.
+    """
+    longest = max(len(s["input_ids"]) for s in samples)
+    batch = {
+        "input_ids": _padded(samples, "input_ids", longest, 0),
+        "labels": _padded(samples, "labels", longest, NO_TARGET),
+    }
+    if any("segments" in s for s in samples):
+        whole = [_one_segment(s) for s in samples]
+        batch["segments"] = _padded(whole, "segments", longest, SHARED)
+        batch["position_ids"] = _padded(whole, "position_ids", longest, 0)
+    images = [torch.from_numpy(s["pixel_values"]) for s in samples if len(s.get("pixel_values", ()))]
+    if images:
+        batch["pixel_values"] = torch.cat(images)
+    return batch
+
+
+def _one_segment(sample: Sample) -> Sample:
+    length = len(sample["input_ids"])
+    return {"segments": np.full(length, SHARED), "position_ids": np.arange(length)} | sample
+
+
+def _padded(samples: list[Sample], key: str, length: int, value: int) -> torch.Tensor:
+    out = torch.full((len(samples), length), value, dtype=torch.long)
+    for row, sample in zip(out, samples, strict=True):
+        row[: len(sample[key])] = torch.from_numpy(sample[key])
+    return out
+
+
+def alternate(messages: Conversation) -> Iterator[tuple[Conversation, str]]:
+    """(everything before it, its words) of each assistant turn."""
+    for i, message in enumerate(messages):
+        if message.role == "assistant":
+            yield messages[:i], message.text

@@ -1,0 +1,268 @@
+"""What datasets of images with text have in common: processors, tokenizer, bad samples, and what is asked of them."""
+
+from __future__ import annotations
+
+import io
+import logging
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol
+
+import numpy as np
+import torch
+from annotated_types import Interval
+
+from crosstrain.config.bounds import FilePath, PositiveInt
+from crosstrain.config.registry import registry
+from crosstrain.config.schema import Component
+from crosstrain.data.dataset import Batch, Dataset, Example, Sample, Split
+from crosstrain.data.tokenizer import TextTokenizer, cached_folder, load_tokenizer
+from crosstrain.data.vision.conversations import (
+    Conversation,
+    ConversationEncoder,
+    SampleError,
+    Style,
+    collate,
+    count_images,
+)
+from crosstrain.utils.errors import DataError, UserError
+from crosstrain.utils.files import read_regular
+
+log = logging.getLogger(__name__)
+
+LARGEST_IMAGE = 1 << 29  # bytes of a file
+_TRIED = 1000  # samples that are tried, or all, before a share of them means something
+
+Annotation = Mapping[str, Any]  # what is known about a sample's images: a caption, questions, conversations
+
+
+class ImageProcessor(Protocol):
+    """A picture to what a vision encoder takes."""
+
+    def __call__(self, image: Any, rng: np.random.Generator) -> np.ndarray:
+        """fp32 [3, height, width] of a PIL image; `rng` is the only randomness allowed."""
+
+
+class TextProcessor(Protocol):
+    """An annotation to conversations about its images."""
+
+    style: Style
+
+    def __call__(self, annotation: Annotation, images: int, rng: np.random.Generator) -> list[Conversation]:
+        """What is learned from a sample with so many images. Raises SampleError for an annotation without it."""
+
+    def questions(self, annotation: Annotation, images: int) -> list[tuple[Conversation, str, str]]:
+        """(conversation up to the answer, the answer, the kind of question) of everything that can be asked."""
+
+
+@dataclass
+class Processors:
+    """Which processor the train split uses, and which the others."""
+
+    train: Annotated[Component, "processor"]
+    eval: Annotated[Component, "processor"]
+
+
+def processors(train: str, evaluate: str, **options: Any) -> Processors:
+    """For defaults: processors by name, with the same options."""
+    return Processors(Component(train, options or None), Component(evaluate, options or None))
+
+
+@dataclass(kw_only=True)
+class ImageDatasetOptions:
+    """What every dataset of images with text takes."""
+
+    # a Hugging Face name, a folder or a tokenizer.json; the language model's; required
+    tokenizer: FilePath | None = None
+    # embeddings that stand for one image: the model's num_query_tokens
+    image_tokens: Annotated[int, Interval(ge=1, le=2**16)] = 32
+    vis_processor: Processors  # of images
+    text_processor: Processors  # of annotations, to conversations
+    max_length: PositiveInt | None = None  # tokens; longer samples are
+    too_long: Literal["skip", "truncate", "error"] = "skip"  # skipped, cut at the end, or the end of training
+    # share of samples that may be skipped, for whatever reason, before training ends: of those that a process has
+    # tried, and of a thousand, or all, as long as it has tried fewer
+    max_skipped: Annotated[float, Interval(ge=0, lt=1)] = 0.01
+    blind: bool = False  # images are all zero: what a model learns from the text alone
+
+
+class ImageDataset(Dataset):
+    """A dataset whose samples are images and an annotation; subclasses say where those are.
+
+    A sample that cannot be used is replaced by the next one that can, which is the same one in every run, and
+    counted: `skipped` has its reason by index. More of them than the share `max_skipped` is a DataError. Each process
+    counts what it comes upon.
+    """
+
+    options: Any
+
+    def __init__(self, options: Any, split: Split) -> None:
+        super().__init__(options, split)
+        if options.tokenizer is None:
+            raise DataError(f"{self._name()} needs a tokenizer, the language model's: set datasets.<label>.tokenizer")
+        tokenizer, self.tokenizer_path = _tokenizer(options.tokenizer)
+        self.vocab_size = tokenizer.vocab_size
+        self.sequence_length = options.max_length
+        kind = "train" if split == "train" else "eval"
+        self.image_processor: ImageProcessor = _processor(getattr(options.vis_processor, kind))
+        self.text_processor: TextProcessor = _processor(getattr(options.text_processor, kind))
+        self.encoder = ConversationEncoder(tokenizer, options.image_tokens, self.text_processor.style)
+        self.skipped: dict[int, str] = {}
+        self.tried = 0
+
+    @classmethod
+    def shapes(cls, options: Any) -> Batch | None:
+        """With one image, where `max_length` says how long samples get."""
+        if options.max_length is None:
+            return None
+        from PIL import Image
+
+        pixels = _processor(options.vis_processor.eval)(Image.new("RGB", (64, 64)), np.random.default_rng(0))
+        ids = torch.zeros(1, options.max_length, dtype=torch.int64, device="meta")
+        return {"input_ids": ids, "labels": ids, "pixel_values": torch.empty(1, *pixels.shape, device="meta")}
+
+    @abstractmethod
+    def read(self, index: int) -> tuple[list[Any], Annotation]:
+        """PIL images and annotation of a sample. Raises SampleError where they cannot be had."""
+
+    # ---- samples
+
+    def get(self, index: int, rng: np.random.Generator) -> Sample:
+        for candidate in chain(range(index, len(self)), range(index)):
+            if candidate in self.skipped:
+                continue
+            try:
+                self.tried += 1
+                return self.sample(*self.read(candidate), rng)
+            except SampleError as error:
+                self.skip(candidate, str(error))
+        raise AssertionError("skip raises long before nothing is left")
+
+    def sample(self, images: list[Any], annotation: Annotation, rng: np.random.Generator) -> Sample:
+        """What `get` returns, of what `read` does. Raises SampleError where it cannot be used."""
+        conversations = self.text_processor(annotation, len(images), rng)
+        for conversation in conversations:
+            _check_images(conversation, len(images))
+        sample = self._fit(self.encoder.sample(conversations))
+        if images:
+            sample["pixel_values"] = self._pixels(images, rng)
+        return sample
+
+    def _pixels(self, images: list[Any], rng: np.random.Generator) -> np.ndarray:
+        """fp32 [images, 3, height, width]."""
+        made = [self.image_processor(image, rng) for image in images]
+        pixels = np.stack(made) if len(made) > 1 else made[0][None]  # of one there is nothing to copy
+        return np.zeros_like(pixels) if self.options.blind else pixels
+
+    def _fit(self, sample: Sample) -> Sample:
+        limit, length = self.options.max_length, len(sample["input_ids"])
+        if limit is None or length <= limit:
+            return sample
+        reason = f"it has {length} tokens, and max_length is {limit}"
+        if self.options.too_long == "error":
+            raise DataError(f"{self._name()}: a sample is too long: {reason}; raise max_length or set too_long")
+        cut = {key: value[:limit] for key, value in sample.items()}
+        if self.options.too_long == "skip" or (cut["labels"] < 0).all() or (sample["input_ids"][limit:] < 0).any():
+            raise SampleError(reason)  # also where nothing that is learned would be left, or an image would be cut
+        return cut
+
+    def skip(self, index: int, reason: str) -> None:
+        """Note that a sample cannot be used. Raises DataError where there are too many of them."""
+        self.skipped[index] = reason
+        log.warning("%s: sample %d is skipped: %s (%d so far)", self._name(), index, reason, len(self.skipped))
+        among = max(self.tried, min(len(self), _TRIED))
+        if len(self.skipped) > self.options.max_skipped * among:
+            raise DataError(
+                f"{self._name()}: {len(self.skipped)} of {among} samples cannot be used, more than the share "
+                f"max_skipped={self.options.max_skipped}; the last one: {reason}"
+            )
+
+    def _name(self) -> str:
+        return f"the {self.split} split of {type(self).__name__}"
+
+    def collate(self, samples: list[Sample]) -> Batch:
+        return collate(samples)
+
+    # ---- questions
+
+    def examples(self, index: int) -> list[Example]:
+        try:
+            self.tried += 1
+            images, annotation = self.read(index)
+            asked = self.text_processor.questions(annotation, len(images))
+        except SampleError as error:
+            self.skip(index, str(error))
+            return []
+        pixels = self._pixels(images, np.random.default_rng(0)) if images else None
+        found = []
+        for conversation, answer, kind in asked:
+            asking = prompt(self.encoder, conversation, pixels)
+            found.append(Example(asking, conversation[-1].text, answer, kind, images[0] if images else None))
+        return found
+
+    @classmethod
+    def questioner(cls, options: Any, tokenizer: Path) -> ImageQuestioner:
+        text: TextProcessor = _processor(options.text_processor.eval)
+        encoder = ConversationEncoder(load_tokenizer(tokenizer), options.image_tokens, text.style)
+        return ImageQuestioner(_processor(options.vis_processor.eval), encoder)
+
+
+class ImageQuestioner:
+    """Asks as the evaluation splits of a dataset do."""
+
+    def __init__(self, image_processor: ImageProcessor, encoder: ConversationEncoder) -> None:
+        self.image_processor, self.encoder, self.end_id = image_processor, encoder, encoder.end_id
+
+    def ask(self, conversation: Conversation, images: list[Any]) -> Sample:
+        try:
+            _check_images(conversation, len(images))
+        except SampleError as error:
+            raise UserError(str(error)) from None
+        rng = np.random.default_rng(0)
+        pixels = np.stack([self.image_processor(image, rng) for image in images]) if images else None
+        return prompt(self.encoder, conversation, pixels)
+
+
+def prompt(encoder: ConversationEncoder, conversation: Conversation, pixels: np.ndarray | None) -> Sample:
+    """A sample without labels, up to where the assistant's next words begin; pixels [images, 3, H, W]."""
+    ids = np.array(encoder.encode(conversation, answering=True).ids, np.int64)
+    return {"input_ids": ids} | ({} if pixels is None else {"pixel_values": pixels})
+
+
+def open_image(data: bytes, name: str) -> Any:
+    """A decoded RGB PIL image; SampleError naming it where the bytes are none, or stop too early."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            return image.convert("RGB")
+    except Exception as error:  # PIL raises whatever its decoders come upon
+        raise SampleError(f"{name} is not a readable image ({' '.join(str(error).split())})") from None
+
+
+def open_image_file(path: Path) -> Any:
+    """`open_image` of a file."""
+    try:
+        return open_image(read_regular(path, LARGEST_IMAGE), str(path))
+    except OSError as error:
+        raise SampleError(f"{path} cannot be read ({error.strerror})") from None
+
+
+def _check_images(conversation: Conversation, images: int) -> None:
+    named = count_images(conversation)
+    if named != images:
+        raise SampleError(f"the text has {named} <image> placeholders, and the sample {images} images")
+
+
+def _processor(component: Component) -> Any:
+    return registry.get_processor_class(component.name)(component.options)
+
+
+@lru_cache(maxsize=4)
+def _tokenizer(spec: str) -> tuple[TextTokenizer, Path]:
+    tokenizer = load_tokenizer(spec)
+    return tokenizer, cached_folder(tokenizer)

@@ -1,0 +1,1 @@
+"""Process groups, the launcher and the watchdog."""

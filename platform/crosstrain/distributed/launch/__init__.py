@@ -1,0 +1,1 @@
+"""Start workers on one or many machines, watch them, start them again."""

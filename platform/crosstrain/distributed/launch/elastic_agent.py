@@ -1,0 +1,207 @@
+"""Starting workers, watching them, and starting them again: torch's elastic agent with our rules.
+
+What a failure was, and so whether starting again can help, is read from what the failed worker left. Each start has a
+store of its own, because what an earlier start wrote would mislead the next.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from crosstrain.distributed.launch import restarts
+from crosstrain.distributed.launch.launcher import Launch
+from crosstrain.distributed.launch.rendezvous import Nodes
+from crosstrain.distributed.launch.worker_errors import Failure, WorkerFailure, first_failure, run_worker
+from crosstrain.utils.errors import UserError
+
+_LAST_WORDS = 5  # seconds in which ended ranks that wait for a dead one, and cannot hear, are left alone
+
+
+class _Stopped(BaseException):
+    """A signal to stop came while no worker ran."""
+
+
+def supervise(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> int:
+    """Run `worker(*args)` in processes of this machine, together with the other nodes'; returns the exit code.
+
+    Raises the error of the worker that failed first and for good, and UserError where the nodes do not find each other.
+    """
+    for noise in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(noise).setLevel(logging.CRITICAL)  # errors are shown once, by whoever called
+    stop: list[int] = []
+    supervisor: _Supervisor | None = None
+
+    def pass_on(number: int, _frame: Any) -> None:
+        stop.append(number)
+        children = multiprocessing.active_children()
+        for child in children:
+            if child.pid is not None:
+                os.kill(child.pid, signal.SIGUSR1)
+        if not children and (supervisor is None or not supervisor.done):
+            raise _Stopped
+
+    handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    restarts_left = how.max_restarts
+    try:
+        with _environment(how):
+            while True:
+                if how.nodes:
+                    how.nodes.wait_for_host()
+                supervisor = _Supervisor(_spec(worker, args, how), restarts_left, stop)
+                try:
+                    return supervisor.exit_code()
+                except (RendezvousConnectionError, DistError):
+                    # With the node that keeps the rendezvous. Its successor will keep another; the keeper itself would
+                    # meet its own former self there.
+                    restarts_left = supervisor.restarts_left
+                    if how.nodes is None or how.nodes.hosts or restarts_left == 0 or stop:
+                        raise
+                    restarts_left -= 1
+    except _Stopped:
+        return 128 + stop[0]  # before workers could listen; there was nothing to save
+    except (RendezvousConnectionError, DistError) as error:
+        raise UserError(f"the nodes lost their rendezvous ({error}); start the same command on all of them") from error
+    except RendezvousClosedError:
+        raise UserError("another node has ended the run, and its output says why") from None
+    except RendezvousTimeoutError:
+        assert how.nodes is not None
+        raise UserError(
+            f"--nnodes: of {how.nodes.least} nodes too few came to {how.nodes.host}:{how.nodes.port} within "
+            f"{how.nodes.meeting['join_timeout']} s; start the same command on each, with its --node-rank"
+        ) from None
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+class _Supervisor(LocalElasticAgent):
+    """The agent of one machine. It starts workers again unless a failure is final or a stop was asked for."""
+
+    def __init__(self, spec: WorkerSpec, restarts_left: int, stop: list[int]) -> None:
+        super().__init__(spec, DefaultLogsSpecs(), shutdown_timeout=_LAST_WORDS)
+        self._remaining_restarts = restarts_left
+        self._stop = stop
+        self._failure: Failure | None = None  # the latest
+        # Of the start to come: why, and how well this node knows.
+        self._why, self._certainty = ("", 0) if restarts_left == spec.max_restarts else ("node 0 was lost", 2)
+
+    @property
+    def done(self) -> bool:
+        """Whether this machine's workers have ended well."""
+        return self._worker_group.state == WorkerState.SUCCEEDED
+
+    @property
+    def restarts_left(self) -> int:
+        return self._remaining_restarts
+
+    def exit_code(self) -> int:
+        """Run to the end: 0, or 128 + the signal that stopped the workers; raises what ended them otherwise."""
+        handler: RendezvousHandler = self._worker_group.spec.rdzv_handler
+        result = self.run()
+        handler.shutdown()  # closes the rendezvous: other nodes shall not wait for this one
+        if result is None:  # this node was one too many, and the others have finished
+            return 0
+        if self.done:
+            signals = list(filter(None, result.return_values.values()))
+            return 128 + (self._stop or signals)[0] if signals else 0
+        if self._stop and all(f.exitcode == -signal.SIGUSR1 for f in result.failures.values()):
+            return 128 + self._stop[0]  # stopped before the workers could listen; there was nothing to save
+        assert self._failure is not None
+        raise self._failure.error
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            failure = self._failure = first_failure(result.failures)
+            if failure.is_final or self._stop:
+                self._remaining_restarts = 0
+            if self._remaining_restarts:
+                self._why, self._certainty = failure.summary, 1 if failure.lost_another else 3
+                if isinstance(failure.error, WorkerFailure) and not failure.lost_another:
+                    print(failure.error, file=sys.stderr, flush=True)  # where, which nothing later tells
+        return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if not self._why:
+            self._why, self._certainty = "a node came or went", 0
+        super()._restart_workers(worker_group)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self._stop:
+            raise _Stopped
+        spec = worker_group.spec
+        number = spec.max_restarts - self._remaining_restarts
+        restarts.announce(self._why, self._certainty, number, spec.max_restarts)
+        self._why = ""
+        return super()._start_workers(worker_group)
+
+
+def _spec(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> WorkerSpec:
+    nodes = how.nodes
+    if nodes is None:
+        meeting = RendezvousParameters("c10d", "localhost:0", f"crosstrain-{os.getpid()}", 1, 1, "127.0.0.1")
+    else:
+        host = f"[{nodes.host}]" if ":" in nodes.host else nodes.host
+        meeting = RendezvousParameters(
+            "c10d", f"{host}:{nodes.port}", "crosstrain", nodes.least, nodes.most, nodes.address,
+            is_host=nodes.hosts, **nodes.meeting,
+        )  # fmt: skip
+    return WorkerSpec(
+        role="worker", local_world_size=how.nproc_per_node, entrypoint=run_worker, args=(worker, args),
+        rdzv_handler=get_rendezvous_handler(meeting), max_restarts=how.max_restarts, monitor_interval=0.1,
+        local_addr=nodes.address if nodes else "127.0.0.1",
+    )  # fmt: skip
+
+
+@contextmanager
+def _environment(how: Launch) -> Iterator[None]:
+    """What the environment of the agent and its workers lacks, for as long as they run."""
+    wanted = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // how.nproc_per_node)),
+        # Killed workers cannot return their semaphores; that is not news beside the error that killed them.
+        "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker",
+        # torch's handlers would end the workers; those of `supervise` let them save first.
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP",
+    }
+    interface = _interface(how.nodes)
+    if interface is not None:
+        wanted["GLOO_SOCKET_IFNAME"] = interface  # gloo need not ask a resolver which one leads to the other ranks
+        if how.nodes:
+            wanted["NCCL_SOCKET_IFNAME"] = interface
+    if how.nodes or how.max_restarts:
+        # Shared, the store would outlive the workers, and a node that survives would not publish its address again.
+        wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    missing = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        restarts.forget()
+        for name in missing:
+            del os.environ[name]  # the next workers may be more
+
+
+def _interface(nodes: Nodes | None) -> str | None:
+    if nodes is not None:
+        return nodes.interface
+    return "lo" if sys.platform == "linux" else None

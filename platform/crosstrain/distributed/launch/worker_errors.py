@@ -1,0 +1,135 @@
+"""How workers fail: what a worker tells the launcher, and what the launcher makes of it.
+
+A failure that is the user's to mend is one sentence and final. Any other may be cured by starting again.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from crosstrain.utils.errors import RankLost, UserError, refusal, sentence
+
+_launcher_shows_errors = False  # whether our own launcher started this process
+
+
+class WorkerFailure(Exception):
+    """A worker failed with something that is not the user's mistake; carries its traceback."""
+
+    def __init__(self, rank: int, trace: str) -> None:
+        super().__init__(f"rank {rank} failed:\n{trace}")
+
+
+# ---- in a worker
+
+
+def run_worker(worker: Callable[..., int], args: tuple[Any, ...]) -> int:
+    """What our own launcher runs in a worker's process."""
+    global _launcher_shows_errors
+    _launcher_shows_errors = True
+    launcher = multiprocessing.parent_process()
+    if launcher is not None and not launcher.is_alive():
+        os._exit(1)  # killed before torch had asked the system to tell us
+    try:
+        result = worker(*args)
+        if launcher is not None:
+            threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
+        return result
+    except Exception as error:
+        if _is_lost_peer(str(error)):
+            time.sleep(5)  # the rank that went away has the real error; the launcher ends this one meanwhile
+        fail(error)
+
+
+def _end_with(launcher: Any) -> NoReturn:
+    """End this process, which has done its work, with the launcher: torch waits for its answer, and for ever."""
+    launcher.join()
+    os._exit(1)
+
+
+def fail(error: Exception) -> NoReturn:
+    """End this process with `error`, shown once by the launcher or else here, whatever its threads wait for."""
+    tell(error)
+    os._exit(1)
+
+
+def tell(error: Exception) -> None:
+    """Hand `error` to the launcher, which shows it when this process ends, or show it if another program launched."""
+    error = refusal(error) or error
+    if not _launcher_shows_errors:
+        print(f"error: {sentence(error)}", file=sys.stderr, flush=True)
+        return
+    details = {
+        "message": str(error) or type(error).__name__,
+        "extraInfo": {
+            "user_error": isinstance(error, UserError),
+            "rank_lost": isinstance(error, RankLost) if isinstance(error, UserError) else _is_lost_peer(str(error)),
+            "short": sentence(f"{type(error).__name__}: {error}")[:300],
+            "py_callstack": "".join(traceback.format_exception(error)),
+            "timestamp": str(int(time.time())),
+        },
+    }
+    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w", encoding="utf-8") as file:
+        json.dump({"message": details}, file)
+
+
+def leave(seconds: float) -> NoReturn:
+    """End this process as failed, silent from now on and `seconds` later, because what is wrong has been told."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    time.sleep(seconds)
+    os._exit(1)
+
+
+def _is_lost_peer(text: str) -> bool:
+    return any(
+        sign in text for sign in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
+    )
+
+
+# ---- in the launcher
+
+_LIKELY = {
+    "SIGKILL": "the kernel does this when memory runs out",
+    "SIGBUS": "a file that is being read was cut, its disk failed, or /dev/shm is full",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure of a group of workers that came first."""
+
+    error: UserError | WorkerFailure  # to be raised where it is final
+    summary: str  # which rank and what, in a few words
+    is_final: bool  # whether starting again cannot help
+    lost_another: bool  # whether the cause is another rank's, perhaps on another machine
+
+
+def first_failure(failures: Mapping[int, Any]) -> Failure:
+    """What the elastic agent's ProcessFailures by rank come to: a killed rank before those that missed it."""
+    ordered = sorted(failures.items(), key=lambda item: item[1].timestamp)
+    killed = [(rank, f) for rank, f in ordered if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
+    rank, failure = (killed or ordered)[0]
+    if killed:
+        name = signal.Signals(-failure.exitcode).name
+        summary = f"rank {rank} was killed by {name}"
+        hint = f" ({_LIKELY[name]})" if name in _LIKELY else ""
+        error = UserError(f"{summary}{hint}; the same command resumes from the last checkpoint")
+        return Failure(error, summary, is_final=False, lost_another=False)
+    data = failure.error_file_data if isinstance(failure.error_file_data, dict) else {}
+    message = data.get("message", {})
+    extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+    lost = bool(extra.get("rank_lost"))
+    summary = f"rank {rank} lost another rank" if lost else f"rank {rank} failed with {extra.get('short', 'no word')}"
+    if extra.get("user_error"):
+        return Failure(UserError(message["message"]), summary, is_final=not lost, lost_another=lost)
+    trace = extra.get("py_callstack") or failure.message
+    return Failure(WorkerFailure(rank, trace), summary, is_final=False, lost_another=lost)

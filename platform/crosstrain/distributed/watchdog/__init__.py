@@ -1,0 +1,1 @@
+"""Find out which rank hangs, where, and why."""

@@ -1,0 +1,1 @@
+"""Everything that computes a training step: the runner, optimizer, precision, gradient norm."""

@@ -1,0 +1,189 @@
+"""From a configuration to a runner that holds a model: what training and evaluation share."""
+
+from __future__ import annotations
+
+import fnmatch
+from pathlib import Path
+
+from crosstrain.checkpoint.files import Reader
+from crosstrain.checkpoint.frozen import Base, check_frozen, fingerprints, load_shards
+from crosstrain.checkpoint.manifest import Frozen
+from crosstrain.config.load import BatchPlan, Component, Config, plan_batch
+from crosstrain.config.registry import registry
+from crosstrain.data.dataset import Dataset, Split
+from crosstrain.data.tokenizer import TOKENIZER, vocabulary
+from crosstrain.engine.compilation import compile_model
+from crosstrain.engine.optimizer import optimizer_factory
+from crosstrain.engine.runner import Runner
+from crosstrain.modeling import activation_checkpointing
+from crosstrain.modeling.base import Model, no_match
+from crosstrain.modeling.meta_init import fill_initial, parameters_on_meta
+from crosstrain.utils.errors import CheckpointError, ConfigError, explained
+from crosstrain.utils.trust import check_source, limited_to
+
+_MOST_PARAMETERS = 1_000_000  # tensors: ten times those of the largest mixtures of experts
+_LONGEST_BUILD = 120.0  # seconds
+
+
+def make_runner(config: Config) -> Runner:
+    """The configured runner, not yet set up."""
+    return registry.get_runner_class(config.runner.name)(config.runner.options, config.run)
+
+
+def make_model(config: Config) -> Model:
+    """The configured model. Raises ConfigError where it names weights that the configuration is not trusted with."""
+    with limited_to(config.trust):
+        return registry.get_model_class(config.model.name)(config.model.options)
+
+
+def model_on_meta(config: Config) -> Model:
+    """The configured model without memory for its parameters, to check and to plan with.
+
+    Raises ConfigError for sizes that its libraries refuse, that are absurd or that take minutes to lay out.
+    """
+    what = f"model: {config.model.name} cannot be built with these options"
+    with explained(what), parameters_on_meta(at_most=_MOST_PARAMETERS, seconds=_LONGEST_BUILD):
+        return make_model(config)
+
+
+def batch_plan(config: Config, world_size: int) -> BatchPlan:
+    """The batch arithmetic of the configured runner on so many workers, before any of them exists.
+
+    Raises ConfigError where the layout, the numbers or the run's other settings do not go together.
+    """
+    runner = registry.get_runner_class(config.runner.name)
+    runner.check(config.runner.options, config.run)
+    return plan_batch(config.run, runner.data_parallel_size(config.runner.options, world_size))
+
+
+def training_dataset(config: Config) -> Component:
+    """The dataset that is trained on; ConfigError unless there is exactly one."""
+    if len(config.datasets) != 1:
+        raise ConfigError(
+            f"datasets: exactly one dataset is trained on, but {len(config.datasets)} are named "
+            f"({', '.join(config.datasets)})"
+        )
+    return next(iter(config.datasets.values()))
+
+
+def open_split(config: Config, split: Split) -> Dataset:
+    """A split of the configured dataset, prepared before.
+
+    Raises DataError where it would be empty, and ConfigError where the configuration is not trusted with data.
+    """
+    component = training_dataset(config)
+    with limited_to(config.trust):
+        check_source(f"the {split} split of {next(iter(config.datasets))}")
+        return registry.get_dataset_class(component.name)(component.options, split)
+
+
+def prepare_data(config: Config) -> None:
+    """Make the dataset's files if they do not exist yet. Raises ConfigError as `open_split` does."""
+    component = training_dataset(config)
+    with limited_to(config.trust):
+        check_source(f"the dataset {next(iter(config.datasets))}")
+        registry.get_dataset_class(component.name).prepare(component.options)
+
+
+def check_fit(model: Model, dataset: Dataset) -> None:
+    """ConfigError if samples hold ids or are of a length that the model cannot take."""
+    if dataset.vocab_size and model.vocab_size and dataset.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size: {model.vocab_size} is too small for the dataset, whose tokenizer has "
+            f"{dataset.vocab_size} ids; set model.vocab_size={dataset.vocab_size}"
+        )
+    check_tokenizer(model.pretrained_weights(), dataset)
+    if dataset.sequence_length and model.max_length and dataset.sequence_length > model.max_length:
+        raise ConfigError(
+            f"datasets: samples have {dataset.sequence_length} tokens and the model takes at most {model.max_length}; "
+            f"shorten the samples or lengthen the model"
+        )
+
+
+def check_tokenizer(folder: Path | None, dataset: Dataset) -> None:
+    """ConfigError if an id of the dataset is another token to the weights in `folder`, as its tokenizer.json says.
+
+    Tokens that the dataset's vocabulary has beyond the other's are none of that.
+    """
+    ours = dataset.tokenizer_path
+    if folder is None or ours is None or not all((f / TOKENIZER).is_file() for f in (folder, ours)):
+        return
+    if (folder / TOKENIZER).read_bytes() == (ours / TOKENIZER).read_bytes():
+        return
+    theirs = {number: token for token, number in vocabulary(folder / TOKENIZER).items()}
+    found = sorted((number, token) for token, number in vocabulary(ours / TOKENIZER).items())
+    if changed := [(number, token) for number, token in found if theirs.get(number, token) != token]:
+        number, token = changed[0]
+        raise ConfigError(
+            f"the data was made with another tokenizer than the weights in {folder}: {len(changed)} ids differ, the "
+            f"first is {number}, {token!r} in the data and {theirs[number]!r} there; prepare it with "
+            f"tokenizer={folder}"
+        )
+
+
+def freeze(model: Model, patterns: list[str]) -> None:
+    """Exclude from training the parameters whose canonical names match one of the patterns (`transformer.h.0.*`).
+
+    The model may have excluded others. Raises ConfigError for a pattern that matches nothing, and where nothing is left
+    to train.
+    """
+    parameters = model.canonical_parameters()
+    for pattern in patterns:
+        names = fnmatch.filter(parameters, pattern)
+        if not names:
+            raise ConfigError(f"run.freeze: {no_match(pattern, parameters)}")
+        for name in names:
+            parameters[name].requires_grad_(False)
+    if not any(p.requires_grad for p in parameters.values()):
+        raise ConfigError("run.freeze: every parameter is frozen, so there is nothing to train")
+
+
+def build_model(config: Config, runner: Runner, checkpoint: Path | None, *, for_training: bool) -> dict[str, Frozen]:
+    """Set up the runner with the model, and the optimizer if it is to train, and fill in what it holds.
+
+    Weights, and when training moments, come from `checkpoint` if given, else the model's pretrained folders, else
+    initial values. Returns the frozen parameters that stem from pretrained folders, which checkpoints need not hold.
+    """
+    model = runner.construct(lambda: make_model(config))
+    if for_training:
+        freeze(model, config.run.freeze)
+        for blocks, mode in model.checkpointing(config.run.gradient_checkpointing):
+            activation_checkpointing.apply(blocks, mode, runner.precision.autocast)
+    compile_model(model, config.run.compile)
+    whole = model.canonical_parameters()  # of which a rank may keep a part
+    frozen = {name for name, p in whole.items() if not p.requires_grad}
+    runner.prepare(model, optimizer_factory(config, model.lr_scale) if for_training else None)
+
+    shards = runner.shards()
+    parameters = [s for s in shards if s.kind == "param"]
+    kinds = set[str]().union(*runner.world.all_gather({s.kind for s in shards}))  # a rank may hold nothing that trains
+    reader = Reader.open(checkpoint) if checkpoint is not None else None
+    base, borrowed = Base.of(model), set[str]()
+    if reader is not None:
+        keep = for_training and config.run.resume_optimizer
+        if keep:
+            _check_optimizer(reader, kinds, config)
+        borrowed = load_shards(reader, shards if keep else parameters, base, whole.keys())
+    else:
+        published = base.fill(parameters)
+        fill_initial(model, [s for s in parameters if s.name not in published], config.run.seed)
+        borrowed = published & frozen
+    hashes = fingerprints(base.as_published([s for s in parameters if s.name in borrowed]), runner.world)
+    if reader is not None:
+        check_frozen(reader, hashes)
+    runner.loaded()
+    return {name: recorded for name, recorded in hashes.items() if name in frozen}
+
+
+def _check_optimizer(reader: Reader, kinds: set[str], config: Config) -> None:
+    """CheckpointError unless the checkpoint holds just the kinds of state that the optimizer keeps."""
+    there, here = reader.kinds() - {"param"}, kinds - {"param"}
+    if there != here:
+        raise CheckpointError(
+            f"{reader.folder}: holds {_list(there)} of an optimizer, and {config.optimizer.name} keeps {_list(here)}; "
+            f"resume with the optimizer that was used, or start its state anew with run.resume_optimizer=false"
+        )
+
+
+def _list(kinds: set[str]) -> str:
+    return ", ".join(sorted(kinds)) or "no state"

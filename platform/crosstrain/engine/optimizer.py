@@ -1,0 +1,178 @@
+"""What every optimizer and schedule has in common: parameter groups, state from the first step, the rate's driver."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from crosstrain.config.load import Config
+from crosstrain.config.registry import registry
+from crosstrain.utils.errors import ConfigError
+
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+ShapeOf = Callable[[nn.Parameter], torch.Size]
+
+
+class MakeOptimizer(Protocol):
+    """Builds the configured optimizer over whatever parameters a runner has after sharding.
+
+    `shape_of` tells a parameter's full shape where an engine keeps something else in its place.
+    """
+
+    def __call__(self, parameters: NamedParameters, shape_of: ShapeOf = ...) -> torch.optim.Optimizer: ...
+
+
+def parameter_groups(
+    parameters: NamedParameters,
+    weight_decay: float,
+    shape_of: ShapeOf = lambda p: p.shape,
+    lr_scale: Callable[[str], float] = lambda name: 1.0,
+) -> list[dict[str, Any]]:
+    """Two groups of the trainable parameters: matrices decay, biases and norms (fewer than two dimensions) do not.
+
+    Where `lr_scale` differs, there are two for each of its values.
+    """
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for name, p in parameters:
+        if p.requires_grad:
+            groups.setdefault((lr_scale(name), len(shape_of(p)) < 2), []).append(p)
+    return [
+        {"params": groups[scale, flat], "weight_decay": 0.0 if flat else weight_decay}
+        | ({"lr_scale": scale} if scale != 1.0 else {})
+        for scale, flat in sorted(groups)
+    ]
+
+
+def optimizer_factory(config: Config, lr_scale: Callable[[str], float] = lambda name: 1.0) -> MakeOptimizer:
+    """The configured optimizer's maker; `lr_scale` of a parameter's name multiplies its learning rate."""
+    make = registry.get_optimizer_class(config.optimizer.name)
+
+    def build(parameters: NamedParameters, shape_of: ShapeOf = lambda p: p.shape) -> torch.optim.Optimizer:
+        groups = parameter_groups(parameters, config.run.weight_decay, shape_of, lr_scale)
+        if not groups:
+            raise ConfigError("the model has no trainable parameter: every part is frozen")
+        try:
+            # The rate is set before every step; a zero until then makes a forgotten one visible.
+            return make(groups, lr=0.0, options=config.optimizer.options)
+        except (ValueError, TypeError) as error:  # parameters or values that it does not take
+            raise ConfigError(f"run.optimizer: {config.optimizer.name} refuses: {error}") from error
+
+    return build
+
+
+def create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer allocate its state now, without moving a parameter.
+
+    Optimizers allocate at their first step; a checkpoint must be loadable before it and complete even if every step so
+    far was skipped. A step with zero gradients and rate zero leaves zeros, but for the count of steps, which is taken
+    back. Raises ConfigError for an optimizer whose state starts at something else, or that keeps some in its parameter
+    groups, where no checkpoint finds it.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters]  # an engine may keep buffers there
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
+    still = {"lr": 0.0, "weight_decay": 0.0}  # decay would enter a momentum
+    for group, kept in zip(optimizer.param_groups, settings, strict=True):
+        group.update({key: value for key, value in still.items() if key in kept})
+    optimizer.step()
+    changed: set[str] = set()
+    for group, kept in zip(optimizer.param_groups, settings, strict=True):
+        now = {key: value for key, value in group.items() if key not in ("params", *still)}
+        changed |= {key for key, value in now.items() if key not in kept or value != kept[key]}
+        group.update(kept)
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient
+    if changed:
+        raise ConfigError(
+            f"run.optimizer: {type(optimizer).__name__} changes settings of its own while it trains "
+            f"({', '.join(sorted(changed))}), which checkpoints cannot hold; use another optimizer"
+        )
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                if key != "step" and value.count_nonzero():
+                    raise ConfigError(
+                        f"run.optimizer: {type(optimizer).__name__} keeps state ({key}) that does not start at zero, "
+                        f"which checkpoints cannot restore before its first step; use another optimizer"
+                    )
+                value.zero_()
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The gradients of an optimizer's parameters; zeros where no micro batch used one.
+
+    Engines that flatten parameters cannot leave one out of a step, so nobody does.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in parameters:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def check_elementwise(make_optimizer: MakeOptimizer) -> None:
+    """For runners that flatten and cut parameters: ConfigError unless the optimizer updates each element by itself.
+
+    Found out by trying: a matrix and the same numbers in two pieces must move alike.
+    """
+    numbers = torch.randn(4, 4, 4, generator=torch.Generator().manual_seed(0))
+
+    def moved(cut: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> torch.Tensor:
+        parameters = [nn.Parameter(part.clone()) for part in cut(numbers[0])]
+        optimizer = make_optimizer(((str(i), p) for i, p in enumerate(parameters)), lambda _: numbers[0].shape)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1
+        for gradient in numbers[1:]:
+            for p, part in zip(parameters, cut(gradient), strict=True):
+                p.grad = part.clone()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in parameters])
+
+    if not torch.allclose(moved(lambda t: [t]), moved(lambda t: t.flatten().split(8)), rtol=1e-5):
+        raise ConfigError(
+            "run.optimizer: it treats a parameter as a whole, and the runner cuts parameters into pieces; use an "
+            "optimizer such as adamw or sgd, or a runner such as ddp"
+        )
+
+
+@dataclass
+class Schedule:
+    """The learning rate as a function of applied steps.
+
+    `rate(n)` is the rate of the n-th applied step (n = 1, 2, ...); a skipped step does not advance it. `shape(n)` is
+    a registered schedule's function of n with values in [0, 1] between `min_lr` and `init_lr` after the warmup.
+    """
+
+    init_lr: float
+    min_lr: float
+    warmup_steps: float
+    shape: Callable[[float], float]
+
+    def rate(self, applied: int) -> float:
+        if applied <= self.warmup_steps and self.warmup_steps > 0:
+            return self.init_lr * applied / self.warmup_steps
+        return self.min_lr + (self.init_lr - self.min_lr) * self.shape(applied)
+
+
+def make_schedule(config: Config, max_iters: int) -> Schedule:
+    """The configured schedule; `lr_decay_iters` and the warmup's length default to the run's."""
+    run = config.run
+    decay = run.lr_decay_iters or max_iters
+    warmup = run.warmup_steps if run.warmup_steps is not None else (run.warmup_fraction or 0.0) * decay
+    if warmup >= decay:
+        raise ConfigError(f"run.warmup_steps: the warmup of {warmup:g} steps must be shorter than the decay of {decay}")
+    make = registry.get_lr_scheduler_class(config.lr_sched.name)
+    shape = make(warmup_steps=warmup, decay_steps=decay, options=config.lr_sched.options)
+    return Schedule(run.init_lr, run.min_lr, warmup, shape)
+
+
+def cosine(progress: float) -> float:
+    """Half a cosine from 1 at progress 0 to 0 at progress 1, and 0 beyond."""
+    return 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))

@@ -1,0 +1,105 @@
+"""Mixed precision with one meaning under every runner, and loss scaling with Megatron's semantics.
+
+Master weights, moments and gradients are fp32; autocast lowers the forward's matrix products to bf16 or fp16. fp16
+needs its loss scaled, because small gradients would vanish: the loss is multiplied by the scale before the backward,
+gradients are divided by it after, and a step whose gradients overflowed is skipped.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from crosstrain.config.run_options import AmpOptions
+from crosstrain.utils.errors import CheckpointError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class LossScaler:
+    """A constant loss scale; 1 where none is needed."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
+    def update(self, overflow: bool) -> None:
+        """Told after every attempted step whether its gradients overflowed."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned."""
+
+
+class DynamicLossScaler(LossScaler):
+    """Halve on overflow, double after `window` steps without one.
+
+    The first `hysteresis - 1` overflows only lower the tolerance (Megatron-LM, fp16/loss_scaler.py, whose
+    `delayed_shift` this is): starting at 2^32 with hysteresis 2, a scale of 2^17 means 16 skipped steps. The tolerance
+    is given back whenever the scale grows.
+    """
+
+    factor = 2.0
+
+    def __init__(self, initial_scale: float, window: int, hysteresis: int, min_scale: float) -> None:
+        super().__init__(initial_scale)
+        self.window, self.hysteresis, self.min_scale = window, hysteresis, min_scale
+        self.tolerance = hysteresis
+        self.steps_since_overflow = 0
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self.steps_since_overflow = 0
+            if self.tolerance > 1:
+                self.tolerance -= 1
+            else:
+                self.scale = max(self.scale / self.factor, self.min_scale)
+            return
+        self.steps_since_overflow += 1
+        if self.steps_since_overflow % self.window == 0:
+            self.scale *= self.factor
+            self.tolerance = self.hysteresis
+
+    def state(self) -> dict[str, Any]:
+        return {"scale": self.scale, "tolerance": self.tolerance, "steps_since_overflow": self.steps_since_overflow}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if state:  # empty where the checkpoint was written without a dynamic scale
+            try:
+                self.scale = float(state["scale"])
+                self.tolerance = int(state["tolerance"])
+                self.steps_since_overflow = int(state["steps_since_overflow"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise CheckpointError(f"the checkpoint's loss-scale state is malformed ({error!r})") from None
+
+
+class Precision:
+    """What `run.amp` means: the autocast context and the loss scaler."""
+
+    def __init__(self, options: AmpOptions, device_type: str) -> None:
+        self.options = options
+        self.dtype = DTYPES[options.dtype]
+        self.device_type = device_type
+        self.scaler = self._make_scaler(options)
+
+    @staticmethod
+    def _make_scaler(options: AmpOptions) -> LossScaler:
+        if options.loss_scale is not None:
+            return LossScaler(options.loss_scale)
+        if options.dtype == "fp16":
+            return DynamicLossScaler(options.initial_scale, options.window, options.hysteresis, options.min_scale)
+        return LossScaler()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of every forward, in training, evaluation and generation alike."""
+        if self.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device_type, self.dtype)
+
+    @property
+    def overflows(self) -> bool:
+        """Whether gradients that are not finite are what the loss scale reckons with."""
+        return self.options.dtype == "fp16"

@@ -1,0 +1,310 @@
+"""Runner: where a training step runs. The interface that a runner plugin fills in, with torch-native defaults.
+
+A runner owns the four things in which DDP, FSDP, ZeRO and Megatron differ, and nothing else: the micro-batch loop,
+clip-and-step, the evaluation forward, and what each rank holds. The defaults are a complete single-process runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from crosstrain.checkpoint.boxes import Piece, Shard, dtensor_pieces, whole_pieces
+from crosstrain.config.run_options import RunOptions
+from crosstrain.data.dataset import Batch
+from crosstrain.data.loader import MicroBatch
+from crosstrain.distributed.group import Group, choose_device, world
+from crosstrain.distributed.watchdog import watchdog
+from crosstrain.engine.footprint import Layout, Situation, data_parallel
+from crosstrain.engine.grad_norm import global_norm
+from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, create_state, gradients_of
+from crosstrain.engine.precision import Precision
+from crosstrain.modeling.base import Model
+from crosstrain.modeling.meta_init import construct
+from crosstrain.utils.errors import CheckpointError, ConfigError, first_line
+from crosstrain.utils.rng import seed_everything_for
+from crosstrain.utils.timers import Timers
+
+
+@dataclass
+class StepResult:
+    """What an attempted optimizer step came to."""
+
+    grad_norm: float  # global norm before clipping, loss scale taken out; not finite where it overflowed
+    applied: bool
+
+
+class Runner:
+    """Base class of all runners. `run.runner: {name: ..., <Options>}` chooses and configures one.
+
+    After `setup`: `device`, `world` (all ranks), `dp` (the ranks that see different samples). After `prepare`: `model`,
+    `module` (what is called to compute; the model itself unless something wraps it) and `optimizer` (None for
+    evaluation).
+    """
+
+    @dataclass
+    class Options:
+        """A runner without options of its own."""
+
+    needs_process_group = False  # whether the engine wants torch's process group even for a single process
+    cuts_models = False  # whether a rank may compute with a part of the model, as `layouts` then says
+
+    device: torch.device
+    world: Group
+    dp: Group
+    model: Model
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    micro_losses: list[Tensor]  # summed, of the last step's micro batches; empty on a rank that computes none
+
+    def __init__(self, options: Any, run: RunOptions) -> None:
+        self.options, self.run = options, run
+        self.timers = Timers()
+        self.micro_losses = []
+
+    # ---- joining
+
+    @classmethod
+    def data_parallel_size(cls, options: Any, world_size: int) -> int:
+        """How many ranks see different samples, for batch arithmetic; ConfigError where `world_size` does not fit."""
+        return world_size
+
+    @classmethod
+    def check(cls, options: Any, run: RunOptions) -> None:
+        """Raise ConfigError for settings of the run that exclude each other under this runner; no worker exists yet."""
+
+    @classmethod
+    def check_model(cls, options: Any, model: Model) -> None:
+        """Raise ConfigError where the model, on the meta device, cannot be laid out so; no worker exists yet."""
+
+    @classmethod
+    def layouts(cls, options: Any, at: Situation) -> list[Layout]:
+        """What ranks will hold and send, one layout for each kind of rank; for the plan, before any worker exists."""
+        return [data_parallel(at)]
+
+    def setup(self) -> None:
+        """Choose the device and join the other ranks."""
+        local_rank, size = world()
+        self.device = choose_device(self.run.device, local_rank)
+        group: dist.ProcessGroup | None = None
+        if size > 1 or self.needs_process_group:
+            cuda = self.device.type == "cuda"
+            alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                device_id=self.device if cuda else None,
+                timeout=watchdog.backend_timeout(self.run.collective_timeout),
+                **alone,
+            )
+            group = cast(dist.ProcessGroup, dist.group.WORLD) if size > 1 else None  # set by init_process_group
+            watchdog.install(self.run.collective_timeout)
+        self.world = self.dp = Group(group)
+        self.precision = Precision(self.run.amp, self.device.type)
+
+    def new_group(self) -> Group:
+        """A process group of all ranks for small host-side messages, independent of training's."""
+        if self.world.process_group is None:
+            return Group()
+        return Group(cast(dist.ProcessGroup, dist.new_group(backend="gloo")))
+
+    def close(self) -> None:
+        """Leave together; a rank that left early would break the others' last collective."""
+        if dist.is_initialized():
+            self.world.barrier()
+            watchdog.remove()
+            dist.destroy_process_group()
+
+    # ---- building
+
+    def construct(self, make_model: Callable[[], Model]) -> Model:
+        """Build the model where it will live; its weights are filled in after `prepare`."""
+        return construct(make_model, self.device)
+
+    def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
+        """Shard or wrap the model, then build the optimizer over what is left. No optimizer: evaluation only."""
+        self.model = self.module = model
+        self.build_optimizer(make_optimizer)
+
+    def build_optimizer(self, make_optimizer: MakeOptimizer | None) -> None:
+        """For `prepare`: the optimizer over the model's parameters as they are now, its state allocated."""
+        if make_optimizer is not None:
+            self.optimizer = make_optimizer(self.owned_parameters(), self.full_shape)
+            try:
+                create_state(self.optimizer)
+            except RuntimeError as error:  # an operation that the parameters' kind of tensor does not have
+                reason = first_line(error)
+                raise ConfigError(
+                    f"run.optimizer: {self.run.optimizer.name} fails under this runner: {reason}"
+                ) from error
+
+    def owned_parameters(self) -> NamedParameters:
+        """What the optimizer is to update: the model's parameters, or what stands for this rank's part of them."""
+        return self.model.named_parameters()
+
+    # ---- training
+
+    def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
+        """Gradients of one optimizer step; returns the step's loss, the same on every rank.
+
+        The loss is the sum over the target tokens of all micro batches and ranks, divided by their number
+        `num_targets`. The weight of a micro batch does not depend on the number of ranks, so that what overflows in
+        fp16 does not either.
+        """
+        weight = self.precision.scaler.scale / num_targets
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.micro_losses = []
+        for i, micro_batch in enumerate(micro_batches):
+            with self.gradient_sync(last=i == len(micro_batches) - 1):
+                seed_everything_for(self.run.seed, micro_batch.first_sample)
+                with self.timers("forward"):
+                    loss = self.compute_loss(self.to_device(micro_batch.data))
+                self.backward(loss * weight)
+            self.micro_losses.append(loss.detach())
+            total += self.micro_losses[-1]
+        with self.timers("allreduce"):
+            return self.dp.all_reduce_sum(total.item())[0] / num_targets
+
+    @property
+    def gradient_scale(self) -> float:
+        """What gradients are multiplied by after `forward_backward`: the loss scale, averaged where a sum is meant."""
+        return self.precision.scaler.scale / self.dp.size
+
+    def compute_loss(self, batch: Batch) -> Tensor:
+        """Summed loss of a batch on this device, under autocast."""
+        with self.precision.autocast():
+            return self.module(**batch)
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradients of a weighted loss."""
+        with self.timers("backward"):
+            loss.backward()
+
+    def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
+        """Context of a micro batch: where an engine can wait, gradients are exchanged only after the last."""
+        return nullcontext()
+
+    def optimizer_step(self, apply: bool = True) -> StepResult:
+        """Unscale, clip by global norm, step, zero. `apply=False` throws the gradients away."""
+        assert self.optimizer is not None
+        gradients = gradients_of(self.optimizer)
+        scale = self.gradient_scale
+        norm = self.gradient_norm(gradients) / scale
+        applied = apply and norm < float("inf")  # false for NaN too
+        if applied:
+            limit = self.run.grad_norm_clip
+            clip = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
+            if clip / scale != 1.0:
+                torch._foreach_mul_(gradients, clip / scale)
+            self.update()
+        self.model.zero_grad(set_to_none=True)  # not the optimizer's alone: it may own a share of the parameters
+        return StepResult(norm, applied)
+
+    def update(self) -> None:
+        """Change the parameters by the gradients as they now stand."""
+        assert self.optimizer is not None
+        self.optimizer.step()
+
+    def gradient_norm(self, gradients: list[Tensor]) -> float:
+        """Global 2-norm of all gradients, times `gradient_scale`; the same on every rank."""
+        return global_norm(gradients)
+
+    def set_learning_rate(self, rate: float) -> None:
+        """The rate of the next step; a parameter group may scale it by its `lr_scale`."""
+        assert self.optimizer is not None
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_scale", 1.0)
+
+    # ---- evaluation
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode: no dropout, no gradients."""
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.train()
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """What the model returns for a batch, valid on every rank; generation calls this too. Use in `evaluating`."""
+        with self.precision.autocast():
+            return self.model(**self.to_device(batch))
+
+    def to_device(self, batch: Batch) -> Batch:
+        """The batch with its tensors on this rank's device."""
+        return {
+            key: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
+            for key, value in batch.items()
+        }
+
+    # ---- what this rank holds
+
+    def shards(self) -> list[Shard]:
+        """This rank's part of the logical state, as boxes whose memory is the live one: reading saves, writing loads.
+
+        Raises CheckpointError for optimizer state that is neither shaped like its parameter nor a scalar tensor.
+        """
+        out = []
+        for name, parameter in self.model.canonical_parameters().items():
+            shape = self.model.logical_shape(name, self.full_shape(parameter))
+            held = self.held(parameter)
+            out.append(Shard("param", name, tuple(shape), self.pieces(parameter, held, shape)))
+            for key, value in self.held_state(parameter).items():
+                if isinstance(value, Tensor) and value.shape == held.shape:
+                    out.append(Shard(key, name, tuple(shape), self.pieces(parameter, value, shape)))
+                elif isinstance(value, Tensor) and value.ndim == 0:
+                    out.append(Shard(key, name, (), whole_pieces(value, ())))
+                elif value is not None:
+                    raise CheckpointError(
+                        f"optimizer {self.run.optimizer.name} keeps {key} of {name} in a form that checkpoints "
+                        f"cannot hold ({type(value).__name__}, not a tensor shaped like the parameter or a scalar "
+                        f"tensor); use another optimizer"
+                    )
+        return out
+
+    def gradients(self) -> list[Shard]:
+        """This rank's part of the step's gradients, times `gradient_scale`, as boxes of kind "grad".
+
+        To be called between `forward_backward` and `optimizer_step`.
+        """
+        out = []
+        for name, parameter in self.model.canonical_parameters().items():
+            gradient = self.held_gradient(parameter)
+            if gradient is not None:
+                shape = self.model.logical_shape(name, self.full_shape(parameter))
+                out.append(Shard("grad", name, tuple(shape), self.pieces(parameter, gradient, shape)))
+        return out
+
+    def full_shape(self, parameter: nn.Parameter) -> torch.Size:
+        """Shape of a parameter, padding included, where an engine may have put something else in its place."""
+        return parameter.shape
+
+    def held(self, parameter: nn.Parameter) -> Tensor:
+        """The memory in which this rank holds its part of a parameter."""
+        return parameter
+
+    def held_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """What this rank's optimizer keeps of a parameter, by the optimizer's names, laid out as `held` is."""
+        return self.optimizer.state.get(parameter, {}) if self.optimizer else {}
+
+    def held_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """This rank's part of a parameter's gradient, laid out as `held` is."""
+        return parameter.grad
+
+    def pieces(self, parameter: nn.Parameter, held: Tensor, shape: torch.Size) -> list[Piece]:
+        """Where `held`, this rank's part of `parameter` or of something shaped like it, lies in the logical `shape`.
+
+        The default is a rank that holds all of it, or its part as a DTensor.
+        """
+        return dtensor_pieces(held, tuple(shape)) if isinstance(held, DTensor) else whole_pieces(held, tuple(shape))
+
+    def loaded(self) -> None:
+        """Called after shards were filled: refresh whatever was derived from them."""

@@ -1,0 +1,105 @@
+"""A model as lm-evaluation-harness (Gao et al., 2021-) asks for one, under whatever runner holds it.
+
+Needs the package lm_eval. Every rank of a runner is asked the same and comes to the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from crosstrain.data.vision.conversations import NO_TARGET
+from crosstrain.engine.runner import Runner
+from crosstrain.inference.generation import Growing, Sampling, generate
+from crosstrain.utils.errors import UserError
+
+_LENGTH = 2048  # tokens, where the model has no limit
+_NEW = 256  # tokens of a text, where the task does not say
+_KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
+
+
+class HarnessModel(TemplateLM):
+    """Sums of log-probabilities are minus the loss that the model is trained with. To be used in `evaluating`."""
+
+    def __init__(self, runner: Runner, tokenizer: Any, quiet: bool) -> None:
+        super().__init__()
+        self._runner, self.tokenizer, self._quiet = runner, tokenizer, quiet
+        self._length = runner.model.max_length or _LENGTH
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        return "checkpoint"
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Token ids of a text; never with tokens that mark its beginning, as in training."""
+        return self.tokenizer(string, add_special_tokens=False)["input_ids"]
+
+    # ---- what tasks ask for
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        found = []
+        for _, context, continuation in tqdm(requests, disable=disable_tqdm or self._quiet):
+            likelihood = self._likelihood(context, continuation)
+            found.append((likelihood, self._is_greedy(context, continuation)))
+        return found
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Every token of a text once, in windows of the model's length, the first after the end of another text."""
+        found = []
+        for request in tqdm(requests, disable=disable_tqdm or self._quiet):
+            tokens = self.tok_encode(request.args[0])
+            windows = get_rolling_token_windows(tokens, self.prefix_token_id, self._length, 1)
+            found.append(sum(self._likelihood(*make_disjoint_window(window)) for window in windows))
+        return found
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Greedy texts, unless a task asks for others; UserError for what a task asks for that is not known here."""
+        found = []
+        for request in tqdm(requests, disable=disable_tqdm or self._quiet):
+            context, given = request.args
+            if unknown := set(given) - _KNOWN:
+                raise UserError(f"--tasks: a task asks for {min(unknown)} in generation, which is not known here")
+            new = min(given.get("max_gen_toks", _NEW), self._length - 1)
+            until = given.get("until") or []
+            sampling = Sampling(
+                new, float(given.get("temperature") or 0) if given.get("do_sample") else 0.0,
+                given.get("top_k") or 0, given.get("top_p") or 1.0,
+            )  # fmt: skip
+            ids = (self.tok_encode(context) or [self.eot_token_id])[-(self._length - new) :]
+            stops = [until] if isinstance(until, str) else until
+            prompt = {"input_ids": np.array(ids, np.int64)}
+            found += generate(self._runner, self.tokenizer, prompt, sampling, stops=stops)
+        return found
+
+    # ---- what the model computes
+
+    def _likelihood(self, context: list[int], continuation: list[int]) -> float:
+        """log p(continuation | context), whose beginning is cut off where both are longer than the model takes."""
+        ids = (context + continuation)[-(self._length + 1) :]
+        labels = torch.tensor([ids[1:]])
+        labels[0, : max(0, len(ids) - 1 - len(continuation))] = NO_TARGET
+        return -float(self._runner.evaluate({"input_ids": torch.tensor([ids[:-1]]), "labels": labels}))
+
+    def _is_greedy(self, context: list[int], continuation: list[int]) -> bool:
+        """Whether every token of the continuation is the likeliest in its place; ends at the first that is not."""
+        before = context[max(0, len(context) + len(continuation) - self._length - 1) :]
+        if not before:
+            return False
+        growing = Growing(self._runner, {"input_ids": np.array(before, np.int64)})
+        for place, token in enumerate(continuation):
+            if int(growing.logits()[0].argmax()) != token:
+                return False
+            if place + 1 < len(continuation):
+                growing.append(torch.tensor([token]))
+        return True

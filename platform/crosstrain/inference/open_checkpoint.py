@@ -1,0 +1,169 @@
+"""What is stored with a checkpoint, which may be anybody's: configuration, model, tokenizer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from crosstrain.checkpoint.boxes import Shard
+from crosstrain.checkpoint.checkpointer import load_state
+from crosstrain.checkpoint.files import Reader
+from crosstrain.checkpoint.frozen import Base, load_shards
+from crosstrain.config.load import Config, load_config
+from crosstrain.config.registry import registry
+from crosstrain.config.run_options import RunOptions
+from crosstrain.config.yaml_text import LARGEST_TREE
+from crosstrain.data.tokenizer import CONFIG, stored_tokenizer
+from crosstrain.engine.build import make_model
+from crosstrain.modeling.base import Model
+from crosstrain.modeling.meta_init import parameters_on_meta
+from crosstrain.utils.errors import CheckpointError, ConfigError, UserError, first_line, sentence
+from crosstrain.utils.resource_limits import OutOfTime, at_most
+from crosstrain.utils.trust import Trust, check_source, is_own, limited_to
+
+# What the constructor of a model may take. Address space beside the largest parameter; of it little is touched.
+_BUILDING_BYTES, _BUILDING_SECONDS = 1 << 30, 10.0
+_PADDING = 1 << 26  # elements beyond twice the checkpoint's that padded vocabularies may have
+
+
+def saved_config(checkpoint: Path, options: list[str], trust_data: bool = False) -> Config:
+    """The configuration in a checkpoint's state, with overrides, which are the user's own words.
+
+    It is trusted with data if this user trained with it, or says so by `trust_data`. Raises CheckpointError where there
+    is none, and ConfigError for what it may not say or the installation cannot do.
+    """
+    state = load_state(checkpoint)
+    saved = state.get("config")
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{checkpoint}: its state has no configuration; name one with --cfg-path")
+    own = is_own(saved, state.get("signature"))
+    trust = Trust.DATA if own or trust_data else Trust.NOTHING
+    try:
+        text = json.dumps(saved)
+        if text.count(",") + len(text) // 100 > LARGEST_TREE:
+            raise CheckpointError(f"{checkpoint}: its configuration holds more than {LARGEST_TREE:,} values")
+        return Config.from_plain(_for_evaluation(saved, checkpoint, own), options, trust=trust)
+    except RecursionError:
+        raise CheckpointError(f"{checkpoint}: its configuration is nested too deep") from None
+
+
+# Of `run`, what a checkpoint decides; the rest has its default, and what no release knows is refused.
+_FROM_ANYBODY = {"device", "amp"}
+_FROM_ITS_USER = _FROM_ANYBODY | {"runner", "micro_batch_size", "num_workers"}
+_NO_TRAINING = {"output_dir": "none", "max_iters": 1, "accum_grad_iters": 1}  # required, and not used
+
+
+def _for_evaluation(saved: dict[str, Any], checkpoint: Path, own: bool) -> dict[str, Any]:
+    """A checkpoint's configuration, whose section `run` is reduced to what evaluation needs of it.
+
+    `own`: the user who evaluates it has trained with it.
+    """
+    run, datasets = saved.get("run"), saved.get("datasets")
+    if isinstance(run, dict):
+        if plugins := run.get("plugins"):
+            named = ",".join(map(str, plugins)) if isinstance(plugins, list) else plugins
+            note = (
+                f"note: {checkpoint} names plugin folders, which are code and not imported on a checkpoint's word; if "
+                f"you trust them: --options {shlex.quote(f'run.plugins=[{named}]')}"  # somebody may paste it
+            )
+            print(sentence(note), file=sys.stderr)
+        left = {field.name for field in fields(RunOptions)} - (_FROM_ITS_USER if own else _FROM_ANYBODY)
+        run = _NO_TRAINING | {key: value for key, value in run.items() if key not in left}
+        if isinstance(run.get("num_workers"), int):
+            run["num_workers"] = min(run["num_workers"], os.cpu_count() or 1)
+        saved = saved | {"run": run}
+    if any(text.startswith("pipe:") for text in _texts(datasets)):  # sooner than when a shard is opened
+        raise ConfigError(
+            f"{checkpoint}: its data come from a command (pipe:...), which is not run on a checkpoint's word; "
+            f"name a project file with --cfg-path"
+        )
+    return saved
+
+
+def _texts(tree: Any) -> Iterator[str]:
+    """Every text in a tree."""
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, (dict, list)):
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            yield from _texts(item)
+
+
+def chosen_config(checkpoint: Path, arguments: argparse.Namespace) -> Config:
+    """The run's own configuration; a project file replaces it, --options override either."""
+    if arguments.cfg_path:
+        return load_config(arguments.cfg_path, arguments.options)
+    return saved_config(checkpoint, arguments.options, arguments.trust_data)
+
+
+def check_ranks(config: Config, world_size: int) -> None:
+    """ConfigError, with the way out, where the runner cannot be laid out over so many ranks."""
+    try:
+        registry.get_runner_class(config.runner.name).data_parallel_size(config.runner.options, world_size)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; give --nproc-per-node N, or another runner: --options run.runner=ddp") from None
+
+
+def check_model(config: Config, checkpoint: Path) -> None:
+    """Check that the configured model has the checkpoint's parameters and that the runner can lay it out.
+
+    Raises CheckpointError as `outline` does, and ConfigError for the layout.
+    """
+    registry.get_runner_class(config.runner.name).check_model(config.runner.options, outline(config, checkpoint))
+
+
+def outline(config: Config, checkpoint: Path) -> Model:
+    """The configured model with its parameters on the meta device, no larger than the checkpoint's tensors say.
+
+    Raises CheckpointError where it cannot be built, in little time and memory, or has other parameters.
+    """
+    reader = Reader.open(checkpoint)
+    with limited_to(config.trust):
+        for name in reader.frozen:
+            check_source(f"{checkpoint}: the source of the frozen parameter {name}")
+    sizes = [math.prod(tensor.shape) for (kind, _), tensor in reader.tensors.items() if kind == "param"]
+    sizes += [math.prod(frozen.shape) for frozen in reader.frozen.values()]
+    # Tied parameters are registered more than once, and libraries may build modules that they then replace. A parameter
+    # takes address space, which is not touched, until it is registered.
+    most, memory = 100 + 4 * len(sizes), _BUILDING_BYTES + 8 * max(sizes, default=0)
+    try:
+        with parameters_on_meta(most), at_most(memory, _BUILDING_SECONDS):
+            model = make_model(config)
+    except UserError:
+        raise
+    except (Exception, OutOfTime) as error:  # whatever a library's constructor makes of absurd sizes
+        reason = "it takes too long" if isinstance(error, OutOfTime) else first_line(error)
+        raise CheckpointError(f"{checkpoint}: the model of its configuration cannot be built ({reason})") from error
+    shapes = {name: tuple(model.logical_shape(name, p.shape)) for name, p in model.canonical_parameters().items()}
+    load_shards(reader, [Shard("param", name, shape, []) for name, shape in shapes.items()], Base.of(model))
+    built = sum(p.numel() for p in model.parameters())
+    if built > 2 * sum(sizes) + _PADDING:
+        raise CheckpointError(
+            f"{checkpoint}: the model of its configuration has {built} elements, padding included, and the checkpoint "
+            f"{sum(sizes)}"
+        )
+    return model
+
+
+def open_tokenizer(checkpoint: Path) -> Any:
+    """The tokenizer that is stored with a checkpoint; UserError where there is none, or it cannot be loaded."""
+    from transformers import PreTrainedTokenizerFast
+
+    if not (checkpoint / CONFIG).is_file():
+        raise ConfigError(
+            f"{checkpoint}: no tokenizer is stored with it, so text is not possible; train with one "
+            f"(datasets.<name>.tokenizer)"
+        )
+    try:
+        # Not AutoTokenizer, which opens whatever files and imports whatever class the folder's own files name.
+        return PreTrainedTokenizerFast(**stored_tokenizer(checkpoint))
+    except Exception as error:  # of many kinds, from Python and from Rust
+        raise CheckpointError(f"{checkpoint}: its tokenizer cannot be loaded ({first_line(error)})") from error

@@ -1,0 +1,74 @@
+"""Gradient checkpointing: trade compute, or host memory, for the memory that activations take.
+
+The same four modes for any model and runner. A block's forward is replaced on the instance, so parameter names, and
+with them checkpoints, do not change. Dropout draws the same numbers again in the second forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from crosstrain.utils.optional_deps import require
+
+Mode = Literal["none", "full", "selective", "offload"]
+
+# Worth keeping: what costs most to compute again (matrix products, attention) for the memory that it takes.
+_KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.linear.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def apply(blocks: list[nn.Module], mode: Mode, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Make every block keep less for its backward.
+
+    - full: only the block's input; everything inside is computed a second time.
+    - selective: also the results of matrix products and attention; the rest is computed again.
+    - offload: the input goes to host memory (fairscale's checkpoint wrapper).
+    """
+    for block in blocks:
+        if mode == "full":
+            block.forward = partial(_checkpointed, block.forward)
+        elif mode == "selective":
+            contexts = partial(create_selective_checkpoint_contexts, _policy)
+            block.forward = partial(_checkpointed, block.forward, context_fn=contexts)
+        elif mode == "offload":
+            _offload(block, autocast)
+
+
+def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    context = {"context_fn": kwargs.pop("context_fn")} if "context_fn" in kwargs else {}
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
+
+
+def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _offload(block: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+    wrapper = require("fairscale.nn.checkpoint", "run.gradient_checkpointing=offload")
+    inner = type(block).forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # fairscale restores autocast for CUDA alone when it computes again, so the block enters it itself.
+        with autocast():
+            return inner(self, *args, **kwargs)
+
+    # fairscale wraps the class's forward, so the block becomes an instance of a class that has ours.
+    block.__class__ = type(type(block).__name__, (type(block),), {"forward": forward})
+    wrapper.checkpoint_wrapper(block, offload_to_cpu=True)

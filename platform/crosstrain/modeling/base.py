@@ -1,0 +1,186 @@
+"""What a model owes the platform."""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crosstrain.data.dataset import Batch
+from crosstrain.modeling.activation_checkpointing import Mode
+from crosstrain.modeling.cross_entropy import Head
+from crosstrain.modeling.pretrained import Source
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Modules of a model outside of its blocks, by their names in it; all that have parameters are among them."""
+
+    first: list[str]  # run before the first block
+    last: list[str]  # run after the last one; the last of them is the head, whose weight `Model.head` is given
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A parameter that an exported folder holds together with others, which it then leaves out."""
+
+    others: tuple[str, ...]  # canonical names
+    combine: Callable[..., Tensor]  # of the parameter and the others, all fp32 and whole
+
+
+def no_match(pattern: str, names: Iterable[str]) -> str:
+    """The sentence about a pattern of parameter names that matches none of `names`."""
+    near = difflib.get_close_matches(pattern, list(names), n=3, cutoff=0.0)
+    return f"{pattern!r} matches no parameter; names are like {', '.join(near)}"
+
+
+class Model(nn.Module, ABC):
+    """A module that turns a batch into a loss, and says what a platform must know about it.
+
+    Subclasses hold unmodified library modules. *Canonical* names and *logical* shapes are the ones that Hugging Face
+    uses for the same weights: they, not ours, are what checkpoints and initial values are keyed by.
+    """
+
+    @dataclass
+    class Options:
+        """A model without options of its own."""
+
+    takes_positions = False  # whether `forward` takes position_ids and attention_mask, as `LanguageModel` says
+    head: Head = Head()  # what a language model's forward ends in; a runner may put another in its place
+
+    def __init__(self, options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    # ---- compute
+
+    @abstractmethod
+    def forward(self, **batch: Any) -> Any:
+        """With targets in the batch: the sum of their losses, an fp32 scalar.
+
+        Without: fp32 logits [batch, vocab_size] of the token that comes next, without padding ids. A `cache` made by
+        `new_cache` may be passed along; the batch then holds only the tokens that the cache has not seen.
+        """
+
+    @staticmethod
+    def num_targets(batch: Batch) -> int:
+        """Target tokens in a batch, counted before any forward: the step's loss is divided by their total."""
+        return int((batch["labels"] != -100).sum())
+
+    # ---- structure
+
+    @abstractmethod
+    def blocks(self) -> list[nn.Module]:
+        """The repeated blocks, in order: the unit of gradient checkpointing, compilation, sharding and pipelining."""
+
+    def ends(self) -> Ends | None:
+        """What runs before and after the blocks, so that stages of a pipeline can leave it out; None: not known.
+
+        A model that has ends calls its blocks in order, each with the one before's hidden states [batch, length, H]
+        as first argument and result, and closes with `head`.
+        """
+        return None
+
+    def chains(self) -> list[list[nn.Module]]:
+        """Blocks called each with the one before's result (a tensor) as first argument; a plan computes few of them."""
+        return [self.blocks()] if self.ends() is not None else []
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """How parameters may be cut over ranks: pattern of canonical names -> style. Plain data; YAML can override it.
+
+        A pattern (`transformer.h.*.mlp.c_fc`) matches names of parameters, or of modules. What none matches is
+        replicated. The styles are those of the runner that cuts.
+        """
+        return {}
+
+    @property
+    def vocabulary_multiple(self) -> int:
+        """The rows of embedding and head are padded to a multiple of this for each rank that holds some of them."""
+        return 1
+
+    @abstractmethod
+    def canonical_name(self, name: str) -> str:
+        """The Hugging Face name of the parameter that `named_parameters` calls `name`."""
+
+    def logical_shape(self, name: str, shape: torch.Size) -> torch.Size:
+        """Shape without padding of parameter `name` (canonical), which has `shape` with it."""
+        return shape
+
+    @abstractmethod
+    def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
+        """Fill `value` (fp32, CPU, logical shape) with the initial value of parameter `name` (canonical).
+
+        Must draw from `rng` alone, so that the value depends on nothing but (seed, name, shape).
+        """
+
+    def pretrained_weights(self) -> Path | None:
+        """Folder of safetensors files under canonical names to start from instead of `initialize`, if any."""
+        return None
+
+    def pretrained_name(self, name: str, available: set[str]) -> str:
+        """Name of parameter `name` (canonical) in a pretrained folder that holds the names `available`."""
+        return name
+
+    def pretrained_sources(self) -> list[Source]:
+        """Every folder that parameters start from; those that none covers get initial values.
+
+        By default `pretrained_weights`, for all of them.
+        """
+        folder = self.pretrained_weights()
+        return [] if folder is None else [Source(folder, self.pretrained_name)]
+
+    # ---- training
+
+    def lr_scale(self, name: str) -> float:
+        """Factor on the learning rate of the parameter that `named_parameters` calls `name`; of any other, 1."""
+        return 1.0
+
+    def checkpointing(self, mode: Mode) -> list[tuple[list[nn.Module], Mode]]:
+        """Blocks and how their activations are kept; `mode` is what the run says."""
+        return [(self.blocks(), mode)]
+
+    # ---- arithmetic
+
+    def flops_per_token(self, sequence_length: int | None) -> float | None:
+        """Floating-point operations of forward and backward per token, for the utilisation figure; None: unknown."""
+        return None
+
+    def memory_formulas(self, micro_batch: int, sequence_length: int | None) -> dict[str, int]:
+        """Published estimates of memory for models of this kind, by what they say: bytes, to stand beside the plan."""
+        return {}
+
+    # ---- life after training
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Ids below this are real tokens."""
+        return None
+
+    @property
+    def max_length(self) -> int | None:
+        """Longest sequence in tokens, if there is a limit."""
+        return None
+
+    @abstractmethod
+    def save_config(self, folder: Path) -> None:
+        """Write what, beside the weights, makes `folder` a Hugging Face model folder."""
+
+    def merges(self) -> dict[str, Merge]:
+        """What export takes into one parameter, by its canonical name; nothing by default."""
+        return {}
+
+    def new_cache(self) -> Any:
+        """A fresh key/value cache for generation, or None where the model keeps none."""
+        return None
+
+    # ---- for the platform
+
+    def canonical_parameters(self) -> dict[str, nn.Parameter]:
+        """Every parameter once (a tied one under its first name), by canonical name."""
+        return {self.canonical_name(name): parameter for name, parameter in self.named_parameters()}

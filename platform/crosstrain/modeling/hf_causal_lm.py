@@ -1,0 +1,196 @@
+"""What the platform's language models of transformers have in common: the module is transformers' own, unmodified."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+from unittest.mock import patch
+
+import torch
+from annotated_types import Interval
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from crosstrain.modeling import hf_rules
+from crosstrain.modeling.base import Ends
+from crosstrain.modeling.cross_entropy import Logits
+from crosstrain.modeling.language_model import LanguageModel
+from crosstrain.utils.assets import GENERATION_CONFIG, copy_files, plain_files
+from crosstrain.utils.errors import ConfigError, DataError
+
+LARGEST_SIZE, MOST_LAYERS = 10_000_000, 10_000
+Size = Annotated[int, Interval(ge=1, le=LARGEST_SIZE)]  # of a vocabulary, a width, a length, or a number of heads
+Layers = Annotated[int, Interval(ge=1, le=MOST_LAYERS)]
+DropRate = Annotated[float, Interval(ge=0, lt=1)]
+
+# How transformers calls the styles of `Model.tensor_parallel_plan`.
+_STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "summed"}
+
+
+def padded(config: PreTrainedConfig, multiple: int) -> PreTrainedConfig:
+    """The configuration with a vocabulary of a multiple of so many tokens."""
+    config = copy.deepcopy(config)
+    config.vocab_size = -(-config.vocab_size // multiple) * multiple
+    return config
+
+
+@contextmanager
+def without_initial_values() -> Iterator[None]:
+    """Let constructors tie weights but fill none: zeroing the row of a pad token fails where other ranks hold it."""
+    with patch.object(PreTrainedModel, "initialize_weights", lambda self: None):
+        yield
+
+
+def check_published(published: PreTrainedConfig, given: Mapping[str, Any], source: Path) -> None:
+    """ConfigError where one of these sizes is not what the configuration of the folder `source` says."""
+    for key, value in given.items():
+        if (theirs := getattr(published, key, None)) != value:
+            raise ConfigError(f"model: {key} is {value}, and the weights in {source} have {theirs}; leave it out")
+
+
+class TransformersModel(LanguageModel):
+    """A `...ForCausalLM`, made from a `padded` configuration.
+
+    Subclasses make it and say what transformers does not: `blocks`. Their options have
+    `make_vocab_size_divisible_by` and `attention`.
+    """
+
+    lm: PreTrainedModel
+
+    def __init__(self, options: Any, config: PreTrainedConfig, lm: PreTrainedModel, source: Path | None) -> None:
+        """`config` is without padding; `source` is the folder of weights to start from, if any."""
+        super().__init__(options)
+        self.config, self.lm, self.source = config, lm, source
+        self._generation: list[Path] = []  # settings of the pretrained model, which checkpoints keep
+        if source is not None:
+            with suppress(DataError):  # a link to elsewhere stays there; the model itself is sound
+                self._generation = plain_files(source, {GENERATION_CONFIG})
+        self.takes_positions = "position_ids" in inspect.signature(lm.base_model.forward).parameters
+        words = (lm.get_input_embeddings(), lm.get_output_embeddings())
+        if getattr(words[0], "num_embeddings", None) != lm.config.vocab_size:
+            raise ConfigError(f"model: {config.model_type} embeds more than the tokens of its vocabulary")
+        if getattr(config, "output_router_logits", False):
+            raise ConfigError("model: output_router_logits adds a loss of the experts' balance, which is not computed")
+        vocabularies = ((name, module) for name, module in lm.named_modules() if module in words)
+        self._vocabulary = {f"{name}.{own}" for name, m in vocabularies for own, _ in m.named_parameters(recurse=False)}
+        self.scale, self.softcap = hf_rules.measured_logits(lm)
+
+    # ---- compute
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        cache: Any = None,
+        inputs_embeds: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        mask = None if attention_mask is None else self._mask(attention_mask)
+        more = {"inputs_embeds": inputs_embeds, "attention_mask": mask, "position_ids": position_ids}
+        given = {key: value for key, value in more.items() if value is not None}  # not every model knows all of them
+        out = self.lm.base_model(input_ids, past_key_values=cache, use_cache=cache is not None, **given)
+        head = self.lm.get_output_embeddings()
+        logits = Logits(head.bias, self.scale, self.softcap)
+        return self.head(out.last_hidden_state, head.weight, labels, self.vocab_size, logits)
+
+    def _mask(self, seen: Tensor) -> Tensor:
+        """A mask [batch, 1, length, past + length] in the form that the attention implementation takes."""
+        if self.options.attention == "sdpa" or seen.dtype != torch.bool or seen.ndim != 4:
+            return seen
+        device = seen.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.lm.get_input_embeddings()(input_ids)
+
+    # ---- structure
+
+    def ends(self) -> Ends | None:
+        theirs = list(self.lm.config.base_model_pp_plan or {})
+        lists = {name for name, module in self.lm.base_model.named_children() if isinstance(module, nn.ModuleList)}
+        blocks = [name for name in theirs if name in lists]
+        if len(blocks) != 1:
+            return None
+        own = [f"lm.{self.lm.base_model_prefix}.{name}" for name in theirs]
+        at = theirs.index(blocks[0])
+        head = next(name for name, module in self.lm.named_modules() if module is self.lm.get_output_embeddings())
+        return Ends(own[:at], [*own[at + 1 :], f"lm.{head}"])
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """transformers' own, with the vocabulary cut; empty where it has none, or other styles than those above."""
+        theirs = self.lm.config.base_model_tp_plan or {}
+        if not theirs or not set(theirs.values()) <= _STYLES.keys():
+            return {}
+        plan = {f"{self.lm.base_model_prefix}.{pattern}": _STYLES[style] for pattern, style in theirs.items()}
+        words, head = self.lm.get_input_embeddings(), self.lm.get_output_embeddings()
+        cut = (words,) if words.weight is head.weight and head.bias is None else (words, head)
+        return plan | {name: "vocabulary" for name, module in self.lm.named_modules() if module in cut}
+
+    @property
+    def vocabulary_multiple(self) -> int:
+        return self.options.make_vocab_size_divisible_by
+
+    def canonical_name(self, name: str) -> str:
+        return name.removeprefix("lm.")
+
+    def logical_shape(self, name: str, shape: torch.Size) -> torch.Size:
+        return torch.Size((self.vocab_size, *shape[1:])) if name in self._vocabulary else shape
+
+    def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
+        """transformers' own initial values."""
+        hf_rules.initialize(self._skeleton, name, value, rng)
+
+    @cached_property
+    def _skeleton(self) -> PreTrainedModel:
+        return hf_rules.skeleton(self.lm, self.config)
+
+    def pretrained_weights(self) -> Path | None:
+        return self.source
+
+    def pretrained_name(self, name: str, available: set[str]) -> str:
+        """Folders of the bare transformer, as GPT-2 is published, name its weights without the prefix."""
+        return name if name in available else name.removeprefix(f"{self.lm.base_model_prefix}.")
+
+    # ---- arithmetic
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def max_length(self) -> int | None:
+        return getattr(self.config, "max_position_embeddings", None)
+
+    def memory_formulas(self, micro_batch: int, sequence_length: int | None) -> dict[str, int]:
+        """Of a GPT with blocks of 12 h^2 parameters in half precision, on one device.
+
+        20 bytes for each: weight and gradient in fp16, and both and Adam's moments in fp32. Activations without
+        checkpointing: Korthikanti et al., 2022, equation 1, which is about eager attention.
+        """
+        layers, heads = (getattr(self.config, key, 0) or 0 for key in ("num_hidden_layers", "num_attention_heads"))
+        h, b, s = self.hidden_size, micro_batch, sequence_length or 0
+        state = {"blocks of 12 l h^2 parameters at 20 bytes": 12 * layers * h**2 * 20}
+        eager = "activations l (34 b s h + 5 b a s^2), eager attention, no checkpointing"
+        return state | ({eager: layers * (34 * b * s * h + 5 * b * heads * s**2)} if s else {})
+
+    # ---- life after training
+
+    def new_cache(self) -> DynamicCache:
+        return DynamicCache(config=self.lm.config)
+
+    def save_config(self, folder: Path) -> None:
+        config = copy.deepcopy(self.config)
+        config.architectures = [type(self.lm).__name__]
+        config.save_pretrained(folder)
+        copy_files(self._generation, folder)

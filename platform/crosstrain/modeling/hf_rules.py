@@ -1,0 +1,139 @@
+"""Logits and initial values of transformers' models, found by running transformers' own code.
+
+Neither stands in a configuration in one form for all families: scales and softcaps have many names, and initial values
+are in `_init_weights` alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from crosstrain.modeling.cross_entropy import Logits
+from crosstrain.modeling.meta_init import parameters_on_meta
+from crosstrain.utils.errors import ConfigError
+
+
+class _Hidden:
+    """Output of a base model of which hidden states alone are known."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.last_hidden_state if index == 0 else ()
+
+
+class _Products(nn.Module):
+    """A head with the rows of few tokens, which it repeats for all others.
+
+    Its values are no parameters, so that no context that moves or cuts parameters sees them.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, tokens: int) -> None:
+        super().__init__()
+        self.weight, self.bias, self.rows = weight, bias, torch.arange(tokens) % len(weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(hidden, self.weight, self.bias)[..., self.rows]
+
+
+def measured_logits(lm: PreTrainedModel) -> tuple[float, float | None]:
+    """Scale and softcap of the model's logits, as in `Logits`, measured by its own forward with known hidden states.
+
+    Raises ConfigError where its logits are another function of the head's products, or its loss is not that of the
+    next token.
+    """
+    family, head = lm.config.model_type, lm.get_output_embeddings()
+    refusal = ConfigError(
+        f"model: the logits of {family} are more than a matrix product with a bias, a scale and a softcap, and no "
+        f"other head can be trained"
+    )
+    if type(head) is not nn.Linear or lm.base_model is lm:
+        raise refusal
+    rng = torch.Generator().manual_seed(0)
+    weight = torch.randn(8, head.in_features, generator=rng).double()
+    bias = None if head.bias is None else torch.randn(8, generator=rng).double()
+    hidden = torch.randn(1, 6, head.in_features, generator=rng).double()
+    weight[0], hidden[0, :2] = 0.0, 0.0
+    weight[0, 0], hidden[0, 0, 0], hidden[0, 1, 0] = 1.0, 2.0**-20, 2.0**40
+    if bias is not None:
+        bias[0] = 0.0
+    labels = torch.tensor([[-100, -100, -100, 1, 2, 3]])
+    name = next(name for name, module in lm.named_modules() if module is head)
+    products = _Products(weight, bias, head.out_features)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # of a loss that is not named after the model
+    try:
+        lm.set_submodule(name, products)
+        with ExitStack() as stack, torch.no_grad():
+            for module in {lm.base_model, lm.get_decoder()} - {lm}:  # some heads ask the one, some the other
+                stack.enter_context(patch.object(module, "forward", lambda *_, **__: _Hidden(hidden)))
+            found = lm(input_ids=torch.zeros(1, 6, dtype=torch.long)).logits
+            loss = lm(input_ids=torch.zeros(1, 6, dtype=torch.long), labels=labels).loss
+        scale, top = float((found[0, 0, 0] * 2**20).float()), float(found[0, 1, 0])
+        softcap = None if abs(top) > 2**30 * abs(scale) else top
+        expected = products(hidden)
+        Logits(None, scale, softcap).apply_(expected)
+        # Some models compute logits in fp32.
+        alike = scale > 0 and torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-7)
+        of_next = torch.isclose(loss.double(), nn.functional.cross_entropy(expected[0, :-1], labels[0, 1:]), rtol=1e-5)
+    except Exception as error:  # whatever a forward does with a head that it was not written for
+        raise refusal from error
+    finally:
+        lm.set_submodule(name, head)
+        logging.set_verbosity(verbosity)
+    if not alike:
+        raise refusal
+    decodes = getattr(lm.config, "is_decoder", None)
+    sees_all = any(getattr(module, "is_causal", None) is False for module in lm.modules())
+    if not decodes and (sees_all or not of_next):  # decoders of translators leave it to others to shift the labels
+        raise ConfigError(
+            f"model: {family} does not predict the next token from those before it; causal models alone can be trained"
+            f"{', such as this one with config.is_decoder: true' if decodes is False else ''}"
+        )
+    return scale, softcap
+
+
+def skeleton(lm: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
+    """A model of the class of `lm` for `initialize`: vectors have their constructor's values, matrices no memory."""
+    with torch.random.fork_rng(devices=[]), parameters_on_meta(but=lambda p: p.numel() == max(p.shape, default=1)):
+        torch.manual_seed(0)
+        return type(lm)(copy.deepcopy(config))
+
+
+def initialize(skeleton: PreTrainedModel, name: str, value: Tensor, rng: torch.Generator) -> None:
+    """Fill `value` with what transformers would begin with in the parameter `name` of a model like `skeleton`.
+
+    Runs the rules of the module that has the parameter and of those around it, with random numbers from `rng`. What
+    none of them fills has its constructor's value, or is drawn from N(0, initializer_range) if it is a matrix.
+    """
+    *path, attribute = name.split(".")
+    around = [skeleton.get_submodule(".".join(path[:n])) for n in range(len(path) + 1)]
+    owner, rules, rule = around[-1], [], skeleton._init_weights
+    for module in around:
+        rule = module._init_weights if isinstance(module, PreTrainedModel) else rule
+        rules.append((rule, module))
+    kept = owner.get_parameter(attribute)
+    owner._parameters[attribute] = nn.Parameter(value.fill_(torch.nan), requires_grad=False)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.set_rng_state(rng.get_state())
+            for rule, module in reversed(rules):
+                rule(module)
+    finally:
+        owner._parameters[attribute] = kept
+    if (left := value.isnan()).any():
+        std = getattr(skeleton.config, "initializer_range", None) or 0.02
+        begun = torch.empty_like(value).normal_(0.0, std, generator=rng) if kept.is_meta else kept.detach()
+        value.copy_(torch.where(left, begun, value))

@@ -1,0 +1,89 @@
+"""Building a model without computing initial values that would be thrown away.
+
+Weights come from a checkpoint, a pretrained folder, or `Model.initialize`, each addressed by canonical name; what the
+libraries draw in their constructors is never used, and on the meta device it costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from crosstrain.checkpoint.boxes import Box, Shard
+from crosstrain.modeling.base import Model
+from crosstrain.utils.rng import generator
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@contextmanager
+def parameters_on_meta(
+    at_most: int | None = None, seconds: float = math.inf, but: Callable[[nn.Parameter], bool] = lambda _: False
+) -> Iterator[None]:
+    """Every parameter registered inside, `but` those, lands on the meta device; buffers are real.
+
+    Registering more than `at_most`, or for longer than `seconds`, is a ValueError: a model may be described by somebody
+    who wants it never to end.
+    """
+    register = nn.Module.register_parameter
+    registered, deadline = 0, time.monotonic() + seconds
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal registered
+        registered += 1
+        if at_most is not None and registered > at_most:
+            raise ValueError(f"it has more than {at_most} parameters")
+        if time.monotonic() > deadline:
+            raise ValueError(f"it has more parameters than can be made in {seconds:g} s: {registered} so far")
+        if parameter is not None and parameter.device.type != "meta" and not but(parameter):
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def materialize(model: M, device: torch.device) -> M:
+    """Give every meta parameter zeroed memory on `device`, keeping ties, and move the buffers there."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in made:
+                    memory = torch.zeros_like(parameter, device=device)
+                    made[parameter] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    return model
+
+
+def construct(make_model: Callable[[], M], device: torch.device) -> M:
+    """The model in fp32 on `device` with zeros for weights."""
+    with parameters_on_meta():
+        model = make_model()
+    return materialize(model, device)
+
+
+def fill_initial(model: Model, shards: Iterable[Shard], seed: int) -> None:
+    """Fill parameter shards with initial values, a function of (seed, canonical name, logical shape) alone.
+
+    One logical tensor exists at a time, so a rank needs no more memory than its share and the largest tensor.
+    """
+    for shard in shards:
+        if shard.kind != "param" or not shard.pieces:
+            continue
+        value = torch.empty(shard.shape)
+        model.initialize(shard.name, value, generator(seed, shard.name, *shard.shape))
+        for piece in shard.pieces:
+            piece.data.copy_(value[piece.box.slices_in(Box.whole(shard.shape))])

@@ -1,0 +1,49 @@
+"""Published models by name or path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from crosstrain.utils.errors import CheckpointError, first_line
+from crosstrain.utils.trust import check_source
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """Where a parameter is a part of a published tensor: its rows from `first` on, of `rows` altogether."""
+
+    name: str
+    first: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder of published safetensors weights for some of a model's parameters, all by canonical name."""
+
+    folder: Path
+    place: Callable[[str, set[str]], str | Excerpt]  # of a parameter, in a folder that holds these names
+    covers: Callable[[str], bool] = lambda name: True
+
+
+def pretrained_folder(source: str) -> Path:
+    """A local Hugging Face folder with safetensors weights: `source` itself, or the hub's model of that name.
+
+    Raises CheckpointError where there is neither, and ConfigError where the configuration is not trusted with it. A
+    model whose options name a file or a folder opens it by this, or asks `crosstrain.utils.trust.check_source` first.
+    """
+    check_source(f"the pretrained model {source}")
+    path = Path(source)
+    if (path / "config.json").is_file():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{source}: no config.json, so it is not a Hugging Face model folder")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json", "merges.txt"]))
+    except Exception as error:  # many kinds: no network, no such name, no permission
+        reason = first_line(error)
+        raise CheckpointError(f"{source}: neither a folder nor a model that the hub gave ({reason})") from None

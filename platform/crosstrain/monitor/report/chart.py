@@ -1,0 +1,72 @@
+"""Charts as plotly.js draws them: the curves of several runs over the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from crosstrain.monitor.metrics import finite
+from crosstrain.monitor.report.downsample import smooth, thin
+from crosstrain.monitor.report.read_run import ReadRun
+from crosstrain.utils.errors import printable
+
+COLOURS = ("#3b82c4", "#e07b39", "#3fa66b", "#c65b9b", "#8b72d8", "#b8962e", "#3fa9b5", "#d1605e")  # of runs
+_DOTS = 40  # curves of fewer points show each
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A title, remarks on the unit and the axis, and plotly's `data` and `layout`."""
+
+    title: str
+    remarks: str
+    figure: dict[str, Any]
+
+
+def chart(runs: Sequence[ReadRun], key: str, title: str, unit: str = "", smoothed: bool = False) -> Chart:
+    """The curves named `key` of all runs that have one; at least one has.
+
+    `smoothed`: a moving average in front, the values themselves faintly behind it.
+    """
+    traces: list[dict[str, Any]] = []
+    heights: list[float] = []
+    for number, run in enumerate(runs):
+        if (curve := run.curves.get(key)) is None:
+            continue
+        points = thin(curve.steps, curve.values)
+        heights += [value for _, value in points]
+        average = smoothed and len(curve.steps) > 2 * _DOTS
+        line = {"color": COLOURS[number % len(COLOURS)], "width": 1 if average else 1.6}
+        line |= {"dash": "dash"} if number // len(COLOURS) % 2 else {}
+        mode = "lines+markers" if len(points) <= _DOTS else "lines"
+        name = escape(printable(run.name), quote=False)  # plotly reads some HTML in names
+        traces.append({"name": name, "mode": mode, "line": line, "opacity": 0.3 if average else 1, **_places(points)})
+        if average:
+            mean = _places(thin(curve.steps, smooth(curve.values, len(curve.values) // 100 + 1)))
+            traces.append({"mode": "lines", "line": line | {"width": 1.6}, "hoverinfo": "skip", **mean})
+    axis, remark = _value_axis(heights)
+    across = {"range": [0, max(run.last_step for run in runs) or 1]}
+    remarks = ", ".join(filter(None, (unit, remark)))
+    return Chart(title, remarks, {"data": traces, "layout": {"xaxis": across, "yaxis": axis}})
+
+
+def _places(points: Iterable[tuple[int, float]]) -> dict[str, list[Any]]:
+    steps, values = zip(*points, strict=True)
+    return {"x": list(steps), "y": [finite(float(f"{value:.6g}")) for value in values]}
+
+
+def _value_axis(values: Sequence[float]) -> tuple[dict[str, Any], str]:
+    """An axis, logarithmic where the values span decades, without a few outliers at its end; and a remark on it."""
+    ordered = sorted(values)
+    low, high = ordered[0], ordered[-1]
+    axis: dict[str, Any] = {"exponentformat": "SI" if high >= 1 else "e"}
+    if low > 0 and high / low > 100:
+        return axis | {"type": "log"}, "logarithmic"
+    axis |= {"rangemode": "tozero" if 0 <= low < 0.25 * high else "normal"}
+    near, far = ordered[len(ordered) // 50], ordered[-1 - len(ordered) // 50]
+    limit = far + 3 * (far - near)
+    if len(ordered) >= 50 and high > limit > low:
+        return axis | {"range": [None, limit]}, "highest values cut off"
+    return axis, ""

@@ -1,0 +1,156 @@
+"""The report's page: summary, curves, timings, memory, differences, events and texts of one or several runs."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+from crosstrain import __version__
+from crosstrain.monitor.report.chart import COLOURS, Chart, chart
+from crosstrain.monitor.report.read_run import ReadRun
+from crosstrain.utils.errors import printable
+from crosstrain.utils.optional_deps import require
+
+# Key of metrics.jsonl: title, unit, and whether a moving average is drawn over the values.
+_CURVES = {
+    "loss": ("Training loss", "nats per target token", True),
+    "val_loss": ("Validation loss", "nats per target token", False),
+    "val_perplexity": ("Validation perplexity", "", False),
+    "lr": ("Learning rate", "", False),
+    "grad_norm": ("Gradient norm", "before clipping", True),
+    "tokens_per_second": ("Tokens per second", "all ranks together", True),
+    "step_ms": ("Time per step", "ms", True),
+    "mfu": ("Model FLOPs utilisation", "share of the peak", True),
+    "gpu_utilisation": ("GPU utilisation", "percent, rank 0", True),
+    "loader_samples_per_second": ("Data loader", "samples per second, rank 0", True),
+    "memory_peak_mb": ("Memory, peak", "MiB, rank 0", False),
+    "memory_allocated_mb": ("Memory in use", "MiB, rank 0", False),
+    "memory_reserved_mb": ("Memory reserved", "MiB, rank 0", False),
+    "loss_scale": ("Loss scale", "", False),
+    "skipped_steps": ("Skipped steps", "so far", False),
+}
+_NO_CURVE = {"samples"}
+_ONLY_IF_THEY_CHANGE = {"loss_scale", "skipped_steps"}
+_EVALUATIONS = 12  # of which generated texts are shown, the last one among them
+_EVENTS = 200
+_NONE = "–"  # noqa: RUF001 - a dash where there is no value
+
+_Table = dict[str, list[str]]  # by title, a cell for each run
+_Texts = tuple[int, list[tuple[str, str]]]  # step, prompts with what was generated
+
+
+def page(runs: Sequence[ReadRun]) -> str:
+    """One HTML page about these runs, complete in itself. UserError where plotly or jinja2 is not installed."""
+    jinja2 = require("jinja2", "crosstrain report")
+    library = require("plotly.offline", "crosstrain report").get_plotlyjs()
+    here = Path(__file__).parent
+    style, script = ((here / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    markup = jinja2.utils.markupsafe.Markup
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(here), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,  # Markup is not touched
+    )  # fmt: skip
+    return environment.get_template("page.html.j2").render(
+        version=__version__, runs=runs, colours=COLOURS,
+        style=markup(style), scripts=[markup(library), markup(script)],
+        # Whatever came into the page by the runs' files, a browser runs these two scripts and fetches nothing.
+        hashes=[base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (library, script)],
+        summary=_summary(runs), curves=_curves(runs), phases=_phases(runs), memory=_memory(runs),
+        differences=_differences(runs), generated=[_spread(run.generated) for run in runs],
+        events=sorted((step, i, what) for i, run in enumerate(runs) for step, what in run.events), most_events=_EVENTS,
+    )  # fmt: skip
+
+
+def _summary(runs: Sequence[ReadRun]) -> _Table:
+    return _used({
+        "steps": [f"{run.last_step:,}" for run in runs],
+        "samples": _column(runs, "samples", _last, "{:,.0f}"),
+        "last loss": _column(runs, "loss", _last, "{:.4f}"),
+        "best validation loss": [_best_validation(run) for run in runs],
+        "median tokens/s": _column(runs, "tokens_per_second", median, "{:,.0f}"),
+        "median ms per step": _column(runs, "step_ms", median, "{:.1f}"),
+        "median MFU": _column(runs, "mfu", median, "{:.1%}"),
+        "peak memory": _column(runs, "memory_peak_mb", max, "{:,.0f} MiB"),
+        "skipped steps": _column(runs, "skipped_steps", _last, "{:,.0f}"),
+    })  # fmt: skip
+
+
+def _memory(runs: Sequence[ReadRun]) -> _Table:
+    return _used({
+        "peak": _column(runs, "memory_peak_mb", max, "{:,.0f} MiB"),
+        "in use, last": _column(runs, "memory_allocated_mb", _last, "{:,.0f} MiB"),
+        "in use, most": _column(runs, "memory_allocated_mb", max, "{:,.0f} MiB"),
+        "reserved, most": _column(runs, "memory_reserved_mb", max, "{:,.0f} MiB"),
+    })  # fmt: skip
+
+
+def _column(runs: Sequence[ReadRun], key: str, pick: Callable[[Sequence[float]], float], form: str) -> list[str]:
+    return [form.format(pick(run.curves[key].values)) if key in run.curves else _NONE for run in runs]
+
+
+def _last(values: Sequence[float]) -> float:
+    return values[-1]
+
+
+def _best_validation(run: ReadRun) -> str:
+    curve = run.curves.get("val_loss")
+    if curve is None:
+        return _NONE
+    loss, step = min(zip(curve.values, curve.steps, strict=True))
+    return f"{loss:.4f} (step {step:,})"
+
+
+def _used(table: _Table) -> _Table:
+    return {title: cells for title, cells in table.items() if set(cells) != {_NONE}}
+
+
+def _curves(runs: Sequence[ReadRun]) -> list[Chart]:
+    """Charts of the numbers that we know, in their order, and of all others as the runs tell them."""
+    hidden = _NO_CURVE | {key for key in _ONLY_IF_THEY_CHANGE if len(_values(runs, key)) < 2}
+    keys = [key for key in _keys(runs) if key not in hidden and not key.startswith("timers/")]
+    return [chart(runs, key, *_CURVES.get(key, (key,))) for key in dict.fromkeys([*_CURVES, *keys]) if key in keys]
+
+
+def _values(runs: Sequence[ReadRun], key: str) -> set[float]:
+    return {value for run in runs if key in run.curves for value in run.curves[key].values}
+
+
+def _phases(runs: Sequence[ReadRun]) -> list[tuple[Chart, list[tuple[str, float]]]]:
+    """For each timed phase a chart, and for each run the median as text and as percent of the longest one."""
+    phases = [key for key in _keys(runs) if key.startswith("timers/")]
+    medians = {key: _medians(runs, key) for key in phases}
+    longest = max((value for found in medians.values() for value in found if value is not None), default=0) or 1
+    cells = {
+        key: [
+            (_NONE, 0.0) if ms is None
+            else (f"{ms:.2f} ms" + (f" ({ms / step:.0%})" if step and step > 0 else ""), max(0.0, 100 * (ms / longest)))
+            for ms, step in zip(found, _medians(runs, "step_ms"), strict=True)
+        ]
+        for key, found in medians.items()
+    }  # fmt: skip
+    return [(chart(runs, key, key.removeprefix("timers/"), "ms", smoothed=True), cells[key]) for key in phases]
+
+
+def _medians(runs: Sequence[ReadRun], key: str) -> list[float | None]:
+    return [median(run.curves[key].values) if key in run.curves else None for run in runs]
+
+
+def _keys(runs: Sequence[ReadRun]) -> list[str]:
+    """Keys of curves in the order in which runs tell them."""
+    return list(dict.fromkeys(key for run in runs for key in run.curves))
+
+
+def _differences(runs: Sequence[ReadRun]) -> _Table:
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    cells = {key: [run.config.get(key, _NONE) for run in runs] for key in keys}
+    return {key: found for key, found in cells.items() if len(set(found)) > 1}
+
+
+def _spread(generated: list[_Texts]) -> list[_Texts]:
+    """A few of the evaluations at even distances, the last one among them."""
+    every = -(-len(generated) // _EVALUATIONS) or 1
+    return generated[::-every][::-1]

@@ -1,0 +1,226 @@
+"""A run's folder as a report needs it. It may be anybody's, half written or damaged: what can be read counts."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from crosstrain.checkpoint.run_folder import RunFolder
+from crosstrain.utils.errors import UserError, first_line
+from crosstrain.utils.files import open_regular, read_regular
+
+_MOST_BYTES = 1 << 27  # of metrics.jsonl
+_LONGEST_LINE = 1 << 20  # bytes of a row; longer ones are passed over
+_MOST_CURVES = 200
+_MOST_EVENTS = 500
+_MOST_SAMPLES = 200  # evaluations whose generated text is kept
+_LONGEST_CONFIG = 1 << 20  # bytes
+_LOG_LINES, _LOG_BYTES = 200, 1 << 16  # of the end of log.txt
+
+
+@dataclass
+class Curve:
+    """Values by step, in the order of steps; none stands twice."""
+
+    steps: array = field(default_factory=lambda: array("q"))
+    values: array = field(default_factory=lambda: array("d"))
+
+    def add(self, step: int, value: float) -> None:
+        self.steps.append(step)
+        self.values.append(value)
+
+    def put_in_order(self) -> bool:
+        """Sort, the later of two values for a step counting; whether that was necessary."""
+        if all(a < b for a, b in zip(self.steps, self.steps[1:], strict=False)):
+            return False
+        ordered = sorted(dict(zip(self.steps, self.values, strict=True)).items())
+        self.steps, self.values = array("q", (s for s, _ in ordered)), array("d", (v for _, v in ordered))
+        return True
+
+
+@dataclass
+class ReadRun:
+    """What was found of one run."""
+
+    folder: Path
+    name: str = ""
+    curves: dict[str, Curve] = field(default_factory=dict)  # by key of metrics.jsonl; timers as timers/<phase>, in ms
+    events: list[tuple[int, str]] = field(default_factory=list)  # (step, what happened)
+    generated: list[tuple[int, list[tuple[str, str]]]] = field(default_factory=list)  # (step, [(prompt, text)])
+    config: dict[str, str] = field(default_factory=dict)  # run.seed: 1234
+    config_text: str = ""
+    log_end: str = ""
+    rows: int = 0
+    last_step: int = 0
+    problems: list[str] = field(default_factory=list)  # sentences
+
+
+def read_runs(folders: list[str]) -> list[ReadRun]:
+    """The runs in these folders, each with a name of its own. UserError for one that is no run's folder."""
+    runs = [_read(Path(folder).expanduser()) for folder in folders]
+    for run, name in zip(runs, _names([run.folder for run in runs]), strict=True):
+        run.name = name
+    return runs
+
+
+def _names(folders: list[Path]) -> list[str]:
+    """The shortest ends of the paths that tell them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(p[-length:]) for p in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{p[-1]} ({number})" for number, p in enumerate(parts, 1)]  # the same folder, named twice
+
+
+def _read(folder: Path) -> ReadRun:
+    paths = RunFolder(folder)
+    if not paths.metrics.exists():
+        raise UserError(f"{folder}: there is no metrics.jsonl, so this is no run's folder, or nothing was logged yet")
+    run = ReadRun(folder)
+    try:
+        with open_regular(paths.metrics, follow=False) as file:
+            _read_rows(run, file)
+            if file.tell() < os.fstat(file.fileno()).st_size:
+                run.problems.append(f"metrics.jsonl is read up to {_MOST_BYTES} bytes; the rest is not shown")
+    except OSError as error:
+        raise UserError(f"{paths.metrics}: cannot be read ({error.strerror})") from None
+    if any([curve.put_in_order() for curve in run.curves.values()]):
+        run.problems.append("metrics.jsonl tells some steps twice or out of order; the later row counts")
+    run.events = sorted(run.events[:_MOST_EVENTS])
+    _read_config(run, paths.config)
+    _read_log(run, paths.log)
+    return run
+
+
+# ---- metrics.jsonl
+
+
+def _read_rows(run: ReadRun, file: Any) -> None:
+    damaged: list[int] = []
+    before: dict[str, Any] = {}
+    for number, line in enumerate(_lines(file), 1):
+        try:
+            row = json.loads(line)
+            step = row["step"]
+            if type(step) is not int or not 0 <= step < 1 << 53:
+                raise ValueError
+        except (ValueError, KeyError, TypeError, RecursionError):
+            damaged.append(number)
+            continue
+        run.rows += 1
+        run.last_step = max(run.last_step, step)
+        _add(run, step, row)
+        _note_events(run, step, row, before)
+        before = before | {key: row.get(key) for key in ("skipped_steps", "loss_scale") if key in row}
+    if damaged:
+        where = "the last line" if damaged == [number] else f"{len(damaged)} lines, the first of them {damaged[0]},"
+        run.problems.append(
+            f"metrics.jsonl: {where} could not be read, as when a run was killed or is being written; the rest is shown"
+        )
+
+
+def _lines(file: Any) -> Iterator[bytes]:
+    """Lines, or nothing in place of one that is too long."""
+    while file.tell() < _MOST_BYTES and (line := file.readline(_LONGEST_LINE)):
+        too_long = len(line) == _LONGEST_LINE and not line.endswith(b"\n")
+        while too_long and not line.endswith(b"\n") and line:
+            line = file.readline(_LONGEST_LINE)
+        yield b"" if too_long else line
+
+
+def _add(run: ReadRun, step: int, row: dict[str, Any]) -> None:
+    timers = row.get("timers")
+    numbers = {str(key): value for key, value in row.items() if key not in ("step", "timers")}
+    if isinstance(timers, dict):
+        numbers |= {f"timers/{phase}": value for phase, value in timers.items()}
+    for key, value in numbers.items():
+        if (number := _number(value)) is None:
+            continue
+        if key not in run.curves:
+            if len(run.curves) == _MOST_CURVES:
+                problem = f"metrics.jsonl has more than {_MOST_CURVES} kinds of numbers; the first ones are shown"
+                run.problems += [problem] if problem not in run.problems else []
+                continue
+            run.curves[key] = Curve()
+        run.curves[key].add(step, number)
+    generated = row.get("generated")
+    if isinstance(generated, list) and len(run.generated) < _MOST_SAMPLES:
+        pairs = [(str(s.get("prompt")), str(s.get("text"))) for s in generated if isinstance(s, dict)]
+        run.generated += [(step, pairs)] if pairs else []
+
+
+def _number(value: Any) -> float | None:
+    if type(value) not in (int, float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _note_events(run: ReadRun, step: int, row: dict[str, Any], before: dict[str, Any]) -> None:
+    if len(run.events) > _MOST_EVENTS:
+        return
+    if "loss" in row and _number(row["loss"]) is None:
+        run.events.append((step, "the loss was not finite"))
+    now, then = _number(row.get("skipped_steps")), _number(before.get("skipped_steps")) or 0
+    if now is not None and now > then:
+        run.events.append((step, f"{now - then:.0f} skipped since the row before, {now:.0f} in all"))
+    now, was = _number(row.get("loss_scale")), _number(before.get("loss_scale"))
+    if None not in (now, was) and now != was:
+        run.events.append((step, f"loss scale {was:g} became {now:g}"))
+    notes = row.get("notes")
+    run.events += [(step, str(note)) for note in notes] if isinstance(notes, list) else []
+
+
+# ---- config.yaml and log.txt
+
+
+class _NoAliases(yaml.SafeLoader):
+    """Without anchors that stand for others, by which a few lines can spell out gigabytes."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has aliases")
+        return super().compose_node(parent, index)
+
+
+def _read_config(run: ReadRun, path: Path) -> None:
+    try:
+        run.config_text = read_regular(path, _LONGEST_CONFIG, follow=False).decode(errors="replace")
+        tree = yaml.load(run.config_text, Loader=_NoAliases)
+        if not isinstance(tree, dict):
+            raise ValueError("it is no mapping")
+        run.config = dict(_spelled_out(tree))
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+        run.problems.append(f"config.yaml could not be read ({first_line(error)})")
+
+
+def _spelled_out(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Keys as run.optimizer.name, and values as YAML has them."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _spelled_out(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _read_log(run: ReadRun, path: Path) -> None:
+    try:
+        with open_regular(path, follow=False) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
+            lines = file.read(_LOG_BYTES).decode("utf-8", errors="replace").splitlines()
+    except OSError as error:
+        run.problems.append(f"log.txt could not be read ({error.strerror})")
+        return
+    run.log_end = "\n".join(lines[-_LOG_LINES:])

@@ -1,0 +1,189 @@
+"""A plan as text and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from crosstrain.planning.estimate import MODES, Estimate, Project, steps_for
+from crosstrain.planning.suggest import Advice, needs
+from crosstrain.utils.units import show_bytes, show_number
+
+_DAY = 86400.0
+
+
+@dataclass
+class Budget:
+    """What the user says about devices and length; numbers without a unit in their names are plain counts."""
+
+    device_memory: int | None = None  # bytes
+    throughput: float | None = None  # FLOP/s of one device, recomputation included
+    tokens_per_second: float | None = None  # of all ranks
+    tokens: float | None = None  # of the whole training; None: what the configuration's steps see
+
+
+@dataclass
+class Plan:
+    """What was found out."""
+
+    project: Project
+    budget: Budget
+    steps: int | None  # of the configuration, or for the budget's tokens
+    chosen: Estimate
+    modes: dict[str, Estimate | str]  # the chosen runner under each mode of checkpointing, or why not
+    presets: dict[str, Estimate | str]  # the others, or why not
+    advice: Advice | None = None
+    formulas: dict[str, int] = field(default_factory=dict)  # bytes
+
+    @property
+    def fits(self) -> bool | None:
+        return self._fits(self.chosen)
+
+    def _fits(self, estimate: Estimate) -> bool | None:
+        limit = self.budget.device_memory
+        return None if limit is None else needs(estimate, self.project.device) <= limit
+
+    # ---- derived
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        each = self.project.tokens_per_sample
+        return None if each is None else each * self.chosen.batch.global_batch
+
+    def days(self) -> float | None:
+        """Of the whole training at the given or measured speed."""
+        if self.steps is None:
+            return None
+        if self.budget.tokens_per_second and self.tokens_per_step:
+            return self.steps * self.tokens_per_step / self.budget.tokens_per_second / _DAY
+        if self.budget.throughput:
+            flops = self.project.flops(self.chosen.batch, self.chosen.mode)
+            return self.steps * flops / (self.budget.throughput * self.chosen.world_size) / _DAY
+        return None
+
+    # ---- shown
+
+    def as_json(self) -> dict[str, Any]:
+        """Bytes, counts and days; null where something is not known."""
+        sizes, chosen = self.project.sizes, self.chosen
+        return {
+            "runner": chosen.runner,
+            "world_size": chosen.world_size,
+            "device": self.project.device,
+            "parameters": {
+                "total": sizes.elements,
+                "without_padding": self.unpadded,
+                "trainable": sizes.trainable_elements,
+                "per_rank": chosen.memory.parameters_held,
+            },
+            "memory": self._memory_json(chosen),
+            "gradient_checkpointing": {mode: self._memory_json(e) for mode, e in self.modes.items()},
+            "flops_per_step": self.project.flops(chosen.batch, chosen.mode),
+            "tokens_per_step": self.tokens_per_step,
+            "steps": self.steps,
+            "days": self.days(),
+            "batch": asdict(chosen.batch),
+            "checkpoint_bytes": self.project.checkpoint_bytes,
+            "bytes_sent_per_step_by_a_rank": chosen.sent,
+            "runners": {name: self._memory_json(e) for name, e in self.presets.items()},
+            "formulas": self.formulas,
+            "advice": asdict(self.advice) if self.advice else None,
+            "activations_unknown_because": self.project.problem,
+        }
+
+    @property
+    def unpadded(self) -> int:
+        """Elements of all parameters in their logical shapes."""
+        model = self.project.model
+        return sum(model.logical_shape(n, p.shape).numel() for n, p in model.canonical_parameters().items())
+
+    def _memory_json(self, estimate: Estimate | str) -> dict[str, Any]:
+        if isinstance(estimate, str):
+            return {"impossible": estimate}
+        return {
+            "device": estimate.memory.device,
+            "device_total": estimate.memory.total,
+            "host": estimate.memory.host,
+            "rank": estimate.memory.kind or None,
+            "other_ranks": [{"rank": m.kind, "device_total": m.total} for m in estimate.others],
+            "parameters_per_rank": estimate.memory.parameters_held,
+            "bytes_sent_per_step_by_a_rank": estimate.sent,
+            "fits": self._fits(estimate),
+        }
+
+    def lines(self) -> list[str]:
+        """For a terminal."""
+        project, chosen, sizes = self.project, self.chosen, self.project.sizes
+        batch, flops = chosen.batch, project.flops(chosen.batch, chosen.mode)
+        out = [
+            f"{chosen.runner} on {chosen.world_size} x {project.device}, {project.config.run.amp.dtype}, "
+            f"gradient checkpointing {chosen.mode}",
+            "",
+            f"parameters        {sizes.elements:,} ({self.unpadded:,} without padding), "
+            f"{sizes.trainable_elements:,} trained, {chosen.memory.parameters_held:,} on a rank",
+            f"step              {batch.global_batch:,} samples = {batch.micro_batch} micro batch x "
+            f"{batch.accumulation} accumulation x {batch.dp_size} data-parallel ranks"
+            + (f", {self.tokens_per_step:,} tokens" if self.tokens_per_step else ""),
+            f"arithmetic        {show_number(flops)}FLOP per step, recomputation included",
+            f"traffic           {show_bytes(chosen.sent)} sent by a rank per step",
+            f"checkpoint        {show_bytes(project.checkpoint_bytes)}",
+        ]
+        if self.steps is not None:
+            tokens = f", {show_number(self.steps * self.tokens_per_step)} tokens" if self.tokens_per_step else ""
+            days = self.days()
+            time = f", {days:,.2f} days" if days is not None else "; --throughput or --tokens-per-second gives days"
+            out.append(f"length            {self.steps:,} steps{tokens}{time}")
+        kind = f", {chosen.memory.kind}" if chosen.memory.kind else ""
+        out += ["", f"memory of the fullest rank{kind}"]
+        out += [f"  {name:<22}{show_bytes(size):>14}" for name, size in chosen.memory.device.items()]
+        out.append(f"  {'device':<22}{show_bytes(chosen.memory.total):>14}{self._verdict(chosen)}")
+        out += [f"  host: {name:<16}{show_bytes(size):>14}" for name, size in chosen.memory.host.items()]
+        out += self._modes()
+        if self.presets:
+            out += ["", f"{'other runners':<22}{'device':>14}{'host':>14}{'sent per step':>16}{'parameters':>18}"]
+            out += [f"  {name:<20}{self._row(estimate)}" for name, estimate in self.presets.items()]
+        if self.formulas:
+            out += ["", "formulas of others, for comparison"]
+            out += [f"  {show_bytes(size):>12}  {name}" for name, size in self.formulas.items()]
+        if project.problem:
+            out += ["", f"without activations and arithmetic, because {project.problem}"]
+        if project.absent:
+            names = ", ".join(dict.fromkeys(project.absent))
+            out += ["", f"sizes are those that the configuration gives, because {names} is not on this machine"]
+        if self.advice is not None:
+            out += ["", str(self.advice)]
+        return out
+
+    def _verdict(self, estimate: Estimate) -> str:
+        fits = self._fits(estimate)
+        if fits is None:
+            return ""
+        limit = show_bytes(self.budget.device_memory or 0)
+        return f"  fits into {limit}" if fits else f"  does not fit into {limit}"
+
+    def _modes(self) -> list[str]:
+        out = ["", f"{'gradient checkpointing':<24}{'activations':>14}{'device':>14}{'host':>14}"]
+        for mode in MODES:
+            estimate = self.modes.get(mode)
+            if isinstance(estimate, Estimate):
+                memory = estimate.memory
+                kept = show_bytes(memory.device.get("activations", 0))
+                host = show_bytes(sum(memory.host.values()))
+                out.append(f"  {mode:<22}{kept:>14}{show_bytes(memory.total):>14}{host:>14}{self._verdict(estimate)}")
+            elif estimate is not None:
+                out.append(f"  {mode:<22}{estimate}")
+        return out
+
+    def _row(self, estimate: Estimate | str) -> str:
+        if isinstance(estimate, str):
+            return f"impossible: {estimate}"
+        memory = estimate.memory
+        return (
+            f"{show_bytes(memory.total):>14}{show_bytes(sum(memory.host.values())):>14}{show_bytes(estimate.sent):>16}"
+            f"{memory.parameters_held:>18,}{self._verdict(estimate)}"
+        )
+
+
+def length(tokens: float | None, per_step: int | None, configured: int | None) -> int | None:
+    """Steps: for the budget's tokens if there is one, else the configuration's."""
+    return steps_for(tokens, per_step) if tokens and per_step else configured

@@ -1,0 +1,297 @@
+"""What computing takes: a forward and a backward of a model whose tensors have shapes and no memory.
+
+Every tensor that an operation makes is counted from its birth to its end, as torch's autograd, autocast and
+checkpointing have it, so nothing here knows any model. Operations are those of torch's CPU backend; for a GPU attention
+is taken as the fused kernel that runs there, and the softmax of the loss as one per chunk.
+
+Blocks of a chain that are all alike are not computed one by one: of n, the first and the last are, and then one alone.
+What grows with their number is the difference.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from crosstrain.data.dataset import Batch
+from crosstrain.modeling import activation_checkpointing
+from crosstrain.modeling.activation_checkpointing import Mode
+from crosstrain.modeling.base import Model
+from crosstrain.planning.device_kernels import computing_as
+
+
+@dataclass
+class Trace:
+    """One micro batch, in bytes; without parameters and without the gradients of parameters."""
+
+    forward_peak: int = 0
+    kept: int = 0  # between forward and backward
+    # Gradients of parameters made so far, of those in blocks and of all -> the most then.
+    backward: dict[tuple[int, int], int] = field(default_factory=dict)
+    logits: int = 0  # at the most, while the head computes
+    inputs: int = 0  # of checkpointed blocks, which `offload` moves to host memory
+    flops: int = 0
+    exchanged: int = 0  # sent by this rank in exchanges within the forward and the backward
+
+    def peak(self, growing: float, outside: float, exchanged: int) -> tuple[int, int, int]:
+        """The most at any time, and what of it are gradients that stay, and what is for exchanging them.
+
+        Of the gradients made until then the share `growing` stays, of those outside of blocks `outside`; where there
+        are any, `exchanged` is added.
+        """
+        moments = [(self.forward_peak, 0, 0)]
+        for (inside, made), most in self.backward.items():
+            stay, sent = int(growing * inside + outside * (made - inside)), exchanged if made else 0
+            moments.append((most + stay + sent, stay, sent))
+        return max(moments)
+
+
+def trace(model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: str) -> Trace:
+    """What a forward and a backward take of `model`, on the meta device; `dtype` is autocast's.
+
+    batch: tensors of a micro batch, whose values do not count. Raises whatever the model raises where its forward
+    looks at values.
+    """
+    groups = {n: alike for n, chain in enumerate(model.chains()) if len(alike := _alike(chain)) > 2}
+    middles = {n: alike[1:-1] for n, alike in groups.items()}
+    measure = partial(_measure, model, batch, dtype, mode, device)
+    ends = measure(middles)
+    out = ends.trace
+    # From the end of the backward to its beginning: what comes later begins later by what is put in before.
+    for n in sorted(groups, key=lambda n: -ends.boundaries.get(n, (0, 0))[1]):
+        one = measure(middles | {n: groups[n][1:]})
+        out = _extended(out, ends, one, n, len(middles[n]))
+    return out
+
+
+def _alike(chain: list[nn.Module]) -> list[nn.Module]:
+    """The blocks that most others equal. A parameter that two blocks share makes them unlike any other."""
+
+    def signature(block: nn.Module) -> tuple[Any, ...]:
+        return (type(block), *((n, p.shape, p.dtype, p.requires_grad) for n, p in block.named_parameters()))
+
+    kinds = [signature(block) for block in chain]
+    counts = Counter(kind for kind in kinds if len(kind) > 1)
+    if not counts:
+        return []
+    most, _ = counts.most_common(1)[0]
+    return [block for block, kind in zip(chain, kinds, strict=True) if kind == most]
+
+
+@dataclass
+class _Measurement:
+    trace: Trace
+    forward_end: int  # live when the forward ended, autocast's copies of weights among it
+    boundaries: dict[int, tuple[int, int]]  # chain -> gradients made when the backward came to what is left out of it
+
+
+def _extended(out: Trace, ends: _Measurement, one: _Measurement, chain: int, more: int) -> Trace:
+    """`out` with `more` blocks in the middle of a chain, each of which takes what `ends` take beyond `one`."""
+    a, b = ends.trace, one.trace
+    in_forward, in_backward = ends.forward_end - one.forward_end, a.kept - b.kept
+    gradients = max(a.backward)[1] - max(b.backward)[1]
+    boundary = ends.boundaries.get(chain)
+    backward: dict[tuple[int, int], int] = {}
+    for (inside, made), most in out.backward.items():
+        later = inside + more * gradients, made + more * gradients  # the same, if nothing of them is trained
+        if boundary is not None and made >= boundary[1]:
+            backward[later] = max(most, backward.get(later, 0))
+        if boundary is None or made <= boundary[1]:  # the block before the ones left out ends where they begin
+            backward[inside, made] = max(most + more * in_backward, backward.get((inside, made), 0))
+    return Trace(
+        forward_peak=out.forward_peak + more * in_forward,
+        kept=out.kept + more * in_backward,
+        backward=backward,
+        logits=out.logits,
+        inputs=out.inputs + more * (a.inputs - b.inputs),
+        flops=out.flops + more * (a.flops - b.flops),
+        exchanged=out.exchanged + more * (a.exchanged - b.exchanged),
+    )
+
+
+def _measure(
+    model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: str, left_out: dict[int, list[nn.Module]]
+) -> _Measurement:
+    absent = [block for blocks in left_out.values() for block in blocks]
+    model = copy.deepcopy(model, {id(block): block for block in absent})
+    model.train()
+    tracker = _Tracker()
+
+    def autocast() -> AbstractContextManager[Any]:
+        return nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype)
+
+    skipped = set(map(id, absent))
+    for blocks, how in model.checkpointing(mode):
+        here = [block for block in blocks if id(block) not in skipped]
+        activation_checkpointing.apply(here, "full" if how == "offload" else how, autocast)
+        if how in ("full", "offload"):
+            for block in here:
+                if next(block.parameters(), None) is None:
+                    continue  # a stand-in for one on another stage
+                block.register_forward_pre_hook(tracker.sees_input)
+    with ExitStack() as stack:
+        # Which would log the stack of an error that is raised all the same.
+        stack.enter_context(patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
+        fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(computing_as(device))
+        for chain, blocks in left_out.items():  # which the copy shares with the model
+            for block in blocks:
+                stack.enter_context(patch.object(block, "forward", partial(_pass_on, tracker, chain)))
+        _give_shapes(model, absent)
+        inputs = {
+            key: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
+            for key, value in batch.items()
+        }
+        tracker.ignore([*model.parameters(), *model.buffers(), *inputs.values()])
+        inside = {id(p) for block in model.blocks() for p in block.parameters()}
+        hooks = [
+            p.register_post_accumulate_grad_hook(partial(tracker.takes_gradient, id(p) in inside))
+            for p in model.parameters()
+            if p.requires_grad and p.device.type != "meta"
+        ]
+        head = model.head
+        model.head = partial(tracker.watches, head)  # type: ignore[assignment]
+        stack.enter_context(tracker)
+        with autocast():
+            out = model(**inputs)
+            forward_end = tracker.live
+        tracker.ends_forward()
+        if out.requires_grad:  # not so on a stage where nothing is trained
+            out.backward(torch.empty_like(out) if out.ndim else None)
+        del out
+        for hook in hooks:
+            hook.remove()
+        del fake
+    return _Measurement(tracker.trace, forward_end, tracker.boundaries)
+
+
+def _pass_on(tracker: _Tracker, chain: int, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    """In the place of a block's forward; notes when the backward comes by."""
+    if hidden.requires_grad:
+        hidden.register_hook(lambda _: tracker.comes_by(chain))
+    return hidden
+
+
+def _give_shapes(model: Model, left_out: list[nn.Module]) -> None:
+    """Tensors of the current fake mode in the place of parameters and buffers, but for those of `left_out`."""
+    skipped = {id(module) for block in left_out for module in block.modules()}
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        if id(module) in skipped:
+            continue
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(
+                        torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad
+                    )
+                module._parameters[name] = made[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+class _Tracker(TorchDispatchMode):
+    """Counts what is alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self.live = 0
+        self.boundaries: dict[int, tuple[int, int]] = {}
+        self._made = (0, 0)  # bytes of gradients of parameters so far, of those in blocks and of all
+        self._known: set[int] = set()  # storages that are counted, by id
+        self._ignored: list[Any] = []
+        self._in_head: int | None = None  # what was alive when the head began
+        self._backward = False
+
+    def ignore(self, tensors: list[Any]) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._known.add(id(storage))
+                self._ignored.append(storage)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func is torch.ops.prim.device.default:
+            return out
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):  # whose slice is counted
+                self._count(tensor)
+        if func._overloadpacket in flop_registry:
+            self.trace.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+        elif func.namespace == "c10d":
+            self._exchange(func, args)
+        if self._backward:
+            # Gradients that meet are summed in place, but not where tensors have no memory: a sum's moment is the next.
+            if func is not torch.ops.aten.add.Tensor:
+                self.trace.backward[self._made] = max(self.trace.backward.get(self._made, 0), self.live)
+        else:
+            self.trace.forward_peak = max(self.trace.forward_peak, self.live)
+        if self._in_head is not None:
+            self.trace.logits = max(self.trace.logits, self.live - self._in_head)
+        return out
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if id(storage) not in self._known:
+            self._known.add(id(storage))
+            self.live += storage.nbytes()
+            weakref.finalize(storage, self._forget, id(storage), storage.nbytes())
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+    def _exchange(self, func: Any, args: Any) -> None:
+        """Each exchange of n ranks sends (n - 1) / n of the larger side, all-reduce twice that."""
+        groups = [a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())]
+        ranks = dist.ProcessGroup.unbox(groups[0]).size() if groups else 1
+        most = max((t.numel() * t.element_size() for t in tree_leaves(args) if isinstance(t, Tensor)), default=0)
+        self.trace.exchanged += most * (ranks - 1) // ranks * (2 if "allreduce" in str(func) else 1)
+
+    # ---- what tells the phases apart
+
+    def ends_forward(self) -> None:
+        self.trace.kept, self._backward = self.live, True
+        self.trace.backward[self._made] = self.live
+
+    def takes_gradient(self, in_block: bool, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        size = parameter.grad.numel() * parameter.grad.element_size()
+        self._made = self._made[0] + (size if in_block else 0), self._made[1] + size
+        parameter.grad = None
+        self.trace.backward[self._made] = self.live
+
+    def comes_by(self, chain: int) -> None:
+        self.boundaries.setdefault(chain, self._made)
+
+    def sees_input(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._backward and torch.is_grad_enabled() and isinstance(args[0], Tensor):
+            self.trace.inputs += args[0].numel() * args[0].element_size() if args[0].requires_grad else 0
+
+    def watches(self, head: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        self._in_head = self.live
+        try:
+            return head(*args, **kwargs)
+        finally:
+            self._in_head = None

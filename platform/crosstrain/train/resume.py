@@ -1,0 +1,47 @@
+"""The checkpoint that a run goes on from, and going back to one without a new start."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from crosstrain.checkpoint import folders
+from crosstrain.checkpoint.files import Reader
+from crosstrain.checkpoint.frozen import load_shards
+from crosstrain.distributed.group import Group
+from crosstrain.engine.runner import Runner
+from crosstrain.utils.errors import CheckpointError
+
+
+def starting_point(root: Path, resume_from: str | None, world: Group, run: str | None = None) -> Path | None:
+    """The newest undamaged checkpoint under `root`, else the one `resume_from` means, else none. Collective.
+
+    Raises CheckpointError where another run than `run`, which rank 0 knows, wrote the newest one under `root`.
+    """
+    newest: Path | None = None
+    problem: CheckpointError | None = None
+    if world.rank == 0:
+        try:
+            newest = _newest(root, resume_from, run)
+        except CheckpointError as error:
+            problem = error
+    newest, problem = world.all_gather((newest, problem))[0]
+    if problem is not None:
+        raise problem
+    return newest
+
+
+def _newest(root: Path, resume_from: str | None, run: str | None) -> Path | None:
+    newest, damaged = folders.newest_valid(root, run)
+    if newest is None and damaged:
+        raise CheckpointError(f"{root}: every checkpoint is damaged; --fresh starts over and keeps them")
+    if newest is None and resume_from:
+        newest = folders.find_checkpoint(Path(resume_from))
+    return newest
+
+
+def reload(runner: Runner, checkpoint: Path, frozen: Collection[str]) -> None:
+    """Fill what the runner holds of a run with an earlier state of it, but for the `frozen` parameters. Collective."""
+    names = set[str]().union(*runner.world.all_gather(set(runner.model.canonical_parameters())))
+    load_shards(Reader.open(checkpoint), [s for s in runner.shards() if s.name not in frozen], names=names)
+    runner.loaded()

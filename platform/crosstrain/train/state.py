@@ -1,0 +1,88 @@
+"""What a run is, beside its tensors: this and the checkpoint's boxes are all that resuming needs."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+import sys
+from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from crosstrain.checkpoint.checkpointer import load_state
+from crosstrain.checkpoint.manifest import is_count
+from crosstrain.data.skip_ranges import Ranges
+from crosstrain.utils.errors import CheckpointError
+
+_LATER = {"left_out", "skipped", "bad_in_a_row", "overflows_in_a_row", "recent_losses"}
+
+
+@dataclass
+class State:
+    """Where a run stands. Random numbers are functions of the sample's number, so there are none to keep."""
+
+    step: int = 0  # attempted steps
+    applied_steps: int = 0  # of those, the ones whose update was made; the learning rate's clock
+    samples: int = 0  # sample numbers gone through; the number of the next one
+    best_loss: float | None = None  # lowest validation loss so far
+    scaler: dict[str, Any] = field(default_factory=dict)  # of the loss scale
+
+    # Of `run.on_bad_step`; absent in checkpoints that were written before it was.
+    left_out: Ranges = field(default_factory=list)  # sample numbers that the run leaves out
+    skipped: list[list[int]] = field(default_factory=list)  # [step, first sample, last one] of bad steps
+    bad_in_a_row: int = 0
+    overflows_in_a_row: int = 0
+    recent_losses: list[float] = field(default_factory=list)  # of good steps, for telling a spike
+
+    def improves(self, loss: float) -> bool:
+        """Whether `loss` is the best so far; remembers it."""
+        if not math.isfinite(loss) or (self.best_loss is not None and loss >= self.best_loss):
+            return False
+        self.best_loss = loss
+        return True
+
+    def document(self, **more: Any) -> dict[str, Any]:
+        """As a checkpoint's state.json holds it."""
+        return asdict(self) | more
+
+    @staticmethod
+    def load(checkpoint: Path) -> State:
+        """Of a checkpoint; raises CheckpointError where it is malformed."""
+        saved = load_state(checkpoint)
+        try:
+            known = {name: saved[name] for f in fields(State) if (name := f.name) in saved or name not in _LATER}
+            state = State(**known)
+        except KeyError as error:
+            raise CheckpointError(f"{checkpoint}: malformed state ({error} is missing)") from None
+        sound = {
+            "applied_steps": is_count(state.applied_steps),
+            "samples": is_count(state.samples),
+            "best_loss": state.best_loss is None or _is_number(state.best_loss),
+            "scaler": isinstance(state.scaler, dict) and all(map(_is_number, state.scaler.values())),
+            "left_out": _are_rows(state.left_out, 2) and _ascend([n for row in state.left_out for n in row]),
+            "skipped": _are_rows(state.skipped, 3),
+            "bad_in_a_row": is_count(state.bad_in_a_row),
+            "overflows_in_a_row": is_count(state.overflows_in_a_row),
+            "recent_losses": isinstance(state.recent_losses, list) and all(map(_is_number, state.recent_losses)),
+        }
+        for name, fine in sound.items():
+            if not fine:
+                raise CheckpointError(f"{checkpoint}: malformed state ({name} is {reprlib.repr(getattr(state, name))})")
+        return state
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # neither infinite nor NaN
+
+
+def _are_rows(value: Any, width: int) -> bool:
+    """Whether it is a list of lists of so many counts."""
+    return isinstance(value, list) and all(
+        isinstance(row, list) and len(row) == width and all(map(is_count, row)) for row in value
+    )
+
+
+def _ascend(bounds: list[int]) -> bool:
+    """Whether [first, last, first, last, ...] are ranges one after the other."""
+    return all(a <= b if i % 2 == 0 else a < b for i, (a, b) in enumerate(pairwise(bounds)))

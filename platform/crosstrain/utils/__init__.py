@@ -1,0 +1,1 @@
+"""Helpers that know nothing of training: errors, logging, paths, files, units, timers."""

@@ -1,0 +1,66 @@
+"""Names of the files that may stand beside the weights of a model folder, and copying them.
+
+A tokenizer's folder is often a whole model's: only what is named here is taken from it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from crosstrain.utils.errors import DataError
+from crosstrain.utils.files import open_regular
+
+# What transformers and tokenizers read and write for tokenizers and processors: JSON, text, and protobuf vocabularies.
+TOKENIZER_FILES = frozenset({
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
+    "video_preprocessor_config.json", "audio_tokenizer_config.json",
+    "vocab.json", "vocab.txt", "merges.txt", "bpe.codes", "dict.txt", "emoji.json", "normalizer.json",
+    "entity_vocab.json", "byte_maps.json", "word_shape.json", "word_pronunciation.json",
+    "vocab-src.json", "vocab-tgt.json", "target_vocab.json", "prophetnet.tokenizer",
+    "tokenizer.model", "spiece.model", "sentencepiece.model", "sentencepiece.bpe.model", "spm.model", "spm_char.model",
+    "source.spm", "target.spm", "tiktoken.model", "qwen.tiktoken", "tekken.json",
+})  # fmt: skip
+GENERATION_CONFIG = "generation_config.json"
+MODEL_FILES = frozenset({"config.json", GENERATION_CONFIG})
+
+_MOST_BYTES = 1 << 28  # of one file; the largest tokenizers take some tens of MB
+_log = logging.getLogger("crosstrain")
+
+
+def plain_files(folder: Path, names: Iterable[str]) -> list[Path]:
+    """The files of these names that are in `folder`.
+
+    Raises DataError for one that is larger than 256 MiB, not a plain file, or a link to elsewhere. The hub's cache,
+    where a snapshot's files are links into the folder `blobs` beside it, is not elsewhere.
+    """
+    paths = [folder / name for name in sorted(names) if os.path.lexists(folder / name)]
+    home = folder.resolve()
+    for path in paths:
+        target = path.resolve()
+        if not target.is_relative_to(home) and target.parent != home.parent.parent / "blobs":
+            raise DataError(f"{path} is a link out of its folder, so it is not copied: put the file itself there")
+        if not target.is_file() or target.stat().st_size > _MOST_BYTES:
+            raise DataError(f"{path} is not a plain file of at most {_MOST_BYTES >> 20} MiB: remove it or name another")
+    return paths
+
+
+def copy_files(paths: Iterable[Path], folder: Path) -> None:
+    """Copy the files of `plain_files` into `folder`, where no file is ever replaced.
+
+    One that has gone since is left out with a warning, for the weights beside it are worth more.
+    """
+    for path in paths:
+        try:
+            source = open_regular(path)
+        except OSError as error:
+            _log.warning("%s: not copied into %s (%s)", path, folder, error)
+            continue
+        with source:
+            if not (folder / path.name).exists():
+                with open(folder / path.name, "xb") as copy:
+                    shutil.copyfileobj(source, copy, 1 << 20)

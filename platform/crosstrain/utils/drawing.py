@@ -1,0 +1,25 @@
+"""Pictures by matplotlib, which is imported when one is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from crosstrain.utils.optional_deps import require
+
+
+@contextmanager
+def picture(path: Path, width: float, height: float) -> Iterator[Any]:
+    """An empty matplotlib figure, in inches, that is saved to `path`, .svg or .png, when the block ends.
+
+    Raises UserError where matplotlib is not installed.
+    """
+    matplotlib = require("matplotlib", f"drawing {path.name}")
+    figure = require("matplotlib.figure", f"drawing {path.name}").Figure((width, height), layout="constrained")
+    # Text stays text, names may hold a dollar sign, and the same numbers give the same file.
+    settings = {"svg.fonttype": "none", "text.parse_math": False, "svg.hashsalt": "crosstrain", "font.size": 9}
+    with matplotlib.rc_context(settings):
+        yield figure
+        figure.savefig(path, dpi=200, metadata={"Date": None} if path.suffix == ".svg" else None)

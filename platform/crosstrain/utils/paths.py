@@ -1,0 +1,50 @@
+"""Where what comes with Crosstrain lies: a checkout's folders, or the same ones inside an installed wheel."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+
+from crosstrain.utils.errors import ConfigError
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def home() -> Path:
+    """The folder that holds plugins/, configs/ and projects/."""
+    checkout = _PACKAGE.parent.parent
+    if _PACKAGE.parent.name == "platform" and (checkout / "plugins").is_dir():
+        return checkout
+    return _PACKAGE
+
+
+def find(path: str | os.PathLike[str]) -> Path:
+    """The file or folder `path` as it stands, seen from the working directory, or else from `home()`.
+
+    Raises ConfigError with the most similar names when there is none.
+    """
+    wanted = Path(path).expanduser()
+    candidates = [wanted] if wanted.is_absolute() else [wanted, home() / wanted]
+    for candidate in candidates:
+        if os.path.exists(candidate):  # False, too, for what cannot be a name
+            return candidate
+    near = [show(p) for c in candidates for p in _similar(c)]
+    hint = f"did you mean {near[0]}?" if near else "looked in " + " and ".join(str(c.absolute()) for c in candidates)
+    raise ConfigError(f"{path}: no such file or folder; {hint}")
+
+
+def show(path: Path) -> str:
+    """`path` the way a user would type it: relative to the working directory when it lies inside."""
+    try:
+        return str(path.absolute().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def _similar(path: Path) -> list[Path]:
+    try:
+        names = sorted(os.listdir(path.parent))
+    except (OSError, ValueError):
+        return []
+    return [path.parent / name for name in difflib.get_close_matches(path.name, names, n=1)]
