@@ -28,8 +28,8 @@ from crosstrain.data.vision.image_dataset import (
 from crosstrain.utils.errors import DataError
 
 from .packing import PackOptions, pack
-from .shards import Shards, check_there, default_cache, expand, prepare
 from .streaming import ShardStream
+from .webdataset import Shards, check_there, default_cache, expand, prepare
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm")
 

@@ -16,7 +16,7 @@ from crosstrain.utils.errors import DataError
 from crosstrain.utils.files import open_regular
 from crosstrain.utils.rng import derive_seed
 
-from .shards import grouped, is_remote, local_path
+from .webdataset import grouped, is_remote, local_path
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from crosstrain.modeling.base import Model
 from crosstrain.monitor.progress import log
 from crosstrain.utils.errors import ConfigError, TrainingError
 
-from .holding import layout
+from .footprint import layout
 from .nvme import SwapFolder, SwappedStage3
 from .options import Options
 from .partition import Partition, Stage3, Stage12

@@ -1,6 +1,7 @@
 """Megatron's parallelism over unmodified models.
 
-`options` are what YAML may say; `plan` says how parameters are cut, `layout` where slices lie, and `cutting` cuts them;
-`layers` is how modules then compute, with `collectives`, `vocabulary` and `dropout`; `ownership` and `sharded` are what
-a rank updates and how gradients reach it; `stages` cuts the model into a `pipeline`; `runner` puts them together.
+`options` holds the YAML keys. `plan` decides how each parameter is cut, `shard_spec` maps slices to the whole, and
+`shard_model` cuts the model. `tensor_parallel` computes with slices, helped by `collectives`, `vocabulary` and
+`rng_tracker`. `data_parallel` reduces gradients. `pipeline_stages` splits the model for `pipeline`. `runner` puts them
+together, and `footprint` estimates their memory.
 """

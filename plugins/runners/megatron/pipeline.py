@@ -16,7 +16,7 @@ from crosstrain.distributed.group import Group
 from crosstrain.modeling.base import Model
 from crosstrain.utils.timers import Timers
 
-from .dropout import Randomness
+from .rng_tracker import Randomness
 
 
 class Stage(nn.Module):

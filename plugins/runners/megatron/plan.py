@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from crosstrain.modeling.base import Model, no_match
 from crosstrain.utils.errors import ConfigError
 
-from .layout import Cut
+from .shard_spec import Cut
 
 CUT_STYLES = {
     "column": "its output features",

@@ -26,17 +26,25 @@ from crosstrain.modeling.meta_init import materialize, parameters_on_meta
 from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.rng import seed_everything_for
 
-from . import sharded
-from .cutting import cut_model
-from .dropout import Randomness
-from .holding import layouts
-from .layers import TensorParallel, local
-from .layout import Cut, inside
+from .data_parallel import (
+    Copies,
+    FullShards,
+    OptimizerShards,
+    Share,
+    free_memory,
+    needs_host_memory,
+    shard_parameters,
+    sum_gradients,
+)
+from .footprint import layouts
 from .options import Options
-from .ownership import Copies, OptimizerShards, Share, sum_gradients
 from .pipeline import Pipeline, Stage
+from .pipeline_stages import ends_of, leave_out, spread, tied_names, width_of
 from .plan import cuts_of, resolve
-from .stages import ends_of, leave_out, spread, tied_names, width_of
+from .rng_tracker import Randomness
+from .shard_model import cut_model
+from .shard_spec import Cut, inside
+from .tensor_parallel import TensorParallel, local
 
 
 @registry.register_runner("megatron")
@@ -163,10 +171,10 @@ class MegatronRunner(Runner):
         self.offloads = self.options.offload == "cpu"
         if self.options.offload == "auto" and self.device.type == "cuda" and style in (None, "fsdp"):
             numel = sum(local(p).numel() for p in model.parameters()) // (self.dp.size if style == "fsdp" else 1)
-            self.offloads = sharded.needs_host_memory(numel, sharded.free_memory(self.device))
+            self.offloads = needs_host_memory(numel, free_memory(self.device))
         if style == "fsdp" or self.offloads:
-            sharded.shard(model, self.mesh["data"], self.offloads)
-            return sharded.FullShards(self.dp, model)
+            shard_parameters(model, self.mesh["data"], self.offloads)
+            return FullShards(self.dp, model)
         return (OptimizerShards if style == "zero1" else Copies)(self.dp, self.options.bucket_mb)
 
     def _hook_blocks(self, model: Model) -> None:
@@ -224,7 +232,7 @@ class MegatronRunner(Runner):
         return nullcontext()
 
     def _before_backward(self, last: bool) -> None:
-        if isinstance(self.ownership, sharded.FullShards):
+        if isinstance(self.ownership, FullShards):
             self.ownership.before_backward(last)
 
     @property
@@ -262,7 +270,7 @@ class MegatronRunner(Runner):
         finally:
             if self.tensor is not None:
                 self.tensor.splits_sequence = splits
-            if isinstance(self.ownership, sharded.FullShards):
+            if isinstance(self.ownership, FullShards):
                 self.ownership.reshard()
 
     def evaluate(self, batch: Batch) -> Tensor:
@@ -279,7 +287,7 @@ class MegatronRunner(Runner):
 
     def held(self, parameter: nn.Parameter) -> Tensor:
         share = self.shares[parameter]
-        if isinstance(self.ownership, sharded.FullShards):
+        if isinstance(self.ownership, FullShards):
             return local(parameter.detach())
         return share.owned.detach()
 

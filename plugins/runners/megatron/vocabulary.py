@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from crosstrain.modeling.cross_entropy import PLAIN, Head, Logits, token_cross_entropy
 
-from .layers import TensorParallel, local
+from .tensor_parallel import TensorParallel, local
 
 
 class ParallelHead(Head):

@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor
 
 from crosstrain.modeling.base import Model
 
-from .layers import TensorParallel, compute_with_slices
-from .layout import Cut
 from .plan import Resolved, cuts_of
+from .shard_spec import Cut
+from .tensor_parallel import TensorParallel, compute_with_slices
 from .vocabulary import ParallelHead
 
 

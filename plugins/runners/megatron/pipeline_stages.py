@@ -16,7 +16,7 @@ from crosstrain.modeling.base import Ends, Model
 from crosstrain.modeling.cross_entropy import Head
 from crosstrain.utils.errors import ConfigError
 
-from .layers import TensorParallel
+from .tensor_parallel import TensorParallel
 
 
 class Elsewhere(nn.Module):

@@ -20,8 +20,8 @@ from crosstrain.utils.rng import derive_seed
 
 from .image_text import ImageText
 from .packing import Packed, write_once
-from .shape_scenes import describe, draw_scene, render, words
-from .shards import expand
+from .synthetic_scenes import describe, draw_scene, render, words
+from .webdataset import expand
 
 # How many things a picture has, least and most, up to which percentage of the training.
 _CURRICULUM = [(7, (1, 1)), (14, (1, 2)), (21, (2, 3)), (100, (2, 4))]

@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor, Shard
 from crosstrain.engine.footprint import Layout, Situation, Sizes, fully_sharded, replicated, scattered, share
 from crosstrain.modeling.base import Model
 
-from .cutting import cut_model
-from .dropout import Randomness
-from .layers import TensorParallel, local
+from .data_parallel import MIB
 from .options import Options
-from .ownership import MIB
+from .pipeline_stages import ends_of, leave_out, spread, width_of
 from .plan import resolve
-from .stages import ends_of, leave_out, spread, width_of
+from .rng_tracker import Randomness
+from .shard_model import cut_model
+from .tensor_parallel import TensorParallel, local
 from .vocabulary import ParallelHead
 
 
@@ -134,7 +134,7 @@ def _plain(model: Model) -> None:
 
 
 def _owned(options: Options, at: Situation, sizes: Sizes, copies: int) -> Layout:
-    """What `ownership` and `sharded` do with the data-parallel ranks' parameters."""
+    """What `data_parallel` does with the data-parallel ranks' parameters."""
     if options.data_parallel_style == "fsdp" or options.offload == "cpu":
         return fully_sharded(sizes, at, copies, regather=True, offload=options.offload == "cpu", every=False)
     zero1 = options.data_parallel_style == "zero1"

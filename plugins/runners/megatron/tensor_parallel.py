@@ -20,8 +20,8 @@ from crosstrain.modeling.base import Model
 from crosstrain.utils.errors import ConfigError
 
 from .collectives import Copy, Gather, Reduce, ReduceScatter, Split, Unsplit
-from .dropout import Randomness
 from .plan import user_of
+from .rng_tracker import Randomness
 
 
 def local(tensor: Tensor) -> Tensor:

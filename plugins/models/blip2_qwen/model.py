@@ -1,0 +1,303 @@
+"""BLIP-2's way of giving a language model eyes: a vision transformer, a Q-Former, a projection, a language model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Blip2QFormerConfig, Blip2QFormerModel
+
+from crosstrain.config.registry import registry
+from crosstrain.config.schema import to_plain
+from crosstrain.data.vision.conversations import IMAGE_ID, SHARED
+from crosstrain.engine.precision import DTYPES
+from crosstrain.modeling.activation_checkpointing import Mode
+from crosstrain.modeling.base import Merge, Model
+from crosstrain.modeling.cross_entropy import Head
+from crosstrain.modeling.language_model import LanguageModel
+from crosstrain.modeling.pretrained import Source
+from crosstrain.planning.fake_world import has_values
+from crosstrain.utils.errors import ConfigError, DataError
+
+from . import lora, vision, weights
+from .options import Language, Part, Projector, QFormer, Vision
+
+# The module of each part, and what its parameters' canonical names begin with. Those are the names of transformers'
+# Blip2ForConditionalGeneration, but for the vision transformer's own, which are timm's.
+_PREFIXES = {
+    "vision": "vision_model.", "qformer": "qformer.", "projector": "language_projection.",
+    "language_model": "language_model.",
+}  # fmt: skip
+_QUERIES = "query_tokens"
+
+
+@registry.register_model("blip2_qwen")
+class Blip2Qwen(Model):
+    """EVA-ViT-g, BLIP-2's Q-Former and a projection before Qwen; by default only the projection is trained."""
+
+    @dataclass
+    class Options:
+        """The four parts."""
+
+        vision: Vision = field(default_factory=Vision)
+        qformer: QFormer = field(default_factory=QFormer)
+        projector: Projector = field(default_factory=Projector)
+        language_model: Language = field(default_factory=Language)
+
+    options: Options
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        language = registry.get_model_class(options.language_model.model.name)(options.language_model.model.options)
+        if not isinstance(language, LanguageModel):
+            name = options.language_model.model.name
+            raise ConfigError(f"model.language_model.model: {name} is not a language model that takes embeddings")
+        self.vision = vision.make_encoder(options.vision)
+        self.width: int = self.vision.embed_dim  # type: ignore[assignment]
+        self.qformer = Blip2QFormerModel(_qformer_config(options.qformer, self.width))
+        self.query_tokens = nn.Parameter(torch.empty(1, options.qformer.num_query_tokens, options.qformer.hidden_size))
+        self.projector = _projector(options.projector, options.qformer.hidden_size, language.hidden_size)
+        self.language_model, self.takes_positions = language, language.takes_positions
+        self.folders = weights.folders(options.vision, options.qformer, options.projector)
+        self._freeze()
+
+    def _freeze(self) -> None:
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(not self._part(name).freeze)
+        if self.options.language_model.lora is not None:
+            trained = not self.options.language_model.freeze
+            lora.add_adapters(self.language_model, self.options.language_model.lora, trained)
+        for part in _PREFIXES:
+            if (kept := getattr(self.options, part).weights) is not None:
+                weights.keep_matrices_in(DTYPES[kept], getattr(self, part))
+
+    # ---- compute
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        segments: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: Any = None,
+    ) -> Tensor:
+        """As `Model.forward`. input_ids [batch, length] holds `IMAGE_ID` where an embedding of an image stands.
+
+        pixel_values [images, 3, H, W]: the images of all samples, in the order of their placeholders. segments
+        [batch, length]: tokens see those of their own segment and of segment `SHARED`, none that come later.
+        position_ids, attention_mask: see `LanguageModel.forward`. Raises DataError where placeholders and images
+        do not go together.
+        """
+        with self._computing("language_model", input_ids.device):
+            embeddings = self.language_model.embed(input_ids.clamp(min=0))
+        if pixel_values is not None or labels is not None or cache is None or not cache.get_seq_length():
+            images = self._blank(embeddings) if pixel_values is None else pixel_values
+            features = self.look(images).to(embeddings.dtype)
+            if pixel_values is None:
+                # Every rank computes and reduces the same parameters, also one whose batch is text alone.
+                embeddings = embeddings + 0.0 * features.sum()
+            else:
+                embeddings = _put(embeddings, input_ids == IMAGE_ID, features)
+        if segments is not None:
+            attention_mask = _seen(segments)
+        with self._computing("language_model", input_ids.device):
+            return self.language_model(
+                inputs_embeds=embeddings, labels=labels, cache=cache, attention_mask=attention_mask,
+                position_ids=position_ids,
+            )  # fmt: skip
+
+    def look(self, images: Tensor) -> Tensor:
+        """Embeddings [images, num_query_tokens, language model's width] of images [images, 3, H, W]."""
+        with self._untouched("vision"), self._computing("vision", images.device):
+            seen = self.vision(images).float()
+        with self._untouched("vision", "qformer"), self._computing("qformer", images.device):
+            queries = self.query_tokens.expand(len(images), -1, -1)
+            answered = self.qformer(query_embeds=queries, encoder_hidden_states=seen).last_hidden_state.float()
+        with self._computing("projector", images.device):
+            return self.projector(answered)
+
+    def _untouched(self, *parts: str) -> AbstractContextManager[Any]:
+        """Without gradients, if nothing in these parts, the first ones, is trained."""
+        return torch.no_grad() if all(getattr(self.options, part).freeze for part in parts) else nullcontext()
+
+    @contextmanager
+    def _computing(self, part: str, device: torch.device) -> Iterator[None]:
+        """In the precision that the part asks for, if it does."""
+        precision = getattr(self.options, part).precision
+        if precision is None:
+            yield
+        else:
+            with torch.autocast(device.type, DTYPES[precision] if precision != "fp32" else None, precision != "fp32"):
+                yield
+
+    def _blank(self, like: Tensor) -> Tensor:
+        return torch.zeros((1, 3, *vision.image_size(self.vision)), device=like.device)
+
+    def train(self, mode: bool = True) -> Blip2Qwen:
+        """Frozen parts stay in eval mode: no dropout, no stochastic depth."""
+        super().train(mode)
+        for part in _PREFIXES:
+            if getattr(self.options, part).freeze:
+                getattr(self, part).eval()
+        if self.options.language_model.lora is not None:
+            for name, module in self.language_model.named_modules():
+                if ".lora_dropout" in name:
+                    module.train(mode)
+        return self
+
+    # ---- structure
+
+    def _part(self, name: str) -> Part:
+        """The options of the part that a parameter belongs to."""
+        return getattr(self.options, "qformer" if name == _QUERIES else name.partition(".")[0])
+
+    def _blocks(self) -> dict[str, list[nn.Module]]:
+        return {
+            "vision": list(self.vision.blocks),  # type: ignore[arg-type]
+            "qformer": list(self.qformer.encoder.layer),
+            "language_model": self.language_model.blocks(),
+        }
+
+    def blocks(self) -> list[nn.Module]:
+        return [block for blocks in self._blocks().values() for block in blocks]
+
+    def chains(self) -> list[list[nn.Module]]:
+        return [self._blocks()["vision"], *self.language_model.chains()]
+
+    def checkpointing(self, mode: Mode) -> list[tuple[list[nn.Module], Mode]]:
+        return [(b, getattr(self.options, part).gradient_checkpointing or mode) for part, b in self._blocks().items()]
+
+    def lr_scale(self, name: str) -> float:
+        return self._part(name).lr_scale if name.partition(".")[0] in (*_PREFIXES, _QUERIES) else 1.0
+
+    def canonical_name(self, name: str) -> str:
+        part, _, rest = name.partition(".")
+        if part == _QUERIES:
+            return name
+        inner = self.language_model.canonical_name(lora.canonical(rest)) if part == "language_model" else rest
+        return _PREFIXES[part] + inner
+
+    @property
+    def head(self) -> Head:  # type: ignore[override]
+        """The language model's."""
+        return self.language_model.head
+
+    @head.setter
+    def head(self, head: Head) -> None:
+        self.language_model.head = head
+
+    @property
+    def vocabulary_multiple(self) -> int:
+        return self.language_model.vocabulary_multiple
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """The language model's and its adapters'; every rank has all of what sees."""
+        plan = {
+            _PREFIXES["language_model"] + key: style
+            for key, style in self.language_model.tensor_parallel_plan().items()
+        }
+        return plan | lora.tensor_parallel_plan(plan, map(self.canonical_name, dict(self.named_parameters())))
+
+    def logical_shape(self, name: str, shape: torch.Size) -> torch.Size:
+        inner = name.removeprefix(_PREFIXES["language_model"])
+        return shape if inner == name else self.language_model.logical_shape(inner, shape)
+
+    def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
+        """timm's, transformers' and peft's initial values for their parts."""
+        prefix = next((p for p in _PREFIXES.values() if name.startswith(p)), "")
+        inner = name.removeprefix(prefix)
+        if name == _QUERIES:
+            value.normal_(0.0, self.options.qformer.query_std, generator=rng)
+        elif prefix == _PREFIXES["vision"]:
+            vision.initialize(inner, value, rng, self.options.vision)
+        elif lora.is_adapter(inner):
+            lora.initialize(inner, value, rng)
+        elif prefix == _PREFIXES["language_model"]:
+            self.language_model.initialize(inner, value, rng)
+        elif value.ndim > 1:
+            part = self.options.qformer if prefix == _PREFIXES["qformer"] else self.options.projector
+            value.normal_(0.0, part.initializer_range, generator=rng)
+        else:
+            value.fill_(0.0 if name.endswith("bias") else 1.0)
+
+    def pretrained_sources(self) -> list[Source]:
+        return weights.sources(self.folders, _PREFIXES, self.width, self.language_model)
+
+    # ---- life after training
+
+    def merges(self) -> dict[str, Merge]:
+        """Adapters go into the linear maps that they belong to."""
+        options = self.options.language_model.lora
+        if options is None:
+            return {}
+        found = {}
+        for name, module in self.named_modules():
+            if hasattr(module, "lora_A"):
+                weight = self.canonical_name(f"{name}.base_layer.weight")
+                stem = weight.removesuffix("weight")
+                found[weight] = Merge(
+                    (f"{stem}lora_A.weight", f"{stem}lora_B.weight"),
+                    partial(lora.merged, options=options, transposed=getattr(module, "fan_in_fan_out", False)),
+                )
+        return found
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self.language_model.vocab_size
+
+    @property
+    def max_length(self) -> int | None:
+        return self.language_model.max_length
+
+    def new_cache(self) -> Any:
+        return self.language_model.new_cache()
+
+    def save_config(self, folder: Path) -> None:
+        document = {"arch": "blip2_qwen", **to_plain(self.options)}
+        (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _qformer_config(options: QFormer, encoder_width: int) -> Blip2QFormerConfig:
+    return Blip2QFormerConfig(
+        hidden_size=options.hidden_size, num_hidden_layers=options.num_hidden_layers,
+        num_attention_heads=options.num_attention_heads, intermediate_size=options.intermediate_size,
+        cross_attention_frequency=options.cross_attention_frequency, encoder_hidden_size=encoder_width,
+        hidden_dropout_prob=options.dropout, attention_probs_dropout_prob=options.dropout,
+        layer_norm_eps=options.layer_norm_eps, attn_implementation=options.attention,
+    )  # fmt: skip
+
+
+def _projector(options: Projector, width: int, out: int) -> nn.Module:
+    if options.kind == "linear":
+        return nn.Linear(width, out)
+    return nn.Sequential(nn.Linear(width, out), nn.GELU(), nn.Linear(out, out))
+
+
+def _put(embeddings: Tensor, places: Tensor, features: Tensor) -> Tensor:
+    """Features of images [images, queries, width], in order, at the places [batch, length]."""
+    expected = features.shape[0] * features.shape[1]
+    if has_values(places) and expected != (found := int(places.sum())):
+        raise DataError(
+            f"{features.shape[0]} images of {features.shape[1]} query tokens do not fill {found} placeholders: set the "
+            f"dataset's image_tokens to model.qformer.num_query_tokens, which is {features.shape[1]}"
+        )
+    return embeddings.masked_scatter(places[..., None], features.reshape(-1, features.shape[-1]))
+
+
+def _seen(segments: Tensor) -> Tensor:
+    """Boolean mask [batch, 1, length, length]: which tokens each token sees."""
+    earlier = torch.ones(segments.shape[1], segments.shape[1], dtype=torch.bool, device=segments.device).tril()
+    own = segments[:, :, None] == segments[:, None, :]
+    return ((own | (segments == SHARED)[:, None, :]) & earlier)[:, None]
+
+
+__all__ = ["Blip2Qwen", "Language", "Projector", "QFormer", "Vision"]
