@@ -23,8 +23,9 @@ from common import ROOT, Result, ratio, rounds, table
 
 sys.path.insert(0, str(ROOT / "platform"))
 
+from crosstrain.corpus.options import DedupOptions, NearOptions, PrepareOptions
 from crosstrain.corpus.pool import cores
-from crosstrain.corpus.prepare import DedupOptions, NearOptions, PrepareOptions, prepare
+from crosstrain.corpus.prepare import prepare
 from crosstrain.corpus.sources import documents
 from crosstrain.data.indexed_dataset import TokenFile, TokenWriter, best_dtype
 from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
@@ -203,7 +204,7 @@ def read(folder: Path, count: int, length: int = 1024, samples: int = 20_000) ->
 
 def start(folder: Path) -> None:
     """Opening 10^12 tokens and the first batch of training; the file is sparse, 2 TB that the disk does not hold."""
-    from crosstrain.config.load import BatchPlan
+    from crosstrain.config.batch import BatchPlan
     from crosstrain.config.registry import registry
     from crosstrain.data.loader import training_steps
 

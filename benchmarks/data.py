@@ -19,7 +19,8 @@ from common import ROOT, ratio, rounds, table
 
 sys.path.insert(0, str(ROOT / "platform"))
 
-from crosstrain.corpus.prepare import PrepareOptions, prepare
+from crosstrain.corpus.options import PrepareOptions
+from crosstrain.corpus.prepare import prepare
 from crosstrain.corpus.sources import documents
 from crosstrain.data.indexed_dataset import TokenWriter, best_dtype
 from crosstrain.data.shuffle import sample_index

@@ -23,17 +23,19 @@ from torch import Tensor
 from turns import Line
 
 from crosstrain.checkpoint.boxes import Shard, whole_pieces
-from crosstrain.config.load import Config, load_config, plan_batch
-from crosstrain.data.dataset import Batch
+from crosstrain.checkpoint.initialize import fill_initial
+from crosstrain.config.batch import BatchPlan
+from crosstrain.config.load import Config, load_config
 from crosstrain.data.loader import training_steps
+from crosstrain.data.splits import open_split
 from crosstrain.distributed.launch.signals import StopRequest
 from crosstrain.distributed.watchdog import watchdog
-from crosstrain.engine.build import make_model, make_runner, open_split
+from crosstrain.engine.build import make_model, make_runner
 from crosstrain.engine.optimizer import parameter_groups
 from crosstrain.engine.precision import DTYPES
 from crosstrain.modeling.base import Model
-from crosstrain.modeling.meta_init import fill_initial
 from crosstrain.train.trainer import Trainer
+from crosstrain.utils.types import Batch
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class Bare:
     def __init__(self, config: Config, device: torch.device) -> None:
         engines: dict[str, type[ZeRO] | type[FSDP]] = {"deepspeed": ZeRO, "fsdp": FSDP}
         self.engine, self.device = engines[config.runner.name](config, device), device
-        plan = plan_batch(config.run, dist.get_world_size())
+        plan = BatchPlan.of(config.run, dist.get_world_size())
         stream = training_steps(
             open_split(config, "train"), plan, seed=config.run.seed, start=0, dp_rank=dist.get_rank()
         )
@@ -207,7 +209,7 @@ class ZeRO:
         # What it would compile here, for half a minute, serves inference alone.
         with patch("deepspeed.comm.torch.build_shm_op", lambda: None):
             deepspeed.init_distributed(dist.get_backend(), verbose=False)
-        plan = plan_batch(config.run, dist.get_world_size())
+        plan = BatchPlan.of(config.run, dist.get_world_size())
         zero = config.runner.options.zero()
         settings = {
             "train_micro_batch_size_per_gpu": plan.micro_batch,

@@ -111,10 +111,10 @@ def rank_of(project: str, modules: Path) -> None:
     for name in json.loads(modules.read_text()) if known else ():
         with contextlib.suppress(Exception):  # such as those that others make as they go
             importlib.import_module(name)
-    from crosstrain.cli.train import train_worker
     from crosstrain.config.load import load_config
     from crosstrain.engine.build import make_model, make_runner
     from crosstrain.modeling.meta_init import parameters_on_meta
+    from crosstrain.train.worker import train_worker
 
     config = load_config(project)
     make_runner(config)

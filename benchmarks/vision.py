@@ -32,13 +32,14 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from crosstrain.config.load import load_config, plan_batch
+from crosstrain.config.batch import BatchPlan
+from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
-from crosstrain.config.run_options import BatchPlan
 from crosstrain.config.schema import Checker, defaults
 from crosstrain.config.sources import merge
 from crosstrain.data.loader import training_steps
-from crosstrain.engine.build import build_model, open_split, prepare_data
+from crosstrain.data.splits import open_split, prepare_data
+from crosstrain.engine.build import build_model
 from crosstrain.engine.runner import Runner
 
 BATCH, ENCODER = 16, "vit_base_patch16_224"
@@ -99,7 +100,7 @@ def prepared(folder: Path) -> tuple[Runner, Any]:
     runner = Runner(None, config.run)
     runner.setup()
     build_model(config, runner, None, for_training=True)
-    plan = plan_batch(config.run, 1)
+    plan = BatchPlan.of(config.run, 1)
     steps = training_steps(open_split(config, "train"), plan, seed=0, start=0, dp_rank=0)
     return runner, next(steps)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from crosstrain.config.load import Component, OptionError
+from crosstrain.config.schema import Component, OptionError
 from crosstrain.config.registry import registry
 
 @registry.register_model("net")

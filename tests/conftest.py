@@ -61,7 +61,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared dataset with its own tokenizer of 320 ids."""
-    from crosstrain.corpus.prepare import PrepareOptions, prepare
+    from crosstrain.corpus.options import PrepareOptions
+    from crosstrain.corpus.prepare import prepare
 
     folder = tmp_path_factory.mktemp("data")
     text = write_text(folder / "text.jsonl")

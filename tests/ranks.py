@@ -134,8 +134,8 @@ def train(project: Path, name: str, *options: str, size: int = 1) -> Run:
 
 
 def _train(project: str, options: tuple[str, ...]) -> int:
-    from crosstrain.cli.train import train_worker
     from crosstrain.config.load import load_config
+    from crosstrain.train.worker import train_worker
 
     os.chdir(Path(project).parent)
     return train_worker(load_config(project, options).plain, True)

@@ -13,13 +13,13 @@ from typing import Any
 
 from openai import OpenAI
 
-from crosstrain.cli.serve import Place, lead, listen
 from crosstrain.config.load import Config
 from crosstrain.engine.build import build_model
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.open_checkpoint import saved_config
 from crosstrain.serving.batch import Rows
 from crosstrain.serving.limits import Limits
+from crosstrain.serving.server import Place, lead, listen
 
 
 class Stop:

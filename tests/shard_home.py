@@ -19,7 +19,7 @@ from PIL import Image
 from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
 from crosstrain.data.dataset import Split
-from crosstrain.engine.build import open_split, prepare_data
+from crosstrain.data.splits import open_split, prepare_data
 from sight import write_project
 
 

@@ -17,13 +17,14 @@ from PIL import Image
 
 from conftest import ENVIRONMENT, ROOT, Run
 from crosstrain.config.load import load_config
+from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.data.vision.conversations import IMAGE_ID
-from crosstrain.engine.build import build_model, make_runner, open_split, prepare_data
+from crosstrain.engine.build import build_model, make_runner
 from crosstrain.inference.contact_sheet import TILE, contact_sheet
+from crosstrain.inference.conversation import Conversing
 from crosstrain.inference.generation import Sampling, generate
 from crosstrain.inference.open_checkpoint import saved_config
 from crosstrain.inference.vqa import Answer, answer_questions, caption_scores, score
-from crosstrain.inference.vqa_report import Conversing
 from crosstrain.utils.errors import ConfigError, UserError
 from ranks import mostly_slow, run_ranks, train
 from shard_home import module_of

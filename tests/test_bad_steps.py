@@ -16,7 +16,8 @@ from crosstrain.config.load import load_config
 from crosstrain.data.loader import one_sample
 from crosstrain.data.shuffle import sample_index
 from crosstrain.data.skip_ranges import leave_out, numbers, show, take
-from crosstrain.engine.build import build_model, open_split
+from crosstrain.data.splits import open_split
+from crosstrain.engine.build import build_model
 from crosstrain.engine.runner import Runner
 from crosstrain.utils.errors import ConfigError
 from ranks import mostly_slow, train

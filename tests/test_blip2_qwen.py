@@ -14,13 +14,14 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from crosstrain.config.load import load_config
-from crosstrain.data.dataset import Sample
 from crosstrain.data.shuffle import sample_index
+from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.data.vision.conversations import IMAGE_ID, NO_TARGET, collate
-from crosstrain.engine.build import make_model, open_split, prepare_data
+from crosstrain.engine.build import make_model
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling.meta_init import parameters_on_meta
 from crosstrain.utils.errors import CheckpointError, ConfigError, DataError
+from crosstrain.utils.types import Sample
 from ranks import make_trainer, mostly_slow, run_ranks, train
 from sight import MODEL, OPEN, build, mixed_project, options, shapes, write_project
 from test_runners import TOLERANCE, Run, relative

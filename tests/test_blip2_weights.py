@@ -18,8 +18,8 @@ from conftest import ROOT, Run
 from crosstrain.checkpoint.files import Reader
 from crosstrain.cli.main import main
 from crosstrain.config.load import load_config
+from crosstrain.data.splits import prepare_data
 from crosstrain.data.vision.conversations import collate
-from crosstrain.engine.build import prepare_data
 from crosstrain.utils.errors import CheckpointError, ConfigError
 from ranks import mostly_slow, train
 from sight import LANGUAGE, MODEL, build, options, picture, shapes, write_project

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config_home import configured_home, edit, load, mistake, mistakes
-from crosstrain.config.load import Component, Config, RunOptions
-from crosstrain.config.run_options import AmpOptions
-from crosstrain.config.schema import NoOptions
+from crosstrain.config.load import Config
+from crosstrain.config.run_options import AmpOptions, RunOptions
+from crosstrain.config.schema import Component, NoOptions
 from crosstrain.config.sources import Layer, Origins, literal, resolve
 from crosstrain.utils.errors import ConfigError, UserError
 from plugin_home import forget_plugins, plugin, write

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from conftest import ENVIRONMENT, ROOT, Workspace
-from crosstrain.cli.train import check
 from crosstrain.config.load import Config, load_config
+from crosstrain.train.preflight import check
 from crosstrain.utils.errors import UserError, sentence
 from mistakes import mutate
 from test_config_docs import ROWS

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config_home import PROJECT, configured_home, edit, load, mistake
-from crosstrain.config.load import Config, RunOptions
-from crosstrain.config.run_options import AmpOptions
+from crosstrain.config.load import Config
+from crosstrain.config.run_options import AmpOptions, RunOptions
 from crosstrain.config.schema import Checker
 from crosstrain.utils.errors import ConfigError, UserError
 from plugin_home import write

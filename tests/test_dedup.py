@@ -17,8 +17,8 @@ from crosstrain.corpus.dedup import find_repeated, minhash
 from crosstrain.corpus.dedup.external_sort import Buckets
 from crosstrain.corpus.dedup.find import Repeated
 from crosstrain.corpus.dedup.shingles import jaccard, shingles
+from crosstrain.corpus.options import DedupOptions, NearOptions
 from crosstrain.corpus.pool import Pool
-from crosstrain.corpus.prepare import DedupOptions, NearOptions
 from crosstrain.corpus.shards import TextShard
 
 WORDS = [f"{a}{b}" for a in "bcdfghjklm" for b in ("an", "er", "is", "ot", "ul", "ay", "ee", "on", "im", "up")]
@@ -152,7 +152,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[3])
 from test_dedup import search, planted
 from crosstrain.corpus.dedup import external_sort
-from crosstrain.corpus.prepare import DedupOptions, NearOptions
+from crosstrain.corpus.options import DedupOptions, NearOptions
 external_sort.MEMORY = 1 << 20
 texts, _ = planted(40)
 search(Path(sys.argv[1]) / "warm", texts, DedupOptions(near=NearOptions()))

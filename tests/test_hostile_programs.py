@@ -19,8 +19,8 @@ from conftest import Workspace
 from crosstrain.cli import evaluate
 from crosstrain.cli.main import main
 from crosstrain.inference.open_checkpoint import open_tokenizer
-from crosstrain.monitor.progress import log, set_up_logging
 from crosstrain.utils.errors import CheckpointError
+from crosstrain.utils.logging import log, set_up_logging
 
 
 @pytest.fixture(scope="module")

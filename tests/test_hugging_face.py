@@ -10,11 +10,13 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from conftest import Workspace, json_lines
+from crosstrain.checkpoint.initialize import fill_initial
 from crosstrain.config.load import load_config
-from crosstrain.corpus.prepare import PrepareOptions, prepare
+from crosstrain.corpus.options import PrepareOptions
+from crosstrain.corpus.prepare import prepare
 from crosstrain.engine.build import build_model, make_model
 from crosstrain.engine.runner import Runner
-from crosstrain.modeling.meta_init import construct, fill_initial, parameters_on_meta
+from crosstrain.modeling.meta_init import construct, parameters_on_meta
 from crosstrain.utils.errors import CheckpointError
 
 

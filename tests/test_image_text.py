@@ -14,14 +14,14 @@ import pytest
 import torch
 from PIL import Image
 
+from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
-from crosstrain.config.run_options import BatchPlan
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import training_steps
+from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.data.vision.conversations import IMAGE_ID, NO_TARGET, ConversationEncoder, Message
-from crosstrain.engine.build import open_split, prepare_data
 from crosstrain.utils.errors import ConfigError, DataError
 from shard_home import captions, jpeg, module_of, opened, serving, write_shard
 from sight import EVAL, options, picture, shapes, write_project

@@ -26,7 +26,7 @@ from crosstrain.cli.main import main
 from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Checker
-from crosstrain.engine.build import prepare_data
+from crosstrain.data.splits import prepare_data
 from crosstrain.utils.assets import GENERATION_CONFIG, TOKENIZER_FILES
 from ranks import make_trainer, run_ranks
 

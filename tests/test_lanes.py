@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from conftest import Workspace
-from crosstrain.data.dataset import Sample
 from crosstrain.data.vision.conversations import IMAGE_ID
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.generation import Growing
 from crosstrain.inference.kv_slots import BLOCK
 from crosstrain.serving.batch import Rows
+from crosstrain.utils.types import Sample
 from sight import build as build_sight
 from sight import shapes, write_project
 from test_hugging_face import build

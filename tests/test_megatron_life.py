@@ -86,7 +86,8 @@ def test_a_checkpoint_holds_no_padding_and_nothing_twice(uninterrupted: tuple[Wo
 
 def _evaluate(checkpoint: str, options: tuple[str, ...]) -> tuple[float, list[list[float]], list[int]]:
     """Loss on the validation split, next-token logits of two prompts, and a greedy continuation with a cache."""
-    from crosstrain.engine.build import build_model, make_runner, open_split
+    from crosstrain.data.splits import open_split
+    from crosstrain.engine.build import build_model, make_runner
     from crosstrain.inference.open_checkpoint import saved_config
     from crosstrain.inference.perplexity import evaluate_loss
 

@@ -9,10 +9,10 @@ import yaml
 
 from conftest import Workspace
 from crosstrain.cli.plan import _make as make_plan
-from crosstrain.cli.train import check
 from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
 from crosstrain.planning.format import Budget
+from crosstrain.train.preflight import check
 from crosstrain.utils.errors import ConfigError
 from families import tiny
 from ranks import train

@@ -13,7 +13,8 @@ from conftest import Run
 from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
 from crosstrain.data.shuffle import sample_index
-from crosstrain.engine.build import build_model, make_model, make_runner, open_split, prepare_data, training_dataset
+from crosstrain.data.splits import open_split, prepare_data, training_dataset
+from crosstrain.engine.build import build_model, make_model, make_runner
 from crosstrain.modeling.meta_init import parameters_on_meta
 from crosstrain.utils.errors import ConfigError
 from ranks import mostly_slow, run_ranks, train

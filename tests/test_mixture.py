@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import Workspace, json_lines
+from crosstrain.config.batch import BatchPlan
 from crosstrain.config.curriculum import CurriculumOptions
-from crosstrain.config.load import BatchPlan
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Checker, OptionError
-from crosstrain.corpus.prepare import PrepareOptions, prepare
+from crosstrain.corpus.options import PrepareOptions
+from crosstrain.corpus.prepare import prepare
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import training_steps
 from crosstrain.data.mixing import Quota, quantise

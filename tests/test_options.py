@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crosstrain.config.load import BatchPlan, OptionError, RunOptions, plan_batch
+from crosstrain.config.batch import BatchPlan
+from crosstrain.config.run_options import RunOptions
+from crosstrain.config.schema import OptionError
 from crosstrain.utils.errors import ConfigError
 
 
@@ -16,7 +18,7 @@ def test_an_option_error_raised_outside_a_file_still_names_its_field() -> None:
 
 
 def batch(dp_size: int, **given: int | None) -> BatchPlan:
-    return plan_batch(RunOptions(output_dir="o", max_iters=1, **given), dp_size)  # type: ignore[arg-type]
+    return BatchPlan.of(RunOptions(output_dir="o", max_iters=1, **given), dp_size)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

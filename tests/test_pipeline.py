@@ -21,9 +21,11 @@ from crosstrain.cli.main import main
 from crosstrain.config.schema import Checker
 from crosstrain.corpus import reader
 from crosstrain.corpus.filter_stage import Clean
+from crosstrain.corpus.options import PrepareOptions
 from crosstrain.corpus.pool import Stage
-from crosstrain.corpus.prepare import PrepareOptions, Summary, prepare
+from crosstrain.corpus.prepare import prepare
 from crosstrain.data.indexed_dataset import TokenFile
+from crosstrain.data.prepared import Summary
 from crosstrain.utils.errors import DataError
 
 WORDS = [f"{a}{b}{c}" for a in ("ba", "de", "ki", "lo") for b in ("n", "r", "s", "t") for c in ("a", "e", "o")]

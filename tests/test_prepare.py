@@ -14,8 +14,10 @@ from filelock import FileLock
 from conftest import TEXTS, json_lines
 from crosstrain.config.schema import OptionError
 from crosstrain.corpus import pipeline, tokenize_stage
-from crosstrain.corpus.prepare import PrepareOptions, Summary, prepare
+from crosstrain.corpus.options import PrepareOptions
+from crosstrain.corpus.prepare import prepare
 from crosstrain.data.indexed_dataset import TokenFile
+from crosstrain.data.prepared import Summary
 from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.utils.errors import DataError
 

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from crosstrain.cli import main
 from crosstrain.config.schema import OptionError
-from crosstrain.corpus.prepare import PrepareOptions, prepare
+from crosstrain.corpus.options import PrepareOptions
+from crosstrain.corpus.prepare import prepare
 from crosstrain.data.indexed_dataset import TokenFile
 from crosstrain.data.tokenizer import train_bpe
 from crosstrain.utils.errors import DataError, UserError, sentence

@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from conftest import ENVIRONMENT, ROOT
-from crosstrain.corpus.prepare import Summary
 from crosstrain.data.indexed_dataset import TokenFile
+from crosstrain.data.prepared import Summary
 from crosstrain.data.tokenizer import load_tokenizer, train_bpe
 from test_readers import PAGE
 from test_urls import Server, server

@@ -10,7 +10,7 @@ import pytest
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Checker, OptionError
 from crosstrain.corpus.filter import Dropped, Rule, make_rules
-from crosstrain.corpus.prepare import PrepareOptions
+from crosstrain.corpus.options import PrepareOptions
 from crosstrain.utils.errors import ConfigError
 
 PROSE = "The town was founded long ago by fishermen. Later came traders, and after them the railway and a school."

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from crosstrain.config.load import load_config
-from crosstrain.engine.optimizer import make_schedule
+from crosstrain.engine.lr_schedule import make_schedule
 from crosstrain.engine.precision import DynamicLossScaler
 
 # Published log of GPT-2 345M on Megatron-LM: (iterations of the run, {iteration: rate as printed}, loss scale as

@@ -14,9 +14,9 @@ import torch
 from openai import AsyncOpenAI
 from transformers import AutoTokenizer
 
-from crosstrain.cli.serve import Place, listen
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.generation import Sampling, generate
+from crosstrain.serving.server import Place, listen
 from served import Server, loaded, served
 
 

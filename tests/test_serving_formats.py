@@ -22,9 +22,9 @@ from transformers import AutoTokenizer
 
 from conftest import ENVIRONMENT
 from crosstrain.config.load import load_config
-from crosstrain.engine.build import prepare_data
+from crosstrain.data.splits import prepare_data
+from crosstrain.inference.conversation import Conversing
 from crosstrain.inference.generation import Sampling, generate
-from crosstrain.inference.vqa_report import Conversing
 from crosstrain.serving.limits import Limits
 from ranks import train
 from served import Server, loaded, served

@@ -17,7 +17,7 @@ import pytest
 from conftest import ENVIRONMENT, ROOT
 from crosstrain.cli.chat import Client
 from crosstrain.config.load import load_config
-from crosstrain.engine.build import prepare_data
+from crosstrain.data.splits import prepare_data
 from crosstrain.serving.limits import Limits
 from crosstrain.utils.errors import UserError
 from ranks import train

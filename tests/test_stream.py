@@ -8,9 +8,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crosstrain.config.load import BatchPlan
-from crosstrain.data.dataset import Dataset, Sample
+from crosstrain.config.batch import BatchPlan
+from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import MicroBatch, evaluation_batches, training_steps
+from crosstrain.utils.types import Sample
 
 
 class Numbers(Dataset):

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import load_config
-from crosstrain.config.run_options import BatchPlan
 from crosstrain.data.dataset import Reading
 from crosstrain.data.loader import training_steps
 from crosstrain.utils.errors import ConfigError, DataError

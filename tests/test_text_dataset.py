@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Checker
-from crosstrain.corpus.prepare import PrepareOptions
+from crosstrain.corpus.options import PrepareOptions
 from crosstrain.data.indexed_dataset import TokenWriter
 from crosstrain.data.tokenizer import load_tokenizer, train_bpe
 from crosstrain.utils.errors import ConfigError, DataError

@@ -19,13 +19,13 @@ import pytest
 from attacks import frugal, seal
 from conftest import Workspace
 from crosstrain.config.load import load_config
-from crosstrain.corpus.prepare import Summary
 from crosstrain.data.indexed_dataset import TokenFile
+from crosstrain.data.prepared import Summary
+from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.data.tokenizer import load_gpt2, load_tokenizer
 from crosstrain.data.vision.annotations import read_annotations
 from crosstrain.data.vision.conversations import SampleError
 from crosstrain.data.vision.image_dataset import open_image_file
-from crosstrain.engine.build import open_split, prepare_data
 from crosstrain.inference.open_checkpoint import saved_config
 from crosstrain.utils import trust
 from crosstrain.utils.assets import MODEL_FILES, TOKENIZER_FILES

@@ -15,9 +15,11 @@ import pytest
 
 from crosstrain.config.schema import Checker
 from crosstrain.corpus.download import download
-from crosstrain.corpus.prepare import PrepareOptions, Summary, prepare
+from crosstrain.corpus.options import PrepareOptions
+from crosstrain.corpus.prepare import prepare
 from crosstrain.corpus.reader import Reader
 from crosstrain.corpus.sources import Source
+from crosstrain.data.prepared import Summary
 from crosstrain.utils.errors import ConfigError, DataError
 
 PROSE = "The lighthouse stands on a cliff above the harbour, and {0} ships pass it every night on their way south. "

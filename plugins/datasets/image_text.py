@@ -15,7 +15,7 @@ from torch.utils.data import get_worker_info
 from crosstrain.config.bounds import FilePath, PositiveInt, Text
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import OptionError
-from crosstrain.data.dataset import SPLITS, Reading, Sample, Split
+from crosstrain.data.dataset import SPLITS, Reading, Split
 from crosstrain.data.vision.conversations import SampleError
 from crosstrain.data.vision.image_dataset import (
     Annotation,
@@ -26,6 +26,7 @@ from crosstrain.data.vision.image_dataset import (
     processors,
 )
 from crosstrain.utils.errors import DataError
+from crosstrain.utils.types import Sample
 
 from .packing import PackOptions, pack
 from .streaming import ShardStream

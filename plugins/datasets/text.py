@@ -14,11 +14,14 @@ from annotated_types import Interval
 from crosstrain.config.bounds import FilePath
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import OptionError
-from crosstrain.corpus.prepare import PrepareOptions, Summary, locate, prepare
-from crosstrain.data.dataset import SPLITS, Batch, Dataset, Sample, Split
+from crosstrain.corpus.options import PrepareOptions
+from crosstrain.corpus.prepare import prepare
+from crosstrain.data.dataset import SPLITS, Dataset, Split
 from crosstrain.data.indexed_dataset import TokenFile
+from crosstrain.data.prepared import Summary, locate
 from crosstrain.data.tokenizer import TextTokenizer, cached_folder, load_gpt2, load_tokenizer
 from crosstrain.utils.errors import DataError
+from crosstrain.utils.types import Batch, Sample
 
 _BASELINE_TOKENS = 20_000_000  # plenty for word frequencies, seconds to count
 _COUNT_AT_ONCE = 1 << 20
@@ -64,7 +67,7 @@ class TextDataset(Dataset):
             prepare(options.prepare, Path(options.path).expanduser(), wait=True)
         _, folder = locate(options.path)
         made = Summary.read(folder) if folder is not None and options.prepare is not None else None
-        if made is not None and options.prepare is not None and (changed := made.differs(options.prepare)):
+        if made is not None and options.prepare is not None and (changed := options.prepare.changed_from(made.options)):
             key, then, now = changed
             raise DataError(
                 f"{folder} was prepared with {key}={then!r}, and prepare.{key} is now {now!r}:"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from crosstrain.config.registry import registry
-from crosstrain.engine.optimizer import cosine
+from crosstrain.engine.lr_schedule import cosine
 
 
 @registry.register_lr_scheduler("cosine")

@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from crosstrain.checkpoint.run_folder import append
 from crosstrain.config.registry import registry
 from crosstrain.monitor.metrics import Row, flat, scalars, texts
 from crosstrain.monitor.tracker import TrackedRun, Tracker
+from crosstrain.utils.files import append
 
 
 @registry.register_tracker("tensorboard")

@@ -18,6 +18,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from crosstrain.utils.errors import UserError
+from crosstrain.utils.files import append
 
 if TYPE_CHECKING:  # reading a run's folder needs no torch
     from crosstrain.distributed.group import Group
@@ -239,24 +240,6 @@ def write_atomically(path: Path, text: str) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise
-
-
-def append(path: Path | str, data: str | bytes, folder: int | None = None) -> None:
-    """Append to a file, all of `data` or, where OSError is raised, nothing.
-
-    folder: descriptor that a relative path starts from.
-    """
-    data = data.encode() if isinstance(data, str) else data
-    with open(path, "ab", buffering=0, opener=lambda p, flags: os.open(p, flags, 0o666, dir_fd=folder)) as file:
-        size = file.seek(0, os.SEEK_END)
-        try:
-            while data:
-                data = data[file.write(data) :]
-        except OSError:
-            file.truncate(size)
-            if size == 0:
-                os.unlink(path, dir_fd=folder)
-            raise
 
 
 def _is(path: Path, known: os.stat_result) -> bool:

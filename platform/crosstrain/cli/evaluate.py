@@ -10,17 +10,20 @@ from typing import Any
 
 from crosstrain.checkpoint import folders
 from crosstrain.config.load import Config
-from crosstrain.distributed.launch.launcher import Launch, launch
-from crosstrain.engine.build import build_model, check_fit, make_runner, open_split, prepare_data
+from crosstrain.data.splits import open_split, prepare_data
+from crosstrain.distributed.launch.launcher import launch
+from crosstrain.distributed.launch.topology import Launch
+from crosstrain.engine.build import build_model, check_fit, make_runner
+from crosstrain.inference.conversation import Conversing
 from crosstrain.inference.generation import Sampling, generate
 from crosstrain.inference.lm_eval_tasks import run_tasks
 from crosstrain.inference.open_checkpoint import check_model, check_ranks, chosen_config, open_tokenizer
 from crosstrain.inference.perplexity import evaluate_loss
-from crosstrain.inference.vqa_report import Conversing, answer_splits
-from crosstrain.monitor.metrics import finite
-from crosstrain.monitor.progress import log, set_up_logging
+from crosstrain.inference.vqa_report import answer_splits
 from crosstrain.utils.errors import UserError, printable, sentence
+from crosstrain.utils.logging import log, set_up_logging
 from crosstrain.utils.optional_deps import require
+from crosstrain.utils.units import finite
 
 _MICRO_BATCH = 8  # samples per forward where the run does not say; the result does not depend on it
 

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-import torch
-
+from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config, load_config, preset_files
 from crosstrain.config.registry import registry
-from crosstrain.config.run_options import BatchPlan
-from crosstrain.data.dataset import Batch, Dataset
-from crosstrain.distributed.launch.launcher import Launch
-from crosstrain.engine.build import freeze, model_on_meta, open_split, training_dataset
+from crosstrain.distributed.launch.topology import Launch
 from crosstrain.monitor.report.read_run import read_runs
 from crosstrain.planning.estimate import MODES, Estimate, Project, with_options
-from crosstrain.planning.fake_world import without_weights
+from crosstrain.planning.fit import _project
 from crosstrain.planning.format import Budget, Plan, length
 from crosstrain.planning.plot import draw
-from crosstrain.planning.suggest import nearest, needs
+from crosstrain.planning.suggest import nearest
 from crosstrain.utils.errors import UserError
-from crosstrain.utils.units import read_bytes, read_number, show_bytes
+from crosstrain.utils.units import read_bytes, read_number
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -50,21 +44,6 @@ def plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def refuse_what_cannot_fit(config: Config, world_size: int, device_memory: str | None) -> None:
-    """UserError where the run needs more memory than its device has, if that is given or known."""
-    limit = read_bytes(device_memory, "--device-memory") if device_memory else _known_memory(config)
-    if limit is None:
-        return
-    project = _project(config)
-    estimate = project.estimate(config.runner.name, config, world_size)
-    if (needed := needs(estimate, project.device)) > limit:
-        advice = nearest(project, config, {}, world_size, limit)
-        raise UserError(
-            f"a rank would need {show_bytes(needed)} of memory, and its device has {show_bytes(limit)}"
-            f"{f'; {advice}' if advice else ''}; `crosstrain plan` shows other layouts, and --no-fit-check starts it"
-        )
-
-
 def _budget(arguments: argparse.Namespace) -> Budget:
     def number(name: str, flag: str) -> float | None:
         text = getattr(arguments, name)
@@ -85,13 +64,6 @@ def _measured(given: str | None) -> float | None:
     if curve is None:
         raise UserError(f"--tokens-per-second: {given} has logged no step yet")
     return median(curve.values)
-
-
-def _known_memory(config: Config) -> int | None:
-    """Bytes of a GPU that is here; not known of a CPU, whose memory others use, too."""
-    if config.run.device == "cpu" or not torch.cuda.is_available():
-        return None
-    return torch.cuda.get_device_properties(0).total_memory
 
 
 def _presets(cfg_path: str, options: list[str]) -> dict[str, Config | str]:
@@ -150,31 +122,3 @@ def _try(project: Project, label: str, config: Config, world_size: int, mode: An
         return project.estimate(label, config, world_size, mode)
     except UserError as error:
         return str(error)
-
-
-def _project(config: Config) -> Project:
-    described, absent = without_weights(config.model, config.sized)
-    model = model_on_meta(replace(config, model=described))
-    freeze(model, config.run.freeze)
-    device = config.run.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Project(config, model, _inputs(config), device, absent)
-
-
-def _inputs(config: Config) -> Batch | None:
-    """One sample's shapes, without the data if the dataset can tell, else of the first sample if the data is there."""
-    component = training_dataset(config)
-    shapes = registry.get_dataset_class(component.name).shapes(component.options)
-    if shapes is not None:
-        return shapes
-    try:
-        return first_batch(open_split(config, "train"))
-    except (UserError, OSError):
-        return None
-
-
-def first_batch(dataset: Dataset) -> Batch:
-    """The shapes of the first sample."""
-    batch = dataset.collate([dataset.get(0, np.random.default_rng(0))])
-    return {key: value.to("meta") for key, value in batch.items()}

@@ -12,7 +12,7 @@ from crosstrain.config.registry import registry
 from crosstrain.config.schema import Checker, OptionError, defaults, options_class
 from crosstrain.config.sources import Origins, merge, plain_layer, read_options, read_yaml, resolve
 from crosstrain.corpus import tools
-from crosstrain.corpus.prepare import PrepareOptions
+from crosstrain.corpus.options import PrepareOptions
 from crosstrain.corpus.prepare import prepare as make
 from crosstrain.utils import paths
 from crosstrain.utils.errors import UserError, printable

@@ -17,18 +17,8 @@ from typing import Any, get_args, get_type_hints
 
 from crosstrain.config import bounds
 from crosstrain.config.registry import registry
-from crosstrain.config.run_options import AmpOptions, BatchPlan, RunOptions, plan_batch
-from crosstrain.config.schema import (
-    Checker,
-    Component,
-    Key,
-    Mistakes,
-    OptionError,
-    defaults,
-    nearest,
-    options_class,
-    to_plain,
-)
+from crosstrain.config.run_options import RunOptions
+from crosstrain.config.schema import Checker, Component, Key, Mistakes, defaults, nearest, options_class, to_plain
 from crosstrain.config.sources import (
     Layer,
     Origins,
@@ -45,17 +35,6 @@ from crosstrain.config.sources import (
 from crosstrain.utils import paths
 from crosstrain.utils.errors import ConfigError, UserError
 from crosstrain.utils.trust import Trust
-
-__all__ = [
-    "AmpOptions",
-    "BatchPlan",
-    "Component",
-    "Config",
-    "OptionError",
-    "RunOptions",
-    "load_config",
-    "plan_batch",
-]
 
 _SECTIONS = ("model", "datasets", "run")
 _RUN_COMPONENTS = {"runner": "runner", "optimizer": "optimizer", "lr_sched": "lr_scheduler"}

@@ -215,38 +215,3 @@ class RunOptions:
             raise OptionError(
                 "resume_optimizer", "false would go back to moments that were not to be taken: use on_bad_step=skip"
             )
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """global_batch = micro_batch x accumulation x dp_size, in samples, forwards and ranks."""
-
-    global_batch: int
-    micro_batch: int
-    accumulation: int
-    dp_size: int
-
-
-def plan_batch(run: RunOptions, dp_size: int) -> BatchPlan:
-    """The batch arithmetic for `dp_size` data-parallel ranks; what `run` leaves open follows, or is 1.
-
-    Raises ConfigError when the numbers do not go together, with the nearest global batch size that would.
-    """
-    total, micro, accumulation = run.global_batch_size, run.micro_batch_size, run.accum_grad_iters
-    if total is None:
-        micro, accumulation = micro or 1, accumulation or 1
-        return BatchPlan(micro * accumulation * dp_size, micro, accumulation, dp_size)
-    if micro is None and accumulation is None:
-        accumulation = 1
-    factors = {"micro_batch_size": micro, "accum_grad_iters": accumulation, "data-parallel ranks": dp_size}
-    unit = (micro or 1) * (accumulation or 1) * dp_size
-    exact = micro is not None and accumulation is not None
-    if total != unit if exact else total % unit:
-        below = total // unit * unit
-        nearest = unit if exact else below if below and total - below <= unit / 2 else below + unit
-        product = " x ".join(f"{value} {name}" for name, value in factors.items() if value is not None)
-        raise ConfigError(
-            f"run.global_batch_size: {total} is not {'' if exact else 'a multiple of '}{unit} ({product}); "
-            f"the nearest valid global_batch_size is {nearest}"
-        )
-    return BatchPlan(total, micro or total // unit, accumulation or total // unit, dp_size)

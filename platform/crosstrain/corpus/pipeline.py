@@ -19,13 +19,14 @@ from tqdm import tqdm
 from crosstrain.corpus.dedup import Repeated, find_repeated
 from crosstrain.corpus.filter import make_rules, plain
 from crosstrain.corpus.filter_stage import Clean, Cleaned, Work
+from crosstrain.corpus.options import PrepareOptions
 from crosstrain.corpus.pool import Pool, cores
-from crosstrain.corpus.prepare import FORMAT_VERSION, PrepareOptions, Summary, hash_of
 from crosstrain.corpus.shards import TextShard, key_of
 from crosstrain.corpus.sources import sources
 from crosstrain.corpus.stats import BINS, Counts, histogram, write_report
 from crosstrain.corpus.tokenize_stage import Encode, TokenShard
 from crosstrain.data.indexed_dataset import TokenWriter, best_dtype
+from crosstrain.data.prepared import FORMAT_VERSION, Summary, hash_of
 from crosstrain.data.tokenizer import load_tokenizer, train_bpe
 from crosstrain.utils.errors import DataError
 

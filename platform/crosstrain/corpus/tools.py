@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from crosstrain.corpus.prepare import Summary, install, locate, making, replaceable
+from crosstrain.corpus.prepare import install, making, replaceable
 from crosstrain.corpus.stats import BINS, bins, histogram
 from crosstrain.data.indexed_dataset import TokenFile, TokenWriter
+from crosstrain.data.prepared import Summary, locate
 from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.utils.errors import DataError
 

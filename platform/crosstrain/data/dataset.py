@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
-import torch
 from torch.utils.data import default_collate
 
 from crosstrain.data.shuffle import sample_index
 from crosstrain.utils.errors import UserError
+from crosstrain.utils.types import Batch, Sample
 
 Split = Literal["train", "val", "test"]
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
-
-Sample = dict[str, np.ndarray]
-Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from crosstrain.config.load import BatchPlan
-from crosstrain.data.dataset import Batch, Dataset, Reading, Sample
+from crosstrain.config.batch import BatchPlan
+from crosstrain.data.dataset import Dataset, Reading
 from crosstrain.data.skip_ranges import Ranges
 from crosstrain.data.skip_ranges import numbers as sample_numbers
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.rng import sample_rng
+from crosstrain.utils.types import Batch, Sample
 
 
 @dataclass

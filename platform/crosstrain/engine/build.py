@@ -7,19 +7,21 @@ from pathlib import Path
 
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.frozen import Base, check_frozen, fingerprints, load_shards
+from crosstrain.checkpoint.initialize import fill_initial
 from crosstrain.checkpoint.manifest import Frozen
-from crosstrain.config.load import BatchPlan, Component, Config, plan_batch
+from crosstrain.config.batch import BatchPlan
+from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
-from crosstrain.data.dataset import Dataset, Split
+from crosstrain.data.dataset import Dataset
 from crosstrain.data.tokenizer import TOKENIZER, vocabulary
 from crosstrain.engine.compilation import compile_model
 from crosstrain.engine.optimizer import optimizer_factory
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling import activation_checkpointing
 from crosstrain.modeling.base import Model, no_match
-from crosstrain.modeling.meta_init import fill_initial, parameters_on_meta
+from crosstrain.modeling.meta_init import parameters_on_meta
 from crosstrain.utils.errors import CheckpointError, ConfigError, explained
-from crosstrain.utils.trust import check_source, limited_to
+from crosstrain.utils.trust import limited_to
 
 _MOST_PARAMETERS = 1_000_000  # tensors: ten times those of the largest mixtures of experts
 _LONGEST_BUILD = 120.0  # seconds
@@ -53,36 +55,7 @@ def batch_plan(config: Config, world_size: int) -> BatchPlan:
     """
     runner = registry.get_runner_class(config.runner.name)
     runner.check(config.runner.options, config.run)
-    return plan_batch(config.run, runner.data_parallel_size(config.runner.options, world_size))
-
-
-def training_dataset(config: Config) -> Component:
-    """The dataset that is trained on; ConfigError unless there is exactly one."""
-    if len(config.datasets) != 1:
-        raise ConfigError(
-            f"datasets: exactly one dataset is trained on, but {len(config.datasets)} are named "
-            f"({', '.join(config.datasets)})"
-        )
-    return next(iter(config.datasets.values()))
-
-
-def open_split(config: Config, split: Split) -> Dataset:
-    """A split of the configured dataset, prepared before.
-
-    Raises DataError where it would be empty, and ConfigError where the configuration is not trusted with data.
-    """
-    component = training_dataset(config)
-    with limited_to(config.trust):
-        check_source(f"the {split} split of {next(iter(config.datasets))}")
-        return registry.get_dataset_class(component.name)(component.options, split)
-
-
-def prepare_data(config: Config) -> None:
-    """Make the dataset's files if they do not exist yet. Raises ConfigError as `open_split` does."""
-    component = training_dataset(config)
-    with limited_to(config.trust):
-        check_source(f"the dataset {next(iter(config.datasets))}")
-        registry.get_dataset_class(component.name).prepare(component.options)
+    return BatchPlan.of(config.run, runner.data_parallel_size(config.runner.options, world_size))
 
 
 def check_fit(model: Model, dataset: Dataset) -> None:

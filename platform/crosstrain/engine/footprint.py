@@ -8,9 +8,10 @@ from typing import Literal
 
 from torch import nn
 
-from crosstrain.config.run_options import BatchPlan, RunOptions
-from crosstrain.data.dataset import Batch
+from crosstrain.config.batch import BatchPlan
+from crosstrain.config.run_options import RunOptions
 from crosstrain.modeling.base import Model
+from crosstrain.utils.types import Batch
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from crosstrain.checkpoint.boxes import Piece, Shard, dtensor_pieces, whole_pieces
 from crosstrain.config.run_options import RunOptions
-from crosstrain.data.dataset import Batch
 from crosstrain.data.loader import MicroBatch
 from crosstrain.distributed.group import Group, choose_device, world
 from crosstrain.distributed.watchdog import watchdog
@@ -31,6 +30,7 @@ from crosstrain.modeling.meta_init import construct
 from crosstrain.utils.errors import CheckpointError, ConfigError, first_line
 from crosstrain.utils.rng import seed_everything_for
 from crosstrain.utils.timers import Timers
+from crosstrain.utils.types import Batch
 
 
 @dataclass

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crosstrain.data.dataset import Sample
 from crosstrain.data.vision.conversations import IMAGE_ID
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.detokenizer import TextStream
 from crosstrain.modeling.base import Model
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.rng import generator
+from crosstrain.utils.types import Sample
 
 
 @dataclass

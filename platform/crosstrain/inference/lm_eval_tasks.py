@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from crosstrain.engine.runner import Runner
-from crosstrain.monitor.metrics import finite
-from crosstrain.monitor.progress import log
 from crosstrain.utils.errors import UserError, sentence
+from crosstrain.utils.logging import log
 from crosstrain.utils.optional_deps import require
+from crosstrain.utils.units import finite
 
 _BOOTSTRAPS = 1000  # draws for standard errors that have no formula
 

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from crosstrain.data.dataset import Batch, Dataset, Sample
+from crosstrain.data.dataset import Dataset
 from crosstrain.distributed.group import Group
 from crosstrain.engine.runner import Runner
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.optional_deps import require
+from crosstrain.utils.types import Batch, Sample
 
 _LONG = 4  # words: longer answers are judged as captions too
 _BLOCK = 32  # samples in a row that one rank asks about; batches do not reach beyond, whatever the number of ranks

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crosstrain.data.dataset import Batch
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.cross_entropy import Head
 from crosstrain.modeling.pretrained import Source
+from crosstrain.utils.types import Batch
 
 
 @dataclass(frozen=True)

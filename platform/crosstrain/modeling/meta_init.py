@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
-from torch import nn
-
-from crosstrain.checkpoint.boxes import Box, Shard
-from crosstrain.modeling.base import Model
-from crosstrain.utils.rng import generator
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -75,15 +72,6 @@ def construct(make_model: Callable[[], M], device: torch.device) -> M:
     return materialize(model, device)
 
 
-def fill_initial(model: Model, shards: Iterable[Shard], seed: int) -> None:
-    """Fill parameter shards with initial values, a function of (seed, canonical name, logical shape) alone.
-
-    One logical tensor exists at a time, so a rank needs no more memory than its share and the largest tensor.
-    """
-    for shard in shards:
-        if shard.kind != "param" or not shard.pieces:
-            continue
-        value = torch.empty(shard.shape)
-        model.initialize(shard.name, value, generator(seed, shard.name, *shard.shape))
-        for piece in shard.pieces:
-            piece.data.copy_(value[piece.box.slices_in(Box.whole(shard.shape))])
+def has_values(tensor: Tensor) -> bool:
+    """Whether there is memory behind a tensor: a model must not look at values where a plan follows its forward."""
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"

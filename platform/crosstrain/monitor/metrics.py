@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from crosstrain.checkpoint.run_folder import write_atomically
+from crosstrain.utils.units import finite
 
 Row = dict[str, Any]  # step, plain numbers, {"timers": {phase: ms}}, and texts: see `texts`
-
-
-def finite(value: Any) -> Any:
-    """`value`, or None for a number that JSON has no form for."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def line(row: Row) -> str:

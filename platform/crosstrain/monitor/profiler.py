@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from crosstrain.config.run_options import ProfileOptions
 from crosstrain.monitor.memory_timeline import read_memory, write_memory
-from crosstrain.monitor.progress import log
 from crosstrain.utils.errors import UserError
+from crosstrain.utils.logging import log
 
 
 class Profiler:

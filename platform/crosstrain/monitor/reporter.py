@@ -12,10 +12,11 @@ from crosstrain.config.load import Config
 from crosstrain.engine.runner import Runner
 from crosstrain.monitor.hardware import gpu_utilisation, memory_mb, peak_flops
 from crosstrain.monitor.metrics import Row
-from crosstrain.monitor.progress import Progress, log, log_line, memory_line
+from crosstrain.monitor.progress import Progress, log_line, memory_line
 from crosstrain.monitor.stragglers import RankWatch
 from crosstrain.monitor.tracker import TrackedRun
 from crosstrain.monitor.trackers import Trackers
+from crosstrain.utils.logging import log
 
 
 class Reporter:

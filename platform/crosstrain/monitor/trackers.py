@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Component
 from crosstrain.monitor.metrics import Row
-from crosstrain.monitor.progress import log
 from crosstrain.monitor.tracker import TrackedRun, Tracker
 from crosstrain.utils.errors import ConfigError, UserError, sentence
+from crosstrain.utils.logging import log
 
 _WAITING = 1000  # rows that a slow tracker may lag behind; further ones are lost for it
 _PATIENCE = 30.0  # seconds that it may take to send the rest when training has ended

@@ -11,10 +11,9 @@ from typing import get_args
 import torch
 from torch import nn
 
+from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
-from crosstrain.config.run_options import BatchPlan
-from crosstrain.data.dataset import Batch
 from crosstrain.engine.build import batch_plan
 from crosstrain.engine.footprint import Layout, Situation, Sizes
 from crosstrain.engine.optimizer import create_state, optimizer_factory
@@ -24,6 +23,7 @@ from crosstrain.modeling.base import Model
 from crosstrain.planning.fake_world import pretended
 from crosstrain.planning.memory_trace import Trace, trace
 from crosstrain.utils.errors import ConfigError, first_line
+from crosstrain.utils.types import Batch
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 _FP32 = 4

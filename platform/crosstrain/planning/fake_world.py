@@ -9,15 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from crosstrain.config.schema import Component
-
-
-def has_values(tensor: Tensor) -> bool:
-    """Whether there is memory behind a tensor: a model must not look at values where a plan follows its forward."""
-    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
 
 
 def without_weights(component: Component, sized: Component) -> tuple[Component, list[str]]:

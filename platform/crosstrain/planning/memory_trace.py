@@ -30,11 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from crosstrain.data.dataset import Batch
 from crosstrain.modeling import activation_checkpointing
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.base import Model
 from crosstrain.planning.device_kernels import computing_as
+from crosstrain.utils.types import Batch
 
 
 @dataclass

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from crosstrain.data.dataset import Sample
 from crosstrain.distributed.group import Group
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.generation import Growing
 from crosstrain.inference.kv_slots import Lanes
 from crosstrain.utils.errors import UserError
+from crosstrain.utils.types import Sample
 
 
 @dataclass(frozen=True)

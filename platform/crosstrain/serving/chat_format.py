@@ -8,10 +8,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from crosstrain.data.dataset import Questioner, Sample
+from crosstrain.data.dataset import Questioner
 from crosstrain.data.vision.conversations import IMAGE, Message
 from crosstrain.data.vision.image_dataset import ImageQuestioner
 from crosstrain.serving.encoding import Encoders
+from crosstrain.utils.types import Sample
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from crosstrain.data.dataset import Sample
 from crosstrain.inference.detokenizer import TextStream
 from crosstrain.inference.generation import Sampling, choose, completion_rng
 from crosstrain.serving.api_error import Refusal
 from crosstrain.serving.chat_format import Prompt
+from crosstrain.utils.types import Sample
 
 Reason = Literal["stop", "length"]
 

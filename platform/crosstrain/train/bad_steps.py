@@ -16,10 +16,10 @@ from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import MicroBatch, one_sample
 from crosstrain.data.skip_ranges import Ranges, leave_out, show, spans
 from crosstrain.engine.runner import Runner, StepResult
-from crosstrain.monitor.metrics import finite
-from crosstrain.monitor.progress import log
 from crosstrain.train.state import State
 from crosstrain.utils.errors import ConfigError, TrainingError
+from crosstrain.utils.logging import log
+from crosstrain.utils.units import finite
 
 _SHOWN = 3  # suspects in a log line
 _RECORDED = 100  # in the file

@@ -11,8 +11,8 @@ import torch
 from crosstrain.config.run_options import RunOptions
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.generation import Sampling, generate
-from crosstrain.monitor.progress import log
 from crosstrain.utils.errors import UserError
+from crosstrain.utils.logging import log
 
 
 class PromptSamples:

@@ -12,18 +12,18 @@ from typing import Any
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
 from crosstrain.checkpoint.run_folder import RunFolder
-from crosstrain.config.load import BatchPlan, Config, plan_batch
+from crosstrain.config.batch import BatchPlan
+from crosstrain.config.load import Config
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import MicroBatch, training_steps
 from crosstrain.data.skip_ranges import take
+from crosstrain.data.splits import open_split
 from crosstrain.distributed.launch.signals import StopRequest
-from crosstrain.engine.build import build_model, check_tokenizer, open_split
-from crosstrain.engine.optimizer import make_schedule
+from crosstrain.engine.build import build_model, check_tokenizer
+from crosstrain.engine.lr_schedule import make_schedule
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.perplexity import LossMetrics, evaluate_loss
-from crosstrain.monitor.metrics import finite
 from crosstrain.monitor.profiler import Profiler
-from crosstrain.monitor.progress import log, set_up_logging
 from crosstrain.monitor.reporter import Reporter
 from crosstrain.train.bad_steps import Attempt, BadSteps, RollBack
 from crosstrain.train.prompt_samples import PromptSamples
@@ -31,7 +31,9 @@ from crosstrain.train.resume import reload, starting_point
 from crosstrain.train.state import State
 from crosstrain.utils.assets import TOKENIZER_FILES, copy_files, plain_files
 from crosstrain.utils.errors import CheckpointError, TrainingError
+from crosstrain.utils.logging import log, set_up_logging
 from crosstrain.utils.trust import signature
+from crosstrain.utils.units import finite
 
 
 def run_length(config: Config, plan: BatchPlan, dataset: Dataset) -> int:
@@ -65,7 +67,7 @@ class Trainer:
         self.val_dataset = open_split(config, "val") if run.eval_interval else None
         tokenizer = self.dataset.tokenizer_path
         self.tokenizer_files = plain_files(tokenizer, TOKENIZER_FILES) if tokenizer is not None else []
-        self.plan = plan_batch(run, runner.dp.size)
+        self.plan = BatchPlan.of(run, runner.dp.size)
         self.max_iters = run_length(config, self.plan, self.dataset)
         if run.curriculum is not None:
             run.curriculum.check(self.dataset.sequence_length)

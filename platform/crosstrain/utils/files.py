@@ -7,6 +7,10 @@ import os
 import stat
 from io import BufferedReader
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # reading a run's folder needs no torch
+    pass
 
 
 def open_regular(path: str | Path, *, follow: bool = True) -> BufferedReader:
@@ -41,3 +45,21 @@ def read_regular(path: str | Path, most: int, *, follow: bool = True) -> bytes:
 def _check(status: os.stat_result, path: str | Path) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def append(path: Path | str, data: str | bytes, folder: int | None = None) -> None:
+    """Append to a file, all of `data` or, where OSError is raised, nothing.
+
+    folder: descriptor that a relative path starts from.
+    """
+    data = data.encode() if isinstance(data, str) else data
+    with open(path, "ab", buffering=0, opener=lambda p, flags: os.open(p, flags, 0o666, dir_fd=folder)) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            file.truncate(size)
+            if size == 0:
+                os.unlink(path, dir_fd=folder)
+            raise

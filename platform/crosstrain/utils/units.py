@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from typing import Any
 
 from crosstrain.utils.errors import UserError
 
@@ -46,3 +48,8 @@ def show_number(value: float) -> str:
         if value >= factor:
             return f"{value / factor:.3g}{letter}"
     return f"{value:.3g}"
+
+
+def finite(value: Any) -> Any:
+    """`value`, or None for a number that JSON has no form for."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

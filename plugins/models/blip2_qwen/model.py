@@ -22,8 +22,8 @@ from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.base import Merge, Model
 from crosstrain.modeling.cross_entropy import Head
 from crosstrain.modeling.language_model import LanguageModel
+from crosstrain.modeling.meta_init import has_values
 from crosstrain.modeling.pretrained import Source
-from crosstrain.planning.fake_world import has_values
 from crosstrain.utils.errors import ConfigError, DataError
 
 from . import lora, vision, weights

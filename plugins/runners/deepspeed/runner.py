@@ -18,16 +18,17 @@ from deepspeed.runtime.utils import combine_grad_norm_groups
 from torch import Tensor, nn
 
 from crosstrain.checkpoint.boxes import Piece, flat_range_pieces
+from crosstrain.config.batch import BatchPlan
 from crosstrain.config.registry import registry
-from crosstrain.config.run_options import RunOptions, plan_batch
-from crosstrain.data.dataset import Batch
+from crosstrain.config.run_options import RunOptions
 from crosstrain.data.loader import MicroBatch
 from crosstrain.engine.footprint import Layout, Situation
 from crosstrain.engine.optimizer import MakeOptimizer, check_elementwise, create_state
 from crosstrain.engine.runner import Runner, StepResult
 from crosstrain.modeling.base import Model
-from crosstrain.monitor.progress import log
 from crosstrain.utils.errors import ConfigError, TrainingError
+from crosstrain.utils.logging import log
+from crosstrain.utils.types import Batch
 
 from .footprint import layout
 from .nvme import SwapFolder, SwappedStage3
@@ -100,7 +101,7 @@ class DeepSpeedRunner(Runner):
             if self.options.stage > 0:
                 check_elementwise(make_optimizer)
             self.optimizer = make_optimizer(model.named_parameters(), self.full_shape)
-            plan = plan_batch(self.run, self.dp.size)
+            plan = BatchPlan.of(self.run, self.dp.size)
         elif self.options.stage < 3:
             return
         self._autocast_inside(model)

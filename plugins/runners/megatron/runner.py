@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from crosstrain.checkpoint.boxes import Piece
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import RunOptions
-from crosstrain.data.dataset import Batch
 from crosstrain.data.loader import MicroBatch
 from crosstrain.distributed.group import Group
 from crosstrain.engine.footprint import Layout, Situation
@@ -25,6 +24,7 @@ from crosstrain.modeling.base import Model
 from crosstrain.modeling.meta_init import materialize, parameters_on_meta
 from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.rng import seed_everything_for
+from crosstrain.utils.types import Batch
 
 from .data_parallel import (
     Copies,

@@ -14,8 +14,8 @@ from crosstrain.config.schema import to_plain
 from crosstrain.corpus.dedup import minhash
 from crosstrain.corpus.dedup.documents import Texts
 from crosstrain.corpus.dedup.external_sort import Buckets
+from crosstrain.corpus.options import DedupOptions, NearOptions
 from crosstrain.corpus.pool import Pool
-from crosstrain.corpus.prepare import DedupOptions, NearOptions
 from crosstrain.corpus.shards import TextShard, key_of
 from crosstrain.corpus.stats import Counts
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from crosstrain.corpus.dedup.documents import Texts
 from crosstrain.corpus.dedup.shingles import jaccard, shingles
+from crosstrain.corpus.options import NearOptions
 from crosstrain.corpus.pool import Stage
-from crosstrain.corpus.prepare import NearOptions
 from crosstrain.corpus.shards import TextShard, write_json
 from crosstrain.corpus.tokenize_stage import batches
 from crosstrain.utils.optional_deps import require

@@ -10,9 +10,9 @@ from typing import Literal
 import numpy as np
 import torch
 
-from crosstrain.data.dataset import Batch, Sample
 from crosstrain.data.tokenizer import TextTokenizer
 from crosstrain.utils.errors import DataError
+from crosstrain.utils.types import Batch, Sample
 
 IMAGE = "<image>"  # in a message's text: here stands an image
 IMAGE_ID = -200  # in input_ids: here stands one embedding of an image (LLaVA's number)

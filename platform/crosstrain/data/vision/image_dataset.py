@@ -19,7 +19,7 @@ from annotated_types import Interval
 from crosstrain.config.bounds import FilePath, PositiveInt
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Component
-from crosstrain.data.dataset import Batch, Dataset, Example, Sample, Split
+from crosstrain.data.dataset import Dataset, Example, Split
 from crosstrain.data.tokenizer import TextTokenizer, cached_folder, load_tokenizer
 from crosstrain.data.vision.conversations import (
     Conversation,
@@ -31,6 +31,7 @@ from crosstrain.data.vision.conversations import (
 )
 from crosstrain.utils.errors import DataError, UserError
 from crosstrain.utils.files import read_regular
+from crosstrain.utils.types import Batch, Sample
 
 log = logging.getLogger(__name__)
 

@@ -29,8 +29,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from crosstrain.distributed.launch import restarts
-from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.distributed.launch.rendezvous import Nodes
+from crosstrain.distributed.launch.topology import Launch
 from crosstrain.distributed.launch.worker_errors import Failure, WorkerFailure, first_failure, run_worker
 from crosstrain.utils.errors import UserError
 

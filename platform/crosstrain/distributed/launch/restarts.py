@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 
-from crosstrain.distributed.group import Group
-from crosstrain.monitor.progress import log
-
-_VARIABLE = "CROSSTRAIN_STARTED_AGAIN"
+VARIABLE = "CROSSTRAIN_STARTED_AGAIN"
 
 
 def announce(why: str, certainty: int, number: int, most: int) -> None:
@@ -18,16 +15,8 @@ def announce(why: str, certainty: int, number: int, most: int) -> None:
     """
     forget()
     if why:
-        os.environ[_VARIABLE] = json.dumps([certainty, number, most, why])
+        os.environ[VARIABLE] = json.dumps([certainty, number, most, why])
 
 
 def forget() -> None:
-    os.environ.pop(_VARIABLE, None)
-
-
-def tell(world: Group, step: int) -> None:
-    """Log, if so, that these workers were started again, and go on from `step`. Collective."""
-    reasons = [json.loads(reason) for reason in world.all_gather(os.environ.get(_VARIABLE)) if reason]
-    if reasons:
-        _, number, most, why = max(reasons)
-        log.info("%s; all ranks started again (restart %d of %d) and go on from step %d", why, number, most, step)
+    os.environ.pop(VARIABLE, None)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from crosstrain.distributed.launch import launcher, worker_errors
+from crosstrain.distributed import launch
 from crosstrain.distributed.watchdog.rank_report import Call, History, Place, Waiting
 
 REMEMBERED = 2048  # calls per group
@@ -35,7 +35,8 @@ _COLLECTIVES: dict[str, str | None] = {
     "all_reduce_coalesced": None, "all_gather_coalesced": None, "barrier": None, "all_gather_object": None,
     "gather_object": None, "broadcast_object_list": None, "scatter_object_list": None,
 }  # fmt: skip
-_OUTERMOST = (launcher.__file__, worker_errors.__file__)  # no worker's code is outside of these
+# Frames of these files are outside of any worker's code.
+_OUTERMOST = tuple(str(Path(launch.__path__[0]) / name) for name in ("launcher.py", "worker_errors.py"))
 _TYPED = ("all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter_single")  # others move bytes of any type
 
 

@@ -28,8 +28,8 @@ from crosstrain.distributed.launch import worker_errors
 from crosstrain.distributed.watchdog.diagnosis import SETTLED, absence, deadlock, mismatch
 from crosstrain.distributed.watchdog.flight_recorder import REMEMBERED, Recorder, whereabouts
 from crosstrain.distributed.watchdog.rank_report import State
-from crosstrain.monitor.progress import log
 from crosstrain.utils.errors import RankLost, TrainingError, UserError
+from crosstrain.utils.logging import log
 
 _TICK = 0.5  # seconds between two looks at training
 _ANSWERING = 1.5  # seconds that other ranks have to say where they are

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from crosstrain.monitor.metrics import finite
 from crosstrain.monitor.report.downsample import smooth, thin
 from crosstrain.monitor.report.read_run import ReadRun
 from crosstrain.utils.errors import printable
+from crosstrain.utils.units import finite
 
 COLOURS = ("#3b82c4", "#e07b39", "#3fa66b", "#c65b9b", "#8b72d8", "#b8962e", "#3fa9b5", "#d1605e")  # of runs
 _DOTS = 40  # curves of fewer points show each

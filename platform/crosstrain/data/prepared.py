@@ -1,0 +1,86 @@
+"""A prepared dataset's summary and its files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from crosstrain.utils.errors import DataError
+from crosstrain.utils.files import read_regular
+
+FORMAT_VERSION = 1
+_MOST_BYTES = 1 << 26  # of dataset.json
+
+
+@dataclass
+class Summary:
+    """What `dataset.json` says."""
+
+    format_version: int
+    documents: int
+    dropped: int  # documents that were read and are not in it
+    tokens: int  # with one end-of-text token per document
+    text_bytes: int  # of the kept and the dropped documents, as UTF-8
+    vocab_size: int
+    eod_id: int
+    dtype: str
+    tokenizer_sha256: str  # of tokenizer/tokenizer.json
+    options: dict[str, Any]  # the PrepareOptions it was made with
+
+    @classmethod
+    def read(cls, folder: Path) -> Summary:
+        """Of a prepared folder. DataError when there is none, or one that this version cannot read."""
+        path = folder / "dataset.json"
+        try:
+            content = json.loads(read_regular(path, _MOST_BYTES))
+            if content.get("format_version") == FORMAT_VERSION:
+                return cls(**{field.name: content[field.name] for field in fields(cls)})
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise DataError(f"{path} does not describe a prepared dataset: {error!r}; prepare it again") from None
+        raise DataError(
+            f"{path} has format version {content.get('format_version')}, and this version of Crosstrain reads"
+            f" {FORMAT_VERSION}: prepare it again"
+        )
+
+    def check_tokenizer(self, folder: Path) -> None:
+        """DataError unless the tokenizer in a prepared folder is the one that made its tokens."""
+        path = folder / "tokenizer" / "tokenizer.json"
+        if not path.is_file() or hash_of(path) != self.tokenizer_sha256:
+            raise DataError(
+                f"{path} is not the tokenizer that made the tokens beside it (its SHA-256 differs from that in"
+                f" {folder / 'dataset.json'}): put the original back, or prepare the data again"
+            )
+
+    def write(self, folder: Path) -> None:
+        (folder / "dataset.json").write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+
+def hash_of(tokenizer: Path) -> str:
+    """SHA-256 of a tokenizer.json, in hexadecimal."""
+    return hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+
+
+def locate(where: str | Path) -> tuple[Path, Path | None]:
+    """(prefix of the token files, the prepared folder if they are in one) at a path that names either.
+
+    Raises DataError where there are no tokens, or several files of them.
+    """
+    path = Path(where).expanduser()
+    if path.suffix in (".idx", ".bin"):
+        path = path.with_suffix("")
+    if (path / "dataset.json").exists():
+        return path / "tokens", path
+    if path.with_name(path.name + ".idx").exists():
+        return path, None
+    found = sorted(path.glob("*.idx"))
+    if len(found) == 1:
+        return found[0].with_suffix(""), None
+    if found:
+        raise DataError(f"{path} holds several token files ({', '.join(f.stem for f in found)}): path must name one")
+    raise DataError(
+        f"there are no tokens at {path}, neither a folder made by `crosstrain prepare` nor a Megatron prefix: run"
+        f" `crosstrain prepare`, or say under `prepare` how to make it"
+    )

@@ -1,0 +1,48 @@
+"""The splits of the configured dataset."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from crosstrain.config.load import Config
+from crosstrain.config.registry import registry
+from crosstrain.config.schema import Component
+from crosstrain.data.dataset import Dataset, Split
+from crosstrain.utils.errors import ConfigError
+from crosstrain.utils.trust import check_source, limited_to
+from crosstrain.utils.types import Batch
+
+
+def training_dataset(config: Config) -> Component:
+    """The dataset that is trained on; ConfigError unless there is exactly one."""
+    if len(config.datasets) != 1:
+        raise ConfigError(
+            f"datasets: exactly one dataset is trained on, but {len(config.datasets)} are named "
+            f"({', '.join(config.datasets)})"
+        )
+    return next(iter(config.datasets.values()))
+
+
+def open_split(config: Config, split: Split) -> Dataset:
+    """A split of the configured dataset, prepared before.
+
+    Raises DataError where it would be empty, and ConfigError where the configuration is not trusted with data.
+    """
+    component = training_dataset(config)
+    with limited_to(config.trust):
+        check_source(f"the {split} split of {next(iter(config.datasets))}")
+        return registry.get_dataset_class(component.name)(component.options, split)
+
+
+def prepare_data(config: Config) -> None:
+    """Make the dataset's files if they do not exist yet. Raises ConfigError as `open_split` does."""
+    component = training_dataset(config)
+    with limited_to(config.trust):
+        check_source(f"the dataset {next(iter(config.datasets))}")
+        registry.get_dataset_class(component.name).prepare(component.options)
+
+
+def first_batch(dataset: Dataset) -> Batch:
+    """The shapes of the first sample."""
+    batch = dataset.collate([dataset.get(0, np.random.default_rng(0))])
+    return {key: value.to("meta") for key, value in batch.items()}

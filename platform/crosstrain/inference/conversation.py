@@ -1,0 +1,85 @@
+"""Chat sessions about images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from crosstrain.config.load import Config
+from crosstrain.config.registry import registry
+from crosstrain.data.dataset import Questioner
+from crosstrain.data.splits import training_dataset
+from crosstrain.data.vision.conversations import IMAGE, Message
+from crosstrain.utils.errors import ConfigError, UserError, first_line
+from crosstrain.utils.files import open_regular
+from crosstrain.utils.optional_deps import require
+from crosstrain.utils.trust import limited_to
+from crosstrain.utils.types import Sample
+
+
+@dataclass
+class Conversing:
+    """A conversation about images that goes on."""
+
+    questioner: Questioner
+    images: list[Any]
+    waiting: int  # images that the next words are the first to be about
+    history: list[Message] = field(default_factory=list)
+
+    @staticmethod
+    def about(files: list[str], config: Config, checkpoint: Path) -> Conversing:
+        """One that begins with these image files, asked as the configured dataset asks.
+
+        Raises UserError where the dataset has no conversations, or cannot say how they go.
+        """
+        component = training_dataset(config)
+        try:
+            with limited_to(config.trust):
+                questioner = registry.get_dataset_class(component.name).questioner(component.options, checkpoint)
+        except UserError:
+            raise
+        except Exception as error:  # of processors that are none for images, or values that no library takes
+            raise ConfigError(f"{checkpoint}: its dataset {component.name} cannot ask ({first_line(error)})") from error
+        return Conversing(questioner, [_open(file) for file in files], len(files))
+
+    @staticmethod
+    def possible(config: Config, checkpoint: Path) -> Conversing | None:
+        """One without an image so far; None where the model was not trained on conversations."""
+        try:
+            return Conversing.about([], config, checkpoint)
+        except UserError:
+            return None
+
+    def ask(self, text: str) -> Sample:
+        """The prompt for an answer to `text`."""
+        return self.questioner.ask([*self.history, self._message(text)], self.images)
+
+    def remember(self, text: str, answer: str) -> None:
+        """What was said, for what follows."""
+        self.history += [self._message(text), Message("assistant", answer)]
+        self.waiting = 0
+
+    def command(self, text: str) -> bool:
+        """Do what is not a question; whether it was none."""
+        word, _, rest = text.strip().partition(" ")
+        if word == "image" and rest:
+            self.images.append(_open(rest))
+            self.waiting += 1
+        elif text.strip() == "new":
+            self.history, self.waiting = [], len(self.images)
+        else:
+            return False
+        return True
+
+    def _message(self, text: str) -> Message:
+        return Message("user", IMAGE * self.waiting + text.replace(IMAGE, ""))
+
+
+def _open(file: str) -> Any:
+    image = require("PIL.Image", "--image")
+    try:
+        with open_regular(file) as content, image.open(content) as opened:
+            return opened.convert("RGB")
+    except Exception as error:  # PIL raises whatever its decoders come upon
+        raise UserError(f"--image: {file} is not a readable image ({error})") from None

@@ -1,0 +1,142 @@
+"""The server's ranks: rank 0 listens, the others follow."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import socket
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from crosstrain.config.load import Config
+from crosstrain.distributed.launch.signals import StopRequest, exit_after_signal
+from crosstrain.engine.build import build_model, make_runner
+from crosstrain.inference.conversation import Conversing
+from crosstrain.inference.open_checkpoint import open_tokenizer
+from crosstrain.serving.api_error import Refusal
+from crosstrain.serving.encoding import Encoders
+from crosstrain.serving.limits import Limits
+from crosstrain.utils.errors import UserError
+from crosstrain.utils.logging import log, set_up_logging
+from crosstrain.utils.trust import Trust
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is served, and where."""
+
+    checkpoint: Path
+    name: str
+    host: str
+    port: int
+    key: str | None
+    trust: Trust = Trust.COMMANDS  # of the configuration
+
+    def url(self, port: int) -> str:
+        return f"http://[{self.host}]:{port}" if ":" in self.host else f"http://{self.host}:{port}"
+
+
+def serve_worker(plain: dict[str, Any], place: Place, limits: Limits, under_launcher: bool) -> int:
+    """What every worker runs."""
+    from crosstrain.serving.batch import Rows, follow
+
+    stop = StopRequest(under_launcher)
+    exit_after_signal(limits.grace_seconds)
+    config = Config.from_plain(plain, trust=place.trust)
+    runner = make_runner(config)
+    runner.setup()
+    first = runner.world.rank == 0
+    set_up_logging(None, quiet=not first)
+    listener = listen(place) if first else None
+    build_model(config, runner, place.checkpoint, for_training=False)
+    rows, group = Rows(runner, limits.batch), runner.new_group()
+    with runner.evaluating():
+        if listener is None:
+            follow(rows, group)
+        else:
+            lead(config, runner, rows, group, place, limits, listener, stop)
+    runner.close()
+    return 0
+
+
+def lead(
+    config: Config, runner: Any, rows: Any, group: Any, place: Place, limits: Limits, listener: socket.socket,
+    stop: StopRequest,
+) -> None:  # fmt: skip
+    """HTTP in a thread beside this one, which computes."""
+    import uvicorn
+
+    from crosstrain.serving.app import Web, is_loopback
+    from crosstrain.serving.chat_format import chat_format
+    from crosstrain.serving.connections import Connection
+    from crosstrain.serving.scheduler import Engine
+    from crosstrain.serving.service import Service
+
+    encoders = Encoders(place.checkpoint)
+    tokenizer = open_tokenizer(place.checkpoint)  # decodes
+    talk = Conversing.possible(config, place.checkpoint)
+    chats = chat_format(tokenizer, None if talk is None else talk.questioner, encoders)
+    service = Service(place.name, runner.model, tokenizer, chats, encoders, limits)
+    engine = Engine(rows, group, tokenizer, limits)
+    web = Web(service, engine, tokenizer, place.key, place.host)
+    allow_open_files(2 * limits.all_connections)
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # errors are told by `Web`
+    settings = uvicorn.Config(
+        web.app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
+        http=partial(Connection, limits, {}),  # type: ignore[arg-type]
+        proxy_headers=False, backlog=2048, timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(limits.finish_seconds),
+    )  # fmt: skip
+    server = uvicorn.Server(settings)
+    with suppress(Refusal):
+        encoders.encode("text", "", "prompt")  # so that the first client does not wait for the processes to begin
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
+    thread.start()
+    if not is_loopback(place.host) and place.key is None:
+        log.warning(
+            "warning: everybody who reaches %s may use this model; --api-key asks them for a key", place.host
+        )  # fmt: skip
+    log.info(
+        "serving %s (%s) on %s; chats are %s; Ctrl-C ends",
+        place.name, place.checkpoint, place.url(listener.getsockname()[1]), service.chat_format.name,
+    )  # fmt: skip
+
+    def stopping() -> bool:
+        if stop and not server.should_exit:
+            log.info("stopping")
+            server.should_exit = True
+        return bool(stop) or not thread.is_alive()
+
+    engine.run(stopping)
+    web.close()
+    server.should_exit = True
+    thread.join(limits.grace_seconds + 5)
+    if not stop:
+        raise UserError("the HTTP server ended by itself")
+
+
+def listen(place: Place) -> socket.socket:
+    """A socket that listens; UserError where the address is not ours to take."""
+    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+    try:
+        listener = socket.create_server((place.host, place.port), family=family, backlog=2048)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UserError(f"--host {place.host} --port {place.port}: cannot listen there ({reason})") from None
+    # Connections inherit it, and asyncio leaves it to whoever made the socket: else a text's beginning waits 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def allow_open_files(wanted: int) -> None:
+    """Let this process have that many files and connections open, or as many as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        log.warning("warning: no more than %d connections are possible here; `ulimit -Hn` has to allow more", hard)
+        wanted = hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,62 @@
+"""Logging: to the terminal on rank 0, to a file, above a progress bar."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from tqdm import tqdm
+
+from crosstrain.utils.errors import printable
+from crosstrain.utils.files import append
+
+log = logging.getLogger("crosstrain")
+
+
+class _Handler(logging.Handler):
+    """Writes lines where it can: the first failure, such as a full disk, is one line on stderr."""
+
+    failed = False
+
+    def __init__(self, name: str, write: Callable[[str], None]) -> None:
+        super().__init__()
+        self.place, self.write = name, write
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self.write(self.format(record) + "\n")
+        except OSError as error:
+            if not self.failed:
+                self.failed = True
+                with suppress(OSError):
+                    print(f"{self.place} cannot be written to ({error.strerror}); training goes on", file=sys.stderr)
+
+
+def _print_above_bar(text: str) -> None:
+    tqdm.write(text, file=sys.stdout, end="")
+    sys.stdout.flush()
+
+
+class _Printable(logging.Formatter):
+    """Lets nothing through that would steer a terminal: names in a checkpoint and generated text may be anything."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def set_up_logging(log_file: Path | None, quiet: bool, write: Callable[[Path, str], None] = append) -> None:
+    """Log to the console and, with `write`, to `log_file`; `quiet` (every rank but the first) logs only warnings."""
+    log.setLevel(logging.WARNING if quiet else logging.INFO)
+    log.propagate = False
+    log.handlers.clear()
+    console = _Handler("the console", _print_above_bar)
+    console.setFormatter(_Printable("%(message)s"))
+    log.addHandler(console)
+    if log_file is not None:
+        file = _Handler(str(log_file), partial(write, log_file))
+        file.setFormatter(_Printable("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
+        log.addHandler(file)
