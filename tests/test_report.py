@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from plotly.offline import get_plotlyjs
 
 from conftest import ENVIRONMENT, Workspace
-from crosstrain import report
+from crosstrain.monitor import report
 from crosstrain.cli.main import main
 from crosstrain.monitor.report.downsample import smooth, thin
 from crosstrain.monitor.report.page import page
