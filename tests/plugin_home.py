@@ -23,7 +23,7 @@ def write(folder: Path, files: dict[str, str]) -> Path:
 
 def plugin(kind: str, name: str, body: str = "pass", before: str = "") -> str:
     """Source of a plugin file with one component."""
-    return f'''from crosstrain.config.registry import registry
+    return f'''from crosstrain import registry
 {before}
 
 @registry.register_{kind}("{name}")

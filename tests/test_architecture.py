@@ -56,6 +56,26 @@ def test_files_are_read_in_one_sitting(folder: Path) -> None:
     assert not long
 
 
+def test_plugins_import_public_names_from_the_package_itself() -> None:
+    import crosstrain
+
+    for path in [*PLUGINS.rglob("*.py"), *(ROOT / "tests" / "third_party").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("crosstrain."):
+                deep = {f"{node.module}.{alias.name}" for alias in node.names}
+                assert not deep & {f"{module}.{name}" for name, module in crosstrain._HOMES.items()}, path
+
+
+def test_every_public_name_exists() -> None:
+    import crosstrain
+
+    assert {"registry", "Runner", "Model", "Dataset", "Tracker", "ConfigError"} <= set(dir(crosstrain))
+    for name in crosstrain.__all__:
+        assert getattr(crosstrain, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Rnner'"):
+        crosstrain.Rnner  # noqa: B018
+
+
 def imported_by(program: str) -> set[str]:
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'platform')!r})\n{program}\n"
@@ -69,6 +89,10 @@ def test_listing_imports_no_plugin_and_no_torch() -> None:
     loaded = imported_by("from crosstrain.cli.main import main; assert main(['list']) == 0")
     assert not loaded & {"torch", "transformers", "numpy"}
     assert not {name for name in loaded if name.startswith("crosstrain_plugins.builtin.")}
+
+
+def test_the_package_alone_imports_nothing_of_its_own() -> None:
+    assert not {name for name in imported_by("import crosstrain") if name.startswith("crosstrain.")}
 
 
 def test_naming_a_runner_imports_that_runner_alone() -> None:

@@ -91,7 +91,7 @@ def test_a_checkpoint_cannot_make_evaluation_import_code(workspace: Workspace) -
     plugins = workspace.path / "trap"
     plugins.mkdir()
     (plugins / "trap.py").write_text(
-        "from pathlib import Path\nfrom crosstrain.config.registry import registry\nPath('sprung').touch()\n"
+        "from pathlib import Path\nfrom crosstrain import registry\nPath('sprung').touch()\n"
         "@registry.register_model('trap')\nclass Trap:\n    pass\n"
     )
     state_file = workspace.path / "out" / "checkpoints" / "step_000001" / "state.json"

@@ -57,7 +57,7 @@ def test_every_kind_has_a_decorator_and_a_look_up(home: Path, kind: str) -> None
 
 def test_functions_and_definitions_under_a_condition_are_found(home: Path) -> None:
     source = """
-from crosstrain.config.registry import registry
+from crosstrain import registry
 try:
     import no_such_package
 except ImportError:
@@ -77,9 +77,9 @@ if True:
 
 
 def test_a_qualified_decorator_is_found_and_a_foreign_one_is_not(home: Path) -> None:
-    imports = ("from crosstrain.config.registry import registry", "import crosstrain.config.registry")
+    imports = ("from crosstrain import registry", "import crosstrain")
     qualified = plugin("runner", "a").replace(*imports)
-    plugins(home, a=qualified.replace("@registry", "@crosstrain.config.registry.registry"))
+    plugins(home, a=qualified.replace("@registry", "@crosstrain.registry"))
     plugins(home, b=plugin("runner", "b").replace("@registry", "@app"))
     assert registry.names("runner") == ["a"]
     assert registry.broken() == {}

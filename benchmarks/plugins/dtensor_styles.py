@@ -13,14 +13,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import RowwiseParallel, loss_parallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from crosstrain.checkpoint.boxes import Box, Piece
-from crosstrain.config.registry import registry
-from crosstrain.data.loader import MicroBatch
-from crosstrain.distributed.group import Group
-from crosstrain.engine.optimizer import MakeOptimizer
-from crosstrain.engine.runner import Runner
-from crosstrain.modeling.base import Model
-from crosstrain.modeling.cross_entropy import PLAIN, Head, Logits
+from crosstrain import Box, Group, Head, Logits, MakeOptimizer, MicroBatch, Model, Piece, Runner, registry
+from crosstrain.modeling.cross_entropy import PLAIN
 
 
 class _Head(Head):

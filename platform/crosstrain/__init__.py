@@ -1,3 +1,71 @@
-"""Crosstrain: train the model that a YAML file names with the runner that the file names."""
+"""Crosstrain: train the model that a YAML file names with the runner that the file names.
+
+The names below are for plugins: `from crosstrain import Runner, registry`. Each is imported when it is first asked for,
+so that importing this package imports neither torch nor anything else.
+"""
+
+import ast
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the same names for mypy and editors
+    from crosstrain.checkpoint.boxes import Box, Piece, Shard, dtensor_pieces, flat_range_pieces, whole_pieces
+    from crosstrain.config.bounds import (
+        AllowInfinity,
+        FilePath,
+        Fraction,
+        NonNegativeFloat,
+        NonNegativeInt,
+        PositiveFloat,
+        PositiveInt,
+        Text,
+    )
+    from crosstrain.config.registry import registry
+    from crosstrain.config.run_options import RunOptions
+    from crosstrain.config.schema import Component, NoOptions, OptionError
+    from crosstrain.corpus.filter import Dropped, Rule
+    from crosstrain.corpus.reader import Document, FileReader, Reader, Task
+    from crosstrain.data.dataset import SPLITS, Dataset, Example, Questioner, Reading, Split
+    from crosstrain.data.loader import MicroBatch
+    from crosstrain.data.vision.image_dataset import Annotation, ImageDataset, ImageDatasetOptions
+    from crosstrain.distributed.group import Group
+    from crosstrain.engine.footprint import Layout, Situation, Sizes
+    from crosstrain.engine.grad_norm import global_norm
+    from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, check_elementwise, create_state
+    from crosstrain.engine.runner import Runner, StepResult
+    from crosstrain.modeling.base import Ends, Merge, Model
+    from crosstrain.modeling.cross_entropy import Head, Logits, token_cross_entropy
+    from crosstrain.modeling.hf_causal_lm import TransformersModel
+    from crosstrain.modeling.language_model import LanguageModel
+    from crosstrain.modeling.meta_init import has_values, materialize, parameters_on_meta
+    from crosstrain.modeling.pretrained import Excerpt, Source, pretrained_folder
+    from crosstrain.monitor.metrics import Row, flat, scalars, texts
+    from crosstrain.monitor.tracker import TrackedRun, Tracker
+    from crosstrain.utils.errors import CheckpointError, ConfigError, DataError, TrainingError, UserError
+    from crosstrain.utils.logging import log
+    from crosstrain.utils.optional_deps import require
+    from crosstrain.utils.rng import derive_seed, generator
+    from crosstrain.utils.timers import Timers
+    from crosstrain.utils.trust import check_command, check_source
+    from crosstrain.utils.types import Batch, Sample
 
 __version__ = "0.1.0"
+
+_HOMES = {  # from the imports above, so that mypy, editors and Python read the same list
+    alias.name: node.module
+    for node in ast.walk(ast.parse(Path(__file__).read_bytes()))
+    if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("crosstrain.")
+    for alias in node.names
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

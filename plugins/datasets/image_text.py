@@ -12,21 +12,23 @@ import numpy as np
 from annotated_types import Interval
 from torch.utils.data import get_worker_info
 
-from crosstrain.config.bounds import FilePath, PositiveInt, Text
-from crosstrain.config.registry import registry
-from crosstrain.config.schema import OptionError
-from crosstrain.data.dataset import SPLITS, Reading, Split
-from crosstrain.data.vision.conversations import SampleError
-from crosstrain.data.vision.image_dataset import (
+from crosstrain import (
+    SPLITS,
     Annotation,
+    DataError,
+    FilePath,
     ImageDataset,
     ImageDatasetOptions,
-    Processors,
-    open_image,
-    processors,
+    OptionError,
+    PositiveInt,
+    Reading,
+    Sample,
+    Split,
+    Text,
+    registry,
 )
-from crosstrain.utils.errors import DataError
-from crosstrain.utils.types import Sample
+from crosstrain.data.vision.conversations import SampleError
+from crosstrain.data.vision.image_dataset import Processors, open_image, processors
 
 from .packing import PackOptions, pack
 from .streaming import ShardStream

@@ -9,20 +9,19 @@ from typing import Annotated, Any
 
 from annotated_types import Interval
 
-from crosstrain.config.bounds import FilePath
-from crosstrain.config.registry import registry
-from crosstrain.config.schema import OptionError
-from crosstrain.data.dataset import SPLITS, Split
-from crosstrain.data.vision.annotations import read_annotations
-from crosstrain.data.vision.image_dataset import (
+from crosstrain import (
+    SPLITS,
     Annotation,
+    DataError,
+    FilePath,
     ImageDataset,
     ImageDatasetOptions,
-    Processors,
-    open_image_file,
-    processors,
+    OptionError,
+    Split,
+    registry,
 )
-from crosstrain.utils.errors import DataError
+from crosstrain.data.vision.annotations import read_annotations
+from crosstrain.data.vision.image_dataset import Processors, open_image_file, processors
 
 
 @registry.register_dataset("instructions")

@@ -11,15 +11,23 @@ from typing import Annotated, Any
 import numpy as np
 from annotated_types import MinLen
 
-from crosstrain.config.bounds import PositiveFloat
-from crosstrain.config.registry import registry
-from crosstrain.config.schema import Component, OptionError
-from crosstrain.data.dataset import Dataset, Example, Questioner, Reading, Split
+from crosstrain import (
+    Batch,
+    Component,
+    DataError,
+    Dataset,
+    Example,
+    OptionError,
+    PositiveFloat,
+    Questioner,
+    Reading,
+    Sample,
+    Split,
+    derive_seed,
+    registry,
+)
 from crosstrain.data.mixing import Quota, quantise
 from crosstrain.data.tokenizer import same_vocabulary
-from crosstrain.utils.errors import DataError
-from crosstrain.utils.rng import derive_seed
-from crosstrain.utils.types import Batch, Sample
 
 
 @dataclass

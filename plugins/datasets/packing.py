@@ -13,12 +13,10 @@ from typing import Annotated, Any
 from annotated_types import Interval
 from webdataset import ShardWriter
 
-from crosstrain.config.bounds import FilePath, PositiveInt
-from crosstrain.config.schema import OptionError
+from crosstrain import DataError, FilePath, OptionError, PositiveInt
 from crosstrain.corpus.prepare import making
 from crosstrain.data.vision.annotations import read_annotations
 from crosstrain.data.vision.image_dataset import LARGEST_IMAGE
-from crosstrain.utils.errors import DataError
 from crosstrain.utils.files import read_regular
 
 Packed = Iterable[dict[str, Any]]  # samples as ShardWriter takes them: __key__, and bytes by extension

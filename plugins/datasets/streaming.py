@@ -11,10 +11,8 @@ from typing import TypeVar
 import numpy as np
 from webdataset.gopen import gopen
 
-from crosstrain.data.dataset import Reading
-from crosstrain.utils.errors import DataError
+from crosstrain import DataError, Reading, derive_seed
 from crosstrain.utils.files import open_regular
-from crosstrain.utils.rng import derive_seed
 
 from .webdataset import grouped, is_remote, local_path
 

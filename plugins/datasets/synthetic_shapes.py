@@ -12,11 +12,8 @@ import numpy as np
 from annotated_types import Interval
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from crosstrain.config.bounds import FilePath, NonNegativeInt
-from crosstrain.config.registry import registry
-from crosstrain.data.dataset import Split
+from crosstrain import FilePath, NonNegativeInt, Split, derive_seed, registry
 from crosstrain.data.vision.image_dataset import Processors, processors
-from crosstrain.utils.rng import derive_seed
 
 from .image_text import ImageText
 from .packing import Packed, write_once

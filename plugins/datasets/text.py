@@ -11,17 +11,12 @@ import numpy as np
 import torch
 from annotated_types import Interval
 
-from crosstrain.config.bounds import FilePath
-from crosstrain.config.registry import registry
-from crosstrain.config.schema import OptionError
+from crosstrain import SPLITS, Batch, DataError, Dataset, FilePath, OptionError, Sample, Split, registry
 from crosstrain.corpus.options import PrepareOptions
 from crosstrain.corpus.prepare import prepare
-from crosstrain.data.dataset import SPLITS, Dataset, Split
 from crosstrain.data.indexed_dataset import TokenFile
 from crosstrain.data.prepared import Summary, locate
 from crosstrain.data.tokenizer import TextTokenizer, cached_folder, load_gpt2, load_tokenizer
-from crosstrain.utils.errors import DataError
-from crosstrain.utils.types import Batch, Sample
 
 _BASELINE_TOKENS = 20_000_000  # plenty for word frequencies, seconds to count
 _COUNT_AT_ONCE = 1 << 20

@@ -21,10 +21,9 @@ from braceexpand import braceexpand
 from filelock import FileLock
 from webdataset.gopen import gopen, gopen_schemes
 
-from crosstrain.utils.errors import DataError
+from crosstrain import DataError, check_command
 from crosstrain.utils.files import open_regular
 from crosstrain.utils.resource_limits import OutOfTime, timed
-from crosstrain.utils.trust import check_command
 
 T = TypeVar("T")
 Files = dict[str, tuple[int, int]]  # extension -> (first byte, bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from crosstrain.config.registry import registry
+from crosstrain import registry
 from crosstrain.engine.lr_schedule import cosine
 
 

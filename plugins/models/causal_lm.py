@@ -15,20 +15,16 @@ from transformers.modeling_rope_utils import RopeParameters
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from crosstrain.config.bounds import Text
-from crosstrain.config.registry import registry
-from crosstrain.config.schema import OptionError, nearest, one_line
+from crosstrain import ConfigError, OptionError, Text, TransformersModel, UserError, pretrained_folder, registry
+from crosstrain.config.schema import nearest, one_line
 from crosstrain.modeling.hf_causal_lm import (
     LARGEST_SIZE,
     MOST_LAYERS,
     Size,
-    TransformersModel,
     check_published,
     padded,
     without_initial_values,
 )
-from crosstrain.modeling.pretrained import pretrained_folder
-from crosstrain.utils.errors import ConfigError, UserError
 
 # What weights of another size are not weights of, under the names that every configuration knows.
 _SIZES = (

@@ -10,20 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from crosstrain.config.bounds import Text
-from crosstrain.config.registry import registry
-from crosstrain.modeling.base import Ends
-from crosstrain.modeling.hf_causal_lm import (
-    DropRate,
-    Layers,
-    Size,
-    TransformersModel,
-    check_published,
-    padded,
-    without_initial_values,
-)
-from crosstrain.modeling.pretrained import pretrained_folder
-from crosstrain.utils.errors import ConfigError
+from crosstrain import ConfigError, Ends, Text, TransformersModel, pretrained_folder, registry
+from crosstrain.modeling.hf_causal_lm import DropRate, Layers, Size, check_published, padded, without_initial_values
 
 
 @registry.register_model("gpt2")

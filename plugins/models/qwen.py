@@ -9,20 +9,8 @@ from typing import ClassVar, Literal
 from torch import nn
 from transformers import PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from crosstrain.config.bounds import PositiveFloat, Text
-from crosstrain.config.registry import registry
-from crosstrain.config.schema import OptionError
-from crosstrain.modeling.hf_causal_lm import (
-    DropRate,
-    Layers,
-    Size,
-    TransformersModel,
-    check_published,
-    padded,
-    without_initial_values,
-)
-from crosstrain.modeling.pretrained import pretrained_folder
-from crosstrain.utils.errors import ConfigError
+from crosstrain import ConfigError, OptionError, PositiveFloat, Text, TransformersModel, pretrained_folder, registry
+from crosstrain.modeling.hf_causal_lm import DropRate, Layers, Size, check_published, padded, without_initial_values
 
 _FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[nn.Module]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 from annotated_types import Interval
 
-from crosstrain.config.registry import registry
+from crosstrain import registry
 
 Beta = Annotated[float, Interval(ge=0, lt=1)]
 

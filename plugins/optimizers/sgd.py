@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import torch
 from annotated_types import Interval
 
-from crosstrain.config.registry import registry
-from crosstrain.config.schema import OptionError
+from crosstrain import OptionError, registry
 
 
 @registry.register_optimizer("sgd")

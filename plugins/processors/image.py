@@ -14,9 +14,7 @@ import torch
 from annotated_types import Interval
 from timm.data import create_transform, resolve_data_config
 
-from crosstrain.config.bounds import Fraction, PositiveFloat, Text
-from crosstrain.config.registry import registry
-from crosstrain.config.schema import OptionError
+from crosstrain import Fraction, OptionError, PositiveFloat, Text, registry
 
 
 class _Transform:

@@ -8,10 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from crosstrain.config.bounds import PositiveInt, Text
-from crosstrain.config.registry import registry
+from crosstrain import Annotation, PositiveInt, Text, registry
 from crosstrain.data.vision.conversations import IMAGE, Conversation, Message, SampleError, Style, alternate
-from crosstrain.data.vision.image_dataset import Annotation
 
 Asked = list[tuple[Conversation, str, str]]
 _SPEAKERS: dict[str, Literal["system", "user", "assistant"]] = {

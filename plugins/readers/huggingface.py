@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crosstrain.config.bounds import FilePath, Text
-from crosstrain.config.registry import registry
+from crosstrain import DataError, Document, FilePath, Reader, Task, Text, registry, require
 from crosstrain.corpus.io import existing
-from crosstrain.corpus.reader import Document, Reader, Task, cell, check_column
-from crosstrain.utils.errors import DataError
-from crosstrain.utils.optional_deps import require
+from crosstrain.corpus.reader import cell, check_column
 
 _ROWS = 4096  # in a task
 

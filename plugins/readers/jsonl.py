@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from crosstrain.config.bounds import Text
-from crosstrain.config.registry import registry
+from crosstrain import DataError, Document, FileReader, Text, registry
 from crosstrain.corpus import chunks
-from crosstrain.corpus.reader import Document, FileReader, Piece
-from crosstrain.utils.errors import DataError
+from crosstrain.corpus.reader import Piece
 
 
 @registry.register_reader("jsonl")

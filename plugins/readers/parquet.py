@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crosstrain.config.bounds import Text
-from crosstrain.config.registry import registry
-from crosstrain.corpus.reader import Document, FileReader, Piece, cell, check_column
-from crosstrain.utils.errors import DataError, first_line
-from crosstrain.utils.optional_deps import require
+from crosstrain import DataError, Document, FileReader, Text, registry, require
+from crosstrain.corpus.reader import Piece, cell, check_column
+from crosstrain.utils.errors import first_line
 
 _ROWS = 1024  # held at once
 

@@ -6,8 +6,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from crosstrain.config.registry import registry
-from crosstrain.corpus.reader import Document, FileReader, Piece, Reader, Task
+from crosstrain import Document, FileReader, Reader, Task, registry
+from crosstrain.corpus.reader import Piece
 
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__"}
 

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from crosstrain.config.bounds import Text
-from crosstrain.config.registry import registry
+from crosstrain import Document, FileReader, Text, registry
 from crosstrain.corpus import chunks
-from crosstrain.corpus.reader import Document, FileReader, Piece
+from crosstrain.corpus.reader import Piece
 
 
 @registry.register_reader("text")

@@ -16,12 +16,8 @@ from urllib.parse import urldefrag, urlsplit
 from annotated_types import Interval
 from tqdm import tqdm
 
-from crosstrain.config.bounds import PositiveInt, Text
-from crosstrain.config.registry import registry
+from crosstrain import DataError, Document, PositiveInt, Reader, Task, Text, registry, require
 from crosstrain.corpus.io import existing, files_below, opened
-from crosstrain.corpus.reader import Document, Reader, Task
-from crosstrain.utils.errors import DataError
-from crosstrain.utils.optional_deps import require
 
 from .crawl import Manners, Pages, crawl
 

@@ -9,11 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
-from crosstrain.config.registry import registry
+from crosstrain import DataError, Document, FileReader, registry, require
 from crosstrain.corpus import chunks
-from crosstrain.corpus.reader import Document, FileReader, Piece
-from crosstrain.utils.errors import DataError
-from crosstrain.utils.optional_deps import require
+from crosstrain.corpus.reader import Piece
 
 _END = b"</page>"
 

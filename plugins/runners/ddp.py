@@ -13,11 +13,8 @@ from annotated_types import Interval
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from crosstrain.config.registry import registry
-from crosstrain.engine.footprint import Layout, Situation, Sizes, data_parallel
-from crosstrain.engine.optimizer import MakeOptimizer
-from crosstrain.engine.runner import Runner
-from crosstrain.modeling.base import Model
+from crosstrain import Layout, MakeOptimizer, Model, Runner, Situation, Sizes, registry
+from crosstrain.engine.footprint import data_parallel
 
 
 @registry.register_runner("ddp")

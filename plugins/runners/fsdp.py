@@ -11,14 +11,20 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from crosstrain.config.bounds import PositiveInt
-from crosstrain.config.registry import registry
-from crosstrain.engine.footprint import Layout, Situation, Sizes, fully_sharded
-from crosstrain.engine.optimizer import MakeOptimizer
-from crosstrain.engine.runner import Runner
-from crosstrain.modeling.base import Model
-from crosstrain.modeling.meta_init import materialize, parameters_on_meta
-from crosstrain.utils.errors import ConfigError
+from crosstrain import (
+    ConfigError,
+    Layout,
+    MakeOptimizer,
+    Model,
+    PositiveInt,
+    Runner,
+    Situation,
+    Sizes,
+    materialize,
+    parameters_on_meta,
+    registry,
+)
+from crosstrain.engine.footprint import fully_sharded
 
 
 @registry.register_runner("fsdp")

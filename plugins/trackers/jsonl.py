@@ -1,9 +1,8 @@
 """metrics.jsonl, for programs; resuming and `crosstrain report` rely on it."""
 
+from crosstrain import TrackedRun, Tracker, registry
 from crosstrain.checkpoint.run_folder import RunFolder
-from crosstrain.config.registry import registry
 from crosstrain.monitor import metrics
-from crosstrain.monitor.tracker import TrackedRun, Tracker
 from crosstrain.utils.files import append
 
 

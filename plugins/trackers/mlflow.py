@@ -5,11 +5,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from crosstrain.config.bounds import Text
-from crosstrain.config.registry import registry
-from crosstrain.monitor.metrics import Row, flat, scalars, texts
-from crosstrain.monitor.tracker import TrackedRun, Tracker
-from crosstrain.utils.optional_deps import require
+from crosstrain import Row, Text, TrackedRun, Tracker, flat, registry, require, scalars, texts
 
 _LONGEST = 500  # characters of a parameter's value, which every MLflow server takes
 _AT_ONCE = 100  # parameters per request, of which servers take no more

@@ -8,9 +8,7 @@ from typing import Any
 
 import yaml
 
-from crosstrain.config.registry import registry
-from crosstrain.monitor.metrics import Row, flat, scalars, texts
-from crosstrain.monitor.tracker import TrackedRun, Tracker
+from crosstrain import Row, TrackedRun, Tracker, flat, registry, scalars, texts
 from crosstrain.utils.files import append
 
 

@@ -7,12 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Literal
 
-from crosstrain.config.bounds import Text
-from crosstrain.config.registry import registry
-from crosstrain.monitor.metrics import Row, scalars, texts
-from crosstrain.monitor.tracker import TrackedRun, Tracker
-from crosstrain.utils.errors import UserError
-from crosstrain.utils.optional_deps import require
+from crosstrain import Row, Text, TrackedRun, Tracker, UserError, registry, require, scalars, texts
 
 
 @registry.register_tracker("wandb")

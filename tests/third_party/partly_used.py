@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from crosstrain.config.registry import registry
+from crosstrain import registry
 
 GPT2 = registry.get_model_class("gpt2")
 

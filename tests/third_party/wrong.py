@@ -5,8 +5,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from crosstrain.config.registry import registry
-from crosstrain.engine.runner import Runner
+from crosstrain import Runner, registry
 
 
 @registry.register_runner("wrong")

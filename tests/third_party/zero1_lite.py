@@ -5,10 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from crosstrain.config.registry import registry
-from crosstrain.engine.optimizer import create_state
-from crosstrain.engine.runner import Runner
-from crosstrain.utils.errors import ConfigError
+from crosstrain import ConfigError, Runner, create_state, registry
 
 
 @registry.register_runner("zero1_lite")

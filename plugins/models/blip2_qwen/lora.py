@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
-from crosstrain.utils.errors import ConfigError
+from crosstrain import ConfigError
 
 from .options import Lora
 

@@ -14,17 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Blip2QFormerConfig, Blip2QFormerModel
 
-from crosstrain.config.registry import registry
+from crosstrain import ConfigError, DataError, Head, LanguageModel, Merge, Model, Source, has_values, registry
 from crosstrain.config.schema import to_plain
 from crosstrain.data.vision.conversations import IMAGE_ID, SHARED
 from crosstrain.engine.precision import DTYPES
 from crosstrain.modeling.activation_checkpointing import Mode
-from crosstrain.modeling.base import Merge, Model
-from crosstrain.modeling.cross_entropy import Head
-from crosstrain.modeling.language_model import LanguageModel
-from crosstrain.modeling.meta_init import has_values
-from crosstrain.modeling.pretrained import Source
-from crosstrain.utils.errors import ConfigError, DataError
 
 from . import lora, vision, weights
 from .options import Language, Part, Projector, QFormer, Vision

@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval, MinLen
 
-from crosstrain.config.bounds import PositiveFloat, Text
-from crosstrain.config.schema import Component, OptionError
+from crosstrain import Component, OptionError, PositiveFloat, Text
 from crosstrain.modeling.hf_causal_lm import DropRate, Layers, Size
 
 

@@ -10,8 +10,7 @@ import torch
 from timm.layers import set_fused_attn
 from torch import Tensor, nn
 
-from crosstrain.modeling.pretrained import Excerpt
-from crosstrain.utils.errors import ConfigError
+from crosstrain import ConfigError, Excerpt
 
 from .options import Vision
 

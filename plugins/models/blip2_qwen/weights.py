@@ -9,11 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from crosstrain import ConfigError, Excerpt, LanguageModel, Source, check_source, pretrained_folder
 from crosstrain.checkpoint.folders import find_checkpoint
-from crosstrain.modeling.language_model import LanguageModel
-from crosstrain.modeling.pretrained import Excerpt, Source, pretrained_folder
-from crosstrain.utils.errors import ConfigError
-from crosstrain.utils.trust import check_source
 
 from . import lora, vision
 from .options import Projector, QFormer, Vision

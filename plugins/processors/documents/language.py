@@ -8,11 +8,7 @@ from typing import Annotated, Any
 
 from annotated_types import MinLen
 
-from crosstrain.config.bounds import Fraction, PositiveInt, Text
-from crosstrain.config.registry import registry
-from crosstrain.config.schema import OptionError
-from crosstrain.corpus.filter import Dropped, Rule
-from crosstrain.utils.optional_deps import require
+from crosstrain import Dropped, Fraction, OptionError, PositiveInt, Rule, Text, registry, require
 
 
 @registry.register_processor("language")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from crosstrain.config.bounds import NonNegativeInt
-from crosstrain.config.registry import registry
-from crosstrain.config.schema import OptionError
-from crosstrain.corpus.filter import Dropped, TokenLimits
+from crosstrain import Dropped, NonNegativeInt, OptionError, registry
+from crosstrain.corpus.filter import TokenLimits
 
 
 @registry.register_processor("document_length")

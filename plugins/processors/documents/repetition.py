@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from crosstrain.config.bounds import Fraction
-from crosstrain.config.registry import registry
-from crosstrain.corpus.filter import Dropped, Rule
+from crosstrain import Dropped, Fraction, Rule, registry
 
 
 @registry.register_processor("repetition")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from crosstrain.config.bounds import Fraction, NonNegativeFloat
-from crosstrain.config.registry import registry
-from crosstrain.corpus.filter import Dropped, Rule
+from crosstrain import Dropped, Fraction, NonNegativeFloat, Rule, registry
 
 _BULLETS = ("-", "*", "•", "‣", "●")
 _ELLIPSES = ("...", "…")

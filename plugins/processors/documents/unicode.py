@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from crosstrain.config.registry import registry
-from crosstrain.corpus.filter import Dropped, Rule
-from crosstrain.utils.optional_deps import require
+from crosstrain import Dropped, Rule, registry, require
 
 
 @registry.register_processor("unicode")

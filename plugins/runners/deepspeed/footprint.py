@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from crosstrain.engine.footprint import Layout, Situation, Sizes, all_reduced, data_parallel, scattered, share
+from crosstrain import Layout, Situation, Sizes
+from crosstrain.engine.footprint import all_reduced, data_parallel, scattered, share
 
 _FP32 = 4
 _STAGE_0_BUCKET = 500_000_000  # elements that DeepSpeed's engine sums at once without ZeRO

@@ -16,8 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import BaseModel, ValidationError
 
-from crosstrain.config.bounds import PositiveInt
-from crosstrain.config.schema import OptionError
+from crosstrain import OptionError, PositiveInt
 
 _NOT_OFFERED = {
     "stage",  # declared below

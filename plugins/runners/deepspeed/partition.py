@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from crosstrain.engine.optimizer import create_state
+from crosstrain import create_state
 
 
 class Partition(Protocol):

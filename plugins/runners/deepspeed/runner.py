@@ -17,18 +17,26 @@ from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from torch import Tensor, nn
 
-from crosstrain.checkpoint.boxes import Piece, flat_range_pieces
+from crosstrain import (
+    Batch,
+    ConfigError,
+    Layout,
+    MakeOptimizer,
+    MicroBatch,
+    Model,
+    Piece,
+    Runner,
+    RunOptions,
+    Situation,
+    StepResult,
+    TrainingError,
+    check_elementwise,
+    create_state,
+    flat_range_pieces,
+    log,
+    registry,
+)
 from crosstrain.config.batch import BatchPlan
-from crosstrain.config.registry import registry
-from crosstrain.config.run_options import RunOptions
-from crosstrain.data.loader import MicroBatch
-from crosstrain.engine.footprint import Layout, Situation
-from crosstrain.engine.optimizer import MakeOptimizer, check_elementwise, create_state
-from crosstrain.engine.runner import Runner, StepResult
-from crosstrain.modeling.base import Model
-from crosstrain.utils.errors import ConfigError, TrainingError
-from crosstrain.utils.logging import log
-from crosstrain.utils.types import Batch
 
 from .footprint import layout
 from .nvme import SwapFolder, SwappedStage3

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from crosstrain.checkpoint.boxes import Box, Piece, flat_range_pieces
-from crosstrain.distributed.group import Group
-from crosstrain.modeling.base import Model
+from crosstrain import Box, Group, Model, Piece, flat_range_pieces
 
 from .shard_spec import Cut
 from .tensor_parallel import local

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from crosstrain.engine.footprint import Layout, Situation, Sizes, fully_sharded, replicated, scattered, share
-from crosstrain.modeling.base import Model
+from crosstrain import Layout, Model, Situation, Sizes
+from crosstrain.engine.footprint import fully_sharded, replicated, scattered, share
 
 from .data_parallel import MIB
 from .options import Options

@@ -7,9 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from crosstrain.config.bounds import PositiveInt, Text
-from crosstrain.config.schema import OptionError
-from crosstrain.utils.errors import ConfigError
+from crosstrain import ConfigError, OptionError, PositiveInt, Text
 
 
 @dataclass

@@ -11,10 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from crosstrain.distributed.group import Group
-from crosstrain.modeling.base import Model
-from crosstrain.utils.timers import Timers
-from crosstrain.utils.types import Batch
+from crosstrain import Batch, Group, Model, Timers
 
 from .rng_tracker import Randomness
 

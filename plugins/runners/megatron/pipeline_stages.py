@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from crosstrain.modeling.base import Ends, Model
-from crosstrain.modeling.cross_entropy import Head
-from crosstrain.utils.errors import ConfigError
+from crosstrain import ConfigError, Ends, Head, Model
 
 from .tensor_parallel import TensorParallel
 

@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from crosstrain.modeling.base import Model, no_match
-from crosstrain.utils.errors import ConfigError
+from crosstrain import ConfigError, Model
+from crosstrain.modeling.base import no_match
 
 from .shard_spec import Cut
 

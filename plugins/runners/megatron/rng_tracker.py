@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crosstrain.utils.rng import derive_seed
+from crosstrain import derive_seed
 
 
 class Randomness:

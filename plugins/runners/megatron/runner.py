@@ -11,20 +11,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from crosstrain.checkpoint.boxes import Piece
-from crosstrain.config.registry import registry
-from crosstrain.config.run_options import RunOptions
-from crosstrain.data.loader import MicroBatch
-from crosstrain.distributed.group import Group
-from crosstrain.engine.footprint import Layout, Situation
-from crosstrain.engine.grad_norm import global_norm
-from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, check_elementwise
-from crosstrain.engine.runner import Runner, StepResult
-from crosstrain.modeling.base import Model
-from crosstrain.modeling.meta_init import materialize, parameters_on_meta
-from crosstrain.utils.errors import ConfigError
+from crosstrain import (
+    Batch,
+    ConfigError,
+    Group,
+    Layout,
+    MakeOptimizer,
+    MicroBatch,
+    Model,
+    NamedParameters,
+    Piece,
+    Runner,
+    RunOptions,
+    Situation,
+    StepResult,
+    check_elementwise,
+    global_norm,
+    materialize,
+    parameters_on_meta,
+    registry,
+)
 from crosstrain.utils.rng import seed_everything_for
-from crosstrain.utils.types import Batch
 
 from .data_parallel import (
     Copies,

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from crosstrain.modeling.base import Model
+from crosstrain import Model
 
 from .plan import Resolved, cuts_of
 from .shard_spec import Cut

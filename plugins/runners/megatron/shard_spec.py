@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from crosstrain.checkpoint.boxes import Box, Piece
+from crosstrain import Box, Piece
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from crosstrain.modeling.base import Model
-from crosstrain.utils.errors import ConfigError
+from crosstrain import ConfigError, Model
 
 from .collectives import Copy, Gather, Reduce, ReduceScatter, Split, Unsplit
 from .plan import user_of

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from crosstrain.modeling.cross_entropy import PLAIN, Head, Logits, token_cross_entropy
+from crosstrain import Head, Logits, token_cross_entropy
+from crosstrain.modeling.cross_entropy import PLAIN
 
 from .tensor_parallel import TensorParallel, local
 
