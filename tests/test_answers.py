@@ -33,7 +33,7 @@ from sight import OPEN, build, options, picture, write_project
 
 def write_colours(folder: Path) -> dict[str, Any]:
     """Pictures of one thing, and the question what colour it has; the dataset's options."""
-    scenes = module_of("shapes", "shape_scenes")
+    scenes = module_of("shapes", "synthetic_scenes")
     module_of("shapes").write_tokenizer(folder)
     for split, count in (("train", 400), ("test", 60)):
         with tarfile.open(folder / f"{split}.tar", "w") as tar:
@@ -109,7 +109,7 @@ def test_asking_one_at_a_time_gives_what_batches_give(trained: tuple[Path, Run],
     tokenizer = AutoTokenizer.from_pretrained(run.checkpoint(160))
     talk = Conversing.about([], load_config(project, SEES), run.checkpoint(160))
     dataset = open_split(load_config(project, SEES), "test")
-    end = talk.questioner.end_id
+    end = talk.prompt_builder.end_id
     for index, answer in enumerate(answers[:6]):
         talk.images, talk.waiting, talk.history = dataset.read(index)[0], 1, []
         prompt = talk.ask("what colour is it")

@@ -46,7 +46,7 @@ def keys(source: Any, count: int) -> list[str]:
 
 
 def test_readers_share_a_pass_and_each_goes_on_with_another(home: Path) -> None:
-    names = module_of("image_text", "shards").expand(write_shards(home))
+    names = module_of("image_text", "webdataset").expand(write_shards(home))
     everything = {f"{i:06d}" for i in range(20)}
     for number in range(3):
         seen: Counter[str] = Counter()
@@ -59,7 +59,7 @@ def test_readers_share_a_pass_and_each_goes_on_with_another(home: Path) -> None:
 
 
 def test_the_order_is_one_of_the_seed_and_the_first_sample(home: Path) -> None:
-    names = module_of("image_text", "shards").expand(write_shards(home))
+    names = module_of("image_text", "webdataset").expand(write_shards(home))
     one, same, resumed, other = (
         keys(stream(names, Reading(seed, start, 0, 1)), 40) for seed, start in ((7, 0), (7, 0), (7, 12), (8, 0))
     )
@@ -110,7 +110,7 @@ def test_bad_samples_of_a_stream_are_counted_up_to_their_share(home: Path, words
 
 @pytest.mark.parametrize("harm", ["truncated", "absent", "failing", "no tar"])
 def test_a_shard_that_cannot_be_read_to_its_end(home: Path, harm: str) -> None:
-    names = module_of("image_text", "shards").expand(write_shards(home))
+    names = module_of("image_text", "webdataset").expand(write_shards(home))
     whole = (home / "train-002.tar").read_bytes()
     if harm == "failing":
         names[2] = f"pipe:cat {names[2]}; exit 3"  # all of it came, as far as anyone can tell

@@ -48,7 +48,7 @@ from hostile_checkpoints import (
 )
 from shard_home import module_of
 
-shards = module_of("image_text", "shards")
+shards = module_of("image_text", "webdataset")
 read_shard = module_of("image_text", "streaming").read_shard
 
 
