@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 from crosstrain.config.load import load_config
 from crosstrain.data.shuffle import sample_index
 from crosstrain.data.splits import open_split, prepare_data
-from crosstrain.data.vision.conversations import IMAGE_ID, NO_TARGET, collate
+from crosstrain.data.vision.conversations import IMAGE_ID, collate
 from crosstrain.engine.build import make_model
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling.meta_init import parameters_on_meta
 from crosstrain.utils.errors import CheckpointError, ConfigError, DataError
-from crosstrain.utils.types import Sample
+from crosstrain.utils.types import IGNORE_INDEX, Sample
 from ranks import make_trainer, mostly_slow, run_ranks, train
 from sight import MODEL, OPEN, build, mixed_project, options, shapes, write_project
 from test_runners import TOLERANCE, Run, relative
@@ -42,7 +42,7 @@ def sample(images: int, length: int, seed: int) -> Sample:
     words = rng.integers(0, 60, length)
     ids = np.concatenate([*(np.append(np.full(4, IMAGE_ID), 7) for _ in range(images)), words])
     labels = np.append(ids[1:], 5)
-    labels[: len(labels) - length // 2] = NO_TARGET
+    labels[: len(labels) - length // 2] = IGNORE_INDEX
     pixels = rng.normal(size=(images, 3, 16, 16)).astype(np.float32)
     return {"input_ids": ids, "labels": labels} | ({"pixel_values": pixels} if images else {})
 

@@ -21,8 +21,9 @@ from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import training_steps
 from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.data.tokenizer import load_tokenizer
-from crosstrain.data.vision.conversations import IMAGE_ID, NO_TARGET, ConversationEncoder, Message
+from crosstrain.data.vision.conversations import IMAGE_ID, ConversationEncoder, Message
 from crosstrain.utils.errors import ConfigError, DataError
+from crosstrain.utils.types import IGNORE_INDEX
 from shard_home import captions, jpeg, module_of, opened, serving, write_shard
 from sight import EVAL, options, picture, shapes, write_project
 
@@ -166,7 +167,7 @@ def test_captions_follow_their_images_without_a_template(home: Path, words: Path
     sample = get(dataset, 0)
     tokenizer = load_tokenizer(words)
     assert sample["input_ids"].tolist() == [IMAGE_ID] * 4 + tokenizer.encode("red circle")
-    assert sample["labels"].tolist() == [NO_TARGET] * 3 + [*tokenizer.encode("red circle"), tokenizer.end_id]
+    assert sample["labels"].tolist() == [IGNORE_INDEX] * 3 + [*tokenizer.encode("red circle"), tokenizer.end_id]
 
 
 # ---- samples that cannot be used
@@ -263,7 +264,7 @@ def instructions(home: Path, words: Path, content: Any, **more: Any) -> dict[str
 def said(dataset: Any, sample: dict[str, np.ndarray]) -> str:
     """What of a sample is learned."""
     vocabulary = dataset.encoder.tokenizer.backend
-    return " ".join(vocabulary.id_to_token(int(i)) for i in sample["labels"] if i != NO_TARGET)
+    return " ".join(vocabulary.id_to_token(int(i)) for i in sample["labels"] if i != IGNORE_INDEX)
 
 
 def test_llavas_layout_with_several_turns_and_several_images_and_none(home: Path, words: Path) -> None:
@@ -365,7 +366,7 @@ def test_a_folder_of_images_is_packed_into_shards(home: Path, words: Path) -> No
 
 
 def test_splits_of_shapes_hold_out_what_they_say() -> None:
-    scenes = module_of("shapes", "shape_scenes")
+    scenes = module_of("shapes", "synthetic_scenes")
     rng = np.random.default_rng(0)
     least = {"train": 1, "test": 2, "novel": 2}
     drawn = {split: [scenes.draw_scene(split, rng, n, 4) for _ in range(300)] for split, n in least.items()}
@@ -398,7 +399,7 @@ def test_a_curriculum_begins_with_single_things_and_keeps_its_order(home: Path) 
 
 
 def test_the_split_of_novel_combinations_is_asked_for_as_test(home: Path) -> None:
-    novel = {f"{colour} {shape}" for colour, shape in module_of("shapes", "shape_scenes").NOVEL}
+    novel = {f"{colour} {shape}" for colour, shape in module_of("shapes", "synthetic_scenes").NOVEL}
     for asked in (False, True):
         dataset = opened(home, shapes(home), *options({"datasets.images.novel": asked}), split="test")
         named = [" ".join(thing.split()[:2]) for i in range(8) for thing in dataset.read(i)[1]["caption"].split(" , ")]
@@ -421,7 +422,7 @@ def test_answers_of_shapes_are_balanced_and_true(home: Path) -> None:
 
 def test_pictures_of_shapes_show_what_is_said_of_them(home: Path) -> None:
     dataset = opened(home, shapes(home, images=1, held_out=30), split="test")
-    scenes = module_of("shapes", "shape_scenes")
+    scenes = module_of("shapes", "synthetic_scenes")
     for index in range(30):
         images, annotation = dataset.read(index)
         pixels = np.asarray(images[0]).astype(int)

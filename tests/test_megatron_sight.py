@@ -14,6 +14,7 @@ from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
 from crosstrain.data.shuffle import sample_index
 from crosstrain.data.splits import open_split, prepare_data, training_dataset
+from crosstrain.data.vision.prompts import prompt_builder
 from crosstrain.engine.build import build_model, make_model, make_runner
 from crosstrain.modeling.meta_init import parameters_on_meta
 from crosstrain.utils.errors import ConfigError
@@ -144,9 +145,7 @@ def _asked(checkpoint: str, options: tuple[str, ...]) -> tuple[float, list[list[
     dataset = open_split(config, "val")
     loss = evaluate_loss(runner, dataset, 2, 6).loss
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    component = training_dataset(config)
-    kind = registry.get_dataset_class(component.name)
-    end = kind.questioner(component.options, Path(checkpoint)).end_id
+    end = prompt_builder(training_dataset(config), Path(checkpoint)).end_id
     answers, _ = answer_questions(runner, tokenizer, end, dataset, 4, 6, 8)
     runner.close()
     return loss, [list(map(str, answer.document().values())) for answer in answers]

@@ -69,7 +69,7 @@ def test_images_are_seen_as_in_training(eyes: Server, seeing: Path, tmp_path: Pa
     prompt = talk.ask("what colour is it")
     tokenizer = AutoTokenizer.from_pretrained(seeing)
     (expected,) = generate(
-        runner, tokenizer, prompt, Sampling(max_new_tokens=5, temperature=0), end=talk.questioner.end_id
+        runner, tokenizer, prompt, Sampling(max_new_tokens=5, temperature=0), end=talk.prompt_builder.end_id
     )
     client = eyes.client()
     asked: dict[str, Any] = {"model": "eyes", "max_tokens": 5, "temperature": 0}

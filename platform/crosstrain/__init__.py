@@ -26,9 +26,10 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     from crosstrain.config.schema import Component, NoOptions, OptionError
     from crosstrain.corpus.filter import Dropped, Rule
     from crosstrain.corpus.reader import Document, FileReader, Reader, Task
-    from crosstrain.data.dataset import SPLITS, Dataset, Example, Questioner, Reading, Split
+    from crosstrain.data.dataset import SPLITS, Dataset, Reading, Split
     from crosstrain.data.loader import MicroBatch
     from crosstrain.data.vision.image_dataset import Annotation, ImageDataset, ImageDatasetOptions
+    from crosstrain.data.vision.prompts import Example, PromptBuilder, VqaDataset
     from crosstrain.distributed.group import Group
     from crosstrain.engine.footprint import Layout, Situation, Sizes
     from crosstrain.engine.grad_norm import global_norm
@@ -48,7 +49,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     from crosstrain.utils.rng import derive_seed, generator
     from crosstrain.utils.timers import Timers
     from crosstrain.utils.trust import check_command, check_source
-    from crosstrain.utils.types import Batch, Sample
+    from crosstrain.utils.types import IGNORE_INDEX, Batch, Sample
 
 __version__ = "0.1.0"
 

@@ -19,15 +19,17 @@ from crosstrain import (
     Example,
     OptionError,
     PositiveFloat,
-    Questioner,
+    PromptBuilder,
     Reading,
     Sample,
     Split,
+    VqaDataset,
     derive_seed,
     registry,
 )
 from crosstrain.data.mixing import Quota, quantise
 from crosstrain.data.tokenizer import same_vocabulary
+from crosstrain.data.vision.prompts import prompt_builder
 
 
 @dataclass
@@ -39,7 +41,7 @@ class MixturePart:
 
 
 @registry.register_dataset("mixture")
-class Mixture(Dataset):
+class Mixture(VqaDataset):
     """Among the first n samples of a run each part has its share of n, less than one sample off, for every n.
 
     A part is shuffled and goes round as if it were alone, at the pace that its share gives it. An epoch is long enough
@@ -127,13 +129,12 @@ class Mixture(Dataset):
 
     def examples(self, index: int) -> list[Example]:
         part, inner = self._place(index)
-        return part.examples(inner)
+        return part.examples(inner) if isinstance(part, VqaDataset) else []
 
     @classmethod
-    def questioner(cls, options: Any, tokenizer: Path) -> Questioner:
-        """As the first part asks."""
-        first = options.parts[0].dataset
-        return registry.get_dataset_class(first.name).questioner(first.options, tokenizer)
+    def prompt_builder(cls, options: Any, tokenizer: Path) -> PromptBuilder:
+        """The prompt builder of the first part."""
+        return prompt_builder(options.parts[0].dataset, tokenizer)
 
 
 def epoch_counts(lengths: list[int], ratios: list[float | None]) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from crosstrain import Annotation, PositiveInt, Text, registry
-from crosstrain.data.vision.conversations import IMAGE, Conversation, Message, SampleError, Style, alternate
+from crosstrain.data.vision.conversations import IMAGE, Conversation, Message, SampleError, Style
 
 Asked = list[tuple[Conversation, str, str]]
 _SPEAKERS: dict[str, Literal["system", "user", "assistant"]] = {
@@ -78,7 +78,8 @@ class Dialogue:
         return [conversation]
 
     def questions(self, annotation: Annotation, images: int) -> Asked:
-        turns = alternate(self._conversation(annotation, images))
+        messages = self._conversation(annotation, images)
+        turns = [(messages[:i], message.text) for i, message in enumerate(messages) if message.role == "assistant"]
         return [(before, answer, f"turn {n}") for n, (before, answer) in enumerate(turns, 1)]
 
     def _conversation(self, annotation: Annotation, images: int) -> Conversation:

@@ -132,7 +132,7 @@ def _complete(
     asked = prompt if talk is None else talk.ask(prompt)
     if streaming:
         sys.stdout.write(prompt if talk is None else f"{prompt}\n")
-    end = None if talk is None else talk.questioner.end_id
+    end = None if talk is None else talk.prompt_builder.end_id
     texts = generate(runner, tokenizer, asked, sampling, on_text if streaming else None, end)
     if streaming:
         sys.stdout.write("\n")

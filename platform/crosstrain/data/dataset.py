@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from torch.utils.data import default_collate
@@ -26,30 +26,6 @@ class Reading:
     start: int  # number of the run's first sample: not 0 after a resume
     rank: int  # of the data-parallel ranks
     size: int
-
-
-@dataclass(frozen=True)
-class Example:
-    """A question whose answer is known. `prompt` is a sample without labels, `kind` what answers are counted by."""
-
-    prompt: Sample
-    question: str
-    answer: str
-    kind: str
-    picture: Any = None  # a PIL image, to show
-
-
-class Questioner(Protocol):
-    """Turns a conversation about images into a prompt."""
-
-    end_id: int  # the token that ends an answer
-
-    def ask(self, conversation: Any, images: list[Any]) -> Sample:
-        """The sample, without labels, that the assistant's next words follow.
-
-        conversation: a list of `crosstrain.data.vision.conversations.Message`, with a placeholder for each of
-        `images`, which are PIL images. Raises UserError where the numbers differ.
-        """
 
 
 class Dataset(ABC):
@@ -130,17 +106,3 @@ class Dataset(ABC):
     def baselines(self) -> dict[str, float]:
         """Perplexities that need no training, by name, to hold a trained model against. None by default."""
         return {}
-
-    # ---- for datasets that ask
-
-    def examples(self, index: int) -> list[Example]:
-        """Questions about sample `index` whose answers are known. None by default."""
-        return []
-
-    @classmethod
-    def questioner(cls, options: Any, tokenizer: Path) -> Questioner:
-        """How one asks what was trained on such data, which need not be there; `tokenizer` is a checkpoint's.
-
-        Raises UserError where there are no conversations, which is the default.
-        """
-        raise UserError(f"{cls.__name__} has no conversations, so questions about images cannot be asked")

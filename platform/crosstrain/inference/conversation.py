@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from crosstrain.config.load import Config
-from crosstrain.config.registry import registry
-from crosstrain.data.dataset import Questioner
 from crosstrain.data.splits import training_dataset
 from crosstrain.data.vision.conversations import IMAGE, Message
+from crosstrain.data.vision.prompts import PromptBuilder, prompt_builder
 from crosstrain.utils.errors import ConfigError, UserError, first_line
 from crosstrain.utils.files import open_regular
 from crosstrain.utils.optional_deps import require
@@ -22,7 +21,7 @@ from crosstrain.utils.types import Sample
 class Conversing:
     """A conversation about images that goes on."""
 
-    questioner: Questioner
+    prompt_builder: PromptBuilder
     images: list[Any]
     waiting: int  # images that the next words are the first to be about
     history: list[Message] = field(default_factory=list)
@@ -36,12 +35,12 @@ class Conversing:
         component = training_dataset(config)
         try:
             with limited_to(config.trust):
-                questioner = registry.get_dataset_class(component.name).questioner(component.options, checkpoint)
+                builder = prompt_builder(component, checkpoint)
         except UserError:
             raise
         except Exception as error:  # of processors that are none for images, or values that no library takes
             raise ConfigError(f"{checkpoint}: its dataset {component.name} cannot ask ({first_line(error)})") from error
-        return Conversing(questioner, [_open(file) for file in files], len(files))
+        return Conversing(builder, [_open(file) for file in files], len(files))
 
     @staticmethod
     def possible(config: Config, checkpoint: Path) -> Conversing | None:
@@ -53,7 +52,7 @@ class Conversing:
 
     def ask(self, text: str) -> Sample:
         """The prompt for an answer to `text`."""
-        return self.questioner.ask([*self.history, self._message(text)], self.images)
+        return self.prompt_builder.ask([*self.history, self._message(text)], self.images)
 
     def remember(self, text: str, answer: str) -> None:
         """What was said, for what follows."""

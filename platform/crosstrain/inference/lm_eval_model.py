@@ -13,10 +13,10 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from crosstrain.data.vision.conversations import NO_TARGET
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.generation import Growing, Sampling, generate
 from crosstrain.utils.errors import UserError
+from crosstrain.utils.types import IGNORE_INDEX
 
 _LENGTH = 2048  # tokens, where the model has no limit
 _NEW = 256  # tokens of a text, where the task does not say
@@ -88,7 +88,7 @@ class HarnessModel(TemplateLM):
         """log p(continuation | context), whose beginning is cut off where both are longer than the model takes."""
         ids = (context + continuation)[-(self._length + 1) :]
         labels = torch.tensor([ids[1:]])
-        labels[0, : max(0, len(ids) - 1 - len(continuation))] = NO_TARGET
+        labels[0, : max(0, len(ids) - 1 - len(continuation))] = IGNORE_INDEX
         return -float(self._runner.evaluate({"input_ids": torch.tensor([ids[:-1]]), "labels": labels}))
 
     def _is_greedy(self, context: list[int], continuation: list[int]) -> bool:

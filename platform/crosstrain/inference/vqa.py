@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from crosstrain.data.dataset import Dataset
+from crosstrain.data.vision.prompts import VqaDataset
 from crosstrain.distributed.group import Group
 from crosstrain.engine.runner import Runner
 from crosstrain.utils.errors import UserError
@@ -50,7 +50,13 @@ def _same(a: str, b: str) -> bool:
 
 
 def answer_questions(
-    runner: Runner, tokenizer: Any, end: int, dataset: Dataset, max_samples: int | None, max_new_tokens: int, batch: int
+    runner: Runner,
+    tokenizer: Any,
+    end: int,
+    dataset: VqaDataset,
+    max_samples: int | None,
+    max_new_tokens: int,
+    batch: int,
 ) -> tuple[list[Answer], int]:
     """Greedy answers to what a split's first samples ask, and of how many of these samples nothing can be asked.
 
@@ -91,7 +97,7 @@ class _Question:
 class _Work:
     """The questions that are this rank's, in batches."""
 
-    def __init__(self, dataset: Dataset, total: int, size: int, dp: Group) -> None:
+    def __init__(self, dataset: VqaDataset, total: int, size: int, dp: Group) -> None:
         self.dataset, self.total, self.size, self.dp = dataset, total, size, dp
         self.silent = 0  # samples so far that ask nothing
 

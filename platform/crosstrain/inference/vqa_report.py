@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from crosstrain.config.load import Config
-from crosstrain.config.registry import registry
-from crosstrain.data.dataset import Dataset
 from crosstrain.data.splits import open_split, training_dataset
+from crosstrain.data.vision.prompts import VqaDataset, prompt_builder
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.contact_sheet import contact_sheet
 from crosstrain.inference.generation import Sampling
@@ -29,7 +28,8 @@ def answer_splits(
     for split in job["answers"]:
         dataset = open_split(config, split)
         assert dataset.tokenizer_path is not None
-        end = registry.get_dataset_class(component.name).questioner(component.options, dataset.tokenizer_path).end_id
+        end = prompt_builder(component, dataset.tokenizer_path).end_id
+        assert isinstance(dataset, VqaDataset)
         answers, silent = answer_questions(
             runner, tokenizer, end, dataset, job["max_samples"], sampling.max_new_tokens, _BATCH
         )  # fmt: skip
@@ -63,7 +63,7 @@ def _say(split: str, scores: dict[str, dict[str, float]], silent: int) -> None:
         log.warning("%s | nothing was asked about %d samples", split, silent)
 
 
-def _pictures(dataset: Dataset, answers: list[Answer], most: int) -> list[tuple[Answer, Any]]:
+def _pictures(dataset: VqaDataset, answers: list[Answer], most: int) -> list[tuple[Answer, Any]]:
     """Some of the answers, spread over all, with the pictures that they are about; one answer for each picture."""
     about = {answer.sample: answer for answer in answers[:: max(1, len(answers) // max(1, most))]}
     found = []

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.cross_entropy import Head
 from crosstrain.modeling.pretrained import Source
-from crosstrain.utils.types import Batch
+from crosstrain.utils.types import IGNORE_INDEX, Batch
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Model(nn.Module, ABC):
     @staticmethod
     def num_targets(batch: Batch) -> int:
         """Target tokens in a batch, counted before any forward: the step's loss is divided by their total."""
-        return int((batch["labels"] != -100).sum())
+        return int((batch["labels"] != IGNORE_INDEX).sum())
 
     # ---- structure
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-IGNORED = -100
+from crosstrain.utils.types import IGNORE_INDEX
 
 # fp16 keeps nothing below 6e-8, a probability that is common in a large vocabulary. The gradient of a logit lies in
 # [-1, 1], so it can be lifted by this much and never overflow; products of it are fp32, where it is taken out again.
@@ -69,7 +69,7 @@ def token_cross_entropy(
     `logits` says what is done to the products before the softmax.
 
     hidden [*, H]; weight [V, H], the head's, of which rows from `vocab_size` on are padding that no probability goes
-    to; labels [*] int64, `IGNORED` (-100) where there is no target. Matrix products are in autocast's dtype where it
+    to; labels [*] int64, IGNORE_INDEX where there is no target. Matrix products are in autocast's dtype where it
     is enabled, the softmax and the sums over chunks in fp32 or better. Memory beyond the gradients: one chunk's
     logits, `chunk_tokens` x V, and as much again with a softcap.
 
@@ -150,7 +150,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
         exact = torch.promote_types(dtype, torch.float32)  # of the softmax and of sums
         with torch.autocast(hidden.device.type, enabled=False):
             low_hidden, low_weight = hidden.to(dtype), weight.to(dtype)
-            ignored = labels == IGNORED
+            ignored = labels == IGNORE_INDEX
             losses = torch.empty(len(hidden), dtype=exact, device=hidden.device)
             grad_hidden = torch.empty_like(hidden, dtype=exact) if needed[0] else None
             grad_weight = grad_bias = None

@@ -8,9 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from crosstrain.data.dataset import Questioner
 from crosstrain.data.vision.conversations import IMAGE, Message
-from crosstrain.data.vision.image_dataset import ImageQuestioner
+from crosstrain.data.vision.prompts import PromptBuilder
 from crosstrain.serving.encoding import Encoders
 from crosstrain.utils.types import Sample
 
@@ -60,18 +59,17 @@ class Trained:
     sees = True
     name = "as in training"
 
-    def __init__(self, questioner: Questioner, encoders: Encoders) -> None:
-        self._questioner = questioner
-        if isinstance(questioner, ImageQuestioner):  # a plugin's own kind encodes by itself
-            questioner.encoder.encode_text = lambda text: encoders.encode("words", text, "messages")
+    def __init__(self, builder: PromptBuilder, encoders: Encoders) -> None:
+        self._builder = builder
+        builder.encoder.encode_text = lambda text: encoders.encode("words", text, "messages")
 
     def __call__(self, turns: Sequence[Turn]) -> Prompt:
         messages = []
         for turn in turns:
             words = [part.replace(IMAGE, "") if isinstance(part, str) else IMAGE for part in turn.parts]
             messages.append(Message(turn.role, "".join(words)))  # type: ignore[arg-type]
-        sample = self._questioner.ask(messages, [image for turn in turns for image in turn.images])
-        return Prompt(sample, frozenset({self._questioner.end_id}), strip=True)
+        sample = self._builder.ask(messages, [image for turn in turns for image in turn.images])
+        return Prompt(sample, frozenset({self._builder.end_id}), strip=True)
 
 
 class Template:
@@ -104,10 +102,10 @@ class Plain:
         return _prompt(ids, self._end, tuple(f"\n{name}:" for name in self._NAMES.values()), strip=True)
 
 
-def chat_format(tokenizer: Any, questioner: Questioner | None, encoders: Encoders) -> ChatFormat:
+def chat_format(tokenizer: Any, builder: PromptBuilder | None, encoders: Encoders) -> ChatFormat:
     """As in training if there were conversations, else the tokenizer's template, else plain turns."""
-    if questioner is not None:
-        return Trained(questioner, encoders)
+    if builder is not None:
+        return Trained(builder, encoders)
     return (Template if tokenizer.chat_template else Plain)(encoders, tokenizer.eos_token_id)
 
 

@@ -79,7 +79,7 @@ def lead(
     encoders = Encoders(place.checkpoint)
     tokenizer = open_tokenizer(place.checkpoint)  # decodes
     talk = Conversing.possible(config, place.checkpoint)
-    chats = chat_format(tokenizer, None if talk is None else talk.questioner, encoders)
+    chats = chat_format(tokenizer, None if talk is None else talk.prompt_builder, encoders)
     service = Service(place.name, runner.model, tokenizer, chats, encoders, limits)
     engine = Engine(rows, group, tokenizer, limits)
     web = Web(service, engine, tokenizer, place.key, place.host)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,11 +12,10 @@ import torch
 
 from crosstrain.data.tokenizer import TextTokenizer
 from crosstrain.utils.errors import DataError
-from crosstrain.utils.types import Batch, Sample
+from crosstrain.utils.types import IGNORE_INDEX, Batch, Sample
 
 IMAGE = "<image>"  # in a message's text: here stands an image
 IMAGE_ID = -200  # in input_ids: here stands one embedding of an image (LLaVA's number)
-NO_TARGET = -100
 SHARED = 0  # segment of the tokens that every segment of a sample sees
 
 Style = Literal["chat", "plain"]
@@ -101,6 +100,11 @@ class ConversationEncoder:
             add([self.start, *self._text("assistant\n")])
         return Tokens(ids, learned)
 
+    def prompt(self, conversation: Conversation, pixels: np.ndarray | None) -> Sample:
+        """A sample without labels, up to where the assistant's next words begin; pixels [images, 3, H, W]."""
+        ids = np.array(self.encode(conversation, answering=True).ids, np.int64)
+        return {"input_ids": ids} | ({} if pixels is None else {"pixel_values": pixels})
+
     def sample(self, conversations: Sequence[Conversation]) -> Sample:
         """input_ids and labels [length]; several conversations about the same images share what they begin with.
 
@@ -114,7 +118,7 @@ class ConversationEncoder:
         if len(encoded) == 1:
             return _arrays(encoded[0].ids[:-1], _labels(encoded[0]))
         shared = self._shared(encoded)
-        ids, labels = encoded[0].ids[:shared], [NO_TARGET] * shared
+        ids, labels = encoded[0].ids[:shared], [IGNORE_INDEX] * shared
         segments, positions = [SHARED] * shared, list(range(shared))
         for number, tokens in enumerate(encoded, 1):
             own = tokens.ids[shared:-1]
@@ -150,16 +154,17 @@ class ConversationEncoder:
 def _labels(tokens: Tokens) -> list[int]:
     """The target at each position but the last: the next token where it is learned."""
     pairs = zip(tokens.ids[1:], tokens.learned[1:], strict=True)
-    return [token if learned else NO_TARGET for token, learned in pairs]
+    return [token if learned else IGNORE_INDEX for token, learned in pairs]
 
 
 def _arrays(ids: list[int], labels: list[int]) -> Sample:
     return {"input_ids": np.array(ids, np.int64), "labels": np.array(labels, np.int64)}
 
 
-def count_images(conversation: Conversation) -> int:
-    """Placeholders in a conversation."""
-    return sum(message.text.count(IMAGE) for message in conversation)
+def check_images(conversation: Conversation, images: int) -> None:
+    """Raise SampleError unless a conversation has a placeholder for each of so many images."""
+    if (named := sum(message.text.count(IMAGE) for message in conversation)) != images:
+        raise SampleError(f"the text has {named} <image> placeholders, and the sample {images} images")
 
 
 def collate(samples: list[Sample]) -> Batch:
@@ -171,7 +176,7 @@ def collate(samples: list[Sample]) -> Batch:
     longest = max(len(s["input_ids"]) for s in samples)
     batch = {
         "input_ids": _padded(samples, "input_ids", longest, 0),
-        "labels": _padded(samples, "labels", longest, NO_TARGET),
+        "labels": _padded(samples, "labels", longest, IGNORE_INDEX),
     }
     if any("segments" in s for s in samples):
         whole = [_one_segment(s) for s in samples]
@@ -193,10 +198,3 @@ def _padded(samples: list[Sample], key: str, length: int, value: int) -> torch.T
     for row, sample in zip(out, samples, strict=True):
         row[: len(sample[key])] = torch.from_numpy(sample[key])
     return out
-
-
-def alternate(messages: Conversation) -> Iterator[tuple[Conversation, str]]:
-    """(everything before it, its words) of each assistant turn."""
-    for i, message in enumerate(messages):
-        if message.role == "assistant":
-            yield messages[:i], message.text

@@ -19,17 +19,18 @@ from annotated_types import Interval
 from crosstrain.config.bounds import FilePath, PositiveInt
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Component
-from crosstrain.data.dataset import Dataset, Example, Split
+from crosstrain.data.dataset import Split
 from crosstrain.data.tokenizer import TextTokenizer, cached_folder, load_tokenizer
 from crosstrain.data.vision.conversations import (
     Conversation,
     ConversationEncoder,
     SampleError,
     Style,
+    check_images,
     collate,
-    count_images,
 )
-from crosstrain.utils.errors import DataError, UserError
+from crosstrain.data.vision.prompts import Example, PromptBuilder, VqaDataset
+from crosstrain.utils.errors import DataError
 from crosstrain.utils.files import read_regular
 from crosstrain.utils.types import Batch, Sample
 
@@ -91,7 +92,7 @@ class ImageDatasetOptions:
     blind: bool = False  # images are all zero: what a model learns from the text alone
 
 
-class ImageDataset(Dataset):
+class ImageDataset(VqaDataset):
     """A dataset whose samples are images and an annotation; subclasses say where those are.
 
     A sample that cannot be used is replaced by the next one that can, which is the same one in every run, and
@@ -147,7 +148,7 @@ class ImageDataset(Dataset):
         """What `get` returns, of what `read` does. Raises SampleError where it cannot be used."""
         conversations = self.text_processor(annotation, len(images), rng)
         for conversation in conversations:
-            _check_images(conversation, len(images))
+            check_images(conversation, len(images))
         sample = self._fit(self.encoder.sample(conversations))
         if images:
             sample["pixel_values"] = self._pixels(images, rng)
@@ -201,37 +202,15 @@ class ImageDataset(Dataset):
         pixels = self._pixels(images, np.random.default_rng(0)) if images else None
         found = []
         for conversation, answer, kind in asked:
-            asking = prompt(self.encoder, conversation, pixels)
-            found.append(Example(asking, conversation[-1].text, answer, kind, images[0] if images else None))
+            prompt = self.encoder.prompt(conversation, pixels)
+            found.append(Example(prompt, conversation[-1].text, answer, kind, images[0] if images else None))
         return found
 
     @classmethod
-    def questioner(cls, options: Any, tokenizer: Path) -> ImageQuestioner:
+    def prompt_builder(cls, options: Any, tokenizer: Path) -> PromptBuilder:
         text: TextProcessor = _processor(options.text_processor.eval)
         encoder = ConversationEncoder(load_tokenizer(tokenizer), options.image_tokens, text.style)
-        return ImageQuestioner(_processor(options.vis_processor.eval), encoder)
-
-
-class ImageQuestioner:
-    """Asks as the evaluation splits of a dataset do."""
-
-    def __init__(self, image_processor: ImageProcessor, encoder: ConversationEncoder) -> None:
-        self.image_processor, self.encoder, self.end_id = image_processor, encoder, encoder.end_id
-
-    def ask(self, conversation: Conversation, images: list[Any]) -> Sample:
-        try:
-            _check_images(conversation, len(images))
-        except SampleError as error:
-            raise UserError(str(error)) from None
-        rng = np.random.default_rng(0)
-        pixels = np.stack([self.image_processor(image, rng) for image in images]) if images else None
-        return prompt(self.encoder, conversation, pixels)
-
-
-def prompt(encoder: ConversationEncoder, conversation: Conversation, pixels: np.ndarray | None) -> Sample:
-    """A sample without labels, up to where the assistant's next words begin; pixels [images, 3, H, W]."""
-    ids = np.array(encoder.encode(conversation, answering=True).ids, np.int64)
-    return {"input_ids": ids} | ({} if pixels is None else {"pixel_values": pixels})
+        return PromptBuilder(_processor(options.vis_processor.eval), encoder)
 
 
 def open_image(data: bytes, name: str) -> Any:
@@ -251,12 +230,6 @@ def open_image_file(path: Path) -> Any:
         return open_image(read_regular(path, LARGEST_IMAGE), str(path))
     except OSError as error:
         raise SampleError(f"{path} cannot be read ({error.strerror})") from None
-
-
-def _check_images(conversation: Conversation, images: int) -> None:
-    named = count_images(conversation)
-    if named != images:
-        raise SampleError(f"the text has {named} <image> placeholders, and the sample {images} images")
 
 
 def _processor(component: Component) -> Any:
