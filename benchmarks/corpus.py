@@ -174,7 +174,7 @@ def read(folder: Path, count: int, length: int = 1024, samples: int = 20_000) ->
         writer._write(tokens)
         writer._idx.write(np.full(50, 1_000_000, "<i4").tobytes())
         writer.num_documents = 50
-    cls = registry.get_dataset_class("text")
+    cls = registry.get("dataset", "text")
     dataset = cls(cls.Options(path=str(folder / "random"), seq_length=length, split=[1.0, 0.0, 0.0]), "train")
     mapped = np.memmap(folder / "random.bin", np.uint16, "r")
     order = np.random.default_rng(1).integers(0, len(dataset), samples).tolist()
@@ -213,7 +213,7 @@ def start(folder: Path) -> None:
         writer._bin.truncate(2 * documents * size)
         writer._idx.write(np.full(documents, size, "<i4").tobytes())
         writer.num_documents, writer.num_tokens = documents, documents * size
-    cls = registry.get_dataset_class("text")
+    cls = registry.get("dataset", "text")
     before = sorted(path.name for path in folder.rglob("*"))
     started = time.perf_counter()
     dataset = cls(cls.Options(path=str(folder / "huge"), seq_length=1024), "train")

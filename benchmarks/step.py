@@ -123,7 +123,7 @@ def crosstrain(steps: int, precision: str, device: str) -> Result:
     from crosstrain.config.registry import registry
 
     clock = Clock()
-    tracker = registry.get_tracker_class("jsonl")
+    tracker = registry.get("tracker", "jsonl")
     log = tracker.log
 
     def stamped(self: Any, row: dict[str, Any]) -> None:

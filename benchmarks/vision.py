@@ -137,7 +137,7 @@ def bare_steps(runner: Runner, batches: Any, steps: int) -> dict[str, float]:
 
 def opened(folder: Path) -> Any:
     """The shard as the platform opens it."""
-    cls, component = registry.get_dataset_class("image_text"), {"name": "image_eval", "encoder": ENCODER}
+    cls, component = registry.get("dataset", "image_text"), {"name": "image_eval", "encoder": ENCODER}
     given = {
         "train": f"{folder}/all.tar", "tokenizer": f"{folder}/shapes/tokenizer",
         "vis_processor": {"train": component, "eval": component},
@@ -165,7 +165,7 @@ def main() -> None:
         torch.set_num_threads(1)
         write_images(folder, arguments.images)
         dataset = opened(folder)
-        processor = registry.get_processor_class("image_eval")
+        processor = registry.get("processor", "image_eval")
         transform = processor(processor.Options(encoder=ENCODER)).transform
         files = Files(folder, transform, dataset.encoder.tokenizer.backend)
         loading = rounds(

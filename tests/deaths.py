@@ -22,7 +22,7 @@ INTERVALS = (
 SLOW_MODEL = '''
 import time
 from crosstrain.config.registry import registry
-GPT2 = registry.get_model_class("gpt2")
+GPT2 = registry.get("model", "gpt2")
 
 @registry.register_model("slow_to_save")
 class SlowToSave(GPT2):
@@ -54,7 +54,7 @@ import os, pathlib, signal
 from dataclasses import dataclass, field
 from crosstrain.utils.errors import TrainingError
 from crosstrain.config.registry import registry
-DDP = registry.get_runner_class("ddp")
+DDP = registry.get("runner", "ddp")
 
 @registry.register_runner("dying")
 class Dying(DDP):

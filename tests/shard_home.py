@@ -43,7 +43,7 @@ def write_shard(path: Path, samples: list[dict[str, bytes]], first: int = 0) -> 
 
 def module_of(dataset: str, other: str | None = None) -> Any:
     """The module of a dataset's plugin, or another one beside it."""
-    name = registry.get_dataset_class(dataset).__module__
+    name = registry.get("dataset", dataset).__module__
     return importlib.import_module(name if other is None else f"{name.rpartition('.')[0]}.{other}")
 
 

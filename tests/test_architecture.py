@@ -34,7 +34,8 @@ def test_the_core_imports_nothing_from_plugins() -> None:
 
 
 def test_the_core_names_no_plugin() -> None:
-    from crosstrain.config.registry import KINDS, registry
+    from crosstrain.config.plugin_scan import KINDS
+    from crosstrain.config.registry import registry
 
     allowed = {"text"}  # an English word before it is a dataset
     packages = {"optional_deps.py", "flight_recorder.py"}  # name packages, one of which a runner is called after
@@ -96,6 +97,6 @@ def test_the_package_alone_imports_nothing_of_its_own() -> None:
 
 
 def test_naming_a_runner_imports_that_runner_alone() -> None:
-    loaded = imported_by("from crosstrain.config.registry import registry; registry.get_runner_class('ddp')")
+    loaded = imported_by("from crosstrain.config.registry import registry; registry.get('runner', 'ddp')")
     assert "crosstrain_plugins.builtin.runners.ddp" in loaded
     assert not loaded & {"deepspeed", "transformers", "fairscale", "crosstrain_plugins.builtin.models.gpt2"}

@@ -28,7 +28,7 @@ from test_runners import TOLERANCE, relative, sized
 PLANTS = '''
 from dataclasses import dataclass, field
 from crosstrain.config.registry import registry
-Text, Qwen = registry.get_dataset_class("text"), registry.get_model_class("qwen")
+Text, Qwen = registry.get("dataset", "text"), registry.get("model", "qwen")
 
 @registry.register_model("poisoned")
 class Poisoned(Qwen):

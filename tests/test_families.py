@@ -51,7 +51,7 @@ def theirs(family: str, seed: int) -> PreTrainedModel:
 
 
 def ours(seed: int = 1, **options: Any) -> Model:
-    kind = registry.get_model_class("causal_lm")
+    kind = registry.get("model", "causal_lm")
     model = construct(lambda: kind(kind.Options(**options)), torch.device("cpu"))
     shapes = {name: tuple(model.logical_shape(name, p.shape)) for name, p in model.canonical_parameters().items()}
     values = {name: p.data[tuple(map(slice, shapes[name]))] for name, p in model.canonical_parameters().items()}

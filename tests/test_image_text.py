@@ -110,7 +110,7 @@ def test_the_order_is_the_platforms_and_resuming_is_seeking(home: Path, words: P
 def test_evaluation_transforms_are_timms_for_the_encoder() -> None:
     from timm.data import create_transform
 
-    cls = registry.get_processor_class("image_eval")
+    cls = registry.get("processor", "image_eval")
     ours = cls(cls.Options(encoder="eva_giant_patch14_224"))
     image = Image.open(io.BytesIO(jpeg(0, (60, 90))))
     mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of CLIP, as EVA-g
@@ -123,7 +123,7 @@ def test_evaluation_transforms_are_timms_for_the_encoder() -> None:
 
 
 def test_training_transforms_draw_from_the_samples_generator_alone() -> None:
-    cls = registry.get_processor_class("image_train")
+    cls = registry.get("processor", "image_train")
     ours = cls(cls.Options(image_size=16, color_jitter=0.4))
     image = Image.open(io.BytesIO(jpeg(0)))
     torch.manual_seed(0)

@@ -108,7 +108,7 @@ def data_of(kind: str, place: Path, tokenizer: Path) -> dict[str, Any]:
     shapes = common | sight.shapes(place)
     if kind == "shapes":
         return shapes
-    cls = registry.get_dataset_class("shapes")
+    cls = registry.get("dataset", "shapes")
     cls.prepare(Checker(".".join).dataclass(cls.Options, {k: v for k, v in shapes.items() if k != "name"}, ()))
     read = {key: value for key, value in shapes.items() if key in {*common, "text_processor"}}
     shards = [str(place / "shapes" / f"{split}-*.tar") for split in ("train", "val")]  # as many as ranks that stream

@@ -20,7 +20,7 @@ import os, signal, sys
 from dataclasses import dataclass
 from crosstrain.config.registry import registry
 from crosstrain.utils.errors import TrainingError
-DDP = registry.get_runner_class("ddp")
+DDP = registry.get("runner", "ddp")
 
 @registry.register_runner("faulty")
 class Faulty(DDP):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from crosstrain.config.registry import registry
 
-Megatron = registry.get_runner_class("megatron")
+Megatron = registry.get("runner", "megatron")
 
 
 @registry.register_runner("astray")

@@ -25,7 +25,7 @@ def test_without_attentions_dropout_tensor_parallel_ranks_draw_what_one_process_
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 320}
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     config = {"model_type": "gpt2", **sizes, **ends, "attn_pdrop": 0.0, "resid_pdrop": 0.2, "embd_pdrop": 0.2}
-    gpt2 = registry.get_model_class("gpt2")
+    gpt2 = registry.get("model", "gpt2")
     with parameters_on_meta():
         plan = gpt2(gpt2.Options(**sizes)).tensor_parallel_plan()
     project(workspace, {"arch": "causal_lm", "config": config})
@@ -257,7 +257,7 @@ def test_gpt2_345m_is_built_and_takes_a_step_on_two_ranks(workspace: Workspace) 
 
 
 def test_automatic_offload_asks_for_host_memory_where_the_state_would_fill_the_device() -> None:
-    registry.get_runner_class("megatron")
+    registry.get("runner", "megatron")
     from crosstrain_plugins.builtin.runners.megatron.data_parallel import needs_host_memory
 
     assert not needs_host_memory(numel=1_000_000_000, free=24 << 30)  # 16 GB of state

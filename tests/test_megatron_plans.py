@@ -120,7 +120,7 @@ def test_nobody_starts_workers_for_a_layout_that_cannot_be(workspace: Workspace)
     ],
 )
 def test_a_layout_that_does_not_fit_is_said_before_any_worker_starts(options: Any, sentence: str) -> None:
-    runner = registry.get_runner_class("megatron")
+    runner = registry.get("runner", "megatron")
     with pytest.raises(ConfigError, match=sentence):
         runner.data_parallel_size(runner.Options(**options), 4)
     assert runner.data_parallel_size(runner.Options(tensor_parallel=2), 4) == 2

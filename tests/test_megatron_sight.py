@@ -175,7 +175,7 @@ def test_the_plan_of_a_model_within_a_model_names_its_parameters_and_its_adapter
     assert plan["language_model.model.embed_tokens"] == "vocabulary"
     assert plan["language_model.model.layers.*.self_attn.q_proj.lora_B"] == "column"
     assert [key for key in plan if "lora" in key] == ["language_model.model.layers.*.self_attn.q_proj.lora_B"]
-    runner = registry.get_runner_class("megatron")
+    runner = registry.get("runner", "megatron")
     runner.check_model(runner.Options(tensor_parallel=2), model)
     with pytest.raises(ConfigError, match=r"k_proj.weight of shape \[16, 32\] cannot be cut .*; the model allows 1, 2"):
         runner.check_model(runner.Options(tensor_parallel=4), model)

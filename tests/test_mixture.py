@@ -72,7 +72,7 @@ def tree(parts: list[str], *ratios: float | None) -> dict[str, Any]:
 
 
 def mixture(parts: list[str], *ratios: float | None, split: str = "train") -> Any:
-    cls = registry.get_dataset_class("mixture")
+    cls = registry.get("dataset", "mixture")
     options = Checker(lambda key: ".".join(key)).dataclass(cls.Options, tree(parts, *ratios), ())
     return cls(options, split)
 

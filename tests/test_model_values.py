@@ -116,7 +116,7 @@ def test_older_names_are_known(more: dict[str, Any]) -> None:
 def test_the_keys_of_every_family_are_known() -> None:
     from crosstrain.config.registry import registry
 
-    options = registry.get_model_class("causal_lm").Options
+    options = registry.get("model", "causal_lm").Options
     for family in FAMILIES:
         assert options(config=tiny(family)).config["model_type"] == family
 

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from crosstrain.config.registry import EXTRAS, KINDS, registry
+from crosstrain.config.plugin_scan import KINDS
+from crosstrain.config.registry import registry
 from crosstrain.utils import paths
 from crosstrain.utils.errors import ConfigError, UserError
+from crosstrain.utils.optional_deps import EXTRAS
 from plugin_home import forget_plugins, isolate, plugin, write
 
 EXPLODES = "raise RuntimeError('this file was imported')"
@@ -50,7 +52,7 @@ def test_reading_finds_what_decorators_say_and_imports_nothing(home: Path) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_has_a_decorator_and_a_look_up(home: Path, kind: str) -> None:
     plugins(home, it=plugin(kind, "it"))
-    assert getattr(registry, f"get_{kind}_class")("it").__name__ == "Component"
+    assert registry.get(kind, "it").__name__ == "Component"
     assert registry.names(kind) == ["it"]
     assert [k for k in KINDS if registry.names(k)] == [kind]
 
@@ -72,8 +74,8 @@ if True:
 """
     plugins(home, flat=source)
     assert [entry.summary for entry in registry.entries("lr_scheduler")] == ["Stays.", ""]
-    assert registry.get_lr_scheduler_class("flat")(3) == 1.0
-    assert registry.get_lr_scheduler_class("zero")(3) == 0.0
+    assert registry.get("lr_scheduler", "flat")(3) == 1.0
+    assert registry.get("lr_scheduler", "zero")(3) == 0.0
 
 
 def test_a_qualified_decorator_is_found_and_a_foreign_one_is_not(home: Path) -> None:
@@ -110,7 +112,7 @@ def test_a_component_registered_by_running_code_is_found_too(home: Path) -> None
     class Cell:
         pass
 
-    assert registry.get_dataset_class("in a notebook") is Cell
+    assert registry.get("dataset", "in a notebook") is Cell
     assert registry.names("dataset") == ["in a notebook"]
 
 
@@ -119,8 +121,8 @@ def test_a_component_registered_by_running_code_is_found_too(home: Path) -> None
 
 def test_only_the_module_that_is_asked_for_is_imported(home: Path) -> None:
     plugins(home, fast=plugin("runner", "fast"), sibling=plugin("runner", "sibling", before=EXPLODES))
-    found = registry.get_runner_class("fast")
-    assert found is registry.get_runner_class("fast")
+    found = registry.get("runner", "fast")
+    assert found is registry.get("runner", "fast")
     assert found.__module__ == "crosstrain_plugins.builtin.fast"
     assert "crosstrain_plugins.builtin.sibling" not in sys.modules
 
@@ -128,13 +130,13 @@ def test_only_the_module_that_is_asked_for_is_imported(home: Path) -> None:
 def test_modules_of_a_folder_import_each_other_relatively(home: Path) -> None:
     user = plugin("model", "user", "value = helper.VALUE", before="from .parts import helper")
     write(home / "plugins", {"user.py": user, "parts/helper.py": "VALUE = 7"})
-    assert registry.get_model_class("user").value == 7
+    assert registry.get("model", "user").value == 7
 
 
 def test_a_folder_with_an_init_runs_it_first(home: Path) -> None:
     user = plugin("model", "user", "value = VALUE", before="from . import VALUE")
     write(home / "plugins", {"__init__.py": "VALUE = 7", "user.py": user})
-    assert registry.get_model_class("user").value == 7
+    assert registry.get("model", "user").value == 7
 
 
 def test_an_init_that_fails_breaks_its_own_folder_only(home: Path) -> None:
@@ -142,20 +144,20 @@ def test_an_init_that_fails_breaks_its_own_folder_only(home: Path) -> None:
     registry.add_folder(write(home / "other", {"__init__.py": EXPLODES, "lost.py": plugin("model", "lost")}))
     for _ in range(2):  # the second look-up must not find half a package
         assert "RuntimeError: this file was imported" in complaint("model", "lost")
-    assert registry.get_model_class("fine")
+    assert registry.get("model", "fine")
 
 
 def test_equal_file_names_in_two_folders_do_not_collide(home: Path) -> None:
     for folder, name in [("one/mine", "first"), ("two/mine", "second")]:
         write(home / folder, {"net.py": plugin("model", name)})
         registry.add_folder(home / folder)
-    assert registry.get_model_class("first") is not registry.get_model_class("second")
-    assert registry.get_model_class("second").__module__ == "crosstrain_plugins.mine_2.net"
+    assert registry.get("model", "first") is not registry.get("model", "second")
+    assert registry.get("model", "second").__module__ == "crosstrain_plugins.mine_2.net"
 
 
 def test_objects_of_plugin_classes_can_be_pickled(home: Path) -> None:
     plugins(home, data=plugin("dataset", "data"))
-    thing = registry.get_dataset_class("data")()
+    thing = registry.get("dataset", "data")()
     assert type(pickle.loads(pickle.dumps(thing))) is type(thing)
 
 
@@ -182,14 +184,14 @@ def test_an_unknown_name_says_which_plugins_failed_and_why(home: Path) -> None:
     assert "plugins/typo.py (SyntaxError: invalid syntax, line 1)" in message
     assert "plugins/crash.py (ZeroDivisionError: division by zero)" in message
     assert set(registry.broken()) == {home / "plugins" / "typo.py", home / "plugins" / "crash.py"}
-    assert registry.get_runner_class("fine")
+    assert registry.get("runner", "fine")
 
 
 @pytest.mark.parametrize("content", [b"x = '\xff'", b"x = 1\0", b"x = (", b"# coding: nonsense\n"])
 def test_a_file_that_cannot_be_read_breaks_only_itself(home: Path, content: bytes) -> None:
     plugins(home, fine=plugin("runner", "fine"))
     (home / "plugins" / "bad.py").write_bytes(content)
-    assert registry.get_runner_class("fine")
+    assert registry.get("runner", "fine")
     assert list(registry.broken()) == [home / "plugins" / "bad.py"]
 
 
@@ -240,8 +242,8 @@ def test_a_name_claimed_twice_names_both_files_the_first_owner_first(home: Path)
     assert complaint("runner", "ddp") == (
         "runner 'ddp' is already registered by plugins/ours.py:5, so more/theirs.py:5 must choose another name"
     )
-    assert registry.get_runner_class("fine")
-    assert registry.get_runner_class("new")
+    assert registry.get("runner", "fine")
+    assert registry.get("runner", "new")
 
 
 def test_a_name_claimed_twice_in_one_file_is_an_error(home: Path) -> None:
@@ -251,12 +253,12 @@ def test_a_name_claimed_twice_in_one_file_is_an_error(home: Path) -> None:
 
 def test_one_name_may_serve_two_kinds(home: Path) -> None:
     plugins(home, a=plugin("runner", "x"), b=plugin("model", "x"))
-    assert registry.get_runner_class("x") is not registry.get_model_class("x")
+    assert registry.get("runner", "x") is not registry.get("model", "x")
 
 
 def test_running_code_may_not_take_a_name_either(home: Path) -> None:
     plugins(home, ours=plugin("runner", "ddp"))
-    registry.get_runner_class("ddp")
+    registry.get("runner", "ddp")
     with pytest.raises(ConfigError, match=r"already registered by plugins/ours\.py, so .*test_registry\.py must"):
         registry.register_runner("ddp")(type("Mine", (), {"__module__": __name__}))
 
@@ -281,7 +283,7 @@ def test_the_environment_names_several_folders(home: Path, monkeypatch: pytest.M
         write(home / name, {"it.py": plugin("model", name)})
     monkeypatch.setenv("CROSSTRAIN_PLUGINS", f"{home / 'one'}::two")  # an empty part, and a relative path
     assert registry.names("model") == ["one", "two"]
-    assert registry.get_model_class("two")
+    assert registry.get("model", "two")
 
 
 def test_a_missing_folder_is_an_error_that_says_who_named_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,12 +300,12 @@ def test_a_folder_given_twice_or_inside_another_is_read_once(home: Path) -> None
     for folder in ("mine", "mine/inner", "mine/../mine"):
         registry.add_folder(folder)
     assert len(registry.entries("model")) == 1
-    assert registry.get_model_class("it").__module__ == "crosstrain_plugins.mine.inner.it"
+    assert registry.get("model", "it").__module__ == "crosstrain_plugins.mine.inner.it"
 
 
 def test_a_folder_may_be_labelled(home: Path) -> None:
     registry.add_folder(write(home / "mine", {"it.py": plugin("model", "it")}), label="my label")
-    assert registry.get_model_class("it").__module__ == "crosstrain_plugins.my_label.it"
+    assert registry.get("model", "it").__module__ == "crosstrain_plugins.my_label.it"
 
 
 def install(monkeypatch: pytest.MonkeyPatch, site: Path, module: str) -> None:
@@ -329,20 +331,20 @@ def test_an_installed_package_is_read_without_being_imported(home: Path, monkeyp
     install(monkeypatch, home / "site", "someone_models.plugins")
     assert registry.names("model") == ["net"]
     assert "someone_models" not in sys.modules
-    assert registry.get_model_class("net").__module__ == "someone_models.plugins.net"
+    assert registry.get("model", "net").__module__ == "someone_models.plugins.net"
 
 
 def test_an_installed_module_is_read(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(home / "site", {"someone_net.py": plugin("model", "net")})
     install(monkeypatch, home / "site", "someone_net")
-    assert registry.get_model_class("net").__module__ == "someone_net"
+    assert registry.get("model", "net").__module__ == "someone_net"
 
 
 @pytest.mark.parametrize("module", ["someone_gone", "someone_gone.plugins", "json.gone"])
 def test_an_entry_point_to_nothing_is_reported(home: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     plugins(home, fine=plugin("model", "fine"))
     install(monkeypatch, home / "site", module)
-    assert registry.get_model_class("fine")
+    assert registry.get("model", "fine")
     assert f"someone (the entry point names the module {module}, which is not there)" in complaint("model", "other")
 
 
@@ -352,7 +354,8 @@ def test_an_entry_point_to_nothing_is_reported(home: Path, monkeypatch: pytest.M
 def test_neither_reading_plugins_nor_the_configuration_imports_torch() -> None:
     program = """
 import sys, crosstrain.config.load
-from crosstrain.config.registry import KINDS, registry
+from crosstrain.config.plugin_scan import KINDS
+from crosstrain.config.registry import registry
 assert registry.names("runner"), "no built-in runner was found"
 [registry.entries(kind) for kind in KINDS]
 heavy = {"torch", "numpy", "transformers", "deepspeed"} & set(sys.modules)

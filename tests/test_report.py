@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from plotly.offline import get_plotlyjs
 
 from conftest import ENVIRONMENT, Workspace
-from crosstrain.monitor import report
 from crosstrain.cli.main import main
+from crosstrain.monitor import report
 from crosstrain.monitor.report.downsample import smooth, thin
 from crosstrain.monitor.report.page import page
 from crosstrain.monitor.report.read_run import Curve, read_runs

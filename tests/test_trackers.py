@@ -117,7 +117,7 @@ def test_a_mistake_is_one_sentence(workspace: Workspace, written: str, sentence:
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_missing_package_is_named_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    options = registry.get_tracker_class(name).Options()
+    options = registry.get("tracker", name).Options()
     with pytest.raises(UserError) as caught:
         check_trackers([Component(name, options)])
     assert str(caught.value) == (
@@ -150,7 +150,7 @@ class Stuck(Tracker):
 def stuck(monkeypatch: pytest.MonkeyPatch) -> type[Stuck]:
     """The tracker of this test alone, because a thread of another may still be at work with its own."""
     made = type("StuckHere", (Stuck,), {"release": threading.Event(), "seen": []})
-    monkeypatch.setattr(registry, "get_tracker_class", lambda _: made)
+    monkeypatch.setattr(registry, "get", lambda _kind, _name: made)
     return made
 
 

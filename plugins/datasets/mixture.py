@@ -65,12 +65,12 @@ class Mixture(VqaDataset):
     @classmethod
     def prepare(cls, options: Any) -> None:
         for part in options.parts:
-            registry.get_dataset_class(part.dataset.name).prepare(part.dataset.options)
+            registry.get("dataset", part.dataset.name).prepare(part.dataset.options)
 
     @classmethod
     def shapes(cls, options: Any) -> Batch | None:
         """The longest of the parts."""
-        found = [registry.get_dataset_class(p.dataset.name).shapes(p.dataset.options) for p in options.parts]
+        found = [registry.get("dataset", p.dataset.name).shapes(p.dataset.options) for p in options.parts]
         known = [batch for batch in found if batch is not None]
         if len(known) < len(found):
             return None
@@ -79,7 +79,7 @@ class Mixture(VqaDataset):
     def __init__(self, options: Any, split: Split) -> None:
         super().__init__(options, split)
         self.parts: list[Dataset] = [
-            registry.get_dataset_class(p.dataset.name)(p.dataset.options, split) for p in options.parts
+            registry.get("dataset", p.dataset.name)(p.dataset.options, split) for p in options.parts
         ]
         first = self.parts[0]
         for part in self.parts[1:]:

@@ -7,7 +7,7 @@ from torch import nn
 
 from crosstrain import registry
 
-GPT2 = registry.get_model_class("gpt2")
+GPT2 = registry.get("model", "gpt2")
 
 
 @registry.register_model("partly_used")

@@ -106,7 +106,7 @@ def _with_same_samples(config: Config, batch: BatchPlan, world_size: int) -> Con
 
     The micro batch is the largest that goes, up to the one of `batch`.
     """
-    runner = registry.get_runner_class(config.runner.name)
+    runner = registry.get("runner", config.runner.name)
     try:
         each, rest = divmod(batch.global_batch, runner.data_parallel_size(config.runner.options, world_size))
     except UserError:

@@ -104,7 +104,7 @@ def _split(arguments: argparse.Namespace) -> int:
 
 def _prepare_dataset(name: str, output: str, options: list[str]) -> int:
     """Let the registered dataset make its files in `output`, as a project file with these options would."""
-    dataset = registry.get_dataset_class(name)
+    dataset = registry.get("dataset", name)
     cls = options_class("dataset", dataset)
     if not {"path", "prepare"} & {f.name for f in fields(cls)}:
         raise UserError(f"prepare: the dataset {name} makes no files")

@@ -1,4 +1,4 @@
-"""What a plugin file registers, read from its syntax tree without importing it."""
+"""Discovery of the components in a plugin file, by its syntax tree: the file is not imported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Entry:
 
 
 def scan_file(file: Path, module: str) -> tuple[list[Entry], str | None]:
-    """What `file`, importable as `module`, registers, and what is wrong with it, if anything."""
+    """Return the components that `file`, importable as `module`, registers, and its problem or None."""
     try:
         tree = ast.parse(file.read_bytes(), str(file))
     except SyntaxError as error:

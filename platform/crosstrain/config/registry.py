@@ -1,8 +1,8 @@
-"""Names to components, found lazily.
+"""The registry of components: from a kind and a name to a class or function, loaded on first use.
 
-Which file registers which name is read from the source: the decorators `@registry.register_<kind>("name")` in
-its syntax tree. A component's module is imported only when its name is asked for, so a broken plugin, or one
-whose dependencies are not installed, breaks nothing but itself, and listing what exists imports nothing.
+The names are read from the decorators `@registry.register_<kind>("name")` in each plugin file's syntax tree. A file is
+imported when one of its names is asked for, so a broken plugin, or one whose dependencies are not installed, breaks
+nothing but itself, and listing the components imports nothing.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable
+from functools import partialmethod
 from importlib import metadata
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, TypeVar
 
-from crosstrain.config.plugin_scan import KINDS, Entry, scan_file
+from crosstrain.config.plugin_scan import Entry, scan_file
 from crosstrain.utils import paths
 from crosstrain.utils.errors import ConfigError, UserError
-from crosstrain.utils.optional_deps import EXTRAS, absent_package, missing
+from crosstrain.utils.optional_deps import absent_package, missing
 
 T = TypeVar("T")
 
@@ -46,64 +47,34 @@ class Registry:
         self._labels: dict[str, Path] = {}
         self._started = self._finished = False
 
-    # ---- registering: the decorators
+    def register(self, kind: str, name: str) -> Callable[[T], T]:
+        """Register the decorated class or function. Plugin files use `register_runner("mine")` and its like."""
 
-    def register_runner(self, name: str) -> Callable[[T], T]:
-        return self._register("runner", name)
+        def decorate(component: T) -> T:
+            here = _identity(component)
+            there = _identity(self._objects.get((kind, name), component))
+            if here != there:  # equal: the module was reloaded
+                raise _claimed_twice(kind, name, paths.show(there[0]), paths.show(here[0]))
+            self._objects[kind, name] = component
+            return component
 
-    def register_model(self, name: str) -> Callable[[T], T]:
-        return self._register("model", name)
+        return decorate
 
-    def register_dataset(self, name: str) -> Callable[[T], T]:
-        return self._register("dataset", name)
-
-    def register_processor(self, name: str) -> Callable[[T], T]:
-        return self._register("processor", name)
-
-    def register_optimizer(self, name: str) -> Callable[[T], T]:
-        return self._register("optimizer", name)
-
-    def register_lr_scheduler(self, name: str) -> Callable[[T], T]:
-        return self._register("lr_scheduler", name)
-
-    def register_reader(self, name: str) -> Callable[[T], T]:
-        return self._register("reader", name)
-
-    def register_tracker(self, name: str) -> Callable[[T], T]:
-        return self._register("tracker", name)
-
-    # ---- looking up: each raises as `get` does
-
-    def get_runner_class(self, name: str) -> Any:
-        return self.get("runner", name)
-
-    def get_model_class(self, name: str) -> Any:
-        return self.get("model", name)
-
-    def get_dataset_class(self, name: str) -> Any:
-        return self.get("dataset", name)
-
-    def get_processor_class(self, name: str) -> Any:
-        return self.get("processor", name)
-
-    def get_optimizer_class(self, name: str) -> Any:
-        return self.get("optimizer", name)
-
-    def get_lr_scheduler_class(self, name: str) -> Any:
-        return self.get("lr_scheduler", name)
-
-    def get_reader_class(self, name: str) -> Any:
-        return self.get("reader", name)
-
-    def get_tracker_class(self, name: str) -> Any:
-        return self.get("tracker", name)
+    register_runner = partialmethod(register, "runner")
+    register_model = partialmethod(register, "model")
+    register_dataset = partialmethod(register, "dataset")
+    register_processor = partialmethod(register, "processor")
+    register_optimizer = partialmethod(register, "optimizer")
+    register_lr_scheduler = partialmethod(register, "lr_scheduler")
+    register_reader = partialmethod(register, "reader")
+    register_tracker = partialmethod(register, "tracker")
 
     def get(self, kind: str, name: str, others: Iterable[str] = ()) -> Any:
-        """The class or function registered as `name`; imports its module on first use.
+        """Return the class or function registered as `name`; imports its module on first use.
 
-        `others` are further names that would be right where the user wrote this one, for the suggestion.
-        Raises ConfigError for a name that is unknown, claimed twice or whose module fails to import, and
-        UserError naming the package and the extra when a dependency is not installed.
+        `others` are further names that the error may suggest, such as presets. Raises ConfigError for a name that is
+        unknown, claimed twice or whose module fails to import, and UserError naming the package and the extra when a
+        dependency is not installed.
         """
         self._scan_sources()
         key = (kind, name)
@@ -119,11 +90,10 @@ class Registry:
     def names(self, kind: str) -> list[str]:
         """Names of this kind, sorted; imports nothing."""
         self._scan_sources()
-        found = {name for k, name in [*self._entries, *self._objects] if k == kind}
-        return sorted(found)
+        return sorted({name for k, name in [*self._entries, *self._objects] if k == kind})
 
     def entries(self, kind: str) -> list[Entry]:
-        """What plugin files say about this kind, sorted by name; imports nothing."""
+        """Entries of plugin files for this kind, sorted by name; imports nothing."""
         self._scan_sources()
         return sorted((e for (k, _), found in self._entries.items() if k == kind for e in found), key=lambda e: e.name)
 
@@ -204,18 +174,6 @@ class Registry:
 
     # ---- importing
 
-    def _register(self, kind: str, name: str) -> Callable[[T], T]:
-        def register(component: T) -> T:
-            here = (_file_of(component), getattr(component, "__qualname__", ""))
-            other = self._objects.get((kind, name))
-            there = here if other is None else (_file_of(other), getattr(other, "__qualname__", ""))
-            if here != there:  # equal: the module was reloaded
-                raise _claimed_twice(kind, name, paths.show(there[0]), paths.show(here[0]))
-            self._objects[kind, name] = component
-            return component
-
-        return register
-
     def _import(self, entry: Entry) -> None:
         what = f"{entry.kind} {entry.name!r} ({paths.show(entry.file)})"
         try:
@@ -236,35 +194,30 @@ class Registry:
     def _make_package(self, module: str) -> None:
         """Put the package that `module` lies in into sys.modules, if it is a folder of plugins."""
         root, _, rest = module.partition(".")
-        if root != PACKAGE:
+        label = rest.partition(".")[0]
+        if root != PACKAGE or f"{root}.{label}" in sys.modules:
             return
-        if PACKAGE not in sys.modules:
-            sys.modules[PACKAGE] = importlib.util.module_from_spec(_package_spec(PACKAGE, []))
-        label = rest.split(".")[0]
-        name, folder = f"{PACKAGE}.{label}", self._labels[label]
-        if name in sys.modules:
-            return
-        init = folder / "__init__.py"
-        spec: ModuleSpec | None = _package_spec(name, [str(folder)])
-        if init.is_file():
-            spec = importlib.util.spec_from_file_location(name, init, submodule_search_locations=[str(folder)])
+        if root not in sys.modules:
+            sys.modules[root] = importlib.util.module_from_spec(ModuleSpec(root, None, is_package=True))
+        name, folder = f"{root}.{label}", self._labels[label]
+        spec: ModuleSpec | None = ModuleSpec(name, None, is_package=True)
+        if (init := folder / "__init__.py").is_file():
+            spec = importlib.util.spec_from_file_location(name, init)
         assert spec is not None
+        spec.submodule_search_locations = [str(folder)]
         sys.modules[name] = package = importlib.util.module_from_spec(spec)
-        setattr(sys.modules[PACKAGE], label, package)
+        setattr(sys.modules[root], label, package)
         try:
-            if spec.loader is not None and init.is_file():
+            if spec.loader is not None:
                 spec.loader.exec_module(package)
         except BaseException:
             del sys.modules[name]
             raise
 
-    # ---- errors
-
     def _unknown(self, kind: str, name: str, others: Iterable[str]) -> ConfigError:
         known = sorted({*self.names(kind), *others})
-        near = difflib.get_close_matches(name, known, n=3)
         parts = [f"there is no {kind} called {name!r}"]
-        if near:
+        if near := difflib.get_close_matches(name, known, n=3):
             parts.append("did you mean " + " or ".join(near) + "?")
         parts.append("known: " + (", ".join(known) or "none"))
         if self._broken:
@@ -277,19 +230,15 @@ def _claimed_twice(kind: str, name: str, first: str, second: str) -> ConfigError
     return ConfigError(f"{kind} {name!r} is already registered by {first}, so {second} must choose another name")
 
 
-def _file_of(component: Any) -> Path:
-    module = sys.modules.get(getattr(component, "__module__", ""))
-    return Path(getattr(module, "__file__", None) or str(getattr(component, "__module__", "?")))
-
-
-def _package_spec(name: str, locations: list[str]) -> ModuleSpec:
-    spec = ModuleSpec(name, None, is_package=True)
-    spec.submodule_search_locations = locations
-    return spec
+def _identity(component: Any) -> tuple[Path, str]:
+    """File and qualified name of a class or function."""
+    module = getattr(component, "__module__", "?")
+    file = getattr(sys.modules.get(module), "__file__", None) or module
+    return Path(file), getattr(component, "__qualname__", "")
 
 
 def _find_without_importing(module: str) -> ModuleSpec | None:
-    """`importlib.util.find_spec`, which would import the parent packages, without doing so."""
+    """Find a module's spec; unlike `importlib.util.find_spec`, import no parent package."""
     search: list[str] | None = None
     spec: ModuleSpec | None = None
     parts = module.split(".")
@@ -302,4 +251,3 @@ def _find_without_importing(module: str) -> ModuleSpec | None:
 
 
 registry = Registry()
-__all__ = ["EXTRAS", "KINDS", "Entry", "Registry", "registry"]

@@ -64,7 +64,7 @@ def make_rules(given: list[dict[str, Any]]) -> list[tuple[str, Rule]]:
     made = []
     for item in given:
         component = Checker(lambda key: "clean." + ".".join(key)).component("processor", item, ())
-        cls = registry.get_processor_class(component.name)
+        cls = registry.get("processor", component.name)
         if not (isinstance(cls, type) and issubclass(cls, Rule)):
             raise ConfigError(f"clean: the processor {component.name} is not a rule for documents")
         made.append((component.name, cls(component.options)))

@@ -30,7 +30,7 @@ class Source:
     files: tuple[Path, ...] | None = None  # where a search has found them already
 
     def open(self) -> Reader:
-        cls = registry.get_reader_class(self.reader)
+        cls = registry.get("reader", self.reader)
         checker = Checker(lambda key: f"reader {self.reader}: {'.'.join(key)}")
         reader = cls(checker.dataclass(options_class("reader", cls), self.options, ()))
         if self.files is not None:
@@ -115,7 +115,7 @@ def _classes() -> dict[str, type[Reader]]:
 
 
 def _class(name: str) -> type[Reader]:
-    return registry.get_reader_class(name)
+    return registry.get("reader", name)
 
 
 def _takes_path(cls: type[Reader]) -> bool:

@@ -31,7 +31,7 @@ def open_split(config: Config, split: Split) -> Dataset:
     component = training_dataset(config)
     with limited_to(config.trust):
         check_source(f"the {split} split of {next(iter(config.datasets))}")
-        return registry.get_dataset_class(component.name)(component.options, split)
+        return registry.get("dataset", component.name)(component.options, split)
 
 
 def prepare_data(config: Config) -> None:
@@ -39,7 +39,7 @@ def prepare_data(config: Config) -> None:
     component = training_dataset(config)
     with limited_to(config.trust):
         check_source(f"the dataset {next(iter(config.datasets))}")
-        registry.get_dataset_class(component.name).prepare(component.options)
+        registry.get("dataset", component.name).prepare(component.options)
 
 
 def first_batch(dataset: Dataset) -> Batch:

@@ -29,13 +29,13 @@ _LONGEST_BUILD = 120.0  # seconds
 
 def make_runner(config: Config) -> Runner:
     """The configured runner, not yet set up."""
-    return registry.get_runner_class(config.runner.name)(config.runner.options, config.run)
+    return registry.get("runner", config.runner.name)(config.runner.options, config.run)
 
 
 def make_model(config: Config) -> Model:
     """The configured model. Raises ConfigError where it names weights that the configuration is not trusted with."""
     with limited_to(config.trust):
-        return registry.get_model_class(config.model.name)(config.model.options)
+        return registry.get("model", config.model.name)(config.model.options)
 
 
 def model_on_meta(config: Config) -> Model:
@@ -53,7 +53,7 @@ def batch_plan(config: Config, world_size: int) -> BatchPlan:
 
     Raises ConfigError where the layout, the numbers or the run's other settings do not go together.
     """
-    runner = registry.get_runner_class(config.runner.name)
+    runner = registry.get("runner", config.runner.name)
     runner.check(config.runner.options, config.run)
     return BatchPlan.of(config.run, runner.data_parallel_size(config.runner.options, world_size))
 

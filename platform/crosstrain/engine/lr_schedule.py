@@ -37,7 +37,7 @@ def make_schedule(config: Config, max_iters: int) -> Schedule:
     warmup = run.warmup_steps if run.warmup_steps is not None else (run.warmup_fraction or 0.0) * decay
     if warmup >= decay:
         raise ConfigError(f"run.warmup_steps: the warmup of {warmup:g} steps must be shorter than the decay of {decay}")
-    make = registry.get_lr_scheduler_class(config.lr_sched.name)
+    make = registry.get("lr_scheduler", config.lr_sched.name)
     shape = make(warmup_steps=warmup, decay_steps=decay, options=config.lr_sched.options)
     return Schedule(run.init_lr, run.min_lr, warmup, shape)
 

@@ -48,7 +48,7 @@ def parameter_groups(
 
 def optimizer_factory(config: Config, lr_scale: Callable[[str], float] = lambda name: 1.0) -> MakeOptimizer:
     """The configured optimizer's maker; `lr_scale` of a parameter's name multiplies its learning rate."""
-    make = registry.get_optimizer_class(config.optimizer.name)
+    make = registry.get("optimizer", config.optimizer.name)
 
     def build(parameters: NamedParameters, shape_of: ShapeOf = lambda p: p.shape) -> torch.optim.Optimizer:
         groups = parameter_groups(parameters, config.run.weight_decay, shape_of, lr_scale)

@@ -107,7 +107,7 @@ def chosen_config(checkpoint: Path, arguments: argparse.Namespace) -> Config:
 def check_ranks(config: Config, world_size: int) -> None:
     """ConfigError, with the way out, where the runner cannot be laid out over so many ranks."""
     try:
-        registry.get_runner_class(config.runner.name).data_parallel_size(config.runner.options, world_size)
+        registry.get("runner", config.runner.name).data_parallel_size(config.runner.options, world_size)
     except ConfigError as error:
         raise ConfigError(f"{error}; give --nproc-per-node N, or another runner: --options run.runner=ddp") from None
 
@@ -117,7 +117,7 @@ def check_model(config: Config, checkpoint: Path) -> None:
 
     Raises CheckpointError as `outline` does, and ConfigError for the layout.
     """
-    registry.get_runner_class(config.runner.name).check_model(config.runner.options, outline(config, checkpoint))
+    registry.get("runner", config.runner.name).check_model(config.runner.options, outline(config, checkpoint))
 
 
 def outline(config: Config, checkpoint: Path) -> Model:

@@ -24,7 +24,7 @@ def check_trackers(components: Iterable[Component]) -> None:
         if component.name in (other.name for other in components[:number]):
             raise ConfigError(f"run.trackers: {component.name} is named twice")
         try:
-            registry.get_tracker_class(component.name).check(component.options)
+            registry.get("tracker", component.name).check(component.options)
         except UserError as error:
             raise type(error)(f"run.trackers: {error}") from error
 
@@ -51,7 +51,7 @@ class Trackers:
 
 
 def _start(component: Component, run: TrackedRun) -> _Guarded:
-    cls = registry.get_tracker_class(component.name)
+    cls = registry.get("tracker", component.name)
     guarded = _Background if cls.remote else _Guarded
     return guarded(component.name, lambda: cls(component.options, run))
 

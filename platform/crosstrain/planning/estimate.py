@@ -78,7 +78,7 @@ class Project:
         """Under the runner of `config`, a configuration of the same project. Raises ConfigError where it cannot."""
         batch = batch_plan(config, world_size)
         mode = mode or config.run.gradient_checkpointing
-        runner = registry.get_runner_class(config.runner.name)
+        runner = registry.get("runner", config.runner.name)
         runner.check_model(config.runner.options, self.model)
         with pretended(world_size):
             found = []
@@ -99,7 +99,7 @@ class Project:
 
     def _layouts(self, config: Config, world_size: int, batch: BatchPlan) -> list[Layout]:
         at = Situation(self.model, self._batch_of(batch.micro_batch), config.run, world_size, batch, self.device)
-        return registry.get_runner_class(config.runner.name).layouts(config.runner.options, at)
+        return registry.get("runner", config.runner.name).layouts(config.runner.options, at)
 
     def _batch_of(self, rows: int) -> Batch:
         return {k: v.expand(rows * len(v), *v.shape[1:]) for k, v in (self.inputs or {}).items()}

@@ -53,7 +53,7 @@ def _project(config: Config) -> Project:
 def _inputs(config: Config) -> Batch | None:
     """One sample's shapes, without the data if the dataset can tell, else of the first sample if the data is there."""
     component = training_dataset(config)
-    shapes = registry.get_dataset_class(component.name).shapes(component.options)
+    shapes = registry.get("dataset", component.name).shapes(component.options)
     if shapes is not None:
         return shapes
     try:

@@ -32,7 +32,7 @@ def check(config: Config, world_size: int) -> None:
         check_fit(model, dataset)
         Base.of(model).verify()
         freeze(model, config.run.freeze)
-        runner = registry.get_runner_class(config.runner.name)
+        runner = registry.get("runner", config.runner.name)
         runner.check_model(config.runner.options, model)
         if runner.cuts_models:
             Project(config, model, first_batch(dataset), "cpu").check_layouts(config, world_size)

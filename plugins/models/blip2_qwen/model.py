@@ -49,7 +49,7 @@ class Blip2Qwen(Model):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        language = registry.get_model_class(options.language_model.model.name)(options.language_model.model.options)
+        language = registry.get("model", options.language_model.model.name)(options.language_model.model.options)
         if not isinstance(language, LanguageModel):
             name = options.language_model.model.name
             raise ConfigError(f"model.language_model.model: {name} is not a language model that takes embeddings")

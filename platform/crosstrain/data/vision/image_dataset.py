@@ -233,7 +233,7 @@ def open_image_file(path: Path) -> Any:
 
 
 def _processor(component: Component) -> Any:
-    return registry.get_processor_class(component.name)(component.options)
+    return registry.get("processor", component.name)(component.options)
 
 
 @lru_cache(maxsize=4)

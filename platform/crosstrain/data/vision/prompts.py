@@ -70,7 +70,7 @@ class VqaDataset(Dataset):
 
 def prompt_builder(dataset: Component, tokenizer: Path) -> PromptBuilder:
     """The prompt builder of a configured dataset. Raises UserError where it has no conversations about images."""
-    kind = registry.get_dataset_class(dataset.name)
+    kind = registry.get("dataset", dataset.name)
     if not issubclass(kind, VqaDataset):
         raise UserError(f"{kind.__name__} has no conversations, so questions about images cannot be asked")
     return kind.prompt_builder(dataset.options, tokenizer)
