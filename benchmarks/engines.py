@@ -126,7 +126,7 @@ class Gate(StopRequest):
 
 
 def platform(line: Line, project: str, options: list[str], beside: bool = False) -> None:
-    """`crosstrain train`, from the tokens on disk to the log, TensorBoard and the guard of collectives.
+    """`crosstrain train`, from the tokens on disk to the log, TensorBoard and the watchdog.
 
     With `beside` the same processes also hold the bare loop, with a model of its own, for orders that ask for it.
     """

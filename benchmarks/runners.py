@@ -5,7 +5,7 @@
 Step: the platform, as its users run it, against the engine's own interface in a bare loop, with the same model class,
 loss, optimizer, options of the engine, clipping and accumulation. Every rank holds both, each with a model of its own,
 and they take turns of one step, in changing order, so that both have the same memory, threads and neighbours; the
-guard of collectives stands aside while the bare loop runs. (--turn makes turns longer: on a GPU each ends with a wait
+watchdog stands aside while the bare loop runs. (--turn makes turns longer: on a GPU each ends with a wait
 for the device.) Given are the median of the ratios of neighbouring turns with its 95 % confidence interval, and the
 ratio of all the time, in which every tenth step's log line shows too. --control has the bare loop take both turns: what
 comes out is noise.

@@ -184,7 +184,7 @@ class RunOptions:
     curriculum: CurriculumOptions | None = None  # short sequences first; None: whole ones from the first step on
     # processes per rank that load data; 0: the rank itself does
     num_workers: Annotated[int, Interval(ge=0, le=256)] = 0
-    # seconds by which a rank may enter a collective late; None: unguarded
+    # seconds by which a rank may enter a collective late; None: no watchdog
     collective_timeout: Annotated[float, Interval(ge=0.1, le=10**7)] | None = 600.0
 
     def __post_init__(self) -> None:

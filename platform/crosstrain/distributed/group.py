@@ -1,4 +1,4 @@
-"""Talking to the other ranks; with one process everything here is the identity."""
+"""Collectives on Python values over the ranks; with one process each is the identity."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import os
 import sys
 import warnings
 import zlib
+from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from crosstrain.distributed.watchdog import watchdog
-from crosstrain.utils.errors import ConfigError
+from crosstrain.utils import paths
+from crosstrain.utils.errors import ConfigError, TrainingError
 
 T = TypeVar("T")
+
+# Called with a group whose ranks met in different collectives, before the error is raised. The watchdog sets it.
+desync_handler: Callable[[dist.ProcessGroup], None] | None = None
 
 # Libraries still call these by the names that torch 2.13 and 2.14 deprecate; torch 2.15 keeps both names.
 warnings.filterwarnings(
@@ -24,7 +29,7 @@ warnings.filterwarnings(
 
 
 class Group:
-    """The ranks that do something together. One process needs no process group and gets none."""
+    """Ranks that work together. One process needs no process group and gets none."""
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = process_group
@@ -32,7 +37,7 @@ class Group:
         self.size = dist.get_world_size(process_group) if process_group else 1
 
     def all_gather(self, value: T) -> list[T]:
-        """Every rank's value, in the order of ranks. For small Python objects, never for tensors."""
+        """Return every rank's value, in rank order. For small Python objects, not for tensors."""
         if self.process_group is None:
             return [value]
         out: list[Any] = [None] * self.size
@@ -40,7 +45,7 @@ class Group:
         return out
 
     def broadcast(self, value: T) -> T:
-        """The first rank's value. For small Python objects, never for tensors."""
+        """Return the first rank's value. For small Python objects, not for tensors."""
         if self.process_group is None:
             return value
         out: list[Any] = [value]
@@ -48,18 +53,25 @@ class Group:
         return out[0]
 
     def all_reduce_sum(self, *values: float) -> list[float]:
-        """Sums over the ranks, in double precision.
+        """Return the sums over the ranks, in double precision.
 
-        Ranks that meet here from different parts of the platform end with a TrainingError, not with wrong sums.
+        Raises TrainingError, instead of wrong sums, when ranks meet here from different parts of the platform.
         """
         if self.process_group is None:
             return list(values)
-        origin = _origin(sys._getframe(1))
-        tensor = torch.tensor([*values, origin], dtype=torch.float64)  # on the CPU: no wait for the GPU
+        caller = sys._getframe(1)
+        tag = _tag(caller)
+        tensor = torch.tensor([*values, tag], dtype=torch.float64)  # on the CPU: no wait for the GPU
         dist.all_reduce(tensor, group=self.process_group)
-        *sums, origins = tensor.tolist()
-        if origins != origin * self.size:
-            watchdog.mispaired(self.process_group)
+        *sums, tags = tensor.tolist()
+        if tags != tag * self.size:
+            if desync_handler is not None:
+                desync_handler(self.process_group)
+            code = caller.f_code
+            raise TrainingError(
+                f"the ranks met in different collectives, one of them at {paths.show(Path(code.co_filename))}:"
+                f"{caller.f_lineno} in {code.co_name}; each must be called by every rank"
+            )
         return sums
 
     def barrier(self) -> None:
@@ -67,21 +79,21 @@ class Group:
             self.all_gather(None)
 
 
-def _origin(caller: FrameType) -> int:
+def _tag(caller: FrameType) -> int:
     """A number for the platform's function that calls; 0 for plugins, which may branch on the rank around a call."""
     name = caller.f_globals.get("__name__", "")
     return zlib.crc32(f"{name}.{caller.f_code.co_qualname}".encode()) if name.startswith("crosstrain.") else 0
 
 
 def world() -> tuple[int, int]:
-    """(local rank, world size) as the launcher put them into the environment."""
+    """Return (local rank, world size) from the launcher's environment variables."""
     return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def choose_device(choice: str, local_rank: int) -> torch.device:
-    """This rank's device for `run.device`; ConfigError for cuda where there is none."""
+    """Return this rank's device for `run.device`. Raises ConfigError for cuda without a GPU."""
     if choice == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device: cuda was asked for, but torch sees no GPU; use auto or cpu")
+        raise ConfigError("run.device: cuda needs a GPU, and torch sees none; use auto or cpu")
     if choice == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())  # srun may show each task its own GPU alone

@@ -1,7 +1,7 @@
 """What tensor-parallel ranks exchange in a forward, and the transposed exchange in its backward.
 
 The pairs are Megatron-LM's (Shoeybi et al., 2019; Korthikanti et al., 2022). Activations are [batch, length, width].
-Called through torch.distributed, so that the guard over collectives sees them.
+Called through torch.distributed, so that the watchdog sees them.
 """
 
 from __future__ import annotations

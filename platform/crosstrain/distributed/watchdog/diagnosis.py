@@ -1,54 +1,54 @@
-"""Who never entered a collective: judged from what every rank has called so far.
+"""Find the ranks that never entered a collective, from the calls of every rank.
 
-Ranks pair the calls of a process group by their order: the n-th of one rank meets the n-th of every other.
+Ranks pair the calls of a process group by order: the n-th of one rank meets the n-th of every other.
 """
 
 from __future__ import annotations
 
-from crosstrain.distributed.watchdog.rank_report import State
+from crosstrain.distributed.watchdog.rank_report import RankReport
 
-SETTLED = 2.0  # seconds without a move before ranks are judged: calls that truly differ never complete
-LOCKED = 6.0  # the same, where they may yet turn out to wait for a third
-FAR = 1024  # calls after which ranks have shown that they get along, whatever one of them failed to note
+SETTLED = 2.0  # idle seconds before ranks are judged: calls that truly differ never complete
+DEADLOCKED = 6.0  # idle seconds where they may yet turn out to wait for a third rank
+FORGIVEN = 1024  # later calls by which ranks have shown that they agree, whatever one of them failed to record
 
 _RULE = "a collective must be called by every rank"
 
 
-def mismatch(mine: State, others: list[State], *, failed: bool = False, mispaired: str | None = None) -> str | None:
-    """What is wrong if another rank's call cannot be the one that this rank made at the same position, else None.
+def find_desync(
+    mine: RankReport, others: list[RankReport], *, failed: bool = False, desynced: str | None = None
+) -> str | None:
+    """Describe another rank's call that cannot be the collective which this rank called at the same position.
 
-    Ranks that still move are not judged, unless `failed` says that a collective did. `mispaired` names a group whose
-    latest calls are known not to belong together, though nothing but their places may differ.
+    Ranks that still move are not judged, unless `failed` says that a collective did. `desynced` names a group whose
+    latest calls are known not to belong together, though they may differ in nothing but location.
     """
     for group, here in mine.histories.items():
         for other in others:
             there = other.histories.get(group)
-            if there is None or there.ranks != here.ranks:
-                continue
-            if not (failed or _settled(mine, other, SETTLED)):
+            if there is None or there.ranks != here.ranks or not (failed or _idle(mine, other, SETTLED)):
                 continue
             numbers = range(max(here.first, there.first), min(here.next, there.next))
             pairs = [(n, here.calls[n - here.first], there.calls[n - there.first]) for n in numbers]
-            evidence = [n for n, a, b in pairs if not a.fits(b)][:1]
-            if evidence and evidence[0] < numbers.stop - FAR:
+            evidence = [n for n, a, b in pairs if not a.matches(b)][:1]
+            if evidence and evidence[0] < numbers.stop - FORGIVEN:
                 continue
-            if not evidence and group == mispaired:
+            if not evidence and group == desynced:
                 evidence = [n for n, a, b in pairs if a != b][-1:]
             if evidence:
                 return _explain(group, evidence[0], mine, other, others)
     return None
 
 
-def deadlock(mine: State, others: list[State], *, failed: bool = False) -> str | None:
-    """What is wrong if one rank waits for another, and that one is in a collective which the first has not entered.
+def find_deadlock(mine: RankReport, others: list[RankReport], *, failed: bool = False) -> str | None:
+    """Describe a rank that waits for another, which is in a collective that the first has not entered.
 
-    The latter need not be noted: the backends count what torch calls by itself too, such as the exchange of gradients
-    in DistributedDataParallel.
+    The latter may be unrecorded: backends also count what torch calls itself, such as the exchange of gradients in
+    DistributedDataParallel.
     """
     for other in others:
-        pair = sorted((mine, other), key=lambda state: state.rank)
-        if not (failed or _settled(mine, other, LOCKED)):
+        if not (failed or _idle(mine, other, DEADLOCKED)):
             continue
+        pair = sorted((mine, other), key=lambda report: report.rank)
         locked = [(*waits, one, two) for one, two in (pair, pair[::-1])
                   if (waits := _waits_for(one, two)) and _is_ahead(two, one)]  # fmt: skip
         if locked:
@@ -57,89 +57,90 @@ def deadlock(mine: State, others: list[State], *, failed: bool = False) -> str |
     return None
 
 
-def absence(mine: State, others: list[State], silent: list[int]) -> str | None:
-    """Which ranks have not entered a collective that this one has, None if there are none.
-
-    `silent` are ranks of which nothing is known.
-    """
+def find_absent(mine: RankReport, others: list[RankReport], silent: list[int]) -> str | None:
+    """Describe the ranks that have not entered a collective which this rank has; `silent` ones gave no report."""
     for group, here in mine.histories.items():
-        if mine.waiting.group != group if mine.waiting else here.in_background:
+        if mine.waiting.group != group if mine.waiting else here.has_background_calls:
             continue
-        members = [state for state in others if state.rank in here.ranks]
-        behind = [state.count(group) for state in members if state.count(group) < here.next]
+        members = [report for report in others if report.rank in here.ranks]
+        behind = [report.count(group) for report in members if report.count(group) < here.next]
         lost = [rank for rank in silent if rank in here.ranks]
         if behind or (lost and mine.waiting):
             number = max(min(behind, default=here.next - 1), here.first)
             return _never_entered(mine, group, number, [mine, *members], lost)
-        late = [state for state in members if _has_begun(mine, state, group, beyond=state.begun(group))]
+        late = [report for report in members if _has_started(mine, report, group, report.sequence_number(group))]
         if late:
-            said = (
-                f"{_ranks([state.rank for state in late])} never entered a collective which rank {mine.rank} waited in "
-                f"for {mine.still:.0f} s ({mine.at}{_called(mine)})"
+            absent = (
+                f"{_ranks([report.rank for report in late])} never entered a collective which rank {mine.rank} waited "
+                f"in for {mine.idle_seconds:.0f} s ({mine.location}{_called_at(mine)})"
             )
-            return "; ".join([said, *_doings(late, group, here.next), _RULE])
+            return "; ".join([absent, *_activities(late, group, here.next), _RULE])
     return None
 
 
-def _settled(one: State, other: State, seconds: float) -> bool:
-    """Whether both have stopped for good: for long, or because one is dying."""
-    return one.aborting or other.aborting or min(one.still, other.still) >= seconds
+def _idle(one: RankReport, other: RankReport, seconds: float) -> bool:
+    """Return True if both have stopped for good: for `seconds`, or because one is dying."""
+    return one.aborting or other.aborting or min(one.idle_seconds, other.idle_seconds) >= seconds
 
 
-def _waits_for(one: State, two: State) -> tuple[str, int] | None:
-    """Group and number of the call in which one rank waits for another, if it does."""
+def _waits_for(one: RankReport, two: RankReport) -> tuple[str, int] | None:
+    """Return group and number of the call in which rank `one` waits for rank `two`."""
     w = one.waiting
     if w is None or two.rank not in one.histories[w.group].ranks or two.count(w.group) > w.number:
         return None
     return w.group, w.number
 
 
-def _is_ahead(two: State, one: State) -> bool:
-    """Whether a rank has begun a collective that another, which waits in one itself, has not."""
+def _is_ahead(two: RankReport, one: RankReport) -> bool:
+    """Return True if a rank has started a collective that another, which waits in one itself, has not."""
     waiting = one.waiting
     assert waiting is not None
     if _waits_for(two, one):
         return True
-    # In the group in which `one` waits, what `two` began at the same position is another collective.
+    # In the group in which `one` waits, the one that `two` started at the same position is another collective.
     here = one.histories[waiting.group]
-    position = here.positions[waiting.number - here.first]
+    waits_at = here.sequence_numbers[waiting.number - here.first]
     return any(
-        _has_begun(two, one, group, beyond=position if group == waiting.group else one.begun(group))
+        _has_started(two, one, group, beyond=waits_at if group == waiting.group else one.sequence_number(group))
         for group in one.histories
     )
 
 
-def _has_begun(two: State, one: State, group: str, beyond: int | None) -> bool:
-    """Whether the backend of `two` has begun more collectives than `beyond`, a count of that of `one`."""
+def _has_started(two: RankReport, one: RankReport, group: str, beyond: int | None) -> bool:
+    """Return True if the backend of `two` has started more collectives than `beyond`, a number of that of `one`."""
     here, there = one.histories.get(group), two.histories.get(group)
-    if here is None or there is None or here.ranks != there.ranks or here.in_background or there.in_background:
+    if here is None or there is None or here.ranks != there.ranks:
         return False
-    return beyond is not None and there.begun is not None and there.begun > beyond and here.keeps_step(there)
+    if here.has_background_calls or there.has_background_calls or beyond is None or there.sequence_number is None:
+        return False
+    return there.sequence_number > beyond and here.counts_like(there)
 
 
-def _explain(group: str, evidence: int, mine: State, other: State, others: list[State]) -> str:
-    everyone = sorted([mine, *others], key=lambda state: state.rank)
+def _explain(group: str, evidence: int, mine: RankReport, other: RankReport, others: list[RankReport]) -> str:
+    everyone = sorted([mine, *others], key=lambda report: report.rank)
     number, owner, proven = _parting(group, evidence, mine, other, everyone)
     call, theirs = owner.call(group, number), (other if owner is mine else mine).call(group, number)
     assert call is not None
     assert theirs is not None
-    if not proven and (call.operation, call.place) == (theirs.operation, theirs.place):
-        a, b = sorted((mine, other), key=lambda state: state.rank)
+    if not proven and (call.operation, call.location) == (theirs.operation, theirs.location):
+        a, b = sorted((mine, other), key=lambda report: report.rank)
         return (
             f"rank {a.rank} entered {a.call(group, number)} and rank {b.rank} {b.call(group, number)}, both at "
-            f"{call.place}; what a collective exchanges must have one size on every rank"
+            f"{call.location}; what a collective exchanges must have one size on every rank"
         )
-    return _never_entered(owner, group, number, everyone, strictly=call.fits(theirs))
+    return _never_entered(owner, group, number, everyone, by_location=call.matches(theirs))
 
 
-def _parting(group: str, evidence: int, mine: State, other: State, everyone: list[State]) -> tuple[int, State, bool]:
-    """At which call two ranks went apart, not after `evidence`, whose of the two calls is the odd one, and if for sure.
+def _parting(
+    group: str, evidence: int, mine: RankReport, other: RankReport, everyone: list[RankReport]
+) -> tuple[int, RankReport, bool]:
+    """Find the call, not after `evidence`, at which two ranks part; returns its number, its owner, and if that is sure.
 
-    It is the one without which the ranks' further calls agree. Where nothing follows yet, the likelier one.
+    It is the call without which the ranks' further calls agree. Where nothing follows yet, the likelier one.
     """
-    a, b = sorted((mine, other), key=lambda state: state.rank)
+    a, b = sorted((mine, other), key=lambda report: report.rank)
     number, agreeing = evidence, 0
-    owner = max((a, b), key=lambda state: _oddity(state, group, evidence, everyone))
+    owner = max((a, b), key=lambda report: _oddity(report, group, evidence, everyone))
     for odd, even in ((a, b), (b, a)):
         longer, shorter = odd.histories[group], even.histories[group]
         for n in range(max(longer.first, shorter.first), evidence + 1):
@@ -153,64 +154,65 @@ def _parting(group: str, evidence: int, mine: State, other: State, everyone: lis
     return number, owner, agreeing > 0
 
 
-def _oddity(state: State, group: str, number: int, everyone: list[State]) -> tuple[bool, int, int]:
-    """How likely a rank's call is the odd one: others never made it, plugged-in code did, and on few ranks."""
-    call = state.call(group, number)
+def _oddity(report: RankReport, group: str, number: int, everyone: list[RankReport]) -> tuple[bool, int, int]:
+    """Rate how likely a rank's call is the odd one: others never made it, a user's code did, and on few ranks."""
+    call = report.call(group, number)
     assert call is not None
-    others = [other for other in everyone if other is not state and other.call(group, number) != call]
+    others = [other for other in everyone if other is not report and other.call(group, number) != call]
     unknown = not any(call in other.histories[group].calls for other in others if group in other.histories)
-    called_from_outside = state.waits_at(group, number) and state.caller is not None
-    return unknown, 2 * call.place.is_plugged_in or int(called_from_outside), len(others)
+    called_from_outside = report.waits_at(group, number) and report.external_caller is not None
+    return unknown, 2 * call.location.is_external or int(called_from_outside), len(others)
 
 
 def _never_entered(
-    owner: State, group: str, number: int, everyone: list[State], lost: list[int] | None = None, strictly: bool = False
-) -> str:
-    """The sentence about ranks that did not enter the call of `owner`; `strictly` tells calls apart by place alone."""
+    owner: RankReport, group: str, number: int, everyone: list[RankReport], lost: list[int] | None = None,
+    by_location: bool = False,
+) -> str:  # fmt: skip
+    """Name the ranks that did not enter the call of `owner`; `by_location` tells calls apart by location alone."""
     call = owner.call(group, number)
     assert call is not None
     here: list[int] = []
-    late: list[State] = []
-    for state in everyone:
-        if state.rank not in owner.histories[group].ranks:
+    late: list[RankReport] = []
+    for report in everyone:
+        if report.rank not in owner.histories[group].ranks:
             continue
-        theirs = state.call(group, number)
-        if theirs == call or (theirs and theirs.fits(call) and not strictly):
-            here.append(state.rank)
-        elif theirs or state.count(group) <= number:
-            late.append(state)
+        theirs = report.call(group, number)
+        if theirs == call or (theirs and theirs.matches(call) and not by_location):
+            here.append(report.rank)
+        elif theirs or report.count(group) <= number:
+            late.append(report)
+    location = str(call.location)
     if owner.waits_at(group, number):
         assert owner.waiting is not None
-        did = f"waited in for {owner.waiting.seconds:.0f} s"
-        place = f"{call.place}{_called(owner)}"
+        did, location = f"waited in for {owner.waiting.seconds:.0f} s", location + _called_at(owner)
     else:
-        did = f"called over {owner.still:.0f} s ago" if owner.still >= SETTLED else "called"
-        place = str(call.place)
-    absent = _ranks([state.rank for state in late] + (lost or []))
-    clauses = [f"{absent} never entered {call}, which {_ranks(here)} {did} ({place})", *_doings(late, group, number)]
+        did = f"called over {owner.idle_seconds:.0f} s ago" if owner.idle_seconds >= SETTLED else "called"
+    absent = _ranks([report.rank for report in late] + (lost or []))
+    clauses = [f"{absent} never entered {call}, which {_ranks(here)} {did} ({location})"]
+    clauses += _activities(late, group, number)
     if lost:
         clauses.append(f"{_ranks(lost)} did not answer")
     return "; ".join([*clauses, _RULE])
 
 
-def _doings(late: list[State], group: str, number: int) -> list[str]:
-    """Where the ranks are that should be in a call, at most three places."""
-    doing: dict[str, list[int]] = {}
-    for state in late:
-        doing.setdefault(_instead(state, group, number), []).append(state.rank)
-    return [f"{_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} {text}" for text, ranks in doing.items()][:3]
+def _activities(late: list[RankReport], group: str, number: int) -> list[str]:
+    """Describe where ranks are that should be in a call, at most three places."""
+    found: dict[str, list[int]] = {}
+    for report in late:
+        found.setdefault(_activity(report, group, number), []).append(report.rank)
+    return [f"{_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} {text}" for text, ranks in found.items()][:3]
 
 
-def _instead(state: State, group: str, number: int) -> str:
-    if state.waiting and (call := state.call(state.waiting.group, state.waiting.number)):
-        return f"in {call} ({call.place}{_called(state)})"
-    if call := state.call(group, number):
-        return f"in {call} ({call.place})"
-    return f"at {state.at}{_called(state)}"
+def _activity(report: RankReport, group: str, number: int) -> str:
+    if report.waiting and (call := report.call(report.waiting.group, report.waiting.number)):
+        return f"in {call} ({call.location}{_called_at(report)})"
+    if call := report.call(group, number):
+        return f"in {call} ({call.location})"
+    return f"at {report.location}{_called_at(report)}"
 
 
-def _called(state: State) -> str:
-    return f", called at {state.caller}" if state.caller else ""
+def _called_at(report: RankReport) -> str:
+    return f", called at {report.external_caller}" if report.external_caller else ""
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""Noting the collectives that Python calls, in microseconds each."""
+"""A record of the collectives that Python calls, taken in microseconds per call."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import CellType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from crosstrain.distributed import launch
-from crosstrain.distributed.watchdog.rank_report import Call, History, Place, Waiting
+from crosstrain.distributed.watchdog.rank_report import Call, History, Location, Waiting
+from crosstrain.distributed.watchdog.torch_hooks import patch_collective, patch_p2p, sequence_counter
 
-REMEMBERED = 2048  # calls per group
+MAX_CALLS = 2048  # kept per group
 
-# Collectives, each with the argument that has one size on every rank, if there is such a one.
+# Collectives, each with the argument whose size is the same on every rank, if there is one.
 _COLLECTIVES: dict[str, str | None] = {
     "all_reduce": "tensor", "reduce": "tensor", "broadcast": "tensor", "reduce_scatter_tensor": "output",
     "reduce_scatter_single": "output", "all_gather_into_tensor": "input_tensor", "all_gather_single": "input_tensor",
@@ -35,23 +34,23 @@ _COLLECTIVES: dict[str, str | None] = {
     "all_reduce_coalesced": None, "all_gather_coalesced": None, "barrier": None, "all_gather_object": None,
     "gather_object": None, "broadcast_object_list": None, "scatter_object_list": None,
 }  # fmt: skip
-# Frames of these files are outside of any worker's code.
-_OUTERMOST = tuple(str(Path(launch.__path__[0]) / name) for name in ("launcher.py", "worker_errors.py"))
 _TYPED = ("all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter_single")  # others move bytes of any type
+_DISTRIBUTED = Path(__file__).parent.parent
+_OUTERMOST = tuple(str(_DISTRIBUTED / "launch" / name) for name in ("launcher.py", "worker_errors.py"))  # call workers
 
 
-class Recorder:
-    """Notes the collectives of this process, from its making until `close`.
+class FlightRecorder:
+    """Records the collectives of this process until `close`.
 
-    Where one raises a RuntimeError, `failed` is called before the error goes on, in the same thread.
+    When one raises a RuntimeError, `on_error` is called in the same thread before the error goes on.
     """
 
-    def __init__(self, failed: Callable[[], None]) -> None:
-        self._failed = failed
-        self._logs: dict[str, _Log] = {}  # by group
-        self._inside: dict[int, tuple[str, int, float]] = {}  # by thread: group and number of its call, since when
-        self._restore = [_hook(name, self._noting) for name in _COLLECTIVES]
-        self._restore += [self._hook_between_two(name) for name in ("send", "recv", "recv_anysource")]
+    def __init__(self, on_error: Callable[[], None]) -> None:
+        self._on_error = on_error
+        self._logs: dict[str, _GroupLog] = {}  # by group
+        self._active: dict[int, tuple[str, int, float]] = {}  # by thread: group, number and start of its call
+        self._restore = [patch_collective(name, self._recorded) for name in _COLLECTIVES]
+        self._restore += [patch_p2p(name, self._note_p2p) for name in ("send", "recv", "recv_anysource")]
 
     def close(self) -> None:
         for restore in self._restore:
@@ -59,31 +58,30 @@ class Recorder:
         self._logs.clear()
 
     def waiting(self, thread: int) -> Waiting | None:
-        """The collective in which a thread is."""
-        inside = self._inside.get(thread)
-        return Waiting(inside[0], inside[1], time.monotonic() - inside[2]) if inside else None
+        """Return the collective that a thread is in."""
+        active = self._active.get(thread)
+        return Waiting(active[0], active[1], time.monotonic() - active[2]) if active else None
 
-    def mark(self, thread: int) -> Any:
-        """Something that changes when this thread enters or leaves a collective, or another enters one."""
-        return self._inside.get(thread), [log.calls[-1][0] for log in list(self._logs.values()) if log.calls]
+    def progress(self, thread: int) -> Any:
+        """Return a value that changes when `thread` enters or leaves a collective, or another thread enters one."""
+        return self._active.get(thread), [log.calls[-1][0] for log in list(self._logs.values()) if log.calls]
 
     def histories(self, training: int, depth: int) -> dict[str, History]:
-        """The latest `depth` calls, by group; `training` is the thread that is not in the background."""
+        """Return the latest `depth` calls by group; `training` is the thread that is not in the background."""
         threads = (thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread))
-        background = {thread.ident for thread in threads} - {training}  # autograd's threads are no part of it
+        background = {thread.ident for thread in threads} - {training}  # autograd's threads are not listed
         return {name: log.history(background, depth) for name, log in list(self._logs.items()) if log.calls}
 
-    def _noting(self, operation: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, a collective, with its calls noted."""
+    def _recorded(self, operation: str, function: Callable[..., Any]) -> Callable[..., Any]:
         parameters = list(inspect.signature(function).parameters)
         group_at, sized = parameters.index("group"), _COLLECTIVES[operation]
         sized_at = parameters.index(sized) if sized else 0
-        inside, here, now = self._inside, threading.get_ident, time.monotonic
+        active, this_thread, now = self._active, threading.get_ident, time.monotonic
 
         @functools.wraps(function)
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            thread = here()
-            if thread in inside:  # a collective that is built of others
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            thread = this_thread()
+            if thread in active:  # inside a collective that is built of others
                 return function(*args, **kwargs)
             log = self._log(args[group_at] if len(args) > group_at else kwargs.get("group"))
             if log is None:
@@ -91,89 +89,71 @@ class Recorder:
             tensor = (args[sized_at] if len(args) > sized_at else kwargs.get(sized)) if sized else None
             size = (tensor.numel(), tensor.dtype) if isinstance(tensor, torch.Tensor) else None
             number = next(log.numbers)
-            log.calls.append((number, operation, size, _calling_line(), thread, log.begun()))
-            inside[thread] = (log.group, number, now())
+            log.calls.append((number, operation, size, _call_site(), thread, log.sequence_number()))
+            active[thread] = (log.group, number, now())
             try:
                 return function(*args, **kwargs)
             except RuntimeError:
-                self._failed()
+                self._on_error()
                 raise
             finally:
-                del inside[thread]
+                del active[thread]
 
-        return _opaque(noted)
+        return recorded
 
-    def _log(self, group: Any) -> _Log | None:
+    def _log(self, group: Any) -> _GroupLog | None:
         if group is None:
             group = dist.group.WORLD
         name = getattr(group, "group_name", None)
         log = self._logs.get(name) if name is not None else None
         if log is None and name is not None:  # else this rank is not in the group
             with suppress(KeyError):  # of a group that torch has not made
-                log = self._logs.setdefault(name, _Log(name, group))
+                log = self._logs.setdefault(name, _GroupLog(name, group))
         return log
 
-    def _hook_between_two(self, name: str) -> Callable[[], None]:
-        """Note where two ranks talk with each other alone: backends count that, on these two."""
-        function = getattr(dist.ProcessGroup, name)
-
-        def noted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            if (log := self._log(group)) is not None:
-                log.between_two = True
-            return function(group, *args, **kwargs)
-
-        setattr(dist.ProcessGroup, name, _opaque(noted))
-        return lambda: setattr(dist.ProcessGroup, name, function)
+    def _note_p2p(self, group: dist.ProcessGroup) -> None:
+        """Distrust the backend's sequence number, which counts messages between two ranks on these two alone."""
+        if (log := self._log(group)) is not None:
+            log.is_countable = False
 
 
-class _Log:
+class _GroupLog:
     """This rank's calls on one process group."""
 
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
         self.group, self.ranks = name, dist.get_process_group_ranks(group)
         self.numbers = itertools.count()
-        self.calls: deque[Any] = deque(maxlen=REMEMBERED)
-        self.begun = _counter(group)
-        self.between_two = self.begun() < 0
+        self.calls: deque[Any] = deque(maxlen=MAX_CALLS)
+        self.sequence_number = sequence_counter(group)
+        self.is_countable = self.sequence_number() >= 0
 
     def history(self, background: set[int | None], depth: int) -> History:
         everything = sorted(self.calls.copy())
-        noted = everything[-depth:]  # of two threads the one with the higher number may have been first,
-        noted = [call for i, call in enumerate(noted) if call[0] == noted[0][0] + i]  # and the other yet to come
-        calls = [Call(call[1], _size(call[1], call[2]), Place(*call[3])) for call in noted]
-        positions, begun = [call[5] for call in noted], None if self.between_two else self.begun()
-        in_background = any(call[4] in background for call in everything)
-        return History(self.ranks, noted[0][0], calls, positions, begun, in_background)
-
-
-def _counter(group: dist.ProcessGroup) -> Callable[[], int]:
-    """What tells how many collectives the backends of a group have begun; negative where they do not count."""
-    try:
-        backends: dict[int, Any] = {id(b): b for b in (group._get_backend(device) for device in group._device_types)}
-        counters = [backend._get_sequence_number_for_group for backend in backends.values()]
-        for counter in counters:
-            counter()
-    except (AttributeError, RuntimeError):
-        return lambda: -1
-    return counters[0] if len(counters) == 1 else lambda: sum(counter() for counter in counters)
+        latest = everything[-depth:]  # of two threads, the one with the higher number may have appended first
+        latest = [call for i, call in enumerate(latest) if call[0] == latest[0][0] + i]
+        return History(
+            self.ranks, latest[0][0], [Call(call[1], _size(call[1], call[2]), Location(*call[3])) for call in latest],
+            [call[5] for call in latest], self.sequence_number() if self.is_countable else None,
+            any(call[4] in background for call in everything),
+        )  # fmt: skip
 
 
 def _size(operation: str, size: tuple[Any, torch.dtype] | None) -> str:
     if size is None or type(size[0]) is not int:
         return ""
     number, dtype = size
-    return (
-        f"{number} {str(dtype).removeprefix('torch.')}" if operation in _TYPED else f"{number * dtype.itemsize} bytes"
-    )
+    typed = operation in _TYPED
+    return f"{number} {str(dtype).removeprefix('torch.')}" if typed else f"{number * dtype.itemsize} bytes"
 
 
-class _Plumbing(dict[str, bool]):
-    """Whether a file is one through which collectives are called, not one that means to call them."""
+class _LibraryFiles(dict[str, bool]):
+    """By file: True if collectives are only passed through it on their way to torch."""
 
     _PACKAGES = tuple(str(Path(torch.__path__[0]).parent / name) + os.sep for name in ("torch", "deepspeed"))
     _STDLIB = sysconfig.get_path("stdlib") + os.sep
-    _HERE = Path(__file__).parent
-    _FILES = (str(_HERE.parent / "group.py"), str(_HERE / "flight_recorder.py"), str(_HERE / "watchdog.py"))
+    _FILES = tuple(str(_DISTRIBUTED / name) for name in (
+        "group.py", "watchdog/flight_recorder.py", "watchdog/torch_hooks.py", "watchdog/watchdog.py",
+    ))  # fmt: skip
 
     def __missing__(self, file: str) -> bool:
         stdlib = file.startswith(self._STDLIB) and f"{os.sep}site-packages{os.sep}" not in file
@@ -181,13 +161,13 @@ class _Plumbing(dict[str, bool]):
         return self[file]
 
 
-_plumbing = _Plumbing()
+_is_library = _LibraryFiles()
 
 
-def _calling_line() -> tuple[str, int, str]:
-    """File, line and function that called a collective."""
+def _call_site() -> tuple[str, int, str]:
+    """Return file, line and function that called the collective which the caller of this function records."""
     frame = sys._getframe(2)
-    while _plumbing[frame.f_code.co_filename] and frame.f_back is not None:
+    while _is_library[frame.f_code.co_filename] and frame.f_back is not None:
         frame = frame.f_back
     return _line(frame)
 
@@ -196,44 +176,13 @@ def _line(frame: FrameType) -> tuple[str, int, str]:
     return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
 
 
-def whereabouts(innermost: FrameType) -> tuple[Place, Place | None]:
-    """Where a thread is, and, if that is Crosstrain's own code, the plugged-in code that called it."""
-    places = []
+def locate(innermost: FrameType) -> tuple[Location, Location | None]:
+    """Return a thread's location and, if that is in Crosstrain, the user's code that called it."""
+    stack = []
     frame: FrameType | None = innermost
     while frame is not None and frame.f_code.co_filename not in _OUTERMOST:
-        if not _plumbing[frame.f_code.co_filename]:
-            places.append(Place(*_line(frame)))
+        if not _is_library[frame.f_code.co_filename]:
+            stack.append(Location(*_line(frame)))
         frame = frame.f_back
-    at = places[0] if places else Place(*_line(innermost))
-    return at, None if at.is_plugged_in else next((place for place in places if place.is_plugged_in), None)
-
-
-def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, into which and below which torch.compile does not look.
-
-    What `torch.compiler.disable` does, without its cost per call and without loading the compiler.
-    """
-    try:
-        from torch._C._dynamo import eval_frame as frames
-
-        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        frames.set_code_exec_strategy(function.__code__, skip)
-    except (AttributeError, ImportError, TypeError):  # another version of torch
-        return torch.compiler.disable(function)
-    function.__dict__["_torchdynamo_disable"] = True
-    return function
-
-
-def _hook(name: str, noting: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
-    """Put `noting(name, f)` in the place of the collective f; returns what takes it back.
-
-    torch decorates its collectives, and f is exchanged inside the decorator. That reaches callers that imported the
-    name long before, and torch.compile still sees the object that it knows.
-    """
-    function = getattr(distributed_c10d, name, None)
-    if function is None or "func" not in function.__code__.co_freevars:  # another version of torch
-        return lambda: None
-    cell: CellType = function.__closure__[function.__code__.co_freevars.index("func")]
-    original = cell.cell_contents
-    cell.cell_contents = noting(name, original)
-    return lambda: setattr(cell, "cell_contents", original)
+    location = stack[0] if stack else Location(*_line(innermost))
+    return location, None if location.is_external else next((caller for caller in stack if caller.is_external), None)

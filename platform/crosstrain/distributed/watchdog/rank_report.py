@@ -1,4 +1,4 @@
-"""What a rank says of itself to the others: where it is, and the collectives that it has called."""
+"""A rank's report to the other ranks: its location, and the collectives that it has called."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 from crosstrain.utils import paths
 
-_OURS = tuple(
+_BUILT_IN = tuple(
     f"{folder}{os.sep}" for folder in (Path(paths.__file__).resolve().parent.parent, paths.home() / "plugins")
 )
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """A line of code."""
 
     file: str
@@ -26,9 +26,9 @@ class Place:
         return f"{paths.show(Path(self.file))}:{self.line} in {self.function}"
 
     @property
-    def is_plugged_in(self) -> bool:
-        """Whether it does not come with Crosstrain."""
-        return not self.file.startswith(_OURS)
+    def is_external(self) -> bool:
+        """True for code that does not come with Crosstrain, such as a user's plugin."""
+        return not self.file.startswith(_BUILT_IN)
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Call:
 
     operation: str
     size: str  # such as "7 float32"; empty where ranks may differ
-    place: Place
+    location: Location
 
-    def fits(self, other: Call) -> bool:
-        """Whether the two can be one collective. Their places may differ: code may branch on the rank around both."""
+    def matches(self, other: Call) -> bool:
+        """True if both can be one collective. Locations may differ: code may branch on the rank around both."""
         return (self.operation, self.size) == (other.operation, other.size)
 
     def __str__(self) -> str:
@@ -54,9 +54,9 @@ class History:
     ranks: list[int]  # members of the group
     first: int  # number of calls[0]
     calls: list[Call]
-    positions: list[int] = field(default_factory=list)  # for each, how many collectives the backend had begun before
-    begun: int | None = None  # how many it has by now, also those that are not noted; None: it cannot tell
-    in_background: bool = False  # whether threads beside training's have made some of them
+    sequence_numbers: list[int] = field(default_factory=list)  # of the backend, before each call
+    sequence_number: int | None = None  # by now, unrecorded collectives included; None: unknown
+    has_background_calls: bool = False  # threads other than training's made some of the calls
 
     @property
     def next(self) -> int:
@@ -65,17 +65,17 @@ class History:
     def get(self, number: int) -> Call | None:
         return self.calls[number - self.first] if self.first <= number < self.next else None
 
-    def keeps_step(self, other: History) -> bool:
-        """Whether the backends of two ranks have counted alike so far."""
+    def counts_like(self, other: History) -> bool:
+        """True if the backends of two ranks have had the same sequence number at each call."""
         numbers = range(max(self.first, other.first), min(self.next, other.next))
-        return None not in (self.begun, other.begun) and all(
-            self.positions[n - self.first] == other.positions[n - other.first] for n in numbers
+        return None not in (self.sequence_number, other.sequence_number) and all(
+            self.sequence_numbers[n - self.first] == other.sequence_numbers[n - other.first] for n in numbers
         )
 
 
 @dataclass
 class Waiting:
-    """The collective in which the main thread is."""
+    """The collective that the main thread is in."""
 
     group: str
     number: int
@@ -83,35 +83,34 @@ class Waiting:
 
 
 @dataclass
-class State:
-    """What one rank says of itself."""
+class RankReport:
+    """The state of one rank, in the words of its watchdog."""
 
     rank: int
-    answers: int  # the last question that it had heard
-    at: Place  # of the main thread
-    caller: Place | None  # the plugged-in code that called `at`, if `at` is Crosstrain's own
-    still: float  # seconds for which the main thread has been at that very instruction
-    aborting: bool  # whether the backend is about to end the process
+    question: int  # the last one that it had heard
+    location: Location  # of the main thread
+    external_caller: Location | None  # the user's code that called `location`, if that is Crosstrain's own
+    idle_seconds: float  # for which the main thread has been at this instruction
+    aborting: bool  # the backend is about to end the process
     waiting: Waiting | None
     histories: dict[str, History] = field(default_factory=dict)  # by group
 
     def call(self, group: str, number: int) -> Call | None:
-        """This rank's call at a position; None if it has not come so far, or it is forgotten."""
+        """Return the call at a position; None if it is not reached yet, or forgotten."""
         return self.histories[group].get(number) if group in self.histories else None
 
     def count(self, group: str) -> int:
-        """How many calls this rank has made."""
+        """Return the number of calls made so far."""
         return self.histories[group].next if group in self.histories else 0
 
-    def begun(self, group: str) -> int | None:
-        """How many collectives its backend has begun, noted or not; None if that is unknown."""
-        return self.histories[group].begun if group in self.histories else None
+    def sequence_number(self, group: str) -> int | None:
+        return self.histories[group].sequence_number if group in self.histories else None
 
     def waits_at(self, group: str, number: int) -> bool:
         return self.waiting is not None and (self.waiting.group, self.waiting.number) == (group, number)
 
     def dumps(self) -> str:
-        """As JSON, in which equal calls stand once."""
+        """Encode as JSON, each distinct call once."""
         calls = list({call: None for history in self.histories.values() for call in history.calls})
         index = {call: i for i, call in enumerate(calls)}
         histories = {
@@ -121,11 +120,11 @@ class State:
         return json.dumps(vars(self) | {"histories": histories, "calls": calls}, default=asdict)
 
     @classmethod
-    def loads(cls, text: str | bytes) -> State:
+    def loads(cls, text: str | bytes) -> RankReport:
         document = json.loads(text)
-        calls = [Call(**call | {"place": Place(**call["place"])}) for call in document.pop("calls")]
+        calls = [Call(**call | {"location": Location(**call["location"])}) for call in document.pop("calls")]
         for name, history in document["histories"].items():
             document["histories"][name] = History(**history | {"calls": [calls[i] for i in history["calls"]]})
-        for name, kind in (("at", Place), ("caller", Place), ("waiting", Waiting)):
+        for name, kind in (("location", Location), ("external_caller", Location), ("waiting", Waiting)):
             document[name] = kind(**document[name]) if document[name] else None
         return cls(**document)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from conftest import Workspace
-from test_guard import sentence
+from test_watchdog import sentence
 
 PLUGIN = '''
 import torch

@@ -14,9 +14,16 @@ import torch
 import torch.distributed as dist
 
 from conftest import ENVIRONMENT, Run, Workspace
-from crosstrain.distributed.watchdog.diagnosis import FAR, LOCKED, SETTLED, absence, deadlock, mismatch
-from crosstrain.distributed.watchdog.flight_recorder import Recorder
-from crosstrain.distributed.watchdog.rank_report import Call, History, Place, State, Waiting
+from crosstrain.distributed.watchdog.diagnosis import (
+    DEADLOCKED,
+    FORGIVEN,
+    SETTLED,
+    find_absent,
+    find_deadlock,
+    find_desync,
+)
+from crosstrain.distributed.watchdog.flight_recorder import FlightRecorder
+from crosstrain.distributed.watchdog.rank_report import Call, History, Location, RankReport, Waiting
 
 PLUGIN = '''
 import time
@@ -31,8 +38,8 @@ from crosstrain.config.registry import registry
 from crosstrain.engine.runner import Runner
 
 
-@registry.register_runner("guarded")
-class Guarded(Runner):
+@registry.register_runner("astray")
+class Astray(Runner):
     """Breaks the rule that every rank calls a collective, in the way that is asked for."""
 
     @dataclass
@@ -72,15 +79,15 @@ class Guarded(Runner):
 
 
 @pytest.fixture
-def guarded(workspace: Workspace) -> Workspace:
+def astray(workspace: Workspace) -> Workspace:
     folder = workspace.path / "elsewhere"
     folder.mkdir()
-    (folder / "guarded.py").write_text(PLUGIN)
+    (folder / "astray.py").write_text(PLUGIN)
     return workspace
 
 
 def options(how: str) -> list[str]:
-    runner = f"run.runner={{name: guarded, how: {how}}}"
+    runner = f"run.runner={{name: astray, how: {how}}}"
     # Logged steps have an exchange of their own, of another size than the one that `silent` is taken for.
     interval = f"run.log_interval={50 if how == 'silent' else 1}"
     return ["run.plugins=[elsewhere]", runner, "run.global_batch_size=12", "run.micro_batch_size=2", interval]
@@ -89,7 +96,7 @@ def options(how: str) -> list[str]:
 def line(how: str) -> str:
     """The line of the plugin that is to blame."""
     number = next(i for i, text in enumerate(PLUGIN.splitlines(), 1) if text.endswith(f"# {how}"))
-    return f"elsewhere/guarded.py:{number} in forward_backward"
+    return f"elsewhere/astray.py:{number} in forward_backward"
 
 
 def sentence(run: Run) -> str:
@@ -121,8 +128,8 @@ def sentence(run: Run) -> str:
         ),
     ],
 )
-def test_a_call_that_some_rank_never_makes_is_named(guarded: Workspace, how: str, workers: int, expected: str) -> None:
-    said = sentence(guarded.train("out", *options(how), nproc=workers, fails=True))
+def test_a_call_that_some_rank_never_makes_is_named(astray: Workspace, how: str, workers: int, expected: str) -> None:
+    said = sentence(astray.train("out", *options(how), nproc=workers, fails=True))
     assert said.startswith(expected)
     assert f"({line(how)})" in said
     waited = re.search(r"for (\d+) s", said)
@@ -130,36 +137,36 @@ def test_a_call_that_some_rank_never_makes_is_named(guarded: Workspace, how: str
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_come_in_time_is_named_with_its_place(guarded: Workspace) -> None:
-    said = sentence(guarded.train("out", *options("late"), "run.collective_timeout=8", nproc=2, fails=True))
+def test_a_rank_that_does_not_come_in_time_is_named_with_its_place(astray: Workspace) -> None:
+    said = sentence(astray.train("out", *options("late"), "run.collective_timeout=8", nproc=2, fails=True))
     assert said.startswith("rank 1 never entered a collective which rank 0 waited in for")
     assert f"rank 1 was at {line('late')}" in said
 
 
 @pytest.mark.slow
-def test_workers_of_another_launcher_say_it_once(guarded: Workspace) -> None:
+def test_workers_of_another_launcher_say_it_once(astray: Workspace) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [part for part in guarded.command(*options("barrier")) if part not in ("--nproc-per-node", "1")]
+    command = [part for part in astray.command(*options("barrier")) if part not in ("--nproc-per-node", "1")]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     workers = [
         subprocess.Popen(
-            command, cwd=guarded.path, env=ENVIRONMENT | shared | {"RANK": str(rank)}, text=True,
+            command, cwd=astray.path, env=ENVIRONMENT | shared | {"RANK": str(rank)}, text=True,
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         )
         for rank in range(2)
     ]  # fmt: skip
     errors = [worker.communicate(timeout=120)[1] for worker in workers]
     assert [worker.returncode for worker in workers] == [1, 1]
-    said = sentence(Run(guarded.path, err="".join(errors), code=1))
+    said = sentence(Run(astray.path, err="".join(errors), code=1))
     assert said.startswith("rank 1 never entered barrier")
     assert line("barrier") in said
 
 
 @pytest.mark.slow
-def test_a_healthy_run_is_not_disturbed(guarded: Workspace) -> None:
-    run = guarded.train(
+def test_a_healthy_run_is_not_disturbed(astray: Workspace) -> None:
+    run = astray.train(
         "out", *options("healthy"), "run.max_iters=12", "run.eval_interval=4", "run.eval_iters=1",
         "run.save_interval=3", nproc=2,
     )  # fmt: skip
@@ -172,21 +179,21 @@ def test_a_healthy_run_is_not_disturbed(guarded: Workspace) -> None:
 
 
 @pytest.fixture
-def recorder() -> Iterator[Recorder]:
+def recorder() -> Iterator[FlightRecorder]:
     """A recorder in this process, which is a world of one."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    recorder = Recorder(lambda: None)
+    recorder = FlightRecorder(lambda: None)
     yield recorder
     recorder.close()
     dist.destroy_process_group()
 
 
-def noted(recorder: Recorder) -> list[str]:
+def noted(recorder: FlightRecorder) -> list[str]:
     return [str(call) for history in recorder.histories(0, 10).values() for call in history.calls]
 
 
 @pytest.mark.slow
-def test_a_noted_call_costs_microseconds(recorder: Recorder) -> None:
+def test_a_noted_call_costs_microseconds(recorder: FlightRecorder) -> None:
     tensor = torch.zeros(7)
 
     def cost() -> float:
@@ -198,7 +205,7 @@ def test_a_noted_call_costs_microseconds(recorder: Recorder) -> None:
     assert with_notes - overhead < 20e-6, "about 2 are usual"
 
 
-def test_outermost_calls_are_noted_whatever_name_they_go_by(recorder: Recorder) -> None:
+def test_outermost_calls_are_noted_whatever_name_they_go_by(recorder: FlightRecorder) -> None:
     gathered: list[str] = [""]
     dist.all_gather_object(gathered, "x")
     dist.distributed_c10d.all_reduce(torch.zeros(2, 3), async_op=True).wait()
@@ -206,23 +213,23 @@ def test_outermost_calls_are_noted_whatever_name_they_go_by(recorder: Recorder) 
     assert gathered == ["x"]
     assert noted(recorder) == ["all_gather_object", "all_reduce of 6 float32", "broadcast of 10 bytes"]
     (history,) = recorder.histories(0, 10).values()
-    assert {call.place.file for call in history.calls} == {__file__}
+    assert {call.location.file for call in history.calls} == {__file__}
     recorder.close()
     dist.barrier()
     assert not recorder.histories(0, 10)
 
 
-def test_backends_count_what_is_not_noted_unless_two_ranks_talk_alone(recorder: Recorder) -> None:
+def test_backends_count_what_is_not_noted_unless_two_ranks_talk_alone(recorder: FlightRecorder) -> None:
     dist.all_reduce(torch.zeros(1))
     (history,) = recorder.histories(0, 10).values()
-    assert history.begun == history.positions[0] + 1
+    assert history.sequence_number == history.sequence_numbers[0] + 1
     with pytest.raises(RuntimeError):
         dist.group.WORLD.send([torch.zeros(1)], 0, 0)
     (history,) = recorder.histories(0, 10).values()
-    assert history.begun is None
+    assert history.sequence_number is None
 
 
-def test_compiled_code_is_what_it_would_be(recorder: Recorder) -> None:
+def test_compiled_code_is_what_it_would_be(recorder: FlightRecorder) -> None:
     traced: list[str] = []
 
     def backend(module: torch.fx.GraphModule, _inputs: object) -> torch.fx.GraphModule:
@@ -248,107 +255,107 @@ def test_compiled_code_is_what_it_would_be(recorder: Recorder) -> None:
 # ---- judging
 
 STEP = [
-    Call("all_reduce", "2 float64", Place("trainer.py", 1, "f")),
-    Call("all_reduce", "9 float32", Place("b", 2, "f")),
+    Call("all_reduce", "2 float64", Location("trainer.py", 1, "f")),
+    Call("all_reduce", "9 float32", Location("b", 2, "f")),
 ]
-ODD = Call("all_reduce", "2 float64", Place("/plugin.py", 31, "g"))
+ODD = Call("all_reduce", "2 float64", Location("/plugin.py", 31, "g"))
 
 
-def state(
-    rank: int, calls: list[Call], waits: bool = True, ranks: int = 2, group: str = "0", still: float = 9
-) -> State:
+def report(
+    rank: int, calls: list[Call], waits: bool = True, ranks: int = 2, group: str = "0", idle: float = 9
+) -> RankReport:
     history = History(list(range(ranks)), 0, calls, list(range(len(calls))), len(calls))
-    waiting = Waiting(group, len(calls) - 1, still) if waits else None
-    return State(rank, 0, Place("elsewhere.py", 5, "h"), None, still, False, waiting, {group: history})
+    waiting = Waiting(group, len(calls) - 1, idle) if waits else None
+    return RankReport(rank, 0, Location("elsewhere.py", 5, "h"), None, idle, False, waiting, {group: history})
 
 
-def test_a_state_survives_its_journey() -> None:
-    sent = state(1, [*STEP, ODD])
-    assert State.loads(sent.dumps()) == sent
+def test_a_report_survives_its_journey() -> None:
+    sent = report(1, [*STEP, ODD])
+    assert RankReport.loads(sent.dumps()) == sent
 
 
 def test_the_odd_call_is_found_from_what_follows() -> None:
-    one, two = state(0, [*STEP, ODD, *STEP, STEP[0]]), state(1, [*STEP, *STEP, STEP[0], STEP[0]])
+    one, two = report(0, [*STEP, ODD, *STEP, STEP[0]]), report(1, [*STEP, *STEP, STEP[0], STEP[0]])
     for mine, other in ((one, two), (two, one)):
-        said = mismatch(mine, [other])
+        said = find_desync(mine, [other])
         assert said is not None
         assert said.startswith("rank 1 never entered all_reduce of 2 float64, which rank 0 called")
         assert "/plugin.py:31 in g" in said
 
 
 def test_ranks_that_branch_around_a_call_are_healthy() -> None:
-    elsewhere_called = replace(ODD, place=Place("/plugin.py", 33, "g"))
-    one, two = state(0, [ODD, *STEP, ODD]), state(1, [elsewhere_called, *STEP, elsewhere_called])
-    assert mismatch(one, [two]) is None
-    assert mismatch(one, [two], failed=True) is None
+    elsewhere_called = replace(ODD, location=Location("/plugin.py", 33, "g"))
+    one, two = report(0, [ODD, *STEP, ODD]), report(1, [elsewhere_called, *STEP, elsewhere_called])
+    assert find_desync(one, [two]) is None
+    assert find_desync(one, [two], failed=True) is None
 
 
 def test_ranks_that_move_are_not_judged_and_a_mismatch_long_ago_is_none() -> None:
-    one, two = state(0, [*STEP, ODD], still=SETTLED / 2), state(1, [*STEP, STEP[1]])
-    assert mismatch(one, [two]) is None
-    assert mismatch(replace(one, aborting=True), [two]) is not None
-    rest = [STEP[0]] * FAR
-    assert mismatch(state(0, [ODD, *rest]), [state(1, [STEP[1], *rest])]) is None
+    one, two = report(0, [*STEP, ODD], idle=SETTLED / 2), report(1, [*STEP, STEP[1]])
+    assert find_desync(one, [two]) is None
+    assert find_desync(replace(one, aborting=True), [two]) is not None
+    rest = [STEP[0]] * FORGIVEN
+    assert find_desync(report(0, [ODD, *rest]), [report(1, [STEP[1], *rest])]) is None
 
 
 def test_unequal_sizes_at_one_line() -> None:
-    one, two = state(0, [*STEP, ODD]), state(1, [*STEP, replace(ODD, size="3 float64")])
-    said = mismatch(one, [two])
+    one, two = report(0, [*STEP, ODD]), report(1, [*STEP, replace(ODD, size="3 float64")])
+    said = find_desync(one, [two])
     assert said is not None
     assert "rank 0 entered all_reduce of 2 float64 and rank 1 all_reduce of 3 float64, both at /plugin.py:31" in said
 
 
 def test_of_three_ranks_the_one_that_is_missing_is_named() -> None:
     odd = replace(ODD, size="7 float32")
-    states = [state(rank, [*STEP, *STEP, STEP[0] if rank == 1 else odd], ranks=3) for rank in range(3)]
-    for mine in states:
-        said = mismatch(mine, [other for other in states if other is not mine])
+    reports = [report(rank, [*STEP, *STEP, STEP[0] if rank == 1 else odd], ranks=3) for rank in range(3)]
+    for mine in reports:
+        said = find_desync(mine, [other for other in reports if other is not mine])
         assert said is not None
         assert said.startswith("rank 1 never entered all_reduce of 7 float32, which ranks 0 and 2 waited in")
 
 
 def test_a_call_that_meets_one_which_is_not_noted() -> None:
-    one, two = state(0, [*STEP, ODD]), state(1, STEP, waits=False)
-    assert deadlock(one, [two]) is None  # it may yet come
-    two.histories["0"].begun = 3
-    said = deadlock(two, [one])
+    one, two = report(0, [*STEP, ODD]), report(1, STEP, waits=False)
+    assert find_deadlock(one, [two]) is None  # it may yet come
+    two.histories["0"].sequence_number = 3
+    said = find_deadlock(two, [one])
     assert said is not None
     assert said.startswith("rank 1 never entered all_reduce of 2 float64")
-    assert deadlock(one, [replace(two, still=LOCKED / 2)]) is None
-    two.histories["0"].begun = None
-    assert deadlock(one, [two]) is None
-    two.histories["0"].begun, two.histories["0"].positions = 4, [1, 2]  # counts that never agreed
-    assert deadlock(one, [two]) is None
+    assert find_deadlock(one, [replace(two, idle_seconds=DEADLOCKED / 2)]) is None
+    two.histories["0"].sequence_number = None
+    assert find_deadlock(one, [two]) is None
+    two.histories["0"].sequence_number, two.histories["0"].sequence_numbers = 4, [1, 2]  # counts that never agreed
+    assert find_deadlock(one, [two]) is None
 
 
 @pytest.mark.parametrize("is_noted", [True, False])
 def test_ranks_that_wait_for_each_other_in_two_groups(is_noted: bool) -> None:
-    one, two = state(0, [ODD], group="1"), state(1, [*STEP, STEP[0]] if is_noted else STEP, waits=is_noted)
-    one.histories |= state(0, STEP).histories
-    assert is_noted or deadlock(one, [two]) is None
-    two.histories["0"].begun = 3
-    said = deadlock(two, [one])
+    one, two = report(0, [ODD], group="1"), report(1, [*STEP, STEP[0]] if is_noted else STEP, waits=is_noted)
+    one.histories |= report(0, STEP).histories
+    assert is_noted or find_deadlock(one, [two]) is None
+    two.histories["0"].sequence_number = 3
+    said = find_deadlock(two, [one])
     assert said is not None
     assert said.startswith(
         "rank 1 never entered all_reduce of 2 float64, which rank 0 waited in for 9 s (/plugin.py:31"
     )
-    assert deadlock(two, [replace(one, still=LOCKED / 2)]) is None
+    assert find_deadlock(two, [replace(one, idle_seconds=DEADLOCKED / 2)]) is None
 
 
 def test_absent_ranks_are_named_and_silent_ones() -> None:
-    one, two = state(0, [*STEP, ODD], ranks=3), state(1, STEP, waits=False, ranks=3)
-    said = absence(one, [two], silent=[2])
+    one, two = report(0, [*STEP, ODD], ranks=3), report(1, STEP, waits=False, ranks=3)
+    said = find_absent(one, [two], silent=[2])
     assert said is not None
     assert said.startswith("ranks 1 and 2 never entered all_reduce of 2 float64")
     assert "rank 1 was at elsewhere.py:5 in h; rank 2 did not answer" in said
-    assert absence(two, [one], silent=[]) is None
+    assert find_absent(two, [one], silent=[]) is None
 
 
 def test_a_rank_that_is_absent_from_what_is_not_noted() -> None:
-    one, two = state(0, STEP, waits=False), state(1, STEP, waits=False)
-    assert absence(one, [two], silent=[]) is None
-    one.histories["0"].begun = 3
-    said = absence(one, [two], silent=[])
+    one, two = report(0, STEP, waits=False), report(1, STEP, waits=False)
+    assert find_absent(one, [two], silent=[]) is None
+    one.histories["0"].sequence_number = 3
+    said = find_absent(one, [two], silent=[])
     assert said is not None
     assert said.startswith("rank 1 never entered a collective which rank 0 waited in for 9 s (elsewhere.py:5 in h)")
-    assert absence(two, [one], silent=[]) is None
+    assert find_absent(two, [one], silent=[]) is None

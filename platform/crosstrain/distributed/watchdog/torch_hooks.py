@@ -1,0 +1,98 @@
+"""The private parts of torch and gloo that the watchdog depends on, as torch 2.13 and 2.14 have them.
+
+Where another version lacks one, the collective goes unrecorded or its number unknown; nothing fails.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import CellType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+
+def patch_collective(name: str, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace the collective f called `name` by `wrap(name, f)`; returns a function that restores f.
+
+    torch decorates its collectives, and f is replaced inside the decorator's closure. That reaches callers that
+    imported the name earlier, and torch.compile still sees the object that it knows.
+    """
+    function = getattr(distributed_c10d, name, None)
+    if function is None or "func" not in function.__code__.co_freevars:
+        return lambda: None
+    cell: CellType = function.__closure__[function.__code__.co_freevars.index("func")]
+    original = cell.cell_contents
+    cell.cell_contents = hide_from_compiler(wrap(name, original))
+    return lambda: setattr(cell, "cell_contents", original)
+
+
+def patch_p2p(name: str, before: Callable[[dist.ProcessGroup], None]) -> Callable[[], None]:
+    """Call `before(group)` ahead of each `ProcessGroup.<name>`; returns a function that restores the method."""
+    method = getattr(dist.ProcessGroup, name)
+
+    def patched(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        before(group)
+        return method(group, *args, **kwargs)
+
+    setattr(dist.ProcessGroup, name, hide_from_compiler(patched))
+    return lambda: setattr(dist.ProcessGroup, name, method)
+
+
+def hide_from_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have torch.compile skip `function` and everything below it.
+
+    Does what `torch.compiler.disable` does, without its cost per call and without loading the compiler.
+    """
+    try:
+        from torch._C._dynamo import eval_frame as frames
+
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        frames.set_code_exec_strategy(function.__code__, skip)
+    except (AttributeError, ImportError, TypeError):
+        return torch.compiler.disable(function)
+    function.__dict__["_torchdynamo_disable"] = True
+    return function
+
+
+def sequence_counter(group: dist.ProcessGroup) -> Callable[[], int]:
+    """Return a function that counts the collectives started by the group's backends; negative if they do not count."""
+    try:
+        backends: dict[int, Any] = {id(b): b for b in (group._get_backend(device) for device in group._device_types)}
+        counters = [backend._get_sequence_number_for_group for backend in backends.values()]
+        for counter in counters:
+            counter()
+    except (AttributeError, RuntimeError):
+        return lambda: -1
+    return counters[0] if len(counters) == 1 else lambda: sum(counter() for counter in counters)
+
+
+def delay_abort() -> Callable[[], None]:
+    """Delay an abort of this process by six seconds, in which the watchdog can answer; returns a function to undo that.
+
+    gloo aborts, from a thread of its own, when a message is longer than expected. The signal's handler is the C
+    library's `sleep`, which takes the signal's number, 6, for its seconds: no Python runs in a broken process.
+    """
+    if os.name != "posix":
+        return lambda: None
+    libc = ctypes.CDLL(None)
+    handle = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(("signal", libc))
+    before = handle(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+    return lambda: handle(signal.SIGABRT, before)
+
+
+def is_aborting() -> bool:
+    """Return True while a thread of gloo is in the signal handler of `delay_abort` (Linux)."""
+    for task in Path("/proc/self/task").glob("*/status"):
+        with suppress(OSError, KeyError):  # a thread that has just ended
+            status = dict(line.split(":\t", 1) for line in task.read_text().splitlines() if ":\t" in line)
+            if status["Name"].startswith("gloo") and int(status["SigBlk"], 16) >> (signal.SIGABRT - 1) & 1:
+                return True
+    return False
