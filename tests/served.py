@@ -16,10 +16,10 @@ from openai import OpenAI
 from crosstrain.config.load import Config
 from crosstrain.engine.build import build_model
 from crosstrain.engine.runner import Runner
+from crosstrain.inference.decoder import Decoder
 from crosstrain.inference.open_checkpoint import saved_config
-from crosstrain.serving.batch import Rows
 from crosstrain.serving.limits import Limits
-from crosstrain.serving.server import Place, lead, listen
+from crosstrain.serving.server import ServerOptions, listen, run_server
 
 
 class Stop:
@@ -80,13 +80,14 @@ def served(
     """A server of a checkpoint under one process; what it computes in is another thread."""
     limits = limits or Limits(batch=4)
     config, runner = loaded(checkpoint, *options)
-    place = Place(checkpoint, name, "127.0.0.1", 0, key)
-    listener, stop = listen(place), Stop()
+    server = ServerOptions(checkpoint, name, "127.0.0.1", 0, key)
+    listener, stop = listen(server), Stop()
     port = listener.getsockname()[1]
 
     def compute() -> None:
         with runner.evaluating():
-            lead(config, runner, Rows(runner, limits.batch), runner.new_group(), place, limits, listener, stop)
+            decoder = Decoder(runner, limits.batch)
+            run_server(config, runner, decoder, runner.new_group(), server, limits, listener, stop)
 
     thread = threading.Thread(target=compute)
     thread.start()

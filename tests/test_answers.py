@@ -21,7 +21,7 @@ from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.data.vision.conversations import IMAGE_ID
 from crosstrain.engine.build import build_model, make_runner
 from crosstrain.inference.contact_sheet import TILE, contact_sheet
-from crosstrain.inference.conversation import Conversing
+from crosstrain.inference.conversation import ChatSession
 from crosstrain.inference.generation import Sampling, generate
 from crosstrain.inference.open_checkpoint import saved_config
 from crosstrain.inference.vqa import Answer, answer_questions, caption_scores, score
@@ -107,7 +107,7 @@ def test_asking_one_at_a_time_gives_what_batches_give(trained: tuple[Path, Run],
     project, run = trained
     runner = build(project, *SEES, checkpoint=run.checkpoint(160))
     tokenizer = AutoTokenizer.from_pretrained(run.checkpoint(160))
-    talk = Conversing.about([], load_config(project, SEES), run.checkpoint(160))
+    talk = ChatSession.about([], load_config(project, SEES), run.checkpoint(160))
     dataset = open_split(load_config(project, SEES), "test")
     end = talk.prompt_builder.end_id
     for index, answer in enumerate(answers[:6]):
@@ -120,7 +120,7 @@ def test_asking_one_at_a_time_gives_what_batches_give(trained: tuple[Path, Run],
 def test_a_conversation_about_images_goes_on(trained: tuple[Path, Run], tmp_path: Path) -> None:
     project, run = trained
     files = [str(picture(tmp_path / f"{i}.png", i)) for i in range(2)]
-    talk = Conversing.about(files[:1], load_config(project, SEES), run.checkpoint(160))
+    talk = ChatSession.about(files[:1], load_config(project, SEES), run.checkpoint(160))
     first = talk.ask("what colour is it")
     assert (first["input_ids"] == IMAGE_ID).sum() == 4
     talk.remember("what colour is it", "red")

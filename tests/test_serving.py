@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.generation import Sampling, generate
-from crosstrain.serving.server import Place, listen
+from crosstrain.serving.server import ServerOptions, listen
 from served import Server, loaded, served
 
 
@@ -182,7 +182,7 @@ def test_two_hundred_at_once_lose_nothing_and_change_nothing(server: Server) -> 
 
 def test_what_is_said_goes_out_at_once(tmp_path: Path) -> None:
     """The kernel does not hold a short answer back until the client has acknowledged the one before it."""
-    place = Place(tmp_path, "m", "127.0.0.1", 0, None)
+    place = ServerOptions(tmp_path, "m", "127.0.0.1", 0, None)
     with listen(place) as listener, socket.create_connection(listener.getsockname()[:2]):
         taken, _ = listener.accept()
         with taken:

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from conftest import ENVIRONMENT
 from crosstrain.config.load import load_config
 from crosstrain.data.splits import prepare_data
-from crosstrain.inference.conversation import Conversing
+from crosstrain.inference.conversation import ChatSession
 from crosstrain.inference.generation import Sampling, generate
 from crosstrain.serving.limits import Limits
 from ranks import train
@@ -65,7 +65,7 @@ def seen(*parts: str | Path) -> list[dict[str, Any]]:
 def test_images_are_seen_as_in_training(eyes: Server, seeing: Path, tmp_path: Path) -> None:
     files = [picture(tmp_path / f"{i}.png", i) for i in range(2)]
     config, runner = loaded(seeing)
-    talk = Conversing.about([str(file) for file in files], config, seeing)
+    talk = ChatSession.about([str(file) for file in files], config, seeing)
     prompt = talk.ask("what colour is it")
     tokenizer = AutoTokenizer.from_pretrained(seeing)
     (expected,) = generate(

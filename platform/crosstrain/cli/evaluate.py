@@ -14,7 +14,7 @@ from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.distributed.launch.launcher import launch
 from crosstrain.distributed.launch.topology import Launch
 from crosstrain.engine.build import build_model, check_fit, make_runner
-from crosstrain.inference.conversation import Conversing
+from crosstrain.inference.conversation import ChatSession
 from crosstrain.inference.generation import Sampling, generate
 from crosstrain.inference.lm_eval_tasks import run_tasks
 from crosstrain.inference.open_checkpoint import check_model, check_ranks, chosen_config, open_tokenizer
@@ -105,12 +105,12 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], sampling: Sampli
         )
     if job["prompts"] or job["interactive"]:
         tokenizer = open_tokenizer(checkpoint)
-        talk = Conversing.about(job["images"], config, checkpoint) if job["images"] else None
+        talk = ChatSession.about(job["images"], config, checkpoint) if job["images"] else None
         for prompt in job["prompts"]:
             texts = _complete(runner, tokenizer, prompt, sampling, show=is_main, talk=talk)
             results["completions"].append({"prompt": prompt, "completions": texts})
         if job["interactive"]:
-            chat = talk or Conversing.possible(config, checkpoint)
+            chat = talk or ChatSession.possible(config, checkpoint)
             _converse(runner, tokenizer, sampling, results["completions"], chat)
     if job["output"] and is_main:
         Path(job["output"]).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -120,7 +120,7 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], sampling: Sampli
 
 
 def _complete(
-    runner: Any, tokenizer: Any, prompt: str, sampling: Sampling, *, show: bool, talk: Conversing | None = None
+    runner: Any, tokenizer: Any, prompt: str, sampling: Sampling, *, show: bool, talk: ChatSession | None = None
 ) -> list[str]:
     """Completions of a prompt, or answers to it where it is about images; a single one is shown as it grows."""
     streaming = show and sampling.num_completions == 1
@@ -147,7 +147,7 @@ def _converse(
     tokenizer: Any,
     sampling: Sampling,
     completions: list[dict[str, Any]],
-    talk: Conversing | None,
+    talk: ChatSession | None,
 ) -> None:
     about = "" if talk is None else "; `image FILE` adds an image, `new` forgets what was said"
     print(f"type a prompt, or `stop` to end{about}")

@@ -13,7 +13,7 @@ from crosstrain.distributed.launch.topology import Launch
 from crosstrain.inference.open_checkpoint import check_model, check_ranks, chosen_config, open_tokenizer
 from crosstrain.serving.encoding import check_decoder
 from crosstrain.serving.limits import Limits
-from crosstrain.serving.server import Place, serve_worker
+from crosstrain.serving.server import ServerOptions, serve_worker
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.optional_deps import require
 
@@ -31,7 +31,7 @@ def serve(arguments: argparse.Namespace) -> int:
     key = os.environ.get(_KEY) if arguments.api_key is None else arguments.api_key
     if key is not None and not key.strip():
         raise UserError(f"--api-key, ${_KEY}: an empty key lets nobody in; leave it out to need none")
-    place = Place(checkpoint, arguments.name or _name(checkpoint), arguments.host, arguments.port, key)
+    place = ServerOptions(checkpoint, arguments.name or _name(checkpoint), arguments.host, arguments.port, key)
     if not 0 <= place.port < 65536:
         raise UserError(f"--port: {place.port} is not between 0 and 65535")
     config = chosen_config(checkpoint, arguments)

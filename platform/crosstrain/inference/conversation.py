@@ -18,7 +18,7 @@ from crosstrain.utils.types import Sample
 
 
 @dataclass
-class Conversing:
+class ChatSession:
     """A conversation about images that goes on."""
 
     prompt_builder: PromptBuilder
@@ -27,7 +27,7 @@ class Conversing:
     history: list[Message] = field(default_factory=list)
 
     @staticmethod
-    def about(files: list[str], config: Config, checkpoint: Path) -> Conversing:
+    def about(files: list[str], config: Config, checkpoint: Path) -> ChatSession:
         """One that begins with these image files, asked as the configured dataset asks.
 
         Raises UserError where the dataset has no conversations, or cannot say how they go.
@@ -40,13 +40,13 @@ class Conversing:
             raise
         except Exception as error:  # of processors that are none for images, or values that no library takes
             raise ConfigError(f"{checkpoint}: its dataset {component.name} cannot ask ({first_line(error)})") from error
-        return Conversing(builder, [_open(file) for file in files], len(files))
+        return ChatSession(builder, [_open(file) for file in files], len(files))
 
     @staticmethod
-    def possible(config: Config, checkpoint: Path) -> Conversing | None:
+    def possible(config: Config, checkpoint: Path) -> ChatSession | None:
         """One without an image so far; None where the model was not trained on conversations."""
         try:
-            return Conversing.about([], config, checkpoint)
+            return ChatSession.about([], config, checkpoint)
         except UserError:
             return None
 

@@ -1,8 +1,8 @@
-"""Text of tokens as they come: whole characters only, up to what ends it."""
+"""Incremental detokenization: whole characters only, up to a stop string."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -12,14 +12,15 @@ class TextStream:
     """Text of a growing token sequence.
 
     Holds back bytes that are not yet a whole character, and what may be the beginning of one of `stops`: the text ends
-    before the first of these. With `strip`, blanks at the beginning are left out.
+    before the first of these. With `strip`, blanks at the beginning are left out. With `whole`, nothing is decoded
+    before `finish`, so stop strings are not found.
 
     `tokenizers.decoders.DecodeStream` is no substitute: under byte fallback it raises, or gives other text than
     decoding everything does, where bytes are no UTF-8, as a model that is still learning generates them.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), strip: bool = False) -> None:
-        self._tokenizer, self._stops, self._strip = tokenizer, tuple(stops), strip
+    def __init__(self, tokenizer: Any, stops: Iterable[str] = (), strip: bool = False, whole: bool = False) -> None:
+        self._tokenizer, self._stops, self._strip, self._whole = tokenizer, tuple(stops), strip, whole
         self._ids: list[int] = []
         self._text = ""  # of all tokens, but for bytes that are not yet a character
         self._shown = 0
@@ -27,19 +28,21 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """Everything said so far, what is held back included unless a stop string came."""
-        return self._text[: self._shown] if self.stopped else self._tail(self._tokenizer.decode(self._ids))
+        """The text so far, including what is held back unless a stop string came."""
+        return self._text[: self._shown] if self.stopped else self._decode()
 
     def push(self, token: int) -> str:
-        """The text that is decided with one more token."""
+        """Add a token; returns the text that it completes."""
         assert not self.stopped
         self._ids.append(token)
-        text = self._tail(self._tokenizer.decode(self._ids))
+        if self._whole:
+            return ""
+        text = self._decode()
         return "" if text.endswith(_BROKEN) else self._advance(text, last=False)
 
     def finish(self) -> str:
-        """What was held back, as no token follows."""
-        return "" if self.stopped else self._advance(self._tail(self._tokenizer.decode(self._ids)), last=True)
+        """Return what was held back, because no token follows."""
+        return "" if self.stopped else self._advance(self._decode(), last=True)
 
     def _advance(self, text: str, last: bool) -> str:
         # A stop string may begin in what was held back, which is everything from `_shown` on.
@@ -51,9 +54,10 @@ class TextStream:
         return piece
 
     def _begun(self, text: str) -> int:
-        """Length of the longest end of `text`, not yet shown, that a stop string begins with."""
+        """Length of the longest suffix of `text`, not yet shown, that a stop string begins with."""
         most = min(len(text) - self._shown, max(map(len, self._stops), default=0))
         return next((n for n in range(most, 0, -1) if any(s.startswith(text[-n:]) for s in self._stops)), 0)
 
-    def _tail(self, text: str) -> str:
+    def _decode(self) -> str:
+        text = self._tokenizer.decode(self._ids)
         return text.lstrip() if self._strip else text

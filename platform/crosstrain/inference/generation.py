@@ -1,28 +1,32 @@
-"""Text from a model under whatever runner holds it."""
+"""Text generation, under any runner."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from crosstrain.data.vision.conversations import IMAGE_ID
+from crosstrain.distributed.group import Group
 from crosstrain.engine.runner import Runner
+from crosstrain.inference.decoder import DecodeState
 from crosstrain.inference.detokenizer import TextStream
 from crosstrain.modeling.base import Model
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.rng import generator
 from crosstrain.utils.types import Sample
 
+OnText = Callable[[int, str], None]  # completion, piece of its text
+
 
 @dataclass
 class Sampling:
-    """How the next token is chosen. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep every token."""
+    """Settings of sampling. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep every token."""
 
     max_new_tokens: int = 64
     temperature: float = 1.0
@@ -44,59 +48,93 @@ class Sampling:
                 raise UserError(complaint)
 
 
+@dataclass(eq=False)
+class Sequence:
+    """A completion: its random numbers, its text as it grows, and the reason for its end."""
+
+    sampling: Sampling
+    number: int  # of the completion; its random numbers depend on the seed and this alone
+    ends: frozenset[int]  # tokens
+    text: TextStream
+    tokens: int = 0
+    finish_reason: Literal["stop", "length"] | None = None
+
+    def __post_init__(self) -> None:
+        self.rng = generator(self.sampling.seed, "completion", self.number)
+
+    def push(self, token: int) -> str:
+        """Add a token; returns the text that it completes."""
+        if token in self.ends:
+            self.finish_reason = "stop"
+            return ""
+        self.tokens += 1
+        piece = self.text.push(token)
+        if self.text.stopped:
+            self.finish_reason = "stop"
+        elif self.tokens == self.sampling.max_new_tokens:
+            self.finish_reason = "length"
+        return piece
+
+
+def decode(
+    runner: Runner, prompts: list[Sample], sequences: list[Sequence], on_text: OnText | None = None,
+    group: Group | None = None,
+) -> None:  # fmt: skip
+    """Grow a sequence from each prompt until all are finished. Collective.
+
+    `group`: ranks whose prompts differ, which all go on until the last of them is finished.
+    """
+    state, sampling = DecodeState(runner, prompts), sequences[0].sampling
+    while True:
+        tokens = choose(state.logits(), sampling, [sequence.rng for sequence in sequences])
+        for number, (sequence, token) in enumerate(zip(sequences, tokens.tolist(), strict=True)):
+            if sequence.finish_reason is None and (piece := sequence.push(token)) and on_text:
+                on_text(number, piece)
+        going = any(sequence.finish_reason is None for sequence in sequences)
+        if not (going if group is None else group.all_reduce_sum(going)[0]):
+            return
+        state.append(tokens)
+
+
 def generate(
     runner: Runner,
     tokenizer: Any,
     prompt: str | Sample,
     sampling: Sampling,
-    on_text: Callable[[int, str], None] | None = None,
+    on_text: OnText | None = None,
     end: int | None = None,
-    stops: Sequence[str] = (),
+    stops: Iterable[str] = (),
 ) -> list[str]:
     """Completions of `prompt`, a text or a sample without labels, the same on every rank. Collective.
 
-    `on_text(completion, piece)` is called with each piece of text as it is decided. `end`, by default the tokenizer's
-    end-of-text token, ends it, and the first of the strings `stops`, which is left out. An empty prompt begins after
-    the end of a text, as documents do in training. Raises UserError where the prompt leaves no room for a token, and
-    where the tokenizer is not the model's.
+    `on_text(completion, piece)` is called with each piece of text as it is decided. A completion ends at the token
+    `end`, by default the tokenizer's end-of-text token, or before the first of the strings `stops`. Raises UserError
+    where the prompt leaves no room for a token, and where the tokenizer is not the model's.
     """
     end = tokenizer.eos_token_id if end is None else end
-    count = sampling.num_completions
-    sample = prompt if not isinstance(prompt, str) else text_prompt(tokenizer, prompt, end)
-    room = min(sampling.max_new_tokens, room_after(runner.model, sample))
-    random = [completion_rng(sampling.seed, i) for i in range(count)]
-    streams = [TextStream(tokenizer, stops) for _ in range(count)]
-    done = [False] * count
-
-    def show(completion: int, piece: str) -> None:
-        if piece and on_text:
-            on_text(completion, piece)
-
+    sample = prompt
+    if isinstance(sample, str):
+        sample = as_prompt(tokenizer(sample, add_special_tokens=False)["input_ids"], end)
+    sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room_after(runner.model, sample)))
+    count, whole = sampling.num_completions, not (on_text or stops)
+    sequences = [
+        Sequence(sampling, i, frozenset({end}), TextStream(tokenizer, stops, whole=whole)) for i in range(count)
+    ]
     with runner.evaluating():
-        growing = Growing(runner, sample, count)
-        for _ in range(room):
-            token = choose(growing.logits(), sampling, random)
-            for i, chosen in enumerate(token.tolist()):
-                done[i] = done[i] or chosen == end
-                if not done[i]:
-                    show(i, streams[i].push(chosen))
-                    done[i] = streams[i].stopped
-            if all(done):
-                break
-            growing.append(token)
-    for i, stream in enumerate(streams):
-        show(i, stream.finish())
-    return [stream.text for stream in streams]
+        decode(runner, [sample] * count, sequences, on_text)
+    for i, sequence in enumerate(sequences):
+        if (rest := sequence.text.finish()) and on_text:
+            on_text(i, rest)
+    return [sequence.text.text for sequence in sequences]
 
 
-def text_prompt(tokenizer: Any, text: str, end: int) -> Sample:
-    """A text as a sample; an empty one is `end`, after which documents begin."""
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"] or [end]
-    return {"input_ids": np.array([-1 if i is None else i for i in ids], np.int64)}
+def as_prompt(ids: list[int], end: int) -> Sample:
+    """Token ids as a sample; an empty prompt is `end`, which documents follow in training."""
+    return {"input_ids": np.array([-1 if i is None else i for i in ids] or [end], np.int64)}
 
 
 def room_after(model: Model, sample: Sample) -> int:
-    """How many tokens the model can add to a prompt; UserError where that is none, or ids are not the model's."""
+    """Number of tokens that the model can add to a prompt; UserError for none, and for ids that it does not have."""
     ids, vocabulary, limit = sample["input_ids"], model.vocab_size, model.max_length
     known = (ids >= 0) | (ids == IMAGE_ID)
     if not known.all() or (vocabulary is not None and ids.max() >= vocabulary):
@@ -106,41 +144,14 @@ def room_after(model: Model, sample: Sample) -> int:
     return sys.maxsize if limit is None else limit - len(ids)
 
 
-def completion_rng(seed: int, completion: int) -> torch.Generator:
-    """What the n-th completion of a prompt draws from, whatever else is computed."""
-    return generator(seed, "completion", completion)
-
-
-class Growing:
-    """Sequences that begin with the same prompt and grow, with a key/value cache where the model keeps one."""
-
-    def __init__(self, runner: Runner, sample: Sample, count: int = 1) -> None:
-        self._runner, self.cache = runner, runner.model.new_cache()
-        tensors = {key: torch.from_numpy(value) for key, value in sample.items()}
-        self._new = tensors.pop("input_ids").expand(count, -1)
-        self._more = {key: value.repeat(count, *[1] * (value.ndim - 1)) for key, value in tensors.items()}
-
-    def logits(self) -> Tensor:
-        """Of the next token: fp32 [count, vocabulary] on the CPU. Collective; once for every `append`."""
-        batch = {"input_ids": self._new, "cache": self.cache, **self._more}
-        return self._runner.evaluate(batch).float().cpu()
-
-    def append(self, token: Tensor) -> None:
-        """Go on with these tokens [count]."""
-        if self.cache is None:
-            self._new = torch.cat([self._new, token[:, None]], dim=1)
-        else:
-            self._new, self._more = token[:, None], {}
-
-
 def choose(logits: Tensor, sampling: Sampling, random: list[torch.Generator]) -> Tensor:
-    """Next token [batch] from fp32 logits [batch, vocabulary], each row with its own generator."""
+    """Next token [batch], on the CPU, from fp32 logits [batch, vocabulary], each row with its own generator."""
     if sampling.temperature == 0:
-        return logits.argmax(-1)
+        return logits.argmax(-1).cpu()
     from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     unused = torch.empty(0, dtype=torch.long)
-    logits = TemperatureLogitsWarper(float(sampling.temperature))(unused, logits)
+    logits = TemperatureLogitsWarper(float(sampling.temperature))(unused, logits.cpu())
     if sampling.top_k:
         logits = TopKLogitsWarper(min(sampling.top_k, logits.shape[-1]))(unused, logits)
     if sampling.top_p < 1:

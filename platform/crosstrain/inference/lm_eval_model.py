@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from crosstrain.engine.runner import Runner
-from crosstrain.inference.generation import Growing, Sampling, generate
+from crosstrain.inference.decoder import DecodeState
+from crosstrain.inference.generation import Sampling, as_prompt, generate
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.types import IGNORE_INDEX
 
@@ -76,9 +76,8 @@ class HarnessModel(TemplateLM):
                 new, float(given.get("temperature") or 0) if given.get("do_sample") else 0.0,
                 given.get("top_k") or 0, given.get("top_p") or 1.0,
             )  # fmt: skip
-            ids = (self.tok_encode(context) or [self.eot_token_id])[-(self._length - new) :]
+            prompt = as_prompt(self.tok_encode(context)[-(self._length - new) :], self.eot_token_id)
             stops = [until] if isinstance(until, str) else until
-            prompt = {"input_ids": np.array(ids, np.int64)}
             found += generate(self._runner, self.tokenizer, prompt, sampling, stops=stops)
         return found
 
@@ -96,10 +95,9 @@ class HarnessModel(TemplateLM):
         before = context[max(0, len(context) + len(continuation) - self._length - 1) :]
         if not before:
             return False
-        growing = Growing(self._runner, {"input_ids": np.array(before, np.int64)})
-        for place, token in enumerate(continuation):
-            if int(growing.logits()[0].argmax()) != token:
+        state = DecodeState(self._runner, [as_prompt(before, self.eot_token_id)])
+        for token in continuation:
+            if int(state.logits()[0].argmax()) != token:
                 return False
-            if place + 1 < len(continuation):
-                growing.append(torch.tensor([token]))
+            state.append(torch.tensor([token]))
         return True

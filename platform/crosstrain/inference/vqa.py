@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from crosstrain.data.vision.prompts import VqaDataset
 from crosstrain.distributed.group import Group
 from crosstrain.engine.runner import Runner
+from crosstrain.inference.detokenizer import TextStream
+from crosstrain.inference.generation import Sampling, Sequence, decode
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.optional_deps import require
-from crosstrain.utils.types import Batch, Sample
+from crosstrain.utils.types import Sample
 
 _LONG = 4  # words: longer answers are judged as captions too
 _BLOCK = 32  # samples in a row that one rank asks about; batches do not reach beyond, whatever the number of ranks
@@ -74,7 +75,7 @@ def answer_questions(
             # A forward may be a collective: a rank that has no question left asks nothing, as often as the others.
             prompts = [q.prompt for q in questions] or [{"input_ids": np.array([end], np.int64)}]
             said, blind = (
-                _greedy(runner, tokenizer, end, prompts, max_new_tokens, blind=without) for without in (False, True)
+                _greedy(runner, tokenizer, end, prompts, max_new_tokens, text_only) for text_only in (False, True)
             )
             mine += [
                 Answer(q.sample, q.kind, q.question, q.truth, *texts)
@@ -113,43 +114,21 @@ class _Work:
 
 
 def _greedy(
-    runner: Runner, tokenizer: Any, end: int, prompts: list[Sample], max_new_tokens: int, blind: bool
+    runner: Runner, tokenizer: Any, end: int, prompts: list[Sample], max_new_tokens: int, text_only: bool
 ) -> list[str]:
-    """The likeliest next tokens, one after another; prompts of different lengths are filled up on the left.
-
-    Collective: every rank goes on until all are done.
-    """
-    known = [torch.from_numpy(p["input_ids"]) for p in prompts]
-    longest, limit = max(map(len, known)), runner.model.max_length
+    """Greedy answers to prompts; with `text_only`, to those with zeros for pixels. Collective."""
+    longest, limit = max(len(prompt["input_ids"]) for prompt in prompts), runner.model.max_length
     if limit is not None and longest + max_new_tokens > limit:
         raise UserError(
             f"--answers: a question has {longest} tokens and the model takes at most {limit}, so there is no room for "
             f"{max_new_tokens} more; lower --max-new-tokens"
         )
-    ids = torch.stack([torch.nn.functional.pad(p, (longest - len(p), 0)) for p in known])
-    mask = torch.stack([torch.arange(longest) >= longest - len(p) for p in known]).long()
-    pixels = [p["pixel_values"] for p in prompts if "pixel_values" in p]
-    more: Batch = {"pixel_values": torch.from_numpy(np.concatenate(pixels))} if pixels else {}
-    if blind:
-        more = {key: torch.zeros_like(value) for key, value in more.items()}
-    cache = runner.model.new_cache()
-    said = torch.full((len(prompts), max_new_tokens), end)
-    done = torch.zeros(len(prompts), dtype=torch.bool)
-    new, positions = ids, (mask.cumsum(1) - 1).clamp(min=0)
-    for step in range(max_new_tokens):
-        batch = {"input_ids": new, "attention_mask": mask, "position_ids": positions, "cache": cache, **more}
-        token = runner.evaluate(batch).argmax(-1).cpu().masked_fill(done, end)
-        said[:, step] = token
-        done |= token == end
-        if not runner.dp.all_reduce_sum(not done.all())[0]:
-            break
-        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-        if cache is None:
-            new, positions = torch.cat([new, token[:, None]], 1), (mask.cumsum(1) - 1).clamp(min=0)
-        else:
-            new, positions, more = token[:, None], positions[:, -1:] + 1, {}
-    rows = [row[: row.index(end)] if end in row else row for row in said.tolist()]
-    return [tokenizer.decode(row, skip_special_tokens=False).strip() for row in rows]
+    if text_only:
+        prompts = [p | {key: np.zeros_like(p[key]) for key in p if key == "pixel_values"} for p in prompts]
+    sampling, ends = Sampling(max_new_tokens, temperature=0), frozenset({end})
+    sequences = [Sequence(sampling, i, ends, TextStream(tokenizer, whole=True)) for i in range(len(prompts))]
+    decode(runner, prompts, sequences, group=runner.dp)
+    return [sequence.text.text.strip() for sequence in sequences]
 
 
 def score(answers: list[Answer]) -> dict[str, dict[str, float]]:

@@ -7,7 +7,7 @@ from typing import Any
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
-class Refusal(Exception):
+class ApiError(Exception):
     """An HTTP status, a sentence, the parameter that is to blame, a code, and after how long to try again."""
 
     def __init__(

@@ -22,11 +22,11 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from crosstrain.serving.api_error import Refusal
+from crosstrain.serving.api_error import ApiError
 from crosstrain.serving.jobs import Event, Job
 from crosstrain.serving.requests import ChatRequest, CompletionRequest, parse
 from crosstrain.serving.responses import Answer, ChatAnswer, CompletionAnswer
-from crosstrain.serving.scheduler import Engine, finished_at_once
+from crosstrain.serving.scheduler import Scheduler
 from crosstrain.serving.service import Call, Service
 
 log = logging.getLogger("crosstrain")
@@ -52,11 +52,11 @@ def is_loopback(host: str) -> bool:
 
 
 class Web:
-    """HTTP before an engine."""
+    """The HTTP application in front of a scheduler."""
 
-    def __init__(self, service: Service, engine: Engine, tokenizer: Any, key: str | None, host: str) -> None:
+    def __init__(self, service: Service, scheduler: Scheduler, tokenizer: Any, key: str | None, host: str) -> None:
         """`host`: where it listens. Where only this machine can reach that, other hosts' names are not answered to."""
-        self._service, self._engine, self._tokenizer = service, engine, tokenizer
+        self._service, self._scheduler, self._tokenizer = service, scheduler, tokenizer
         self._key = None if key is None else key.encode()
         self._loopback = is_loopback(host)
         self._since = int(time.time())
@@ -75,7 +75,7 @@ class Web:
                 Route("/v1/completions", self._completions, methods=["POST"]),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
             ],
-            exception_handlers={Refusal: _refused, HTTPException: _http, Exception: _broken},
+            exception_handlers={ApiError: _refused, HTTPException: _http, Exception: _broken},
         )
 
     # ---- routes
@@ -85,7 +85,7 @@ class Web:
         return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
 
     async def _health(self, request: Request) -> Response:
-        running, waiting = self._engine.busy
+        running, waiting = self._scheduler.busy
         stuck = self._service.encoders.stuck
         state = {"status": "busy" if stuck else "ok", "running": running, "waiting": waiting}
         return JSONResponse(state | ({"stuck": stuck} if stuck else {}))
@@ -97,7 +97,7 @@ class Web:
     async def _model(self, request: Request) -> Response:
         self._admit(request)
         if request.path_params["name"] != self._service.name:
-            raise Refusal(404, f"there is no such model here, only {self._service.name!r}", "model", "model_not_found")
+            raise ApiError(404, f"there is no such model here, only {self._service.name!r}", "model", "model_not_found")
         return JSONResponse(self._description())
 
     async def _completions(self, request: Request) -> Response:
@@ -121,7 +121,7 @@ class Web:
         except ValueError:
             host = ""
         if self._loopback and not is_loopback(host):
-            raise Refusal(403, "this server answers to localhost alone", code="wrong_host")
+            raise ApiError(403, "this server answers to localhost alone", code="wrong_host")
 
     def _admit(self, request: Request) -> None:
         self._check_host(request)
@@ -130,7 +130,7 @@ class Web:
         if self._key is not None and not (
             scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key)
         ):
-            raise Refusal(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+            raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
 
     # ---- completions
 
@@ -144,7 +144,7 @@ class Web:
             return Response(status_code=499)  # which nobody reads
         if self._requests >= self._service.limits.requests:
             self._bytes -= len(body)
-            raise Refusal(429, "too many requests at once; try again later", code="too_many_requests", retry=5)
+            raise ApiError(429, "too many requests at once; try again later", code="too_many_requests", retry=5)
         self._requests += 1
         jobs: list[Job] = []
         streaming = False
@@ -161,11 +161,11 @@ class Web:
             finally:
                 self._bytes -= len(body)
             jobs = call.jobs
-            self._engine.submit([job for job in jobs if not finished_at_once(job)])
+            self._scheduler.submit([job for job in jobs if not job.finish_at_once()])
             told = answer(self._service.name, call, self._tokenizer)
             if asked.stream:
                 first = await _unless_gone(request, events.get())
-                if isinstance(first, Refusal):
+                if isinstance(first, ApiError):
                     raise first
                 stream = self._stream(told, first, events, asked.wants_usage)
                 streaming = True
@@ -186,7 +186,7 @@ class Web:
 
     def _end(self, jobs: list[Job]) -> None:
         self._requests -= 1
-        self._engine.cancel(jobs)
+        self._scheduler.cancel(jobs)
 
     async def _stream(
         self, told: Answer, first: Event, events: asyncio.Queue[Event], usage: bool
@@ -194,13 +194,13 @@ class Web:
         for opening in told.openings():
             yield _event(told.chunk(opening, usage))
         event = first
-        while not isinstance(event, Refusal):
+        while not isinstance(event, ApiError):
             told.hear(event)
             yield _event(told.chunk([told.part(event)], usage))
             if told.done:
                 break
             event = await events.get()
-        if isinstance(event, Refusal):  # the status has been sent
+        if isinstance(event, ApiError):  # the status has been sent
             yield _event(event.document)
             return
         if usage:
@@ -208,11 +208,11 @@ class Web:
         yield "data: [DONE]\n\n"
 
     async def _body(self, request: Request) -> bytes:
-        """The whole body, whose bytes count from now on. Refusal 415, 413, 408 or 503."""
+        """The whole body, whose bytes count from now on. ApiError 415, 413, 408 or 503."""
         limits = self._service.limits
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise Refusal(415, "the body has to be JSON: Content-Type: application/json", code="unsupported_media_type")
-        too_large = Refusal(413, f"the body has more than {limits.body_bytes} bytes", code="body_too_large")
+            raise ApiError(415, "send JSON, with Content-Type: application/json", code="unsupported_media_type")
+        too_large = ApiError(413, f"the body has more than {limits.body_bytes} bytes", code="body_too_large")
         length = request.headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > limits.body_bytes:
             raise too_large
@@ -226,12 +226,12 @@ class Web:
                     if size > limits.body_bytes:
                         raise too_large
                     if self._bytes > _BODIES * limits.body_bytes:
-                        raise Refusal(503, "too much is being sent at once; try again later", code="busy", retry=5)
+                        raise ApiError(503, "too much is being sent at once; try again later", code="busy", retry=5)
         except BaseException as error:
             self._bytes -= size
             if isinstance(error, TimeoutError):
                 late = f"the body did not arrive within {limits.body_seconds:g} s"
-                raise Refusal(408, late, code="timeout") from None
+                raise ApiError(408, late, code="timeout") from None
             raise
         return b"".join(parts)
 
@@ -256,7 +256,7 @@ class _Stream(StreamingResponse):
 async def _collect(told: Answer, events: asyncio.Queue[Event]) -> None:
     while not told.done:
         event = await events.get()
-        if isinstance(event, Refusal):
+        if isinstance(event, ApiError):
             raise event
         told.hear(event)
 
@@ -285,7 +285,7 @@ def _event(document: dict[str, Any]) -> str:
 
 
 def _refused(_: Request, error: Exception) -> Response:
-    assert isinstance(error, Refusal)
+    assert isinstance(error, ApiError)
     return JSONResponse(error.document, error.status, headers=error.headers)
 
 
@@ -296,10 +296,10 @@ def _http(request: Request, error: Exception) -> Response:
         405: (f"{request.method[:20]} is not allowed here", "method_not_allowed"),
     }
     message, code = told.get(error.status_code, (error.detail, None))
-    refusal = Refusal(error.status_code, message, code=code)
+    refusal = ApiError(error.status_code, message, code=code)
     return JSONResponse(refusal.document, refusal.status, headers=error.headers)
 
 
 def _broken(_: Request, error: Exception) -> Response:
     log.error("a request failed", exc_info=error)
-    return JSONResponse(Refusal(500, "the server failed", code="failed").document, 500)
+    return JSONResponse(ApiError(500, "the server failed", code="failed").document, 500)

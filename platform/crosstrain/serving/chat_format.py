@@ -45,7 +45,7 @@ class Turn:
 
 
 class ChatFormat(Protocol):
-    """How a conversation becomes a prompt. Raises Refusal where it cannot."""
+    """How a conversation becomes a prompt. Raises ApiError where it cannot."""
 
     sees: bool
     name: str

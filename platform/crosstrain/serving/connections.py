@@ -10,7 +10,7 @@ from typing import Any, Literal
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from crosstrain.serving.api_error import Refusal
+from crosstrain.serving.api_error import ApiError
 from crosstrain.serving.limits import Limits
 
 _FAIR = 1.0  # seconds that a request may take to arrive even where too many do
@@ -35,7 +35,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self._limits.all_connections:
-            self._refuse(Refusal(503, "too many connections; try again later", code="busy", retry=5))
+            self._refuse(ApiError(503, "too many connections; try again later", code="busy", retry=5))
         else:
             self._watch("headers")
 
@@ -54,7 +54,7 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         error = sys.exc_info()[1]  # which uvicorn handles here
         status = getattr(error, "error_status_hint", 400)
-        self._refuse(Refusal(status, f"this is not HTTP: {error or msg}", code="invalid_http"))
+        self._refuse(ApiError(status, f"this is not HTTP: {error or msg}", code="invalid_http"))
 
     def _watch(self, before_headers: _Phase) -> None:
         phases: dict[Any, _Phase] = {h11.IDLE: before_headers, h11.SEND_BODY: "body"}
@@ -84,10 +84,10 @@ class Connection(H11Protocol):
         if self._phase == "idle":
             self.transport.close()
         else:
-            self._refuse(Refusal(408, "the request did not arrive in time", code="timeout"))
+            self._refuse(ApiError(408, "the request did not arrive in time", code="timeout"))
         self._enter(None)
 
-    def _refuse(self, refusal: Refusal) -> None:
+    def _refuse(self, refusal: ApiError) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = json.dumps(refusal.document).encode()
             headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}

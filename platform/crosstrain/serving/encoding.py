@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from crosstrain.data.tokenizer import load_tokenizer, stored_tokenizer
-from crosstrain.serving.api_error import Refusal
+from crosstrain.serving.api_error import ApiError
 from crosstrain.utils.errors import CheckpointError, first_line, sentence
 
 Kind = Literal["text", "chat", "words"]
@@ -62,7 +62,7 @@ class Encoders:
     def encode(self, kind: Kind, given: Any, param: str) -> list[int]:
         """Token ids of a text; of a chat, by the tokenizer's template; or of words, in which no token is special.
 
-        Raises Refusal 400 naming `param` for an error, and for what takes too long or too much memory.
+        Raises ApiError 400 naming `param` for an error, and for what takes too long or too much memory.
         """
         try:
             worker = self._idle.pop()
@@ -77,12 +77,12 @@ class Encoders:
                 os.setpriority(os.PRIO_PROCESS, worker.pid, 10)
                 if not worker.connection.poll(_SECONDS - _PATIENCE):
                     late = f"{param}: the tokenizer or its chat template has no result after {_SECONDS:g} s"
-                    raise Refusal(400, late, param, "encoding_timeout")
+                    raise ApiError(400, late, param, "encoding_timeout")
             answer = worker.connection.recv_bytes()
         except (OSError, EOFError):
             again = False
             died = f"{param}: the tokenizer or its chat template crashed or took too much memory"
-            raise Refusal(400, died, param, "encoding_failed") from None
+            raise ApiError(400, died, param, "encoding_failed") from None
         finally:
             del self._busy[worker]
             if again:
@@ -91,7 +91,7 @@ class Encoders:
                 worker.kill()
         if answer[:1] == b"!":
             what = "the chat template refuses them" if kind == "chat" else "the tokenizer fails"
-            raise Refusal(400, f"{param}: {what} ({answer[1:].decode()})", param)
+            raise ApiError(400, f"{param}: {what} ({answer[1:].decode()})", param)
         return array("q", answer[1:]).tolist()
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class Encoders:
             except (OSError, EOFError):  # the host was killed, for want of memory, say
                 if not self._closed:
                     self._start()
-                raise Refusal(503, "encoding starts again; try again later", code="busy", retry=5) from None
+                raise ApiError(503, "encoding starts again; try again later", code="busy", retry=5) from None
 
 
 def check_decoder(tokenizer: Any, checkpoint: Path) -> None:

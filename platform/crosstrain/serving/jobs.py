@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from crosstrain.inference.detokenizer import TextStream
-from crosstrain.inference.generation import Sampling, choose, completion_rng
-from crosstrain.serving.api_error import Refusal
+from crosstrain.inference.generation import Sampling, Sequence, choose
+from crosstrain.serving.api_error import ApiError
 from crosstrain.serving.chat_format import Prompt
 from crosstrain.utils.types import Sample
 
@@ -52,7 +52,7 @@ class Finish:
     tokens: int
 
 
-Event = Piece | Finish | Refusal  # the last of which ends everything
+Event = Piece | Finish | ApiError  # the last of which ends everything
 
 
 @dataclass(eq=False)
@@ -71,7 +71,7 @@ class Job:
     cancelled: bool = False  # nobody waits for it any more
 
     @property
-    def rows(self) -> int:
+    def slots(self) -> int:
         return len(self.completions)
 
     @property
@@ -83,46 +83,55 @@ class Job:
     def overdue(self) -> bool:
         return time.monotonic() > self.deadline
 
+    def fail(self, error: ApiError) -> None:
+        self.cancelled = True
+        self.deliver(error)
 
-class Growth:
-    """One completion of a job as it grows."""
+    def finish_at_once(self) -> bool:
+        """Finish a job that nothing has to be computed for; False for any other."""
+        if self.max_new_tokens or self.score_prompt:
+            return False
+        for choice in self.completions.values():
+            self.deliver(Finish(choice, "length", 0))
+        return True
+
+
+class JobSequence(Sequence):
+    """One completion of a job. It chooses its tokens, or is given those of a prompt that is to be scored."""
 
     def __init__(self, job: Job, number: int, tokenizer: object) -> None:
-        self.job, self.choice, self.begun = job, job.completions[number], time.monotonic()
-        self._stream = TextStream(tokenizer, job.stops, job.prompt.strip)
-        self._random = completion_rng(job.sampling.seed, number)
-        self._given = job.prompt.ids[1:] if job.score_prompt else []  # still to be scored, first to last
-        self._given.reverse()
-        self._tokens = 0
+        text = TextStream(tokenizer, job.stops, job.prompt.strip)
+        super().__init__(job.sampling, number, job.prompt.ends, text)
+        self.job, self.choice, self.started = job, job.completions[number], time.monotonic()
+        self._given = job.prompt.ids[:0:-1] if job.score_prompt else []  # still to be scored, last to first
         if job.score_prompt:
             self._tell("", [Score(job.prompt.ids[0], None)])
 
     def advance(self, logits: Tensor) -> int | None:
-        """Take the next token by its logits [vocabulary], and tell of it; None: there is no more."""
-        job = self.job
+        """Take the next token by its logits [vocabulary], and tell of it; None at the end."""
         if logits.isnan().any():
             raise ValueError("the model's logits are not numbers")
         if self._given:
             token = self._given.pop()
             self._tell("", [self._score(token, logits)])
-            return token if self._given or job.max_new_tokens else self._finish("length")
-        if not job.max_new_tokens:
-            return self._finish("length")
-        token = int(choose(logits[None], job.sampling, [self._random]))
-        if token in job.prompt.ends:
-            return self._finish("stop")
-        self._tokens += 1
-        piece = self._stream.push(token)
-        self._tell(piece, [] if job.logprobs is None else [self._score(token, logits)])
-        if self._stream.stopped:
-            return self._finish("stop")
-        return token if self._tokens < job.max_new_tokens else self._finish("length")
-
-    def _finish(self, reason: Reason) -> int | None:
-        self._tell(self._stream.finish(), [])
-        # What was held back may have ended in a stop string that is no more than the end of it.
-        self.job.deliver(Finish(self.choice, "stop" if self._stream.stopped else reason, self._tokens))
+            if self._given or self.job.max_new_tokens:
+                return token
+        if not self.job.max_new_tokens:
+            self._finish("length")
+            return None
+        token = int(choose(logits[None], self.sampling, [self.rng]))
+        piece = self.push(token)
+        if token not in self.ends:
+            self._tell(piece, [] if self.job.logprobs is None else [self._score(token, logits)])
+        if self.finish_reason is None:
+            return token
+        self._finish(self.finish_reason)
         return None
+
+    def _finish(self, reason: Reason) -> None:
+        self._tell(self.text.finish(), [])
+        # What was held back may have ended in a stop string that is no more than the end of it.
+        self.job.deliver(Finish(self.choice, "stop" if self.text.stopped else reason, self.tokens))
 
     def _tell(self, text: str, scores: list[Score]) -> None:
         if text or scores:

@@ -9,7 +9,7 @@ import pydantic_core
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from crosstrain.serving.api_error import Refusal
+from crosstrain.serving.api_error import ApiError
 
 _FAR = 2**31 - 1
 
@@ -141,30 +141,30 @@ Request = TypeVar("Request", CompletionRequest, ChatRequest)
 
 
 def parse(body: bytes, kind: type[Request]) -> Request:
-    """The request that a body is; Refusal 400 naming the parameter that is wrong."""
+    """The request that a body is; ApiError 400 naming the parameter that is wrong."""
     try:
         document = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise Refusal(400, f"the body is not JSON: {error}", code="invalid_json") from None
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(document, dict):
-        raise Refusal(400, "the body is not a JSON object", code="invalid_json")
+        raise ApiError(400, "the body is not a JSON object", code="invalid_json")
     try:
         request = kind.model_validate(document)
     except ValidationError as error:
         raise _refusal(error, document) from None
     if request.stream_options is not None and not request.stream:
-        raise Refusal(400, "stream_options: only with stream", "stream_options", "invalid_value")
+        raise ApiError(400, "stream_options: only with stream", "stream_options", "invalid_value")
     return request
 
 
-def _refusal(error: ValidationError, document: Mapping[str, Any]) -> Refusal:
+def _refusal(error: ValidationError, document: Mapping[str, Any]) -> ApiError:
     # Where there are alternatives, the one that the value was nearest to failed deepest in it.
     worst = max(error.errors(include_url=False, include_input=False, include_context=False), key=_depth(document))
     param = _param(worst["loc"], document)
     known = {"extra_forbidden": ("is not a parameter", "unknown_parameter"), "missing": ("is required", None)}
     message, code = known.get(worst["type"], (worst["msg"], None))
     code = code or ("unsupported_parameter" if worst["type"] == "unsupported" else "invalid_value")
-    return Refusal(400, f"{param}: {message[:1].lower()}{message[1:]}", param, code)
+    return ApiError(400, f"{param}: {message[:1].lower()}{message[1:]}", param, code)
 
 
 def _depth(document: Mapping[str, Any]) -> Any:

@@ -15,9 +15,9 @@ from typing import Any
 from crosstrain.config.load import Config
 from crosstrain.distributed.launch.signals import StopRequest, exit_after_signal
 from crosstrain.engine.build import build_model, make_runner
-from crosstrain.inference.conversation import Conversing
+from crosstrain.inference.conversation import ChatSession
 from crosstrain.inference.open_checkpoint import open_tokenizer
-from crosstrain.serving.api_error import Refusal
+from crosstrain.serving.api_error import ApiError
 from crosstrain.serving.encoding import Encoders
 from crosstrain.serving.limits import Limits
 from crosstrain.utils.errors import UserError
@@ -26,7 +26,7 @@ from crosstrain.utils.trust import Trust
 
 
 @dataclass(frozen=True)
-class Place:
+class ServerOptions:
     """What is served, and where."""
 
     checkpoint: Path
@@ -40,32 +40,33 @@ class Place:
         return f"http://[{self.host}]:{port}" if ":" in self.host else f"http://{self.host}:{port}"
 
 
-def serve_worker(plain: dict[str, Any], place: Place, limits: Limits, under_launcher: bool) -> int:
+def serve_worker(plain: dict[str, Any], options: ServerOptions, limits: Limits, under_launcher: bool) -> int:
     """What every worker runs."""
-    from crosstrain.serving.batch import Rows, follow
+    from crosstrain.inference.decoder import Decoder
+    from crosstrain.serving.scheduler import run_follower
 
     stop = StopRequest(under_launcher)
     exit_after_signal(limits.grace_seconds)
-    config = Config.from_plain(plain, trust=place.trust)
+    config = Config.from_plain(plain, trust=options.trust)
     runner = make_runner(config)
     runner.setup()
     first = runner.world.rank == 0
     set_up_logging(None, quiet=not first)
-    listener = listen(place) if first else None
-    build_model(config, runner, place.checkpoint, for_training=False)
-    rows, group = Rows(runner, limits.batch), runner.new_group()
+    listener = listen(options) if first else None
+    build_model(config, runner, options.checkpoint, for_training=False)
+    decoder, group = Decoder(runner, limits.batch), runner.new_group()
     with runner.evaluating():
         if listener is None:
-            follow(rows, group)
+            run_follower(decoder, group)
         else:
-            lead(config, runner, rows, group, place, limits, listener, stop)
+            run_server(config, runner, decoder, group, options, limits, listener, stop)
     runner.close()
     return 0
 
 
-def lead(
-    config: Config, runner: Any, rows: Any, group: Any, place: Place, limits: Limits, listener: socket.socket,
-    stop: StopRequest,
+def run_server(
+    config: Config, runner: Any, decoder: Any, group: Any, options: ServerOptions, limits: Limits,
+    listener: socket.socket, stop: StopRequest,
 ) -> None:  # fmt: skip
     """HTTP in a thread beside this one, which computes."""
     import uvicorn
@@ -73,16 +74,16 @@ def lead(
     from crosstrain.serving.app import Web, is_loopback
     from crosstrain.serving.chat_format import chat_format
     from crosstrain.serving.connections import Connection
-    from crosstrain.serving.scheduler import Engine
+    from crosstrain.serving.scheduler import Scheduler
     from crosstrain.serving.service import Service
 
-    encoders = Encoders(place.checkpoint)
-    tokenizer = open_tokenizer(place.checkpoint)  # decodes
-    talk = Conversing.possible(config, place.checkpoint)
+    encoders = Encoders(options.checkpoint)
+    tokenizer = open_tokenizer(options.checkpoint)  # decodes
+    talk = ChatSession.possible(config, options.checkpoint)
     chats = chat_format(tokenizer, None if talk is None else talk.prompt_builder, encoders)
-    service = Service(place.name, runner.model, tokenizer, chats, encoders, limits)
-    engine = Engine(rows, group, tokenizer, limits)
-    web = Web(service, engine, tokenizer, place.key, place.host)
+    service = Service(options.name, runner.model, tokenizer, chats, encoders, limits)
+    scheduler = Scheduler(decoder, group, tokenizer, limits)
+    web = Web(service, scheduler, tokenizer, options.key, options.host)
     allow_open_files(2 * limits.all_connections)
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # errors are told by `Web`
     settings = uvicorn.Config(
@@ -92,17 +93,17 @@ def lead(
         timeout_graceful_shutdown=int(limits.finish_seconds),
     )  # fmt: skip
     server = uvicorn.Server(settings)
-    with suppress(Refusal):
+    with suppress(ApiError):
         encoders.encode("text", "", "prompt")  # so that the first client does not wait for the processes to begin
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
     thread.start()
-    if not is_loopback(place.host) and place.key is None:
+    if not is_loopback(options.host) and options.key is None:
         log.warning(
-            "warning: everybody who reaches %s may use this model; --api-key asks them for a key", place.host
+            "warning: everybody who reaches %s may use this model; --api-key asks them for a key", options.host
         )  # fmt: skip
     log.info(
         "serving %s (%s) on %s; chats are %s; Ctrl-C ends",
-        place.name, place.checkpoint, place.url(listener.getsockname()[1]), service.chat_format.name,
+        options.name, options.checkpoint, options.url(listener.getsockname()[1]), service.chat_format.name,
     )  # fmt: skip
 
     def stopping() -> bool:
@@ -111,7 +112,7 @@ def lead(
             server.should_exit = True
         return bool(stop) or not thread.is_alive()
 
-    engine.run(stopping)
+    scheduler.run(stopping)
     web.close()
     server.should_exit = True
     thread.join(limits.grace_seconds + 5)
@@ -119,14 +120,14 @@ def lead(
         raise UserError("the HTTP server ended by itself")
 
 
-def listen(place: Place) -> socket.socket:
+def listen(options: ServerOptions) -> socket.socket:
     """A socket that listens; UserError where the address is not ours to take."""
-    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
-        listener = socket.create_server((place.host, place.port), family=family, backlog=2048)
+        listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UserError(f"--host {place.host} --port {place.port}: cannot listen there ({reason})") from None
+        raise UserError(f"--host {options.host} --port {options.port}: cannot listen there ({reason})") from None
     # Connections inherit it, and asyncio leaves it to whoever made the socket: else a text's beginning waits 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

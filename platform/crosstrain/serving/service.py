@@ -10,7 +10,7 @@ from typing import Any
 
 from crosstrain.inference.generation import Sampling, room_after
 from crosstrain.modeling.base import Model
-from crosstrain.serving.api_error import Refusal
+from crosstrain.serving.api_error import ApiError
 from crosstrain.serving.chat_format import ChatFormat, Prompt, Turn, completion_prompt
 from crosstrain.serving.encoding import Encoders
 from crosstrain.serving.images import picture
@@ -45,7 +45,7 @@ class Service:
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # characters of a token, at least
 
     def completion(self, request: CompletionRequest, deliver: Deliver) -> Call:
-        """Refusal for what cannot be."""
+        """ApiError for what cannot be."""
         self._check(request)
         given = request.prompt
         many = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
@@ -72,7 +72,7 @@ class Service:
         return Call(jobs, n * len(prompts), total, echoes)
 
     def chat(self, request: ChatRequest, deliver: Deliver) -> Call:
-        """Refusal for what cannot be."""
+        """ApiError for what cannot be."""
         self._check(request)
         if request.max_tokens == 0:
             raise _wrong("max_tokens", "has to be above 0")
@@ -120,7 +120,7 @@ class Service:
 
     def _check(self, request: _Asking) -> None:
         if request.model != self.name:
-            raise Refusal(
+            raise ApiError(
                 404, f"there is no model {request.model[:200]!r} here, only {self.name!r}", "model", "model_not_found"
             )
         if len(request.stops) > self.limits.stops:
@@ -141,24 +141,24 @@ class Service:
         """Refuse without counting tokens, which takes time, what has too many in any case."""
         limit = self.model.max_length
         if limit is not None and characters > limit * self._longest:
-            raise Refusal(
+            raise ApiError(
                 400, f"{param}: {characters} characters are more than the model's {limit} tokens", param,
                 "context_length_exceeded",
             )  # fmt: skip
 
     def _room(self, prompt: Prompt, param: str, least: int) -> int:
-        """Tokens that the model can add; Refusal where these are fewer than `least`."""
+        """Tokens that the model can add; ApiError where these are fewer than `least`."""
         limit = self.model.max_length
         if limit is not None and len(prompt.ids) == limit and not least:
             return 0
         try:
             return min(room_after(self.model, prompt.sample), self.limits.tokens if limit is None else limit)
         except UserError as error:
-            raise Refusal(400, f"{param}: {sentence(error)}", param, "context_length_exceeded") from None
+            raise ApiError(400, f"{param}: {sentence(error)}", param, "context_length_exceeded") from None
 
     def _fits(self, wanted: int, room: int, prompt: Prompt, param: str) -> int:
         if wanted > room:
-            raise Refusal(
+            raise ApiError(
                 400, f"{param}: {wanted} new tokens do not fit after the prompt's {len(prompt.ids)}; at most {room} do",
                 param, "context_length_exceeded",
             )  # fmt: skip
@@ -186,5 +186,5 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _wrong(param: str, what: str) -> Refusal:
-    return Refusal(400, f"{param}: {what}", param, "invalid_value")
+def _wrong(param: str, what: str) -> ApiError:
+    return ApiError(400, f"{param}: {what}", param, "invalid_value")

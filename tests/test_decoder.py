@@ -11,9 +11,7 @@ import torch
 from conftest import Workspace
 from crosstrain.data.vision.conversations import IMAGE_ID
 from crosstrain.engine.runner import Runner
-from crosstrain.inference.generation import Growing
-from crosstrain.inference.kv_slots import BLOCK
-from crosstrain.serving.batch import Rows
+from crosstrain.inference.decoder import BLOCK, Decoder, DecodeState
 from crosstrain.utils.types import Sample
 from sight import build as build_sight
 from sight import shapes, write_project
@@ -29,22 +27,22 @@ def prompt(length: int, seed: int) -> Sample:
     return {"input_ids": np.random.default_rng(seed).integers(0, 60, length)}
 
 
-def grow(rows: Rows, row: int, sample: Sample, others: dict[int, Sample]) -> list[torch.Tensor]:
-    """Logits of a row that grows by `TOKENS` while others come, grow greedily and go."""
-    found = [rows.start([row], sample)]
+def grow(decoder: Decoder, slot: int, sample: Sample, others: dict[int, Sample]) -> list[torch.Tensor]:
+    """Logits of a slot that grows by `TOKENS` while others come, grow greedily and go."""
+    found = [decoder.start([slot], sample)]
     tokens: dict[int, int] = {}
     for step, token in enumerate(TOKENS):
         for other, its in others.items():
             if step == other:  # each begins at another time
-                tokens[other] = int(rows.start([other], its).argmax())
+                tokens[other] = int(decoder.start([other], its).argmax())
             if step == other + 5:
                 del tokens[other]
-                rows.free(other)
-        tokens[row] = token
-        logits = rows.step(tokens)
-        tokens |= {r: int(value.argmax()) for r, value in logits.items()}
-        found.append(logits[row])
-    rows.free(row)
+                decoder.free(other)
+        tokens[slot] = token
+        logits = decoder.step(tokens)
+        tokens |= {s: int(value.argmax()) for s, value in logits.items()}
+        found.append(logits[slot])
+    decoder.free(slot)
     return found
 
 
@@ -52,12 +50,12 @@ def check(runner: Runner, sample: Sample, tolerance: float = 1e-5) -> None:
     # The longest neighbour comes and goes, and with it the number of keys that all are shown.
     others = {1: prompt(3, 1), 2: prompt(BLOCK + 8, 2), 3: prompt(7, 3)}
     with runner.evaluating():
-        rows = Rows(runner, SIZE)
-        assert rows._lanes is not None
-        alone = grow(rows, 0, sample, {})
-        beside = grow(rows, 0, sample, others)
-        elsewhere = grow(rows, 3, sample, {k - 1: v for k, v in others.items()})
-        plain = Growing(runner, sample)
+        decoder = Decoder(runner, SIZE)
+        assert decoder._kv is not None
+        alone = grow(decoder, 0, sample, {})
+        beside = grow(decoder, 0, sample, others)
+        elsewhere = grow(decoder, 3, sample, {k - 1: v for k, v in others.items()})
+        plain = DecodeState(runner, [sample])
         expected = []
         for token in TOKENS:
             expected.append(plain.logits()[0])
@@ -109,13 +107,13 @@ def test_models_whose_cache_is_of_another_kind_are_computed_one_after_another(
     else:
         monkeypatch.setattr(type(runner.model), "new_cache", lambda self: None)
     with runner.evaluating():
-        rows = Rows(runner, SIZE)
-        assert rows._lanes is None
-        alone = grow(rows, 0, prompt(9, 0), {})
-        beside = grow(rows, 0, prompt(9, 0), {1: prompt(3, 1), 2: prompt(8, 2)})
+        decoder = Decoder(runner, SIZE)
+        assert decoder._kv is None
+        alone = grow(decoder, 0, prompt(9, 0), {})
+        beside = grow(decoder, 0, prompt(9, 0), {1: prompt(3, 1), 2: prompt(8, 2)})
     monkeypatch.undo()
     with together.evaluating():
-        expected = grow(Rows(together, SIZE), 0, prompt(9, 0), {})
+        expected = grow(Decoder(together, SIZE), 0, prompt(9, 0), {})
     for a, b, c in zip(alone, beside, expected, strict=True):
         assert torch.equal(a, b)  # the same products in the same shapes
         assert torch.allclose(a, c, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,167 @@
+"""Batched decoding: the next token's logits of sequences that grow a token at a time, under any runner.
+
+`DecodeState` grows sequences that begin and end together, as in generation and VQA. `Decoder` has slots in which
+sequences come and go, as in a server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from crosstrain.engine.runner import Runner
+from crosstrain.utils.types import Sample
+
+BLOCK = 64  # keys; a multiple of the number that a vector instruction takes
+
+
+class DecodeState:
+    """Prompts that grow together, with a key/value cache where the model keeps one.
+
+    Prompts of different lengths are padded on the left, which the model has to take positions for.
+    """
+
+    def __init__(self, runner: Runner, prompts: Sequence[Sample]) -> None:
+        self._runner, self.cache = runner, runner.model.new_cache()
+        ids = [torch.from_numpy(prompt["input_ids"]) for prompt in prompts]
+        longest = max(map(len, ids))
+        self._ids = torch.stack([pad(row, (longest - len(row), 0)) for row in ids])
+        self._mask = torch.stack([torch.arange(longest) >= longest - len(row) for row in ids]).long()
+        keys = {key for prompt in prompts for key in prompt} - {"input_ids"}
+        self._extra = {
+            key: torch.from_numpy(np.concatenate([prompt[key] for prompt in prompts if key in prompt])) for key in keys
+        }
+
+    def logits(self) -> Tensor:
+        """fp32 logits [prompts, vocabulary] of the next token. Collective; call it once for every `append`."""
+        batch = {"input_ids": self._ids, "cache": self.cache, **self._extra}
+        if not self._mask.all():
+            positions = (self._mask.cumsum(1) - 1).clamp(min=0)
+            batch |= {"attention_mask": self._mask, "position_ids": positions[:, -self._ids.shape[1] :]}
+        return self._runner.evaluate(batch).float()
+
+    def append(self, tokens: Tensor) -> None:
+        """Add these tokens [prompts]."""
+        self._mask = pad(self._mask, (0, 1), value=1)
+        if self.cache is None:
+            self._ids = torch.cat([self._ids, tokens[:, None]], 1)
+        else:
+            self._ids, self._extra = tokens[:, None], {}
+
+
+class Decoder:
+    """Slots in which sequences grow; every rank of a runner has the same ones.
+
+    A slot's logits do not depend on the other slots, up to rounding. Slots are computed together where `KVSlots` can
+    hold the model's cache, else one after another.
+    """
+
+    def __init__(self, runner: Runner, slots: int) -> None:
+        self._runner = runner
+        together = runner.model.takes_positions and KVSlots.can_hold(runner.model.new_cache())
+        self._kv = KVSlots(slots) if together else None
+        self._states: dict[int, DecodeState] = {}
+
+    def start(self, slots: list[int], prompt: Sample) -> Tensor:
+        """Logits [vocabulary], on the CPU, of the token after a prompt from which these slots continue. Collective."""
+        states = [DecodeState(self._runner, [prompt]) for _ in (slots if self._kv is None else slots[:1])]
+        logits = [state.logits()[0].cpu() for state in states]
+        if self._kv is None:
+            self._states |= zip(slots, states, strict=True)
+        else:
+            for slot in slots:
+                self._kv.take(slot, states[0].cache)
+        return logits[0]
+
+    def step(self, tokens: dict[int, int]) -> dict[int, Tensor]:
+        """Add a token to some slots; logits [vocabulary] of each of these, on the CPU. Collective."""
+        if self._kv is not None:
+            logits = self._runner.evaluate(self._kv.batch(tokens)).float().cpu()
+            for slot in tokens:
+                self._kv.lengths[slot] += 1
+            return {slot: logits[slot] for slot in tokens}
+        for slot, token in tokens.items():
+            self._states[slot].append(torch.tensor([token]))
+        return {slot: self._states[slot].logits()[0].cpu() for slot in tokens}
+
+    def free(self, slot: int) -> None:
+        if self._kv is not None:
+            self._kv.lengths[slot] = 0
+        self._states.pop(slot, None)
+
+
+class KVSlots(Cache):
+    """Keys and values of sequences of any lengths, one in each slot, so that one forward computes them all.
+
+    No slot sees another, so its logits are the same beside any neighbours, up to rounding. Rounding is kept small by
+    fixed shapes: a forward always computes all slots, in use or not, over a whole number of blocks of keys, and a
+    masked key adds an exact zero. Equality to the bit is not promised: threads split a product, so the order of a
+    row's sums may depend on the slot's number, and the longest sequence decides how many blocks all slots read.
+    """
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(layers=[])
+        self.lengths = [0] * slots
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}  # layer: keys, values, each [slots, heads, room, width]
+
+    @staticmethod
+    def can_hold(cache: Any) -> bool:
+        """True for a cache whose every layer keeps the keys and values of all earlier tokens."""
+        return isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers)
+
+    def take(self, slot: int, cache: DynamicCache) -> None:
+        """Copy the one sequence that `cache` holds into a slot."""
+        # A pipeline stage fills some of the layers only.
+        layers: list[Any] = cache.layers
+        filled = {number: layer for number, layer in enumerate(layers) if layer.keys is not None}
+        self.lengths[slot] = length = max((layer.get_seq_length() for layer in filled.values()), default=0)
+        for number, layer in filled.items():
+            for held, new in zip(self._room(number, layer.keys, length), (layer.keys, layer.values), strict=True):
+                held[slot, :, :length] = new[0]
+
+    def batch(self, tokens: dict[int, int]) -> dict[str, Any]:
+        """The batch that adds a token to some slots; the result of the others is not used."""
+        new = torch.zeros(len(self.lengths), 1, dtype=torch.long)
+        for slot, token in tokens.items():
+            new[slot] = token
+        self._at = torch.tensor(self.lengths)
+        self._span = -(-(max(self.lengths) + 1) // BLOCK) * BLOCK
+        seen = torch.arange(self._span) <= self._at[:, None]
+        return {
+            "input_ids": new, "position_ids": self._at[:, None], "attention_mask": seen[:, None, None], "cache": self,
+        }  # fmt: skip
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        """A layer's keys and values [slots, heads, span, width], the new ones [slots, heads, 1, width] included."""
+        slots = torch.arange(len(self.lengths), device=key_states.device)
+        at = self._at.to(key_states.device)
+        out = []
+        for held, new in zip(self._room(layer_idx, key_states, self._span), (key_states, value_states), strict=True):
+            held[slots, :, at] = new[:, :, 0].to(held.dtype)
+            out.append(held[:, :, : self._span])
+        return tuple(out)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return max(self.lengths)
+
+    def _room(self, layer: int, like: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """A layer's memory, with room for sequences of this length; the unused part is finite.
+
+        Values are kept in the keys' precision, as `DynamicCache` does: under autocast keys may be fp32, values bf16.
+        """
+        held = self._held.get(layer)
+        if held is not None and held[0].shape[2] >= length:
+            return held
+        room = max(-(-length // BLOCK) * BLOCK, 2 * held[0].shape[2] if held else 0)
+        keys, values = (like.new_zeros(len(self.lengths), like.shape[1], room, like.shape[3]) for _ in range(2))
+        for new, old in zip((keys, values), held or (), strict=False):
+            new[:, :, : old.shape[2]] = old
+        self._held[layer] = keys, values
+        return keys, values
