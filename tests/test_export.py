@@ -174,8 +174,7 @@ def test_only_floating_point_is_converted(tmp_path: Path) -> None:
 def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, large: Path) -> None:
     program = f"""
 import re
-from crosstrain.cli import main
-from crosstrain.cli import export
+from crosstrain.cli.main import main
 
 def peak():  # of resident memory; getrusage would give the parent's, which a child inherits when it is forked
     with open("/proc/self/status") as file:
@@ -184,7 +183,7 @@ def peak():  # of resident memory; getrusage would give the parent's, which a ch
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")  # forgets the peak of the imports
 before = peak()
-assert cli.main(["export", "--checkpoint", {str(large)!r}, "--output", {str(tmp_path / "out")!r}]) == 0
+assert main(["export", "--checkpoint", {str(large)!r}, "--output", {str(tmp_path / "out")!r}]) == 0
 print("PEAK", peak() - before)
 """
     done = subprocess.run(

@@ -165,4 +165,4 @@ def test_large_numbers_are_read_as_people_write_them() -> None:
 @pytest.mark.parametrize("text", ["much", "-1GiB", "24 parsecs", ""])
 def test_what_is_no_size_is_said(text: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--cfg-path", str(project), f"--device-memory={text} "]) == 1
-    assert "is not a size such as 24GiB" in capsys.readouterr().err
+    assert "is not a size such as 5GB or 24GiB" in capsys.readouterr().err

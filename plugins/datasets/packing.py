@@ -17,7 +17,7 @@ from crosstrain import DataError, FilePath, OptionError, PositiveInt
 from crosstrain.corpus.prepare import making
 from crosstrain.data.vision.annotations import read_annotations
 from crosstrain.data.vision.image_dataset import LARGEST_IMAGE
-from crosstrain.utils.files import read_regular
+from crosstrain.utils.files import read_regular, write_json
 
 Packed = Iterable[dict[str, Any]]  # samples as ShardWriter takes them: __key__, and bytes by extension
 
@@ -92,7 +92,7 @@ def write_once(
                     writer.write(sample)
             counts[split] = writer.total
         document = {"options": made, "samples": counts}
-        (partial / "dataset.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_json(partial / "dataset.json", document)
         os.rename(partial, output)
 
 

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from crosstrain import FilePath, NonNegativeInt, Split, derive_seed, registry
 from crosstrain.data.vision.image_dataset import Processors, processors
+from crosstrain.utils.files import write_json
 
 from .image_text import ImageText
 from .packing import Packed, write_once
@@ -105,4 +106,4 @@ def write_tokenizer(folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "unk_token": _UNKNOWN,
         "pad_token": _SPECIAL[0], "chat_template": _CHATML, "clean_up_tokenization_spaces": False,
     }  # fmt: skip
-    (target / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    write_json(target / "tokenizer_config.json", config)

@@ -22,7 +22,7 @@ from filelock import FileLock
 from webdataset.gopen import gopen, gopen_schemes
 
 from crosstrain import DataError, check_command
-from crosstrain.utils.files import open_regular
+from crosstrain.utils.files import open_regular, write_atomically
 from crosstrain.utils.resource_limits import OutOfTime, timed
 
 T = TypeVar("T")
@@ -191,9 +191,7 @@ def _write_index(path: Path, cache: Path) -> None:
     index = _index_path(path, cache)
     begin = np.array([0, *accumulate(map(len, lines))], np.int64) + len(head)
     for target, content in ((index.with_suffix(".table"), begin.tobytes()), (index, head + b"".join(lines))):
-        partial = target.with_name(f"{target.name}.{os.getpid()}")
-        partial.write_bytes(content)
-        os.replace(partial, target)
+        write_atomically(target, content)
 
 
 def _scan(path: Path) -> Iterator[tuple[str, Files]]:

@@ -23,11 +23,12 @@ from torch import Tensor
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.assignment import Assignment, assign, holdings
 from crosstrain.checkpoint.boxes import Shard
-from crosstrain.checkpoint.files import Reader, check_file, file_sum, fsync, write_file, write_json, write_safetensors
+from crosstrain.checkpoint.files import Reader, check_file, file_sum, fsync, write_file, write_safetensors
 from crosstrain.checkpoint.manifest import MANIFEST, STATE, Files, Frozen, is_count, manifest_text, read_json
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.distributed.group import Group
 from crosstrain.utils.errors import CheckpointError, RankLost
+from crosstrain.utils.files import write_json
 
 _log = logging.getLogger("crosstrain")
 

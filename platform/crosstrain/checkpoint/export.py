@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from crosstrain.checkpoint.boxes import Shard, whole_pieces
-from crosstrain.checkpoint.files import Reader, fsync, write_json, write_safetensors
+from crosstrain.checkpoint.files import Reader, fsync, write_safetensors
 from crosstrain.checkpoint.frozen import Base, check_frozen, fingerprints
 from crosstrain.checkpoint.manifest import DTYPES, read_json
 from crosstrain.distributed.group import Group
 from crosstrain.modeling.base import Merge
 from crosstrain.utils.assets import MODEL_FILES, TOKENIZER_FILES
 from crosstrain.utils.errors import CheckpointError, UserError
+from crosstrain.utils.files import write_json
 
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 # Keys by which a configuration sends transformers for code, other weights or other files.
@@ -182,7 +183,7 @@ def _write_config(folder: Path, dtype: torch.dtype | None) -> Any:
     if dtype is not None and isinstance(config, dict):
         config.pop("torch_dtype", None)  # what transformers called it before version 4.56
         config["dtype"] = str(dtype).removeprefix("torch.")
-        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_json(path, config)
     return config
 
 

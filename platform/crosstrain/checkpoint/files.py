@@ -86,10 +86,6 @@ def _append(file: FileIO, data: memoryview, digest: Any) -> int:
     return len(data)
 
 
-def write_json(path: Path, value: Any) -> dict[str, Any]:
-    return write_file(path, [json.dumps(value, indent=1).encode()])
-
-
 def file_sum(path: Path) -> dict[str, Any]:
     """{"bytes", "sha256"} of a file that is there already."""
     with open(path, "rb") as file:

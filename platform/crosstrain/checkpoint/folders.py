@@ -13,7 +13,7 @@ from pathlib import Path
 from crosstrain.checkpoint.files import Reader, fsync
 from crosstrain.checkpoint.manifest import MANIFEST, IncompatibleCheckpointError, read_json
 from crosstrain.utils.errors import CheckpointError
-from crosstrain.utils.files import open_regular
+from crosstrain.utils.files import open_regular, write_atomically
 
 _log = logging.getLogger("crosstrain")
 _STEP = re.compile(r"step_([0-9]{6,18})")
@@ -71,9 +71,7 @@ def check_own(folder: Path, run: str | None) -> None:
 
 def point(root: Path, name: str, step: int) -> None:
     """Atomically let the file `name` ("latest", "best") say which folder is meant."""
-    temporary = root / f".{name}.tmp"
-    temporary.write_text(step_folder(root, step).name + "\n")
-    os.replace(temporary, root / name)
+    write_atomically(root / name, step_folder(root, step).name + "\n")
     fsync(root)
 
 

@@ -18,7 +18,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from crosstrain.utils.errors import UserError
-from crosstrain.utils.files import append
+from crosstrain.utils.files import append, write_atomically
 
 if TYPE_CHECKING:  # reading a run's folder needs no torch
     from crosstrain.distributed.group import Group
@@ -228,18 +228,6 @@ class RunFolder:
         while os.path.lexists(free := self.path.with_name(f"{self.path.name}.{number}")):
             number += 1
         return free
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file; raises OSError, and leaves the one that was there, where that fails."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def _is(path: Path, known: os.stat_result) -> bool:

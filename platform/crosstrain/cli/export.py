@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
 from crosstrain.checkpoint import folders
@@ -14,12 +13,12 @@ from crosstrain.checkpoint.frozen import Base
 from crosstrain.engine.precision import DTYPES
 from crosstrain.inference.open_checkpoint import outline, saved_config
 from crosstrain.modeling.base import Model
-from crosstrain.utils.errors import UserError
+from crosstrain.utils.units import read_bytes
 
 
 def export(arguments: argparse.Namespace) -> int:
     """Write `arguments.checkpoint` to `arguments.output`; returns the exit code."""
-    limit = _bytes(arguments.max_shard_size)
+    limit = read_bytes(arguments.max_shard_size, "--max-shard-size")
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     checkpoint = folders.find_checkpoint(Path(arguments.checkpoint))
     model = _model(checkpoint, arguments.options, arguments.trust_data)
@@ -49,12 +48,3 @@ def _model(checkpoint: Path, options: list[str], trust_data: bool) -> Model | No
     if not Reader.open(checkpoint).frozen and not isinstance(load_state(checkpoint).get("config"), dict):
         return None
     return outline(saved_config(checkpoint, options, trust_data), checkpoint)
-
-
-def _bytes(size: str) -> int:
-    """A size such as 5GB (5 * 10^9) or 500MiB (500 * 2^20); UserError for anything else."""
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?) ?([KMGT]?)(i?)B", size, re.ASCII)
-    count = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")) if match else 0
-    if count < 1:
-        raise UserError(f"--max-shard-size: {size!r} is not a size such as 5GB or 500MiB")
-    return count

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from crosstrain.monitor.report.page import page
 from crosstrain.monitor.report.read_run import read_runs
 from crosstrain.utils.errors import UserError, printable
+from crosstrain.utils.files import write_atomically
 
 
 def report(folders: list[str], output: str) -> int:
@@ -19,10 +19,8 @@ def report(folders: list[str], output: str) -> int:
     if path.is_dir():
         raise UserError(f"--output: {path} is a folder; name the page's file")
     runs = read_runs(folders)
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(page(runs), encoding="utf-8")
-        os.replace(temporary, path)
+        write_atomically(path, page(runs))
     except OSError as error:
         raise UserError(f"--output: {path} cannot be written ({error.strerror})") from None
     for run in runs:

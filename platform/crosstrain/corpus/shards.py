@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from crosstrain.utils.errors import DataError
+from crosstrain.utils.files import write_json
 
 ROW = np.dtype([("length", "<i8"), ("hash", "<u8", 2)])  # bytes of UTF-8; BLAKE2b of them, 128 bits
 
@@ -24,13 +25,6 @@ ROW = np.dtype([("length", "<i8"), ("hash", "<u8", 2)])  # bytes of UTF-8; BLAKE
 def key_of(*parts: Any) -> str:
     """A name for whatever follows from `parts`, which JSON can hold."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file whole or not at all."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(content))
-    partial.replace(path)
 
 
 class TextShard:
@@ -70,7 +64,7 @@ class TextShard:
     def finish(self, report: dict[str, Any], *endings: str) -> dict[str, Any]:
         """Write the report, last of all, with the sizes of the files of these endings; returns what `finished` will."""
         report = report | {"sizes": {ending: self.path(ending).stat().st_size for ending in endings}}
-        write_json(self.path("json"), report)
+        write_json(self.path("json"), report, indent=None)
         return report
 
     def rows(self) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 
 from crosstrain.corpus import plot
 from crosstrain.utils.errors import UserError
+from crosstrain.utils.files import write_json
 
 EXAMPLES = 3  # kept of each kind, the first ones in the order of the input
 _SNIPPET = 200  # characters of an example
@@ -110,7 +110,7 @@ def write_report(
     """
     rows = {unit: bins(counts) for unit, counts in lengths.items()}
     content = {"inputs": inputs, "repeated": repeated, "tokenized": tokenized, "lengths": rows}
-    (folder / "report.json").write_text(json.dumps(content, indent=2) + "\n")
+    write_json(folder / "report.json", content)
     titles = {f"documents by length in {unit}": found for unit, found in rows.items()}
     try:
         plot.draw(folder / "lengths.svg", titles)

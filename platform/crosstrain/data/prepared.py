@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstrain.utils.errors import DataError
-from crosstrain.utils.files import read_regular
+from crosstrain.utils.files import read_regular, write_json
 
 FORMAT_VERSION = 1
 _MOST_BYTES = 1 << 26  # of dataset.json
@@ -55,7 +55,7 @@ class Summary:
             )
 
     def write(self, folder: Path) -> None:
-        (folder / "dataset.json").write_text(json.dumps(asdict(self), indent=2) + "\n")
+        write_json(folder / "dataset.json", asdict(self))
 
 
 def hash_of(tokenizer: Path) -> str:

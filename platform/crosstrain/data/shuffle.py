@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from crosstrain.utils.rng import derive_seed
+from crosstrain.utils.rng import GOLDEN_RATIO, derive_seed, splitmix64
 
 MAX_SIZE = 2**62  # keeps every intermediate value, at most a * b + a, within 64 bits
 
 # Four make a large domain look random; twelve leave even the 5! orders of five samples about equally likely. Must be
 # even, so that the halves end where they began.
 _ROUNDS = 12
-_MASK = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 class Permutation:
@@ -38,7 +36,7 @@ class Permutation:
         # a * b exceeds n by less than a, about sqrt(n), so cycle walking takes barely more than one pass.
         self._a = math.isqrt(n - 1) + 1
         self._b = -(-n // self._a)
-        self._keys = [_mix(_mix(key) + r * _GOLDEN) for r in range(1, _ROUNDS + 1)]
+        self._keys = [splitmix64(splitmix64(key) + r * GOLDEN_RATIO) for r in range(1, _ROUNDS + 1)]
 
     def __len__(self) -> int:
         return self.n
@@ -57,25 +55,18 @@ class Permutation:
         indices = np.asarray(indices)
         if indices.size and not (indices.min() >= 0 and indices.max() < self.n):
             raise IndexError(f"indices outside range({self.n})")
-        out = self._scramble_many(indices.astype(np.uint64).ravel())
+        out = self._scramble(indices.astype(np.uint64).ravel())
         while (outside := np.flatnonzero(out >= self.n)).size:
-            out[outside] = self._scramble_many(out[outside])
+            out[outside] = self._scramble(out[outside])
         return out.reshape(indices.shape)
 
-    def _scramble(self, i: int) -> int:
+    def _scramble(self, i: Any) -> Any:
+        """One pass of the network over an int or a uint64 array below a * b."""
         right, left = divmod(i, self._a)  # left in Z_a, right in Z_b
         for r, key in enumerate(self._keys):
             modulus = self._b if r % 2 else self._a
-            left, right = right, (left + _mix(right + key)) % modulus
+            left, right = right, (left + splitmix64(right + key) % modulus) % modulus
         return left + right * self._a
-
-    def _scramble_many(self, i: np.ndarray) -> np.ndarray:
-        right, left = np.divmod(i, np.uint64(self._a))
-        for r, key in enumerate(self._keys):
-            modulus = np.uint64(self._b if r % 2 else self._a)
-            mixed = _mix_many(right + np.uint64(key))
-            left, right = right, (left + mixed % modulus) % modulus
-        return left + right * np.uint64(self._a)
 
 
 def sample_index(seed: int, n: int, length: int) -> int:
@@ -87,18 +78,3 @@ def sample_index(seed: int, n: int, length: int) -> int:
 @lru_cache(maxsize=64)  # of as many parts of a mixture, and what else there is
 def _epoch(seed: int, epoch: int, length: int) -> Permutation:
     return Permutation(length, derive_seed(seed, "epoch", epoch))
-
-
-def _mix(z: int) -> int:
-    """splitmix64's finaliser on the low 64 bits of z."""
-    z &= _MASK
-    z = ((z ^ (z >> 30)) * _M1) & _MASK
-    z = ((z ^ (z >> 27)) * _M2) & _MASK
-    return z ^ (z >> 31)
-
-
-def _mix_many(z: np.ndarray) -> np.ndarray:
-    """`_mix` on a uint64 array, whose arithmetic wraps by itself."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(_M1)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(_M2)
-    return z ^ (z >> np.uint64(31))

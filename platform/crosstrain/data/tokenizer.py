@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from crosstrain.utils.assets import TOKENIZER_FILES, copy_files, plain_files
 from crosstrain.utils.errors import DataError
-from crosstrain.utils.files import read_regular
+from crosstrain.utils.files import read_regular, write_json
 from crosstrain.utils.trust import check_source
 
 TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"  # files in a tokenizer's folder, and in a model's
@@ -273,7 +273,7 @@ def _write(backend: Tokenizer, end: str, folder: Path) -> None:
         **dict.fromkeys(("bos_token", "eos_token", "unk_token"), end),
         "clean_up_tokenization_spaces": False,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_json(folder / "tokenizer_config.json", config)
 
 
 def _read_json(path: Path) -> dict:

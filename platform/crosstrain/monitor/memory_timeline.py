@@ -8,6 +8,7 @@ from pathlib import Path
 
 from crosstrain.monitor.report.downsample import thin
 from crosstrain.utils.drawing import picture
+from crosstrain.utils.files import write_json
 
 _MIB = 1 << 20
 _DEVICES = {0: "CPU", 1: "GPU"}  # c10::DeviceType, as traces have it
@@ -51,7 +52,7 @@ def write_memory(memory: Memory, path: Path, title: str) -> None:
 
     Raises UserError where matplotlib, for the picture, is not installed.
     """
-    path.write_text(json.dumps(memory.curves), encoding="utf-8")
+    write_json(path, memory.curves, indent=None)
     with picture(path.with_suffix(".svg"), 10, 4) as figure:
         axis = figure.subplots()
         for number, (name, start, end) in enumerate(memory.steps):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from crosstrain.checkpoint.run_folder import write_atomically
+from crosstrain.utils.files import write_atomically
 from crosstrain.utils.units import finite
 
 Row = dict[str, Any]  # step, plain numbers, {"timers": {phase: ms}}, and texts: see `texts`

@@ -1,32 +1,31 @@
-"""Reading files that somebody else may have put there: regular ones alone, never a pipe, a device or a socket."""
+"""Files that somebody else may have put there or may be reading: read only regular ones, write whole or not at all."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # reading a run's folder needs no torch
-    pass
+from typing import Any
 
 
 def open_regular(path: str | Path, *, follow: bool = True) -> BufferedReader:
     """Open a regular file to read bytes. `follow=False` refuses a link, which could lead out of a folder.
 
-    Raises OSError, with a `strerror` that fits a sentence, for anything else. What is not a regular file is not opened:
-    to open a FIFO waits for its writer, and some devices act on it.
+    Raises OSError, with a `strerror` that fits a sentence, for anything else. Other kinds of files are not opened: to
+    open a FIFO waits for its writer, and some devices act on it.
     """
     try:
-        _check(os.stat(path, follow_symlinks=follow), path)
+        _check_regular(os.stat(path, follow_symlinks=follow), path)
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
     except ValueError:
         raise OSError(errno.EINVAL, "not a possible name of a file", str(path)) from None
     file = os.fdopen(descriptor, "rb")
     try:
-        _check(os.fstat(descriptor), path)  # again: the name may mean another file by now
+        _check_regular(os.fstat(descriptor), path)  # again: the name may mean another file by now
     except OSError:
         file.close()
         raise
@@ -34,7 +33,7 @@ def open_regular(path: str | Path, *, follow: bool = True) -> BufferedReader:
 
 
 def read_regular(path: str | Path, most: int, *, follow: bool = True) -> bytes:
-    """The bytes of a regular file. Raises OSError as `open_regular` does, and for a file of more than `most` bytes."""
+    """Read a regular file. Raises OSError as `open_regular` does, and for a file of more than `most` bytes."""
     with open_regular(path, follow=follow) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -42,15 +41,32 @@ def read_regular(path: str | Path, most: int, *, follow: bool = True) -> bytes:
         return file.read(size)
 
 
-def _check(status: os.stat_result, path: str | Path) -> None:
+def _check_regular(status: os.stat_result, path: str | Path) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
-def append(path: Path | str, data: str | bytes, folder: int | None = None) -> None:
-    """Append to a file, all of `data` or, where OSError is raised, nothing.
+def write_atomically(path: Path, data: str | bytes) -> None:
+    """Replace a file; raises OSError, and leaves the previous one, where that fails."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
-    folder: descriptor that a relative path starts from.
+
+def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
+    """Replace a JSON file, as `write_atomically` does; on one line with `indent=None`."""
+    write_atomically(path, json.dumps(value, indent=indent) + "\n")
+
+
+def append(path: Path | str, data: str | bytes, folder: int | None = None) -> None:
+    """Append all of `data` to a file; raises OSError, and leaves the file as it was, where that fails.
+
+    folder: descriptor of the folder that a relative path starts from.
     """
     data = data.encode() if isinstance(data, str) else data
     with open(path, "ab", buffering=0, opener=lambda p, flags: os.open(p, flags, 0o666, dir_fd=folder)) as file:

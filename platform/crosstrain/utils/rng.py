@@ -1,32 +1,52 @@
-"""Random numbers as functions of what they are for, not of what ran before.
+"""Random numbers as functions of their purpose: nothing here keeps state.
 
-Nothing here keeps state, so there is nothing to save and a resumed run draws what the uninterrupted one would have.
+So there is nothing to save, and a resumed run draws what the uninterrupted one would have drawn.
 """
 
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:  # imported where it is used: the corpus pipeline's processes do without
+    import torch
+
+T = TypeVar("T", int, np.ndarray)
+
+GOLDEN_RATIO = 0x9E3779B97F4A7C15  # splitmix64's increment, 2^64 / 1.618...
+
+
+def splitmix64(z: T) -> T:
+    """Mix the bits of an int or of a uint64 array, with the finalizer of splitmix64 (Steele, Lea & Flood, 2014)."""
+    mask = 2**64 - 1
+    z = z & mask
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = ((z ^ (z >> shift)) * factor) & mask
+    return z ^ (z >> 31)
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed that depends on every part: `derive_seed(seed, "dropout", first_sample)`."""
+    """Return a 63-bit seed that depends on every part: `derive_seed(seed, "dropout", first_sample)`."""
     text = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def generator(*parts: int | str) -> torch.Generator:
-    """A CPU generator seeded with `derive_seed(*parts)`; CPU so that values do not depend on the device."""
+    """Return a CPU generator seeded with `derive_seed(*parts)`; CPU so that values do not depend on the device."""
+    import torch
+
     return torch.Generator().manual_seed(derive_seed(*parts))
 
 
 def sample_rng(seed: int, number: int) -> np.random.Generator:
-    """The generator that sample `number` may use for augmentation."""
+    """Return the generator for the augmentation of sample `number`."""
     return np.random.default_rng(derive_seed(seed, "sample", number))
 
 
 def seed_everything_for(seed: int, first_sample: int) -> None:
     """Seed torch's default generators (dropout) for the micro-batch that begins with sample `first_sample`."""
+    import torch
+
     torch.manual_seed(derive_seed(seed, "micro batch", first_sample))

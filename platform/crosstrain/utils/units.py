@@ -8,42 +8,37 @@ from typing import Any
 
 from crosstrain.utils.errors import UserError
 
-_BINARY = {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-_DECIMAL = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12, "P": 1e15}
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "B": 3, "T": 4, "P": 5}
 
 
 def read_bytes(text: str, what: str) -> int:
-    """24GiB, 80GB, 512MiB or a number of bytes. Raises UserError, which names `what`, for anything else."""
-    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([A-Za-z]*)", text.strip())
-    unit = match[2].upper() if match else ""
-    factor = _BINARY.get(unit) or _DECIMAL.get(unit.removesuffix("B") if unit != "B" else "")
-    return int(_times(match[1] if match else "", factor, f"{what}: {text!r} is not a size such as 24GiB"))
+    """Parse 24GiB, 80GB or a number of bytes. Raises UserError, which names `what`, for anything else."""
+    return int(_read(r"([\d.]+)\s*([KMGTP]?)(I?)B?", text, f"{what}: {text!r} is not a size such as 5GB or 24GiB"))
 
 
 def read_number(text: str, what: str) -> float:
-    """2.5B, 150T, 3e11 or a plain number. Raises UserError, which names `what`, for anything else."""
-    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([A-Za-z]*)", text.strip())
-    factor = _DECIMAL.get(match[2].upper()) if match else None
-    return _times(match[1] if match else "", factor, f"{what}: {text!r} is not a number such as 2.5B")
+    """Parse 2.5B, 150T, 3e11 or a plain number. Raises UserError, which names `what`, for anything else."""
+    return _read(r"([\d.]+(?:E\d+)?)\s*([KMGBTP]?)()", text, f"{what}: {text!r} is not a number such as 2.5B")
 
 
-def _times(digits: str, factor: float | None, problem: str) -> float:
+def _read(pattern: str, text: str, problem: str) -> float:
+    match = re.fullmatch(pattern, text.strip().upper(), re.ASCII)
     try:
-        value = float(digits) * (factor or 0)
-    except ValueError:
-        value = 0
-    if not 0 < value < float("inf"):
+        value = float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]] if match else 0.0
+    except ValueError:  # 1.2.3
+        value = 0.0
+    if not 0 < value < math.inf:
         raise UserError(problem)
     return value
 
 
 def show_bytes(size: float) -> str:
-    """In GiB, or MiB where that is more telling."""
+    """Format a size in GiB, or in MiB below one GiB."""
     return f"{size / 2**30:,.2f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:,.1f} MiB"
 
 
 def show_number(value: float) -> str:
-    """With three digits and a letter: 3.54e8 is 354M."""
+    """Format with three digits and a letter: 3.54e8 is 354M."""
     for letter, factor in (("P", 1e15), ("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if value >= factor:
             return f"{value / factor:.3g}{letter}"
@@ -51,5 +46,5 @@ def show_number(value: float) -> str:
 
 
 def finite(value: Any) -> Any:
-    """`value`, or None for a number that JSON has no form for."""
+    """Return `value`, or None for a number that JSON has no form for."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

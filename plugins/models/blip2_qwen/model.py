@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from crosstrain.config.schema import to_plain
 from crosstrain.data.vision.conversations import IMAGE_ID, SHARED
 from crosstrain.engine.precision import DTYPES
 from crosstrain.modeling.activation_checkpointing import Mode
+from crosstrain.utils.files import write_json
 
 from . import lora, vision, weights
 from .options import Language, Part, Projector, QFormer, Vision
@@ -256,8 +256,7 @@ class Blip2Qwen(Model):
         return self.language_model.new_cache()
 
     def save_config(self, folder: Path) -> None:
-        document = {"arch": "blip2_qwen", **to_plain(self.options)}
-        (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / "config.json", {"arch": "blip2_qwen", **to_plain(self.options)})
 
 
 def _qformer_config(options: QFormer, encoder_width: int) -> Blip2QFormerConfig:

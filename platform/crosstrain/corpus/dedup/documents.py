@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from crosstrain.corpus.shards import TextShard, write_json
+from crosstrain.corpus.shards import TextShard
+from crosstrain.utils.files import write_json
 
 _INDEXES = 64  # of shards, kept
 
@@ -22,7 +23,7 @@ class Texts:
 
     def save(self, path: Path) -> None:
         """Write down which shards these are, for other processes."""
-        write_json(path, {"folder": str(self.folder), "keys": self.keys, "starts": self.starts.tolist()})
+        write_json(path, {"folder": str(self.folder), "keys": self.keys, "starts": self.starts.tolist()}, indent=None)
 
     @classmethod
     def load(cls, path: Path) -> Texts:

@@ -16,8 +16,9 @@ from crosstrain.corpus.dedup.documents import Texts
 from crosstrain.corpus.dedup.shingles import jaccard, shingles
 from crosstrain.corpus.options import NearOptions
 from crosstrain.corpus.pool import Stage
-from crosstrain.corpus.shards import TextShard, write_json
+from crosstrain.corpus.shards import TextShard
 from crosstrain.corpus.tokenize_stage import batches
+from crosstrain.utils.files import write_json
 from crosstrain.utils.optional_deps import require
 
 _SEED = 42

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-_SEED = 0x9E3779B97F4A7C15
+from crosstrain.utils.rng import GOLDEN_RATIO, splitmix64
+
 _BASE = np.uint64(0xD6E8FEB86659FD93)  # odd, so that it has an inverse modulo 2^64
 _INVERSE = np.uint64(pow(int(_BASE), -1, 1 << 64))
 _STEP = 0xA0761D6478BD642F
-_VALUES = np.random.default_rng(_SEED).integers(0, 1 << 64, 256, dtype=np.uint64)  # a random number for each byte
+_VALUES = np.random.default_rng(GOLDEN_RATIO).integers(0, 1 << 64, 256, dtype=np.uint64)  # for each byte
 _SPACES = np.isin(np.arange(256), list(b" \t\n\v\f\r"))
 
 
@@ -34,7 +35,7 @@ def shingles(texts: list[str], length: int, unit: str) -> tuple[np.ndarray, np.n
         sums[starts[document]] = (units * weights).sum(dtype=np.uint64)
         whole[starts[document]] = True
     offsets = np.searchsorted(owner[whole], np.arange(len(texts) + 1))
-    return _mix(sums[whole]), offsets.astype(np.int64)
+    return splitmix64(sums[whole] + np.uint64(GOLDEN_RATIO)), offsets.astype(np.int64)
 
 
 def jaccard(first: np.ndarray, second: np.ndarray) -> float:
@@ -60,20 +61,13 @@ def _words(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
     inverse = np.full(len(data), _INVERSE)
     inverse[0] = 1
     np.multiply.accumulate(inverse, out=inverse)
-    hashes = _mix((sums[end] - sums[begin]) * inverse[begin] if len(begin) else np.zeros(0, np.uint64))
-    return hashes, np.searchsorted(ends, begin, side="right")
+    words = (sums[end] - sums[begin]) * inverse[begin] if len(begin) else np.zeros(0, np.uint64)
+    return splitmix64(words + np.uint64(GOLDEN_RATIO)), np.searchsorted(ends, begin, side="right")
 
 
 def _characters(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """(hash of each character but white space, number of the document that it is in)."""
     parts = [np.frombuffer("".join(text.lower().split()).encode("utf-32-le"), np.uint32) for text in texts]
     owner = np.repeat(np.arange(len(texts)), [len(part) for part in parts])
-    return _mix(np.concatenate([*parts, np.zeros(0, np.uint32)]).astype(np.uint64) + np.uint64(1)), owner
-
-
-def _mix(values: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014): every bit of the input reaches every bit."""
-    values = values + np.uint64(_SEED)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    characters = np.concatenate([*parts, np.zeros(0, np.uint32)]).astype(np.uint64)
+    return splitmix64(characters + np.uint64(GOLDEN_RATIO + 1)), owner
