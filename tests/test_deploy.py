@@ -97,7 +97,7 @@ def test_pods_run_the_program_with_flags_that_it_takes(document: dict[str, Any])
         host = a.rdzv_endpoint.replace("crosstrain-0.crosstrain", "127.0.0.1")
         nodes = Nodes.of(a.nnodes, a.node_rank, host, a.local_addr, a.rdzv_conf)
         assert nodes is not None
-        assert nodes.most == 2
+        assert nodes.max_nodes == 2
         assert (ROOT / a.cfg_path).is_file()
         claims = [v["persistentVolumeClaim"]["claimName"] for v in template["spec"]["volumes"] if len(v) == 2 and
                   "persistentVolumeClaim" in v]  # fmt: skip

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from conftest import ENVIRONMENT, ROOT, Workspace, logged_step, wait_until
-from crosstrain.distributed.launch.cluster_env import joined_environment
+from crosstrain.distributed.launch.cluster_env import worker_environment
 from crosstrain.utils.errors import ConfigError
 
 FAULTY_RUNNER = '''
@@ -96,27 +96,27 @@ def test_torchrun_joins_instead_of_launching(workspace: Workspace) -> None:
 
 
 def test_environments_of_launchers() -> None:
-    assert joined_environment({}) is None
-    assert joined_environment({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == {
+    assert worker_environment({}) is None
+    assert worker_environment({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == {
         "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1",
     }  # fmt: skip
     slurm = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
              "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1", "SLURM_JOB_ID": "123"}  # fmt: skip
-    joined = joined_environment(slurm)
+    joined = worker_environment(slurm)
     assert joined is not None
     assert (joined["RANK"], joined["WORLD_SIZE"], joined["LOCAL_RANK"]) == ("5", "8", "1")
     assert (joined["MASTER_ADDR"], joined["MASTER_PORT"]) == ("10.0.0.1", "20123")
-    several = joined_environment(slurm | {"SLURM_STEP_NODELIST": "node[03-05,09]"})
+    several = worker_environment(slurm | {"SLURM_STEP_NODELIST": "node[03-05,09]"})
     assert several is not None
     assert several["MASTER_ADDR"] == "node03"
     batch_script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}  # inside sbatch, outside srun: launch as usual
-    assert joined_environment(batch_script) is None
+    assert worker_environment(batch_script) is None
     mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
-    here = joined_environment(mpi | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+    here = worker_environment(mpi | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
     assert here is not None
     assert here["MASTER_ADDR"] == "127.0.0.1"
     with pytest.raises(ConfigError, match="MASTER_ADDR"):
-        joined_environment(mpi | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+        worker_environment(mpi | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
 
 
 def test_a_number_of_workers_that_makes_no_sense(workspace: Workspace) -> None:

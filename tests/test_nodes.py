@@ -250,12 +250,12 @@ def test_flags_that_do() -> None:
     assert Nodes.of("1", 0, "localhost:6000", None) is None, "as scripts for any number of nodes say it"
     nodes = Nodes.of("1:3", 2, "127.0.0.1:6000", None, "join_timeout=600")
     assert nodes is not None
-    assert (nodes.least, nodes.most, nodes.hosts, nodes.port) == (1, 3, False, 6000)
-    assert (nodes.address, nodes.interface) == ("127.0.0.1", "lo")
-    assert nodes.meeting["join_timeout"] == 600
+    assert (nodes.min_nodes, nodes.max_nodes, nodes.is_host, nodes.port) == (1, 3, False, 6000)
+    assert (nodes.local_addr, nodes.interface) == ("127.0.0.1", "lo")
+    assert nodes.rdzv_conf["join_timeout"] == 600
     six = Nodes.of("2", 0, "[::1]:6000", "::1")
     assert six is not None
-    assert (six.host, six.port, six.address) == ("::1", 6000, "::1")
+    assert (six.host, six.port, six.local_addr) == ("::1", 6000, "::1")
     assert _interface("192.0.2.7") is None
 
 

@@ -12,8 +12,7 @@ from typing import Any
 from crosstrain.compare.diagnosis import Record, Tolerance, diagnose, difference, largest, number_difference
 from crosstrain.compare.worker import compare_worker
 from crosstrain.config.load import Config, load_config
-from crosstrain.distributed.launch.launcher import launch
-from crosstrain.distributed.launch.topology import Launch
+from crosstrain.distributed.launch.launcher import Launch, launch
 from crosstrain.distributed.launch.worker_errors import WorkerFailure
 from crosstrain.engine.build import batch_plan
 from crosstrain.train.preflight import check

@@ -11,8 +11,7 @@ from typing import Any
 from crosstrain.checkpoint import folders
 from crosstrain.config.load import Config
 from crosstrain.data.splits import open_split, prepare_data
-from crosstrain.distributed.launch.launcher import launch
-from crosstrain.distributed.launch.topology import Launch
+from crosstrain.distributed.launch.launcher import Launch, launch
 from crosstrain.engine.build import build_model, check_fit, make_runner
 from crosstrain.inference.conversation import ChatSession
 from crosstrain.inference.generation import Sampling, generate

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from crosstrain import __version__
-from crosstrain.distributed.launch.signals import ending_at_once
+from crosstrain.distributed.launch.signals import sigint_kills
 from crosstrain.utils.errors import UserError, first_line, printable, refusal, sentence
 
 _MOST_MISTAKES = 50  # of one configuration, that are shown
@@ -228,7 +228,7 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
 def _train(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return _plan(arguments)
-    with ending_at_once():
+    with sigint_kills():
         from crosstrain.cli.train import train
         from crosstrain.distributed.launch.rendezvous import Nodes
 

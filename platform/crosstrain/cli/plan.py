@@ -11,7 +11,7 @@ from typing import Any
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config, load_config, preset_files
 from crosstrain.config.registry import registry
-from crosstrain.distributed.launch.topology import Launch
+from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.monitor.report.read_run import read_runs
 from crosstrain.planning.estimate import MODES, Estimate, Project, with_options
 from crosstrain.planning.fit import _project

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from crosstrain.checkpoint import folders
-from crosstrain.distributed.launch.launcher import launch
-from crosstrain.distributed.launch.topology import Launch
+from crosstrain.distributed.launch.launcher import Launch, launch
 from crosstrain.inference.open_checkpoint import check_model, check_ranks, chosen_config, open_tokenizer
 from crosstrain.serving.encoding import check_decoder
 from crosstrain.serving.limits import Limits

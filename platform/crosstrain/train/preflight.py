@@ -8,7 +8,7 @@ from crosstrain.checkpoint.frozen import Base
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
 from crosstrain.data.splits import first_batch, open_split, prepare_data
-from crosstrain.distributed.launch.signals import ending_at_once
+from crosstrain.distributed.launch.signals import sigint_kills
 from crosstrain.engine.build import batch_plan, check_fit, freeze, model_on_meta
 from crosstrain.engine.lr_schedule import make_schedule
 from crosstrain.engine.optimizer import optimizer_factory
@@ -26,7 +26,7 @@ def check(config: Config, world_size: int) -> None:
         dataset = open_split(config, "train")
         if config.run.eval_interval:
             open_split(config, "val")
-    with ending_at_once():
+    with sigint_kills():
         model = model_on_meta(config)
     with explained("the model, its data and the run do not go together"):
         check_fit(model, dataset)

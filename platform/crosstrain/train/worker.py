@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import textwrap
 
 from crosstrain.config.load import Config
 from crosstrain.distributed.group import Group
-from crosstrain.distributed.launch.restarts import VARIABLE
+from crosstrain.distributed.launch.cluster_env import restart_reason
 from crosstrain.distributed.launch.signals import StopRequest
 from crosstrain.engine.build import make_runner
 from crosstrain.train.trainer import Trainer
@@ -18,7 +16,7 @@ from crosstrain.utils.logging import log
 
 def tell(world: Group, step: int) -> None:
     """Log, if so, that these workers were started again, and go on from `step`. Collective."""
-    reasons = [json.loads(reason) for reason in world.all_gather(os.environ.get(VARIABLE)) if reason]
+    reasons = [reason for reason in world.all_gather(restart_reason()) if reason]
     if reasons:
         _, number, most, why = max(reasons)
         log.info("%s; all ranks started again (restart %d of %d) and go on from step %d", why, number, most, step)

@@ -1,23 +1,45 @@
-"""Processes that torchrun, srun or mpirun started: what their environments say, in torch's words."""
+"""Environments of launchers: torchrun, srun and mpirun around this program, and its own around its workers."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
 
 from crosstrain.utils.errors import ConfigError
 
+_RESTART = "CROSSTRAIN_STARTED_AGAIN"  # in the environment of workers that start again
 
-def restarted() -> bool:
-    """Whether a launcher started this process again after a failure, so that it should go on and not begin."""
+
+def set_restart_reason(reason: str, certainty: int, number: int, max_restarts: int) -> None:
+    """Tell the workers that start next why they start again; an empty reason: they do not.
+
+    Where several nodes give reasons, the one with the highest `certainty` counts.
+    """
+    os.environ.pop(_RESTART, None)
+    if reason:
+        os.environ[_RESTART] = json.dumps([certainty, number, max_restarts, reason])
+
+
+def restart_reason() -> list | None:
+    """Return [certainty, number, max_restarts, reason] as this worker's launcher set them; None for a first start."""
+    return json.loads(text) if (text := os.environ.get(_RESTART)) else None
+
+
+def was_restarted() -> bool:
+    """Return True if a launcher started this process again after a failure, so that it should resume."""
     return any(int(os.environ.get(name) or 0) > 0 for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
-def joined_environment(env: Mapping[str, str]) -> dict[str, str] | None:
-    """torch's variables (RANK, ...) for a process that something else launched, or None."""
+def worker_environment(env: Mapping[str, str]) -> dict[str, str] | None:
+    """Translate the environment of torchrun, srun or mpirun into RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR.
+
+    None for a process that none of them started as a worker.
+    """
     if "RANK" in env and "WORLD_SIZE" in env:  # torchrun
         return {key: env[key] for key in ("RANK", "WORLD_SIZE")} | {"LOCAL_RANK": env.get("LOCAL_RANK", "0")}
+    port = 29500
     if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # srun, not the batch script itself
         rank, size, local = env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"], env["SLURM_LOCALID"]
         # The launch node's address would be the machine where srun was typed; rank 0 is on the first of the list.
@@ -27,16 +49,14 @@ def joined_environment(env: Mapping[str, str]) -> dict[str, str] | None:
     elif "OMPI_COMM_WORLD_RANK" in env:
         rank, size, local = env["OMPI_COMM_WORLD_RANK"], env["OMPI_COMM_WORLD_SIZE"], env["OMPI_COMM_WORLD_LOCAL_RANK"]
         address = "127.0.0.1" if env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == size else None
-        port = 29500
     elif "PMI_RANK" in env:
         rank, size, local = env["PMI_RANK"], env["PMI_SIZE"], env.get("MPI_LOCALRANKID", "0")
         address = "127.0.0.1" if env.get("MPI_LOCALNRANKS") == size else None
-        port = 29500
     else:
         return None
     address = env.get("MASTER_ADDR", address)
     if address is None:
-        raise ConfigError("MASTER_ADDR: set it to the address of rank 0's machine, which mpirun does not tell")
+        raise ConfigError("MASTER_ADDR: mpirun does not set it; set it to the address of rank 0's machine")
     return {
         "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local,
         "MASTER_ADDR": address, "MASTER_PORT": env.get("MASTER_PORT", str(port)),

@@ -1,7 +1,7 @@
-"""Starting workers, watching them, and starting them again: torch's elastic agent with our rules.
+"""torch's elastic agent with our rules: some failures are final, and a request to stop is no failure.
 
-What a failure was, and so whether starting again can help, is read from what the failed worker left. Each start has a
-store of its own, because what an earlier start wrote would mislead the next.
+The only file that depends on private parts of torch.distributed.elastic: `_start_workers`, `_restart_workers`,
+`_monitor_workers`, `_worker_group` and `_remaining_restarts` of its agent, as torch 2.13 and 2.14 have them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -22,59 +22,59 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
-    RendezvousHandler,
     RendezvousParameters,
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from crosstrain.distributed.launch import restarts
-from crosstrain.distributed.launch.rendezvous import Nodes
-from crosstrain.distributed.launch.topology import Launch
+from crosstrain.distributed.launch.cluster_env import set_restart_reason
 from crosstrain.distributed.launch.worker_errors import Failure, WorkerFailure, first_failure, run_worker
 from crosstrain.utils.errors import UserError
 
-_LAST_WORDS = 5  # seconds in which ended ranks that wait for a dead one, and cannot hear, are left alone
+if TYPE_CHECKING:  # the launcher imports this file
+    from crosstrain.distributed.launch.launcher import Launch
+
+_SHUTDOWN_TIMEOUT = 5  # seconds in which ended ranks that wait for a dead one, and cannot hear, are left alone
 
 
 class _Stopped(BaseException):
     """A signal to stop came while no worker ran."""
 
 
-def supervise(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> int:
+def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> int:
     """Run `worker(*args)` in processes of this machine, together with the other nodes'; returns the exit code.
 
-    Raises the error of the worker that failed first and for good, and UserError where the nodes do not find each other.
+    Raises the final error of the worker that failed first, and UserError where the nodes do not find each other.
     """
-    for noise in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(noise).setLevel(logging.CRITICAL)  # errors are shown once, by whoever called
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # errors are shown once, by the caller
     stop: list[int] = []
-    supervisor: _Supervisor | None = None
+    agent: _Agent | None = None
 
-    def pass_on(number: int, _frame: Any) -> None:
+    def forward(number: int, _frame: Any) -> None:
         stop.append(number)
         children = multiprocessing.active_children()
         for child in children:
             if child.pid is not None:
                 os.kill(child.pid, signal.SIGUSR1)
-        if not children and (supervisor is None or not supervisor.done):
+        if not children and (agent is None or not agent.succeeded):
             raise _Stopped
 
-    handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-    restarts_left = how.max_restarts
+    handlers = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    restarts_left, nodes = how.max_restarts, how.nodes
     try:
         with _environment(how):
             while True:
-                if how.nodes:
-                    how.nodes.wait_for_host()
-                supervisor = _Supervisor(_spec(worker, args, how), restarts_left, stop)
+                if nodes:
+                    nodes.wait_for_host()
+                agent = _Agent(_spec(worker, args, how), restarts_left, stop)
                 try:
-                    return supervisor.exit_code()
+                    return agent.exit_code()
                 except (RendezvousConnectionError, DistError):
-                    # With the node that keeps the rendezvous. Its successor will keep another; the keeper itself would
+                    # The node that hosts the rendezvous is lost. Its successor will host another; the host itself would
                     # meet its own former self there.
-                    restarts_left = supervisor.restarts_left
-                    if how.nodes is None or how.nodes.hosts or restarts_left == 0 or stop:
+                    restarts_left = agent._remaining_restarts
+                    if nodes is None or nodes.is_host or restarts_left == 0 or stop:
                         raise
                     restarts_left -= 1
     except _Stopped:
@@ -84,44 +84,38 @@ def supervise(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
     except RendezvousClosedError:
         raise UserError("another node has ended the run, and its output says why") from None
     except RendezvousTimeoutError:
-        assert how.nodes is not None
+        assert nodes is not None
         raise UserError(
-            f"--nnodes: of {how.nodes.least} nodes too few came to {how.nodes.host}:{how.nodes.port} within "
-            f"{how.nodes.meeting['join_timeout']} s; start the same command on each, with its --node-rank"
+            f"--nnodes: of {nodes.min_nodes} nodes too few came to {nodes.host}:{nodes.port} within "
+            f"{nodes.rdzv_conf['join_timeout']} s; start the same command on each, with its --node-rank"
         ) from None
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-class _Supervisor(LocalElasticAgent):
+class _Agent(LocalElasticAgent):
     """The agent of one machine. It starts workers again unless a failure is final or a stop was asked for."""
 
     def __init__(self, spec: WorkerSpec, restarts_left: int, stop: list[int]) -> None:
-        super().__init__(spec, DefaultLogsSpecs(), shutdown_timeout=_LAST_WORDS)
+        super().__init__(spec, DefaultLogsSpecs(), shutdown_timeout=_SHUTDOWN_TIMEOUT)
         self._remaining_restarts = restarts_left
         self._stop = stop
         self._failure: Failure | None = None  # the latest
-        # Of the start to come: why, and how well this node knows.
-        self._why, self._certainty = ("", 0) if restarts_left == spec.max_restarts else ("node 0 was lost", 2)
+        # Of the next start, with the node's certainty about the reason.
+        self._reason, self._certainty = ("", 0) if restarts_left == spec.max_restarts else ("node 0 was lost", 2)
 
     @property
-    def done(self) -> bool:
-        """Whether this machine's workers have ended well."""
+    def succeeded(self) -> bool:
         return self._worker_group.state == WorkerState.SUCCEEDED
 
-    @property
-    def restarts_left(self) -> int:
-        return self._remaining_restarts
-
     def exit_code(self) -> int:
-        """Run to the end: 0, or 128 + the signal that stopped the workers; raises what ended them otherwise."""
-        handler: RendezvousHandler = self._worker_group.spec.rdzv_handler
+        """Run to the end: 0, or 128 + the signal that stopped the workers. Raises the error that ended them."""
         result = self.run()
-        handler.shutdown()  # closes the rendezvous: other nodes shall not wait for this one
+        self._worker_group.spec.rdzv_handler.shutdown()  # other nodes shall not wait for this one
         if result is None:  # this node was one too many, and the others have finished
             return 0
-        if self.done:
+        if self.succeeded:
             signals = list(filter(None, result.return_values.values()))
             return 128 + (self._stop or signals)[0] if signals else 0
         if self._stop and all(f.exitcode == -signal.SIGUSR1 for f in result.failures.values()):
@@ -136,72 +130,65 @@ class _Supervisor(LocalElasticAgent):
             if failure.is_final or self._stop:
                 self._remaining_restarts = 0
             if self._remaining_restarts:
-                self._why, self._certainty = failure.summary, 1 if failure.lost_another else 3
+                self._reason, self._certainty = failure.summary, 1 if failure.lost_another else 3
                 if isinstance(failure.error, WorkerFailure) and not failure.lost_another:
-                    print(failure.error, file=sys.stderr, flush=True)  # where, which nothing later tells
+                    print(failure.error, file=sys.stderr, flush=True)  # with its traceback, which nothing shows later
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if not self._why:
-            self._why, self._certainty = "a node came or went", 0
+        if not self._reason:
+            self._reason, self._certainty = "a node came or went", 0
         super()._restart_workers(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._stop:
             raise _Stopped
-        spec = worker_group.spec
-        number = spec.max_restarts - self._remaining_restarts
-        restarts.announce(self._why, self._certainty, number, spec.max_restarts)
-        self._why = ""
+        most = worker_group.spec.max_restarts
+        set_restart_reason(self._reason, self._certainty, most - self._remaining_restarts, most)
+        self._reason = ""
         return super()._start_workers(worker_group)
 
 
 def _spec(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> WorkerSpec:
     nodes = how.nodes
     if nodes is None:
-        meeting = RendezvousParameters("c10d", "localhost:0", f"crosstrain-{os.getpid()}", 1, 1, "127.0.0.1")
+        rendezvous = RendezvousParameters("c10d", "localhost:0", f"crosstrain-{os.getpid()}", 1, 1, "127.0.0.1")
     else:
         host = f"[{nodes.host}]" if ":" in nodes.host else nodes.host
-        meeting = RendezvousParameters(
-            "c10d", f"{host}:{nodes.port}", "crosstrain", nodes.least, nodes.most, nodes.address,
-            is_host=nodes.hosts, **nodes.meeting,
+        rendezvous = RendezvousParameters(
+            "c10d", f"{host}:{nodes.port}", "crosstrain", nodes.min_nodes, nodes.max_nodes, nodes.local_addr,
+            is_host=nodes.is_host, **nodes.rdzv_conf,
         )  # fmt: skip
     return WorkerSpec(
         role="worker", local_world_size=how.nproc_per_node, entrypoint=run_worker, args=(worker, args),
-        rdzv_handler=get_rendezvous_handler(meeting), max_restarts=how.max_restarts, monitor_interval=0.1,
-        local_addr=nodes.address if nodes else "127.0.0.1",
+        rdzv_handler=get_rendezvous_handler(rendezvous), max_restarts=how.max_restarts, monitor_interval=0.1,
+        local_addr=rendezvous.local_addr,
     )  # fmt: skip
 
 
 @contextmanager
 def _environment(how: Launch) -> Iterator[None]:
-    """What the environment of the agent and its workers lacks, for as long as they run."""
+    """Set what the environment of the agent and its workers lacks, for as long as they run."""
     wanted = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // how.nproc_per_node)),
         # Killed workers cannot return their semaphores; that is not news beside the error that killed them.
         "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker",
-        # torch's handlers would end the workers; those of `supervise` let them save first.
+        # torch's handlers would end the workers; those of `run_agent` let them save first.
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP",
     }
-    interface = _interface(how.nodes)
-    if interface is not None:
+    if interface := how.nodes.interface if how.nodes else "lo" if sys.platform == "linux" else None:
         wanted["GLOO_SOCKET_IFNAME"] = interface  # gloo need not ask a resolver which one leads to the other ranks
         if how.nodes:
             wanted["NCCL_SOCKET_IFNAME"] = interface
     if how.nodes or how.max_restarts:
-        # Shared, the store would outlive the workers, and a node that survives would not publish its address again.
+        # Shared, the store would outlive the workers: what an earlier start wrote there would mislead the next, and a
+        # node that survives would not publish its address again.
         wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     missing = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(missing)
     try:
         yield
     finally:
-        restarts.forget()
+        set_restart_reason("", 0, 0, 0)
         for name in missing:
             del os.environ[name]  # the next workers may be more
-
-
-def _interface(nodes: Nodes | None) -> str | None:
-    if nodes is not None:
-        return nodes.interface
-    return "lo" if sys.platform == "linux" else None

@@ -1,4 +1,4 @@
-"""Several machines that train together: who they are, and how they find each other."""
+"""The nodes of a run: their number, their addresses, and how they find each other."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from pathlib import Path
 
 from crosstrain.utils.errors import ConfigError, UserError
 
-PORT = 29400  # where the rendezvous is unless --rdzv-endpoint says otherwise; torchrun's
+PORT = 29400  # torchrun's default for the rendezvous
 
-# How the nodes meet, in seconds and numbers of tries. A node that sends no sign of life for `keep_alive_interval *
+# Defaults of --rdzv-conf, in seconds and numbers of tries. A node that sends no sign of life for `keep_alive_interval *
 # keep_alive_max_attempt` is given up.
-_MEETING = {"join_timeout": 120, "last_call_timeout": 5, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
+_RDZV_CONF = {"join_timeout": 120, "last_call_timeout": 5, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """This machine among others. Node 0 keeps the rendezvous at `host:port`, where the nodes meet before each start."""
+    """This machine and the others. Node 0 hosts the rendezvous at `host:port`, where all meet before each start."""
 
-    least: int  # training waits for so many nodes
-    most: int  # and takes no more than these
+    min_nodes: int  # training waits for as many
+    max_nodes: int
     rank: int
     host: str
     port: int
-    address: str  # of this machine, for the others
-    meeting: dict[str, int] = field(default_factory=dict)
+    local_addr: str  # of this machine, for the others
+    rdzv_conf: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
     def of(
         nnodes: str | None, node_rank: int | None, rdzv_endpoint: str | None, local_addr: str | None,
         rdzv_conf: str | None = None,
     ) -> Nodes | None:  # fmt: skip
-        """From the flags of the command line, None for one node; ConfigError for what makes no sense."""
-        least, most = _numbers(nnodes or "1")
+        """Parse the command line's flags; None for one node. Raises ConfigError."""
+        least, most = _node_counts(nnodes or "1")
         if most == 1:
             return None
         if rdzv_endpoint is None:
@@ -47,29 +47,29 @@ class Nodes:
         if not 0 <= node_rank < most:
             raise ConfigError(f"--node-rank: must be from 0 to {most - 1} with --nnodes {nnodes}, got {node_rank}")
         host, port = _endpoint(rdzv_endpoint)
-        meeting = _MEETING | _meeting(rdzv_conf)
-        address = _checked(local_addr) if local_addr else _towards(host, port, meeting["join_timeout"])
+        conf = _RDZV_CONF | _parse_conf(rdzv_conf)
+        address = _own_address(local_addr) if local_addr else _address_towards(host, port, conf["join_timeout"])
         if _is_loopback(address) and not _is_loopback(host):
             raise ConfigError(
-                f"--local-addr: {host} is {address} on this machine, which others cannot reach; give the address at "
-                f"which they can"
+                f"--local-addr: {host} is {address} on this machine, which others cannot reach; give an address that "
+                f"they can"
             )
-        return Nodes(least, most, node_rank, host, port, address, meeting)
+        return Nodes(least, most, node_rank, host, port, address, conf)
 
     @property
-    def hosts(self) -> bool:
-        """Whether this node keeps the rendezvous."""
+    def is_host(self) -> bool:
+        """True for the node that hosts the rendezvous."""
         return self.rank == 0
 
     @property
     def interface(self) -> str | None:
-        """The network interface that has this machine's address, where the system tells (Linux)."""
-        return _interface(self.address)
+        """The network interface with this machine's address, where the system tells (Linux)."""
+        return _interface(self.local_addr)
 
     def wait_for_host(self) -> None:
-        """Return when node 0 answers; UserError if it does not in time."""
-        deadline = time.monotonic() + self.meeting["join_timeout"]
-        while not self.hosts:
+        """Wait until node 0 answers; UserError if it does not in time."""
+        deadline = time.monotonic() + self.rdzv_conf["join_timeout"]
+        while not self.is_host:
             try:
                 socket.create_connection((self.host, self.port), timeout=5).close()
                 return
@@ -82,7 +82,7 @@ class Nodes:
                 time.sleep(0.5)
 
 
-def _numbers(text: str) -> tuple[int, int]:
+def _node_counts(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= least <= most:
@@ -91,40 +91,36 @@ def _numbers(text: str) -> tuple[int, int]:
 
 
 def _endpoint(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
-    if not colon:
-        host, port = text, str(PORT)
-    host = host.removeprefix("[").removesuffix("]")  # of an IPv6 address
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    found = re.fullmatch(r"(\[.+\]|[^:]+)(?::(\d+))?", text)  # brackets hold an IPv6 address
+    if found is None or not 0 < (port := int(found[2] or PORT)) < 65536:
         raise ConfigError(f"--rdzv-endpoint: {text!r} is not HOST:PORT")
-    return host, int(port)
+    return found[1].strip("[]"), port
 
 
-def _meeting(text: str | None) -> dict[str, int]:
+def _parse_conf(text: str | None) -> dict[str, int]:
     pairs = dict(pair.partition("=")[::2] for pair in (text or "").split(",") if pair)
     for key, value in pairs.items():
-        if key not in _MEETING:
-            raise ConfigError(f"--rdzv-conf: {key!r} is unknown; known: {', '.join(_MEETING)}")
+        if key not in _RDZV_CONF:
+            raise ConfigError(f"--rdzv-conf: {key!r} is unknown; known: {', '.join(_RDZV_CONF)}")
         if not value.isdecimal() or not int(value):
             raise ConfigError(f"--rdzv-conf: {key} needs a whole number above 0, got {value!r}")
     return {key: int(value) for key, value in pairs.items()}
 
 
-def _checked(address: str) -> str:
-    """An address or name of this machine as a numeric address."""
+def _own_address(address: str) -> str:
+    """Return an address or name of this machine as a numeric address."""
     try:
-        numeric = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0]
-        family = socket.AF_INET6 if ":" in str(numeric) else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
+        numeric = str(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0])
+        with socket.socket(socket.AF_INET6 if ":" in numeric else socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.bind((numeric, 0))
     except OSError:
         raise ConfigError(f"--local-addr: {address} is not an address of this machine") from None
-    return str(numeric)
+    return numeric
 
 
-def _towards(host: str, port: int, patience: float) -> str:
-    """The address from which this machine would speak to another. Names may become known while nodes start."""
-    deadline = time.monotonic() + patience
+def _address_towards(host: str, port: int, timeout: float) -> str:
+    """Return the address from which this machine would speak to `host`, whose name may become known meanwhile."""
+    deadline = time.monotonic() + timeout
     while True:
         try:
             family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -133,9 +129,8 @@ def _towards(host: str, port: int, patience: float) -> str:
                 return str(probe.getsockname()[0])
         except OSError as error:
             if time.monotonic() > deadline or not isinstance(error, socket.gaierror):
-                raise ConfigError(
-                    f"--rdzv-endpoint: {host} cannot be reached from here ({error.strerror or error})"
-                ) from None
+                reason = error.strerror or error
+                raise ConfigError(f"--rdzv-endpoint: {host} cannot be reached from here ({reason})") from None
             time.sleep(1)
 
 

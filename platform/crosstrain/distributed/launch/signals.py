@@ -1,4 +1,4 @@
-"""Requests to stop: before there is anything to save they end the process, then they are heard between two steps."""
+"""Requests to stop: until there is something to save they kill the process; then the trainer reads them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from types import FrameType
 
 
 @contextmanager
-def ending_at_once() -> Iterator[None]:
-    """Inside, Ctrl-C ends the process, where it would be an exception, which libraries that are imported there lose."""
+def sigint_kills() -> Iterator[None]:
+    """Let Ctrl-C kill the process inside this block: a library being imported there may swallow KeyboardInterrupt."""
     handler = signal.getsignal(signal.SIGINT)
-    in_charge = threading.current_thread() is threading.main_thread() and os.getpid() != 1  # which signals do not end
+    in_charge = threading.current_thread() is threading.main_thread() and os.getpid() != 1  # 1 survives the default
     if handler is not signal.default_int_handler or not in_charge:
         yield
         return
@@ -28,9 +28,9 @@ def ending_at_once() -> Iterator[None]:
 
 
 def exit_after_signal(seconds: float) -> None:
-    """End this process with code 0 so long after SIGINT, SIGTERM or SIGUSR1, whatever its threads do.
+    """End this process with code 0, whatever its threads do, `seconds` after SIGINT, SIGTERM or SIGUSR1.
 
-    Python's handlers run between two steps of the main thread, which may not come; this hears of signals at once.
+    Python's handlers run between two steps of the main thread, which may not come; a socket hears of signals at once.
     """
     reading, writing = socket.socketpair()
     writing.setblocking(False)
@@ -46,17 +46,15 @@ def exit_after_signal(seconds: float) -> None:
 
 
 class StopRequest:
-    """Notes SIGINT, SIGTERM or SIGUSR1, so that the trainer can save and leave. The second SIGINT ends at once.
+    """True once SIGINT, SIGTERM or SIGUSR1 came, so that the trainer can save and leave. The second SIGINT kills.
 
     Under our own launcher SIGTERM keeps its default: that is how the launcher ends the ranks that wait for a dead one.
-    It passes a user's SIGINT or SIGTERM on as SIGUSR1.
+    It forwards a user's SIGINT or SIGTERM as SIGUSR1.
     """
 
     def __init__(self, under_launcher: bool) -> None:
         self.received: signal.Signals | None = None
-        for number in (
-            (signal.SIGINT, signal.SIGUSR1) if under_launcher else (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-        ):
+        for number in (signal.SIGINT, signal.SIGUSR1, *([] if under_launcher else [signal.SIGTERM])):
             signal.signal(number, self._note)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:

@@ -1,6 +1,6 @@
-"""How workers fail: what a worker tells the launcher, and what the launcher makes of it.
+"""Errors of workers: their report to the launcher, which decides if starting again can help.
 
-A failure that is the user's to mend is one sentence and final. Any other may be cured by starting again.
+An error that the user has to mend is one sentence and final. Any other may be cured by starting again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from crosstrain.utils.errors import RankLost, UserError, refusal, sentence
 
-_launcher_shows_errors = False  # whether our own launcher started this process
+_launcher_shows_errors = False  # our own launcher started this process
 
 
 class WorkerFailure(Exception):
@@ -33,7 +33,7 @@ class WorkerFailure(Exception):
 
 
 def run_worker(worker: Callable[..., int], args: tuple[Any, ...]) -> int:
-    """What our own launcher runs in a worker's process."""
+    """Run a worker in a process that our own launcher has started; an error ends the process."""
     global _launcher_shows_errors
     _launcher_shows_errors = True
     launcher = multiprocessing.parent_process()
@@ -47,23 +47,18 @@ def run_worker(worker: Callable[..., int], args: tuple[Any, ...]) -> int:
     except Exception as error:
         if _is_lost_peer(str(error)):
             time.sleep(5)  # the rank that went away has the real error; the launcher ends this one meanwhile
-        fail(error)
+        report_error(error)
+        os._exit(1)  # whatever other threads wait for
 
 
 def _end_with(launcher: Any) -> NoReturn:
-    """End this process, which has done its work, with the launcher: torch waits for its answer, and for ever."""
+    """End this process, which has done its work, with the launcher: torch would wait forever for its answer."""
     launcher.join()
     os._exit(1)
 
 
-def fail(error: Exception) -> NoReturn:
-    """End this process with `error`, shown once by the launcher or else here, whatever its threads wait for."""
-    tell(error)
-    os._exit(1)
-
-
-def tell(error: Exception) -> None:
-    """Hand `error` to the launcher, which shows it when this process ends, or show it if another program launched."""
+def report_error(error: Exception) -> None:
+    """Hand `error` to our launcher, which shows it when this process ends; under any other, show it."""
     error = refusal(error) or error
     if not _launcher_shows_errors:
         print(f"error: {sentence(error)}", file=sys.stderr, flush=True)
@@ -82,8 +77,8 @@ def tell(error: Exception) -> None:
         json.dump({"message": details}, file)
 
 
-def leave(seconds: float) -> NoReturn:
-    """End this process as failed, silent from now on and `seconds` later, because what is wrong has been told."""
+def exit_silently(seconds: float) -> NoReturn:
+    """End this process as failed in `seconds`, without further output: the error has been reported."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     time.sleep(seconds)
     os._exit(1)
@@ -97,7 +92,7 @@ def _is_lost_peer(text: str) -> bool:
 
 # ---- in the launcher
 
-_LIKELY = {
+_LIKELY_CAUSES = {
     "SIGKILL": "the kernel does this when memory runs out",
     "SIGBUS": "a file that is being read was cut, its disk failed, or /dev/shm is full",
 }
@@ -105,23 +100,23 @@ _LIKELY = {
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of a group of workers that came first."""
+    """The first failure in a group of workers."""
 
-    error: UserError | WorkerFailure  # to be raised where it is final
-    summary: str  # which rank and what, in a few words
-    is_final: bool  # whether starting again cannot help
-    lost_another: bool  # whether the cause is another rank's, perhaps on another machine
+    error: UserError | WorkerFailure
+    summary: str  # rank and error, in a few words
+    is_final: bool  # starting again cannot help
+    lost_another: bool  # the cause is another rank's failure, perhaps on another machine
 
 
 def first_failure(failures: Mapping[int, Any]) -> Failure:
-    """What the elastic agent's ProcessFailures by rank come to: a killed rank before those that missed it."""
+    """Choose from torch's ProcessFailures by rank: a killed rank comes before the ranks that lost it."""
     ordered = sorted(failures.items(), key=lambda item: item[1].timestamp)
     killed = [(rank, f) for rank, f in ordered if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
     rank, failure = (killed or ordered)[0]
     if killed:
         name = signal.Signals(-failure.exitcode).name
         summary = f"rank {rank} was killed by {name}"
-        hint = f" ({_LIKELY[name]})" if name in _LIKELY else ""
+        hint = f" ({_LIKELY_CAUSES[name]})" if name in _LIKELY_CAUSES else ""
         error = UserError(f"{summary}{hint}; the same command resumes from the last checkpoint")
         return Failure(error, summary, is_final=False, lost_another=False)
     data = failure.error_file_data if isinstance(failure.error_file_data, dict) else {}

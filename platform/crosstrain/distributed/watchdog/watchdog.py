@@ -157,7 +157,7 @@ class Watchdog:
         if question != self._question:
             self._question = question
             if self._store.add("ended", 0):
-                worker_errors.leave(_EXIT_DELAY)
+                worker_errors.exit_silently(_EXIT_DELAY)
             depth = int(self._store.get("depth"))  # set before the first question
             self._store.set(str(self._rank), self._report(depth).dumps())
 
@@ -185,8 +185,10 @@ class Watchdog:
     def _end_run(self, problem: UserError) -> NoReturn:
         """End the run; of several ranks that find a problem, one shows it."""
         if self._store.add("ended", 1) > 1:
-            worker_errors.leave(_EXIT_DELAY)
-        worker_errors.tell(problem)
+            worker_errors.exit_silently(_EXIT_DELAY)
+        worker_errors.report_error(problem)
         self._store.set("depth", str(_FEW_CALLS))
         self._store.add("question", 1)
-        worker_errors.leave(2 * _POLL)  # when the others have heard of it, and none complains of a lost connection
+        worker_errors.exit_silently(
+            2 * _POLL
+        )  # when the others have heard of it, and none complains of a lost connection
