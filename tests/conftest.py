@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import signal
@@ -56,6 +57,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer") / "bpe"
     train_bpe(TEXTS * 2, 300).save(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _logging() -> None:
+    """Undo what an earlier run in this process did to the logger, so that `caplog` sees records."""
+    log = logging.getLogger("crosstrain")
+    log.handlers[:], log.level, log.propagate = [], logging.NOTSET, True
 
 
 @pytest.fixture(scope="session")

@@ -157,12 +157,8 @@ def test_names_in_a_safetensors_file_do_not_steer_the_terminal(
 
 
 def test_a_log_does_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    handlers, level, propagate = log.handlers[:], log.level, log.propagate
-    try:
-        set_up_logging(tmp_path / "log.txt", quiet=False)
-        log.warning("damaged: %s\n\tnext line, naïve ☃", "\x1b]0;title\x07\ud800\r")
-    finally:
-        log.handlers[:], log.level, log.propagate = handlers, level, propagate
+    set_up_logging(tmp_path / "log.txt", quiet=False)
+    log.warning("damaged: %s\n\tnext line, naïve ☃", "\x1b]0;title\x07\ud800\r")
     expected = "damaged: \\x1b]0;title\\x07\\ud800\\r\n\tnext line, naïve ☃\n"
     assert capsys.readouterr().out == expected
     assert (tmp_path / "log.txt").read_text(encoding="utf-8").endswith(expected)

@@ -148,26 +148,33 @@ OPT = {
         "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64, "dropout": 0.0,
     },
 }  # fmt: skip
-OPT_PLAN = {
-    "model.decoder.embed_tokens": "vocabulary",
-    "model.decoder.layers.*.self_attn.?_proj": "column",
-    "model.decoder.layers.*.self_attn.out_proj": "row",
-    "model.decoder.layers.*.fc1": "column",
-    "model.decoder.layers.*.fc2": "row",
+GPTJ = {
+    "arch": "causal_lm",
+    "config": {
+        "model_type": "gptj", "vocab_size": 320, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
+        "rotary_dim": 4,
+    },
+}  # fmt: skip
+GPTJ_PLAN = {
+    "transformer.wte": "vocabulary",
+    "transformer.h.*.attn.?_proj": "column",
+    "transformer.h.*.attn.out_proj": "row",
+    "transformer.h.*.mlp.fc_in": "column",
+    "transformer.h.*.mlp.fc_out": "row",
 }
 
 
 def test_a_plan_that_cannot_compute_is_refused_before_any_worker_starts(
     workspace: Workspace, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    runner = {"name": "megatron", "tensor_parallel": 2, "plan": OPT_PLAN}
-    project(workspace, OPT, runner)
+    runner = {"name": "megatron", "tensor_parallel": 2, "plan": GPTJ_PLAN}
+    project(workspace, GPTJ, runner)
     for refuse in (lambda c: check(c, 2), lambda c: make_plan(c, Budget(), 2, {})):
         with pytest.raises(ConfigError, match=r"cannot compute as it is spread over ranks \(.*\); is something mi"):
             refuse(load_config(str(workspace.project)))
     assert "Traceback" not in capfd.readouterr().err
-    runner["plan"] = OPT_PLAN | {"model.decoder.layers.*.self_attn.num_heads": "divide"}
-    check(load_config(str(project(workspace, OPT, runner).project)), 2)
+    runner["plan"] = GPTJ_PLAN | {"transformer.h.*.attn.num_attention_heads": "divide"}
+    check(load_config(str(project(workspace, GPTJ, runner).project)), 2)
 
 
 @pytest.mark.slow

@@ -158,7 +158,6 @@ def test_a_network_that_hangs_holds_nothing_up(
     stuck: type[Stuck], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(trackers, "_PATIENCE", 0.2)
-    monkeypatch.setattr("crosstrain.utils.logging.log.propagate", True)
     tracking = Trackers([Component("stuck", NoOptions())], TrackedRun(tmp_path, {}, 0))
     started = time.monotonic()
     for step in range(1, trackers._WAITING + 50):

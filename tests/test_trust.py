@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from webdataset.gopen import gopen_schemes
 
 from attacks import frugal, seal
 from conftest import Workspace
@@ -219,7 +220,7 @@ def test_a_name_that_stands_for_too_much_is_refused_at_once(name: str) -> None:
 @pytest.mark.parametrize("scheme", [*SCHEMES, "PIPE", "Http", " http", "pipe ", "p\nipe"])
 def test_a_name_is_a_file_a_known_address_or_refused(scheme: str) -> None:
     name = f"{scheme}://host/x.tar"
-    known = {"http", "https", "ftps", "sftp", "scp", "gs", "hf", "ais", "htgs"}
+    known = {"http", "https", "ftps", "sftp", "scp", "gs", "hf", "ais", "htgs"} & set(gopen_schemes)  # older webdataset lacks hf
     if scheme == "file":
         assert (shards.expand(name), shards.local_path(name)) == ([name], Path("host/x.tar"))
     elif scheme in known:

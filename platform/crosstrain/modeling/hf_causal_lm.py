@@ -29,7 +29,10 @@ Layers = Annotated[int, Interval(ge=1, le=MOST_LAYERS)]
 DropRate = Annotated[float, Interval(ge=0, lt=1)]
 
 # How transformers calls the styles of `Model.tensor_parallel_plan`.
-_STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "summed"}
+_STYLES = {
+    "colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "summed",
+    "embedding_rowwise": "vocabulary",  # of tied embeddings, in older transformers
+}  # fmt: skip
 
 
 def padded(config: PreTrainedConfig, multiple: int) -> PreTrainedConfig:

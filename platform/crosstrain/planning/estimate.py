@@ -23,6 +23,7 @@ from crosstrain.modeling.base import Model
 from crosstrain.planning.fake_world import pretended
 from crosstrain.planning.memory_trace import Trace, trace
 from crosstrain.utils.errors import ConfigError, first_line
+from crosstrain.utils.logging import log
 from crosstrain.utils.types import Batch
 
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -96,6 +97,8 @@ class Project:
             for layout in self._layouts(config, world_size, batch):
                 if layout.model is not None:
                     self.trace_of(layout, batch.micro_batch, "none")
+        if self.problem is not None:
+            log.warning("%s cannot be checked before it runs: %s", config.model.name, self.problem)
 
     def _layouts(self, config: Config, world_size: int, batch: BatchPlan) -> list[Layout]:
         at = Situation(self.model, self._batch_of(batch.micro_batch), config.run, world_size, batch, self.device)
