@@ -44,4 +44,4 @@ def test_readme_says_what_to_install_and_run(script: ModuleType, tmp_path: Path)
 
 def test_variants_run_tests_that_exist(script: ModuleType) -> None:
     for beginning in script.NUMERIC:
-        assert list((ROOT / "tests").glob(f"test_{beginning}*.py")), beginning
+        assert list((ROOT / "tests").rglob(f"test_{beginning}*.py")), beginning
