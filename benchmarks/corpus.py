@@ -118,8 +118,8 @@ def tokenize(folder: Path, count: int) -> None:
 
 def our_near(folder: Path) -> Result:
     """From texts in memory to marks, through the files that are in between."""
-    from crosstrain.corpus.dedup import find_repeated
-    from crosstrain.corpus.pool import Pool
+    from crosstrain.corpus.dedup import find_duplicates
+    from crosstrain.corpus.pool import WorkerPool
     from crosstrain.corpus.shards import TextShard
 
     texts = read_corpus(folder)
@@ -128,9 +128,9 @@ def our_near(folder: Path) -> Result:
         shards = [TextShard(Path(name), str(k)) for k in range(0, len(texts), size)]
         for k, shard in enumerate(shards):
             shard.write(((text.encode(), str(k)) for text in texts[k * size : (k + 1) * size]), {})
-        with Pool(cores()) as pool:
+        with WorkerPool(cores()) as pool:
             options = DedupOptions(exact=True, near=NearOptions(shingle=WORDS))
-            gone = find_repeated(options, shards, Path(name), pool, lambda count: None)
+            gone = find_duplicates(options, shards, Path(name), pool, lambda count: None)
         seconds = time.perf_counter() - started
         assert gone.marks is not None
         return {"documents_per_second": len(texts) / seconds, "dropped": float(gone.marks.sum())}

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import ENVIRONMENT, ROOT
-from crosstrain.corpus.dedup import find_repeated, minhash
-from crosstrain.corpus.dedup.external_sort import Buckets
-from crosstrain.corpus.dedup.find import Repeated
+from crosstrain.corpus.dedup import find_duplicates, minhash
+from crosstrain.corpus.dedup.external_sort import ExternalSort
+from crosstrain.corpus.dedup.find import Duplicates
 from crosstrain.corpus.dedup.shingles import jaccard, shingles
 from crosstrain.corpus.options import DedupOptions, NearOptions
-from crosstrain.corpus.pool import Pool
+from crosstrain.corpus.pool import WorkerPool
 from crosstrain.corpus.shards import TextShard
 
 WORDS = [f"{a}{b}" for a in "bcdfghjklm" for b in ("an", "er", "is", "ot", "ul", "ay", "ee", "on", "im", "up")]
@@ -33,11 +33,11 @@ def write_shards(folder: Path, texts: list[str], size: int = 100) -> list[TextSh
     return shards
 
 
-def search(folder: Path, texts: list[str], options: DedupOptions) -> tuple[list[int], Repeated]:
+def search(folder: Path, texts: list[str], options: DedupOptions) -> tuple[list[int], Duplicates]:
     """Numbers of the documents that go."""
     shards = write_shards(folder / "texts", texts)
-    with Pool(1) as pool:
-        found = find_repeated(options, shards, folder, pool, lambda count: None)
+    with WorkerPool(1) as pool:
+        found = find_duplicates(options, shards, folder, pool, lambda count: None)
     marks = found.marks if found.marks is not None else np.zeros(0)
     return np.flatnonzero(marks).tolist(), found
 
@@ -137,7 +137,7 @@ def test_jaccard_is_that_of_sets() -> None:
 def test_buckets_sort_whatever_does_not_fit_into_memory(
     tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[int, int]], memory: int
 ) -> None:
-    with Buckets(tmp_path_factory.mktemp("b") / "buckets", 2, len(rows), memory=memory) as buckets:
+    with ExternalSort(tmp_path_factory.mktemp("b") / "buckets", 2, len(rows), memory=memory) as buckets:
         for start in range(0, len(rows), 7):
             part = rows[start : start + 7]
             buckets.add(np.array([k for k, _ in part], np.uint64), np.array([v for _, v in part], np.uint64))
@@ -158,11 +158,11 @@ texts, _ = planted(40)
 search(Path(sys.argv[1]) / "warm", texts, DedupOptions(near=NearOptions()))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 from test_dedup import write_many
-from crosstrain.corpus.dedup import find_repeated
-from crosstrain.corpus.pool import Pool
+from crosstrain.corpus.dedup import find_duplicates
+from crosstrain.corpus.pool import WorkerPool
 shards = write_many(Path(sys.argv[1]) / "texts", int(sys.argv[2]))
-with Pool(1) as pool:
-    find_repeated(DedupOptions(near=NearOptions()), shards, Path(sys.argv[1]), pool, lambda count: None)
+with WorkerPool(1) as pool:
+    find_duplicates(DedupOptions(near=NearOptions()), shards, Path(sys.argv[1]), pool, lambda count: None)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 

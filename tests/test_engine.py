@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 
 from conftest import TEXTS
 from crosstrain.corpus import fast_bpe as module
-from crosstrain.corpus.fast_bpe import Engine
+from crosstrain.corpus.fast_bpe import FastEncoder
 from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
 
 CORPUS = [
@@ -55,7 +55,7 @@ def like_qwen(plain: TextTokenizer, pattern: str) -> TextTokenizer:
 
 
 def same(tokenizer: TextTokenizer, texts: list[str]) -> bool:
-    return [ids.tolist() for ids in Engine(tokenizer).encode(texts)] == tokenizer.encode_batch(texts)
+    return [ids.tolist() for ids in FastEncoder(tokenizer).encode(texts)] == tokenizer.encode_batch(texts)
 
 
 TEXT = st.text(max_size=60) | st.text("ab \n'sdt1٣é\u0301\u017fK\u200b\u00a0\u2028🎉東<tool>|endoftx", max_size=80)
@@ -64,7 +64,7 @@ TEXT = st.text(max_size=60) | st.text("ab \n'sdt1٣é\u0301\u017fK\u200b\u00a0\u
 @settings(deadline=None, max_examples=300)
 @given(st.lists(TEXT, max_size=5))
 def test_ids_are_the_tokenizers_own_on_any_text(plain: TextTokenizer, texts: list[str]) -> None:
-    assert Engine(plain).fast is not None
+    assert FastEncoder(plain).fast is not None
     assert same(plain, texts)
 
 
@@ -72,7 +72,7 @@ def test_ids_are_the_tokenizers_own_on_any_text(plain: TextTokenizer, texts: lis
 @given(st.lists(TEXT, max_size=5), st.sampled_from([module._LLAMA3, module._QWEN2]))
 def test_ids_are_equal_for_the_other_ways_to_cut_words(plain: TextTokenizer, texts: list[str], pattern: str) -> None:
     tokenizer = like_qwen(plain, pattern)
-    assert Engine(tokenizer).fast is not None
+    assert FastEncoder(tokenizer).fast is not None
     assert same(tokenizer, texts)
 
 
@@ -112,7 +112,7 @@ def test_what_nothing_proves_is_left_to_the_tokenizer(plain: TextTokenizer) -> N
     ]
     for change in doubtful:
         tokenizer = changed(plain, change)
-        assert Engine(tokenizer).fast is None, change
+        assert FastEncoder(tokenizer).fast is None, change
         assert same(tokenizer, CORPUS) or "dropout" in str(change)
     assert vocabulary
 
@@ -127,9 +127,9 @@ def test_a_token_that_its_own_merges_do_not_reach_is_noticed(plain: TextTokenize
     }  # fmt: skip
     tokenizer = changed(plain, change)
     assert tokenizer.backend.encode("abc").tokens == ["a", "bc"]
-    assert Engine(tokenizer).fast is None
+    assert FastEncoder(tokenizer).fast is None
     sound = changed(plain, change | {"model.merges": [["b", "c"], ["a", "b"], ["a", "bc"]]})
-    assert Engine(sound).fast is not None
+    assert FastEncoder(sound).fast is not None
     assert same(sound, ["abc", "ab", "aabcbc"])
 
 
@@ -138,5 +138,5 @@ def test_without_tiktoken_the_tokenizer_does_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     monkeypatch.setattr(module, "absent_package", lambda error: "tiktoken")
-    assert Engine(plain).fast is None
+    assert FastEncoder(plain).fast is None
     assert same(plain, CORPUS)

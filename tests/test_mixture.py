@@ -20,9 +20,11 @@ from crosstrain.corpus.options import PrepareOptions
 from crosstrain.corpus.prepare import prepare
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import training_steps
-from crosstrain.data.mixing import Quota, quantise
 from crosstrain.utils.errors import ConfigError
 from ranks import train
+from shard_home import module_of
+
+mixing = module_of("mixture", "mixing")
 
 WEIGHTS = st.lists(st.sampled_from([1, 2, 3, 5, 7, 11, 0.1, 0.25, 100]), min_size=1, max_size=7)
 
@@ -30,11 +32,11 @@ WEIGHTS = st.lists(st.sampled_from([1, 2, 3, 5, 7, 11, 0.1, 0.25, 100]), min_siz
 @settings(deadline=None, max_examples=60)
 @given(WEIGHTS)
 def test_every_prefix_is_less_than_one_sample_off(weights: list[float]) -> None:
-    counts = quantise(weights)
-    quota = Quota(counts)
-    length = min(2 * quota.period + 3, 3000)
-    turns = [quota.place(n) for n in range(length)]
-    shares = np.array(counts) / quota.period
+    counts = mixing.quantise(weights)
+    order = mixing.MixtureOrder(counts)
+    length = min(2 * order.period + 3, 3000)
+    turns = [order.place(n) for n in range(length)]
+    shares = np.array(counts) / order.period
     had = np.cumsum(np.eye(len(counts))[[k for k, _ in turns]], axis=0)
     assert np.abs(had - np.arange(1, length + 1)[:, None] * shares).max() < 1
     for k in range(len(counts)):
@@ -42,19 +44,19 @@ def test_every_prefix_is_less_than_one_sample_off(weights: list[float]) -> None:
 
 
 def test_weights_are_exact_where_a_short_period_allows_it() -> None:
-    assert quantise([0.7, 0.2, 0.1]) == [7, 2, 1]
-    assert quantise([3, 1]) == [3, 1]
-    assert quantise([1]) == [1]
-    rough = quantise([1 / 3 + 1e-9, 1e-9, 2 / 3])
+    assert mixing.quantise([0.7, 0.2, 0.1]) == [7, 2, 1]
+    assert mixing.quantise([3, 1]) == [3, 1]
+    assert mixing.quantise([1]) == [1]
+    rough = mixing.quantise([1 / 3 + 1e-9, 1e-9, 2 / 3])
     assert sum(rough) == 1 << 16
     assert rough[1] == 1
     assert rough[0] == round((1 << 16) / 3)
 
 
 def test_the_place_of_a_sample_far_away_is_looked_up() -> None:
-    quota = Quota([7, 2, 1])
-    k, before = quota.place(10**15 + 3)
-    assert (k, before) == (quota.place(3)[0], quota.place(3)[1] + 10**14 * quota.counts[k])
+    order = mixing.MixtureOrder([7, 2, 1])
+    k, before = order.place(10**15 + 3)
+    assert (k, before) == (order.place(3)[0], order.place(3)[1] + 10**14 * order.counts[k])
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,9 @@ from conftest import ENVIRONMENT, ROOT, TEXTS, json_lines
 from crosstrain.cli.main import main
 from crosstrain.config.schema import Checker
 from crosstrain.corpus import reader
-from crosstrain.corpus.filter_stage import Clean
+from crosstrain.corpus.filter_stage import FilterStage
 from crosstrain.corpus.options import PrepareOptions
-from crosstrain.corpus.pool import Stage
+from crosstrain.corpus.pool import CorpusStage
 from crosstrain.corpus.prepare import prepare
 from crosstrain.data.indexed_dataset import TokenFile
 from crosstrain.data.prepared import Summary
@@ -157,8 +157,8 @@ def test_what_is_finished_is_not_done_again(corpus: Path, tmp_path: Path, monkey
     assert len(done) > 5
     (corpus / "b.jsonl").write_text(broken.replace("{broken", line))
     seen: list[str] = []
-    call = Clean.__call__
-    monkeypatch.setattr(Clean, "__call__", lambda self, work: seen.append(work.task) or call(self, work))  # type: ignore[func-returns-value]
+    call = FilterStage.__call__
+    monkeypatch.setattr(FilterStage, "__call__", lambda self, work: seen.append(work.task) or call(self, work))  # type: ignore[func-returns-value]
     prepare(recipe_options(corpus), tmp_path / "out", False)
     a_pieces = seen.count(None)
     assert a_pieces >= 3  # those of a.jsonl were there; b.jsonl is another file now
@@ -261,9 +261,9 @@ def test_a_part_without_documents_and_different_tokenizers_are_refused(
 
 def test_workers_end_with_the_one_that_leads(tmp_path: Path) -> None:
     program = (
-        "import os, sys, time\nfrom test_pipeline import Sleep\nfrom crosstrain.corpus.pool import Pool\n"
+        "import os, sys, time\nfrom test_pipeline import Sleep\nfrom crosstrain.corpus.pool import WorkerPool\n"
         "if __name__ == '__main__':\n"
-        "    with Pool(2) as pool:\n"
+        "    with WorkerPool(2) as pool:\n"
         "        for pid in pool.run(Sleep(), [0, 0, 0, 0, 60, 60]):\n"
         "            print(pid, flush=True)\n"
     )
@@ -283,7 +283,7 @@ def test_workers_end_with_the_one_that_leads(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-class Sleep(Stage[int, int]):
+class Sleep(CorpusStage[int, int]):
     """Waits, and says who did."""
 
     def __call__(self, item: int) -> int:

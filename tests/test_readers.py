@@ -123,11 +123,11 @@ def test_pieces_join_to_the_file_and_end_behind_separators(
     folder = tmp_path_factory.mktemp("cut")
     for name, packed in {"plain": content, "packed.gz": gzip.compress(content)}.items():
         (folder / name).write_bytes(packed)
-        pieces = list(chunks.cut(folder / name, separator, size))
-        assert b"".join(piece.read() for piece in pieces) == content
-        assert [piece.start for piece in pieces[1:]] == [piece.stop for piece in pieces[:-1]]
-        assert all(len(piece.read()) >= size and piece.read().endswith(separator) for piece in pieces[:-1])
-        apart = [part for piece in pieces for part in piece.read().split(separator) if part]
+        found = list(chunks.split_file(folder / name, separator, size))
+        assert b"".join(chunk.read() for chunk in found) == content
+        assert [chunk.start for chunk in found[1:]] == [chunk.stop for chunk in found[:-1]]
+        assert all(len(chunk.read()) >= size and chunk.read().endswith(separator) for chunk in found[:-1])
+        apart = [part for chunk in found for part in chunk.read().split(separator) if part]
         assert apart == [part for part in content.split(separator) if part]
 
 

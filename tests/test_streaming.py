@@ -12,7 +12,7 @@ import pytest
 
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import load_config
-from crosstrain.data.dataset import Reading
+from crosstrain.data.dataset import ReadContext
 from crosstrain.data.loader import training_steps
 from crosstrain.utils.errors import ConfigError, DataError
 from shard_home import captions, jpeg, module_of, opened, serving, write_shard
@@ -37,7 +37,7 @@ def streamed(words: Path, train: str | list[str], **more: Any) -> dict[str, Any]
     return captions(words, train=train, streaming=True, **{"samples": 20, "shuffle_buffer": 6, **more})
 
 
-def stream(names: list[str], reading: Reading, worker: int = 0, workers: int = 1, max_lost: float = 0.0) -> Any:
+def stream(names: list[str], reading: ReadContext, worker: int = 0, workers: int = 1, max_lost: float = 0.0) -> Any:
     return module_of("image_text", "streaming").ShardStream(names, reading, worker, workers, 6, max_lost)
 
 
@@ -52,7 +52,7 @@ def test_readers_share_a_pass_and_each_goes_on_with_another(home: Path) -> None:
         seen: Counter[str] = Counter()
         for rank in range(2):
             for worker in range(2):
-                reader = stream(names, Reading(7, 0, rank, 2), worker, 2)
+                reader = stream(names, ReadContext(7, 0, rank, 2), worker, 2)
                 seen.update(keys(reader, 5 * (number + 1))[-5:])
         assert seen.keys() == everything
         assert set(seen.values()) == {1}
@@ -61,7 +61,7 @@ def test_readers_share_a_pass_and_each_goes_on_with_another(home: Path) -> None:
 def test_the_order_is_one_of_the_seed_and_the_first_sample(home: Path) -> None:
     names = module_of("image_text", "webdataset").expand(write_shards(home))
     one, same, resumed, other = (
-        keys(stream(names, Reading(seed, start, 0, 1)), 40) for seed, start in ((7, 0), (7, 0), (7, 12), (8, 0))
+        keys(stream(names, ReadContext(seed, start, 0, 1)), 40) for seed, start in ((7, 0), (7, 0), (7, 12), (8, 0))
     )
     assert one == same
     assert sorted(one[:20]) == sorted(one[20:]) == sorted(set(resumed[:20]))
@@ -119,8 +119,8 @@ def test_a_shard_that_cannot_be_read_to_its_end(home: Path, harm: str) -> None:
     else:
         (home / "train-002.tar").write_bytes(whole[: len(whole) // 2] if harm == "truncated" else b"no tar" * 999)
     with pytest.raises(DataError, match=r"cannot be read to its end \(.*\), which is one of 1 shards among 4"):
-        keys(stream(names, Reading(0, 0, 0, 1)), 40)
-    patient = stream(names, Reading(0, 0, 0, 1), max_lost=0.25)
+        keys(stream(names, ReadContext(0, 0, 0, 1)), 40)
+    patient = stream(names, ReadContext(0, 0, 0, 1), max_lost=0.25)
     seen = set(keys(patient, 200))
     assert list(patient.lost) == [names[2]]
     assert {f"{i:06d}" for i in range(20) if not 10 <= i < 15} <= seen
@@ -143,4 +143,4 @@ def test_what_cannot_be_streamed_is_one_sentence(home: Path, words: Path) -> Non
         opened(home, streamed(words, f"{home}/other-{{0..1}}.tar"))
     write_shard(home / "empty.tar", [])
     with pytest.raises(DataError, match="no sample could be read"):
-        keys(stream([f"{home}/empty.tar"], Reading(0, 0, 0, 1)), 1)
+        keys(stream([f"{home}/empty.tar"], ReadContext(0, 0, 0, 1)), 1)

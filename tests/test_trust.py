@@ -24,7 +24,6 @@ from crosstrain.data.indexed_dataset import TokenFile
 from crosstrain.data.prepared import Summary
 from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.data.tokenizer import load_gpt2, load_tokenizer
-from crosstrain.data.vision.annotations import read_annotations
 from crosstrain.data.vision.conversations import SampleError
 from crosstrain.data.vision.image_dataset import open_image_file
 from crosstrain.inference.open_checkpoint import saved_config
@@ -50,6 +49,7 @@ from hostile_checkpoints import (
 from shard_home import module_of
 
 shards = module_of("image_text", "webdataset")
+annotations = module_of("instructions", "annotations")
 read_shard = module_of("image_text", "streaming").read_shard
 
 
@@ -248,7 +248,7 @@ def test_what_is_no_regular_file_is_never_read(tmp_path: Path, kind: str) -> Non
     vocabulary = tmp_path / "vocab.json"
     vocabulary.write_text("{}")
     uses: list[Callable[[], object]] = [
-        lambda: list(read_annotations(special)), lambda: list(read_shard(str(special))),
+        lambda: list(annotations.read_annotations(special)), lambda: list(read_shard(str(special))),
         lambda: shards.check_there([str(special)]), lambda: open_image_file(special), lambda: load_config(special),
         lambda: load_gpt2(vocabulary, special), lambda: TokenFile(special), lambda: Summary.read(special),
     ]  # fmt: skip

@@ -18,7 +18,7 @@ from crosstrain.corpus.download import download
 from crosstrain.corpus.options import PrepareOptions
 from crosstrain.corpus.prepare import prepare
 from crosstrain.corpus.reader import Reader
-from crosstrain.corpus.sources import Source
+from crosstrain.corpus.sources import InputSource
 from crosstrain.data.prepared import Summary
 from crosstrain.utils.errors import ConfigError, DataError
 
@@ -97,7 +97,7 @@ def page(number: int) -> tuple[int, str, bytes]:
 
 
 def reader(path: Path, **more: Any) -> Reader:
-    return Source("urls", {"path": str(path), "delay": 0.0, "retries": 1, **more}, "urls").open()
+    return InputSource("urls", {"path": str(path), "delay": 0.0, "retries": 1, **more}, "urls").open()
 
 
 def read(found: Reader) -> dict[str, str]:
@@ -161,8 +161,8 @@ def test_an_interrupted_crawl_goes_on(server: Server, tmp_path: Path, monkeypatc
         server.content[f"/{n}"] = page(n)
     (tmp_path / "list.txt").write_text("\n".join(server.url(f"/{n}") for n in range(6)))
     found = reader(tmp_path / "list.txt")
-    crawl = __import__(type(found).__module__.rpartition(".")[0] + ".crawl", fromlist=["Pages"])
-    settle, settled = crawl.Pages.settle, []
+    crawl = __import__(type(found).__module__.rpartition(".")[0] + ".crawl", fromlist=["PageStore"])
+    settle, settled = crawl.PageStore.settle, []
 
     def until_three(self: Any, number: int, *rest: Any) -> None:
         if len(settled) == 3:
@@ -170,7 +170,7 @@ def test_an_interrupted_crawl_goes_on(server: Server, tmp_path: Path, monkeypatc
         settled.append(number)
         settle(self, number, *rest)
 
-    monkeypatch.setattr(crawl.Pages, "settle", until_three)
+    monkeypatch.setattr(crawl.PageStore, "settle", until_three)
     with pytest.raises(KeyboardInterrupt):
         found.fetch(tmp_path / "fetched", False)
     monkeypatch.undo()
@@ -192,7 +192,7 @@ def test_a_host_whose_rules_cannot_be_had_is_left_alone(server: Server, tmp_path
 
 def test_options_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="hosts: expected a whole number of at least 1, got 0"):
-        Source("urls", {"path": "x", "hosts": 0}, "urls").open()
+        InputSource("urls", {"path": "x", "hosts": 0}, "urls").open()
 
 
 # ---- files

@@ -24,9 +24,9 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     from crosstrain.config.registry import registry
     from crosstrain.config.run_options import RunOptions
     from crosstrain.config.schema import Component, NoOptions, OptionError
-    from crosstrain.corpus.filter import Dropped, Rule
-    from crosstrain.corpus.reader import Document, FileReader, Reader, Task
-    from crosstrain.data.dataset import SPLITS, Dataset, Reading, Split
+    from crosstrain.corpus.filter import Dropped, Filter
+    from crosstrain.corpus.reader import Chunk, Document, FileReader, Reader, Task
+    from crosstrain.data.dataset import SPLITS, Dataset, ReadContext, Split
     from crosstrain.data.loader import MicroBatch
     from crosstrain.data.vision.image_dataset import Annotation, ImageDataset, ImageDatasetOptions
     from crosstrain.data.vision.prompts import Example, PromptBuilder, VqaDataset

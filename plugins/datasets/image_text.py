@@ -21,7 +21,7 @@ from crosstrain import (
     ImageDatasetOptions,
     OptionError,
     PositiveInt,
-    Reading,
+    ReadContext,
     Sample,
     Split,
     Text,
@@ -99,7 +99,7 @@ class ImageText(ImageDataset):
         names = self.shards(options, split)
         if not names:
             raise DataError(f"the {split} split has no shards: name them under `{split}` of the dataset")
-        self.names, self.reading = names, Reading(0, 0, 0, 1)
+        self.names, self.context = names, ReadContext(0, 0, 0, 1)
         self.indexed = not self.streams(options, split)
         self.samples = Shards(names, self.cache(options)) if self.indexed else None
         self._stream: Iterator[tuple[str, dict[str, bytes]]] | None = None
@@ -109,8 +109,8 @@ class ImageText(ImageDataset):
     def __len__(self) -> int:
         return self.options.samples or 0 if self.samples is None else len(self.samples)
 
-    def begin(self, reading: Reading) -> None:
-        self.reading, self._stream = reading, None
+    def begin(self, context: ReadContext) -> None:
+        self.context, self._stream = context, None
 
     def get(self, index: int, rng: np.random.Generator) -> Sample:
         return super().get(index, rng) if self.samples is not None else self._next(rng)
@@ -120,7 +120,7 @@ class ImageText(ImageDataset):
         if self._stream is None:  # here, because this is the process that reads it
             info = get_worker_info()
             worker, workers = (info.id, info.num_workers) if info else (0, 1)
-            given = (self.reading, worker, workers, self.options.shuffle_buffer, self.options.max_skipped)
+            given = (self.context, worker, workers, self.options.shuffle_buffer, self.options.max_skipped)
             self._stream = iter(ShardStream(self.names, *given))
         while True:
             self.tried += 1
@@ -129,7 +129,7 @@ class ImageText(ImageDataset):
             except SampleError as error:
                 self.skip(self.tried, str(error))
 
-    def whereabouts(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return "" if self.samples is None else self.samples.name(index)
 
     def read(self, index: int) -> tuple[list[Any], Annotation]:

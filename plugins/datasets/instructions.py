@@ -20,8 +20,9 @@ from crosstrain import (
     Split,
     registry,
 )
-from crosstrain.data.vision.annotations import read_annotations
 from crosstrain.data.vision.image_dataset import Processors, open_image_file, processors
+
+from .annotations import read_annotations
 
 
 @registry.register_dataset("instructions")
@@ -65,7 +66,7 @@ class Instructions(ImageDataset):
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def whereabouts(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"entry {self.start + index} of {self.options.annotations}"
 
     def read(self, index: int) -> tuple[list[Any], Annotation]:

@@ -20,16 +20,17 @@ from crosstrain import (
     OptionError,
     PositiveFloat,
     PromptBuilder,
-    Reading,
+    ReadContext,
     Sample,
     Split,
     VqaDataset,
     derive_seed,
     registry,
 )
-from crosstrain.data.mixing import Quota, quantise
 from crosstrain.data.tokenizer import same_vocabulary
 from crosstrain.data.vision.prompts import prompt_builder
+
+from .mixing import MixtureOrder, quantise
 
 
 @dataclass
@@ -92,11 +93,12 @@ class Mixture(VqaDataset):
         lengths = [len(part) for part in self.parts]
         ratios = [part.ratio for part in options.parts]
         self.starts = [0, *accumulate(epoch_counts(lengths, ratios))]
-        self.quota = Quota(quantise([n if ratio is None else ratio for n, ratio in zip(lengths, ratios, strict=True)]))
+        weights = lengths if ratios[0] is None else ratios
+        self.order = MixtureOrder(quantise(weights))
 
-    def begin(self, reading: Reading) -> None:
+    def begin(self, context: ReadContext) -> None:
         for part in self.parts:
-            part.begin(reading)
+            part.begin(context)
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -110,15 +112,15 @@ class Mixture(VqaDataset):
         return part.get(inner, rng)
 
     def training_index(self, seed: int, number: int) -> int:
-        k, n = self.quota.place(number)
+        k, n = self.order.place(number)
         return self.starts[k] + self.parts[k].training_index(derive_seed(seed, "part", k), n)
 
-    def whereabouts(self, index: int) -> str:
+    def location(self, index: int) -> str:
         part, inner = self._place(index)
-        return part.whereabouts(inner)
+        return part.location(inner)
 
     def evaluation_index(self, place: int) -> int:
-        k, n = self.quota.place(place)
+        k, n = self.order.place(place)
         return self.starts[k] + self.parts[k].evaluation_index(n % len(self.parts[k]))
 
     def shorten(self, batch: Batch, length: int) -> Batch:

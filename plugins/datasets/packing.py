@@ -14,10 +14,11 @@ from annotated_types import Interval
 from webdataset import ShardWriter
 
 from crosstrain import DataError, FilePath, OptionError, PositiveInt
-from crosstrain.corpus.prepare import making
-from crosstrain.data.vision.annotations import read_annotations
+from crosstrain.corpus.prepare import output_lock
 from crosstrain.data.vision.image_dataset import LARGEST_IMAGE
 from crosstrain.utils.files import read_regular, write_json
+
+from .annotations import read_annotations
 
 Packed = Iterable[dict[str, Any]]  # samples as ShardWriter takes them: __key__, and bytes by extension
 
@@ -78,7 +79,7 @@ def write_once(
     something else than `made`.
     """
     output = output.expanduser().absolute()
-    with making(output, wait=True):
+    with output_lock(output, wait=True):
         if output.exists():
             return _check_made(output, made)
         partial = output.with_name(f".{output.name}.partial")

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 from webdataset.gopen import gopen
 
-from crosstrain import DataError, Reading, derive_seed
+from crosstrain import DataError, ReadContext, derive_seed
 from crosstrain.utils.files import open_regular
 
 from .webdataset import grouped, is_remote, local_path
@@ -34,15 +34,15 @@ class ShardStream:
     """
 
     def __init__(
-        self, names: list[str], reading: Reading, worker: int, workers: int, buffer: int, max_lost: float
+        self, names: list[str], context: ReadContext, worker: int, workers: int, buffer: int, max_lost: float
     ) -> None:
         self.names, self.buffer, self.max_lost = names, buffer, max_lost
-        self.reader, self.readers = reading.rank * workers + worker, reading.size * workers
-        self.seed = derive_seed(reading.seed, "shards", reading.start)
+        self.reader, self.readers = context.rank * workers + worker, context.size * workers
+        self.seed = derive_seed(context.seed, "shards", context.start)
         self.lost: dict[str, str] = {}
         if len(names) < self.readers:
             raise DataError(
-                f"{len(names)} shards cannot be streamed by {self.readers} readers ({reading.size} ranks with "
+                f"{len(names)} shards cannot be streamed by {self.readers} readers ({context.size} ranks with "
                 f"{workers} loading processes each): use as many shards, fewer of run.num_workers, or streaming=false"
             )
 

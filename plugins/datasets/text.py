@@ -127,7 +127,7 @@ class TextDataset(Dataset):
         tokens = self._tokens(first, first + length + 1)
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
 
-    def whereabouts(self, index: int) -> str:
+    def location(self, index: int) -> str:
         first = self.start + index * self.options.seq_length
         documents = [self.file.document_at(position) for position in (first, first + self.options.seq_length)]
         which = (

@@ -27,7 +27,7 @@ _TABLE = """CREATE TABLE IF NOT EXISTS pages (
 
 
 @dataclass(frozen=True)
-class Manners:
+class CrawlOptions:
     """How hosts are treated."""
 
     hosts: int  # visited at the same time, each by one connection
@@ -37,7 +37,7 @@ class Manners:
     max_bytes: int  # of a page; longer ones are left out
 
 
-class Pages:
+class PageStore:
     """The SQLite file: a row per URL, in the order of the list. state: NULL, `ok`, or why there is no page."""
 
     def __init__(self, path: Path) -> None:
@@ -89,11 +89,11 @@ class Pages:
             return {str(state): count for state, count in self.base.execute(query)}
 
 
-def crawl(pages: Pages, manners: Manners, advance: Callable[[int], object]) -> None:
+def crawl(pages: PageStore, options: CrawlOptions, advance: Callable[[int], object]) -> None:
     """Fetch every page that has no state yet. Each host is one thread's, one request after another."""
     stop = threading.Event()
-    with ThreadPoolExecutor(manners.hosts) as pool:
-        visits = [pool.submit(_visit, host, pages, manners, advance, stop) for host in pages.hosts()]
+    with ThreadPoolExecutor(options.hosts) as pool:
+        visits = [pool.submit(_visit, host, pages, options, advance, stop) for host in pages.hosts()]
         try:
             for visit in visits:
                 visit.result()
@@ -104,7 +104,9 @@ def crawl(pages: Pages, manners: Manners, advance: Callable[[int], object]) -> N
             raise
 
 
-def _visit(host: str, pages: Pages, manners: Manners, advance: Callable[[int], object], stop: threading.Event) -> None:
+def _visit(
+    host: str, pages: PageStore, options: CrawlOptions, advance: Callable[[int], object], stop: threading.Event
+) -> None:
     rules: dict[str, urllib.robotparser.RobotFileParser | None] = {}
     while todo := pages.waiting(host):
         for number, url in todo:
@@ -112,23 +114,23 @@ def _visit(host: str, pages: Pages, manners: Manners, advance: Callable[[int], o
                 return
             scheme = urllib.parse.urlsplit(url).scheme
             if scheme not in rules:
-                rules[scheme] = _robots(f"{scheme}://{host}/robots.txt", manners)
-                stop.wait(manners.delay)
+                rules[scheme] = _robots(f"{scheme}://{host}/robots.txt", options)
+                stop.wait(options.delay)
             robots = rules[scheme]
             if robots is None or not robots.can_fetch(AGENT, url):
                 pages.settle(number, "robots.txt does not allow it")
             else:
-                state, kind, body = _page(url, manners, stop)
+                state, kind, body = _page(url, options, stop)
                 pages.settle(number, state, kind, body)
-                stop.wait(max(manners.delay, float(robots.crawl_delay(AGENT) or 0)))
+                stop.wait(max(options.delay, float(robots.crawl_delay(AGENT) or 0)))
             advance(1)
 
 
-def _robots(url: str, manners: Manners) -> urllib.robotparser.RobotFileParser | None:
+def _robots(url: str, options: CrawlOptions) -> urllib.robotparser.RobotFileParser | None:
     """What a host asks robots for (RFC 9309): anything goes where it has no such file; None, nothing, if it fails."""
     robots = urllib.robotparser.RobotFileParser(url)
     try:
-        with _open(url, manners) as answer:
+        with _open(url, options) as answer:
             robots.parse(answer.read(512 << 10).decode("utf-8", "replace").splitlines())
     except urllib.error.HTTPError as error:
         if error.code >= 500:
@@ -139,19 +141,19 @@ def _robots(url: str, manners: Manners) -> urllib.robotparser.RobotFileParser | 
     return robots
 
 
-def _page(url: str, manners: Manners, stop: threading.Event) -> tuple[str, str, bytes]:
+def _page(url: str, options: CrawlOptions, stop: threading.Event) -> tuple[str, str, bytes]:
     """(state, content type, content) of a page, after as many tries as are worth it."""
     state = "no answer"
-    for attempt in range(manners.retries + 1):
+    for attempt in range(options.retries + 1):
         if attempt:
-            stop.wait(min(manners.delay * 2**attempt, _LONGEST_WAIT))
+            stop.wait(min(options.delay * 2**attempt, _LONGEST_WAIT))
         try:
-            with _open(url, manners) as answer:
+            with _open(url, options) as answer:
                 kind = answer.headers.get_content_type()
                 if kind not in ("text/html", "application/xhtml+xml", "text/plain"):
                     return f"is {kind}", "", b""
-                body = answer.read(manners.max_bytes + 1)
-                if len(body) > manners.max_bytes:
+                body = answer.read(options.max_bytes + 1)
+                if len(body) > options.max_bytes:
                     return "is too large", "", b""
                 return ("ok", kind, body) if body else ("is empty", "", b"")
         except urllib.error.HTTPError as error:
@@ -168,6 +170,6 @@ def _page(url: str, manners: Manners, stop: threading.Event) -> tuple[str, str, 
     return state, "", b""
 
 
-def _open(url: str, manners: Manners) -> http.client.HTTPResponse:
+def _open(url: str, options: CrawlOptions) -> http.client.HTTPResponse:
     request = urllib.request.Request(url, headers={"User-Agent": AGENT})
-    return urllib.request.urlopen(request, timeout=manners.timeout)
+    return urllib.request.urlopen(request, timeout=options.timeout)

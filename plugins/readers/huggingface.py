@@ -19,7 +19,7 @@ _ROWS = 4096  # in a task
 class HuggingFaceReader(Reader):
     """Folders that `datasets.save_to_disk` wrote: a document per row of each split, its text in a column."""
 
-    notes = ("text_key",)
+    shared_options = ("text_key",)
 
     @dataclass
     class Options:

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from crosstrain import DataError, Document, FileReader, Text, registry
+from crosstrain import Chunk, DataError, Document, FileReader, Text, registry
 from crosstrain.corpus import chunks
-from crosstrain.corpus.reader import Piece
 
 
 @registry.register_reader("jsonl")
@@ -17,7 +16,7 @@ class JsonLinesReader(FileReader):
     """JSON lines: an object per line, its text under a key."""
 
     suffixes = (".jsonl", ".json", ".ndjson")
-    notes = ("text_key",)
+    shared_options = ("text_key",)
 
     @dataclass
     class Options(FileReader.Options):
@@ -27,11 +26,11 @@ class JsonLinesReader(FileReader):
 
     options: Options
 
-    def pieces(self, file: Path) -> Iterator[Piece]:
-        return chunks.cut(file, b"\n")
+    def chunks(self, file: Path) -> Iterator[Chunk]:
+        return chunks.split_file(file, b"\n")
 
-    def read_piece(self, piece: Piece) -> Iterator[Document]:
-        for number, (offset, line) in enumerate(chunks.lines(piece)):
+    def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
+        for number, (offset, line) in enumerate(chunks.lines(chunk)):
             if not line or line.isspace():
                 continue
             try:
@@ -40,19 +39,19 @@ class JsonLinesReader(FileReader):
             except UnicodeDecodeError as error:
                 where = offset + error.start
                 raise DataError(
-                    f"{_place(piece, offset)} is not UTF-8 text: invalid at byte {where} of the file"
+                    f"{_place(chunk, offset)} is not UTF-8 text: invalid at byte {where} of the file"
                 ) from None
             except (ValueError, TypeError, RecursionError) as error:
                 key = self.options.text_key
                 reason = f"is not a JSON object with text under {key!r}: {error}"
-                raise DataError(f"{_place(piece, offset)} {reason}") from None
-            source = f"{piece.file}:{number + 1}" if not piece.start else f"{piece.file} at byte {offset}"
+                raise DataError(f"{_place(chunk, offset)} {reason}") from None
+            source = f"{chunk.file}:{number + 1}" if not chunk.start else f"{chunk.file} at byte {offset}"
             yield Document(text, source)
 
 
-def _place(piece: Piece, offset: int) -> str:
+def _place(chunk: Chunk, offset: int) -> str:
     """`file:line`, which takes a look at all that is before it."""
-    return f"{piece.file}:{chunks.line_number(piece.file, offset)}"
+    return f"{chunk.file}:{chunks.line_number(chunk.file, offset)}"
 
 
 def _text_of(record: object, key: str) -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crosstrain import DataError, Document, FileReader, Text, registry, require
-from crosstrain.corpus.reader import Piece, cell, check_column
+from crosstrain import Chunk, DataError, Document, FileReader, Text, registry, require
+from crosstrain.corpus.reader import cell, check_column
 from crosstrain.utils.errors import first_line
 
 _ROWS = 1024  # held at once
@@ -20,7 +20,7 @@ class ParquetReader(FileReader):
     """Parquet files: a document per row, its text in a column."""
 
     suffixes = (".parquet",)
-    notes = ("text_key",)
+    shared_options = ("text_key",)
 
     @dataclass
     class Options(FileReader.Options):
@@ -30,24 +30,24 @@ class ParquetReader(FileReader):
 
     options: Options
 
-    def pieces(self, file: Path) -> Iterator[Piece]:
+    def chunks(self, file: Path) -> Iterator[Chunk]:
         """A row group each; start and stop count bytes up to it, which begin in the groups' order."""
         with _table(file) as table:
             check_column(file, table.schema_arrow.names, self.options.text_key)
             groups = table.metadata.num_row_groups
             size = file.stat().st_size
             for group in range(groups):
-                yield Piece(file, size * group // groups, size * (group + 1) // groups, str(group).encode())
+                yield Chunk(file, size * group // groups, size * (group + 1) // groups, str(group).encode())
 
-    def read_piece(self, piece: Piece) -> Iterator[Document]:
-        assert piece.data is not None
-        group, column = int(piece.data), self.options.text_key
-        with _table(piece.file) as table:
+    def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
+        assert chunk.data is not None
+        group, column = int(chunk.data), self.options.text_key
+        with _table(chunk.file) as table:
             row = sum(table.metadata.row_group(before).num_rows for before in range(group))
             for batch in table.iter_batches(batch_size=_ROWS, row_groups=[group], columns=[column]):
                 for text in batch.column(0).to_pylist():
                     row += 1
-                    yield cell(piece.file, column, row, text)
+                    yield cell(chunk.file, column, row, text)
 
 
 class _table:

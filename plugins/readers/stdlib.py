@@ -6,8 +6,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from crosstrain import Document, FileReader, Reader, Task, registry
-from crosstrain.corpus.reader import Piece
+from crosstrain import Chunk, Document, FileReader, Reader, Task, registry
 
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -17,9 +16,9 @@ class _Files(FileReader):
         root = Path(sysconfig.get_paths()["stdlib"])
         return sorted(file for file in root.rglob("*.py") if not _SKIPPED & set(file.relative_to(root).parts))
 
-    def read_piece(self, piece: Piece) -> Iterator[Document]:
+    def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
         # Python tests its own decoder with files that are deliberately not UTF-8.
-        yield Document(piece.read().decode(errors="replace").replace("\r\n", "\n"), str(piece.file))
+        yield Document(chunk.read().decode(errors="replace").replace("\r\n", "\n"), str(chunk.file))
 
 
 @registry.register_reader("stdlib")

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from crosstrain import Document, FileReader, Text, registry
+from crosstrain import Chunk, Document, FileReader, Text, registry
 from crosstrain.corpus import chunks
-from crosstrain.corpus.reader import Piece
 
 
 @registry.register_reader("text")
@@ -16,7 +15,7 @@ class TextReader(FileReader):
     """Text files in UTF-8: a file is a document, or a separator cuts it into several."""
 
     suffixes = (".txt",)
-    notes = ("separator",)
+    shared_options = ("separator",)
 
     @dataclass
     class Options(FileReader.Options):
@@ -26,17 +25,17 @@ class TextReader(FileReader):
 
     options: Options
 
-    def pieces(self, file: Path) -> Iterator[Piece]:
+    def chunks(self, file: Path) -> Iterator[Chunk]:
         if self.options.separator is None:
-            return super().pieces(file)
-        return chunks.cut(file, self.options.separator.encode())
+            return super().chunks(file)
+        return chunks.split_file(file, self.options.separator.encode())
 
-    def read_piece(self, piece: Piece) -> Iterator[Document]:
-        text, separator = chunks.decoded(piece), self.options.separator
+    def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
+        text, separator = chunks.decoded(chunk), self.options.separator
         if separator is None:
-            yield Document(text, str(piece.file))
+            yield Document(text, str(chunk.file))
             return
-        offset = piece.start
+        offset = chunk.start
         for part in text.split(separator):
-            yield Document(part, f"{piece.file} at byte {offset}")
+            yield Document(part, f"{chunk.file} at byte {offset}")
             offset += len((part + separator).encode())

@@ -8,7 +8,7 @@ import sqlite3
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urldefrag, urlsplit
@@ -19,7 +19,7 @@ from tqdm import tqdm
 from crosstrain import DataError, Document, PositiveInt, Reader, Task, Text, registry, require
 from crosstrain.corpus.io import existing, files_below, opened
 
-from .crawl import Manners, Pages, crawl
+from .crawl import CrawlOptions, PageStore, crawl
 
 _IN_TASK = 256  # pages
 _NOT_TEXT = [
@@ -60,14 +60,14 @@ class UrlListReader(Reader):
         self.pages = folder / f"pages-{hashlib.blake2b(chosen, digest_size=8).hexdigest()}.sqlite"
         require("trafilatura", "reading lists of URLs")
         refused: Counter[str] = Counter()
-        pages = Pages(self.pages)
+        pages = PageStore(self.pages)
         known = pages.add(self._urls(refused))
-        manners = Manners(*(getattr(self.options, n) for n in ("hosts", "delay", "timeout", "retries", "max_bytes")))
+        crawl_options = CrawlOptions(**{f.name: getattr(self.options, f.name) for f in fields(CrawlOptions)})
         states = pages.states()
         total, todo = sum(states.values()), states.get("None", 0)
         with tqdm(desc="fetch pages", total=total, initial=total - todo, unit=" pages", disable=not progress) as bar:
             try:
-                crawl(pages, manners, bar.update)
+                crawl(pages, crawl_options, bar.update)
             except sqlite3.OperationalError as error:
                 raise DataError(
                     f"{self.pages} cannot be written ({error}): what was fetched stays; make room and run the same"

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
-from crosstrain import DataError, Document, FileReader, registry, require
+from crosstrain import Chunk, DataError, Document, FileReader, registry, require
 from crosstrain.corpus import chunks
-from crosstrain.corpus.reader import Piece
 
 _END = b"</page>"
 
@@ -31,37 +30,37 @@ class WikipediaReader(FileReader):
 
     options: Options
 
-    def pieces(self, file: Path) -> Iterator[Piece]:
-        return chunks.cut(file, _END)
+    def chunks(self, file: Path) -> Iterator[Chunk]:
+        return chunks.split_file(file, _END)
 
-    def read_piece(self, piece: Piece) -> Iterator[Document]:
-        for offset, raw in _pages(piece):
+    def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
+        for offset, raw in _pages(chunk):
             try:
                 page = ElementTree.fromstring(raw)
             except ElementTree.ParseError as error:
-                line = chunks.line_number(piece.file, offset)
-                raise DataError(f"{piece.file}:{line} begins a page that is not valid XML: {error}") from None
+                line = chunks.line_number(chunk.file, offset)
+                raise DataError(f"{chunk.file}:{line} begins a page that is not valid XML: {error}") from None
             namespace = page.findtext("ns", "0")
             if page.find("redirect") is not None or int(namespace) not in self.options.namespaces:
                 continue
             title = page.findtext("title", "")
             text = plain_text(page.findtext("revision/text", ""))
             if text:
-                yield Document(f"{title}\n\n{text}" if self.options.titles else text, f"{piece.file}: {title}")
+                yield Document(f"{title}\n\n{text}" if self.options.titles else text, f"{chunk.file}: {title}")
 
 
-def _pages(piece: Piece) -> Iterator[tuple[int, bytes]]:
+def _pages(chunk: Chunk) -> Iterator[tuple[int, bytes]]:
     """(offset in the content, a <page> element) of each; DataError where one is cut off."""
-    data, at = piece.read(), 0
+    data, at = chunk.read(), 0
     while (start := data.find(b"<page>", at)) >= 0:
         stop = data.find(_END, start)
         if stop < 0:
-            line = chunks.line_number(piece.file, piece.start + start)
-            raise DataError(f"{piece.file}:{line} begins a page that does not end: the dump is truncated")
+            line = chunks.line_number(chunk.file, chunk.start + start)
+            raise DataError(f"{chunk.file}:{line} begins a page that does not end: the dump is truncated")
         at = stop + len(_END)
-        yield piece.start + start, data[start:at]
-    if piece.start == 0 and at == 0 and not piece.read().lstrip().startswith(b"<mediawiki"):
-        raise DataError(f"{piece.file} is no dump of a MediaWiki: it does not begin with <mediawiki>")
+        yield chunk.start + start, data[start:at]
+    if chunk.start == 0 and at == 0 and not chunk.read().lstrip().startswith(b"<mediawiki"):
+        raise DataError(f"{chunk.file} is no dump of a MediaWiki: it does not begin with <mediawiki>")
 
 
 def plain_text(markup: str) -> str:

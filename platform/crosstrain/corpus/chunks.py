@@ -1,4 +1,4 @@
-"""Large files cut into pieces between two records: lines, pages, or whatever else a byte string separates."""
+"""Large files cut into chunks between two records: lines, pages, or whatever else a byte string separates."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from pathlib import Path
 
 from crosstrain.corpus import reader
 from crosstrain.corpus.io import is_compressed, opened
-from crosstrain.corpus.reader import Piece
+from crosstrain.corpus.reader import Chunk
 from crosstrain.utils.errors import DataError
 
 _LOOK = 1 << 16  # bytes read at once in search of a separator
 
 
-def cut(file: Path, separator: bytes, size: int | None = None) -> Iterator[Piece]:
-    """Pieces of at least `size` bytes (a task's; the last may be shorter), each ending just behind a separator.
+def split_file(file: Path, separator: bytes, size: int | None = None) -> Iterator[Chunk]:
+    """Chunks of at least `size` bytes (a task's; the last may be shorter), each ending just behind a separator.
 
-    Of a compressed file each piece carries its bytes, because it has to be read from the beginning anyway. One piece is
+    Of a compressed file each chunk carries its bytes, because it has to be read from the beginning anyway. One chunk is
     held at a time.
     """
     way = _cut_stream if is_compressed(file) else _cut_file
     yield from way(file, separator, size or reader.TASK_BYTES)
 
 
-def _cut_file(file: Path, separator: bytes, size: int) -> Iterator[Piece]:
+def _cut_file(file: Path, separator: bytes, size: int) -> Iterator[Chunk]:
     end, start = file.stat().st_size, 0
     with opened(file) as stream:
         while start < end:
@@ -37,11 +37,11 @@ def _cut_file(file: Path, separator: bytes, size: int) -> Iterator[Piece]:
                     break
                 near += more
             stop = end if stop < 0 else position + stop
-            yield Piece(file, start, stop)
+            yield Chunk(file, start, stop)
             start = stop
 
 
-def _cut_stream(file: Path, separator: bytes, size: int) -> Iterator[Piece]:
+def _cut_stream(file: Path, separator: bytes, size: int) -> Iterator[Chunk]:
     start, held, least = 0, bytearray(), size
     with opened(file) as stream:
         while chunk := stream.read(size):
@@ -51,11 +51,11 @@ def _cut_stream(file: Path, separator: bytes, size: int) -> Iterator[Piece]:
                 if stop < 0:
                     least = 2 * len(held)
                     break
-                yield Piece(file, start, start + stop, bytes(held[:stop]))
+                yield Chunk(file, start, start + stop, bytes(held[:stop]))
                 del held[:stop]
                 start, least = start + stop, size
     if held:
-        yield Piece(file, start, start + len(held), bytes(held))
+        yield Chunk(file, start, start + len(held), bytes(held))
 
 
 def _boundary(data: bytes | bytearray, separator: bytes, least: int) -> int:
@@ -70,19 +70,19 @@ def _boundary(data: bytes | bytearray, separator: bytes, least: int) -> int:
     return found + length if found >= 0 else -1
 
 
-def decoded(piece: Piece) -> str:
-    """A piece as text, without a byte order mark at the file's beginning. DataError names the first byte not UTF-8."""
+def decoded(chunk: Chunk) -> str:
+    """A chunk as text, without a byte order mark at the file's beginning. DataError names the first byte not UTF-8."""
     try:
-        text = piece.read().decode()
+        text = chunk.read().decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"{piece.file} is not UTF-8 text: invalid at byte {piece.start + error.start}") from None
-    return text.removeprefix("\ufeff") if piece.start == 0 else text
+        raise DataError(f"{chunk.file} is not UTF-8 text: invalid at byte {chunk.start + error.start}") from None
+    return text.removeprefix("\ufeff") if chunk.start == 0 else text
 
 
-def lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
-    """(offset in the file, line) of each line of a piece."""
-    offset = piece.start
-    for line in piece.read().split(b"\n"):
+def lines(chunk: Chunk) -> Iterator[tuple[int, bytes]]:
+    """(offset in the file, line) of each line of a chunk."""
+    offset = chunk.start
+    for line in chunk.read().split(b"\n"):
         yield offset, line
         offset += len(line) + 1
 

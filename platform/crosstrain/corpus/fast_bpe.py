@@ -41,7 +41,7 @@ _CHANGES = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_su
 _log = logging.getLogger(__name__)
 
 
-class Engine:
+class FastEncoder:
     """Encodes documents as `tokenizer.encode_batch` does."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:

@@ -17,7 +17,7 @@ class Dropped:
     why: str
 
 
-class Rule:
+class Filter:
     """Keeps, changes or drops documents one at a time.
 
     Rules are registered as processors and run in worker processes in the order in which a recipe names them. What a
@@ -41,7 +41,7 @@ class Rule:
         return None
 
 
-class TokenLimits(Rule):
+class TokenLimits(Filter):
     """Keeps documents of `least` to `most` tokens."""
 
     def __init__(self, options: Any, least: int = 0, most: int | None = None) -> None:
@@ -59,13 +59,13 @@ def plain(rules: list[Component]) -> list[dict[str, Any]]:
     return [to_plain(rule) for rule in rules]
 
 
-def make_rules(given: list[dict[str, Any]]) -> list[tuple[str, Rule]]:
+def make_filters(given: list[dict[str, Any]]) -> list[tuple[str, Filter]]:
     """(name, rule) of what `plain` gave. ConfigError for a processor that is no rule."""
     made = []
     for item in given:
         component = Checker(lambda key: "clean." + ".".join(key)).component("processor", item, ())
         cls = registry.get("processor", component.name)
-        if not (isinstance(cls, type) and issubclass(cls, Rule)):
-            raise ConfigError(f"clean: the processor {component.name} is not a rule for documents")
+        if not (isinstance(cls, type) and issubclass(cls, Filter)):
+            raise ConfigError(f"clean: the processor {component.name} is not a filter for documents")
         made.append((component.name, cls(component.options)))
     return made

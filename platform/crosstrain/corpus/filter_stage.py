@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crosstrain.corpus.filter import Dropped, make_rules
-from crosstrain.corpus.pool import Stage
+from crosstrain.corpus.filter import Dropped, make_filters
+from crosstrain.corpus.pool import CorpusStage
 from crosstrain.corpus.reader import Reader, Task
 from crosstrain.corpus.shards import TextShard, key_of
-from crosstrain.corpus.sources import Source
+from crosstrain.corpus.sources import InputSource
 from crosstrain.corpus.stats import Counts, size_of
 
 
 @dataclass(frozen=True)
-class Work:
+class FilterItem:
     """A task, which of the sources it is of, and the name of its shard."""
 
     source: int
@@ -25,7 +25,7 @@ class Work:
 
 
 @dataclass
-class Cleaned:
+class Filtered:
     """All shards in the order of the input, and what became of each input's documents."""
 
     shards: list[TextShard]
@@ -34,23 +34,23 @@ class Cleaned:
 
 
 @dataclass
-class Clean(Stage[Work, dict[str, Any]]):
+class FilterStage(CorpusStage[FilterItem, dict[str, Any]]):
     """Reads a task, puts its documents through the rules, and writes those that are left. Finished shards stay."""
 
     folder: Path
-    sources: list[Source]
+    sources: list[InputSource]
     clean: list[dict[str, Any]]  # the rules as plain data
     readers: dict[int, Reader] = field(default_factory=dict)
 
     def open(self) -> None:
-        self.rules = make_rules(self.clean)
+        self.rules = make_filters(self.clean)
 
     def key(self, source: int, task: Task) -> str:
         """The name of a task's shard: another one as soon as anything that decides its content changes."""
         options = {name: value for name, value in self.sources[source].options.items() if name != "path"}
         return key_of(2, self.sources[source].reader, options, self.clean, task.key)
 
-    def __call__(self, work: Work) -> dict[str, Any]:
+    def __call__(self, work: FilterItem) -> dict[str, Any]:
         shard = TextShard(self.folder, work.key)
         if (done := shard.finished()) is not None:
             return done

@@ -16,15 +16,15 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from crosstrain.corpus.dedup import Repeated, find_repeated
-from crosstrain.corpus.filter import make_rules, plain
-from crosstrain.corpus.filter_stage import Clean, Cleaned, Work
+from crosstrain.corpus.dedup import Duplicates, find_duplicates
+from crosstrain.corpus.filter import make_filters, plain
+from crosstrain.corpus.filter_stage import Filtered, FilterItem, FilterStage
 from crosstrain.corpus.options import PrepareOptions
-from crosstrain.corpus.pool import Pool, cores
+from crosstrain.corpus.pool import WorkerPool, cores
 from crosstrain.corpus.shards import TextShard, key_of
 from crosstrain.corpus.sources import sources
 from crosstrain.corpus.stats import BINS, Counts, histogram, write_report
-from crosstrain.corpus.tokenize_stage import Encode, TokenShard
+from crosstrain.corpus.tokenize_stage import TokenizeStage, TokenShard
 from crosstrain.data.indexed_dataset import TokenWriter, best_dtype
 from crosstrain.data.prepared import FORMAT_VERSION, Summary, hash_of
 from crosstrain.data.tokenizer import load_tokenizer, train_bpe
@@ -36,15 +36,15 @@ _log = logging.getLogger(__name__)
 
 def build(options: PrepareOptions, folder: Path, progress: bool) -> Summary:
     """Make the dataset in `folder`/out from the input and from what earlier calls left in `folder`."""
-    with Pool(options.workers or 1) as pool:
+    with WorkerPool(options.workers or 1) as pool:
         return _Pipeline(options, folder, progress, pool).run()
 
 
 class _Pipeline:
-    def __init__(self, options: PrepareOptions, folder: Path, progress: bool, pool: Pool) -> None:
+    def __init__(self, options: PrepareOptions, folder: Path, progress: bool, pool: WorkerPool) -> None:
         self.options, self.folder, self.progress, self.pool = options, folder, progress, pool
         self.rules = plain(options.clean)
-        make_rules(self.rules)  # so that a mistake shows before any work
+        make_filters(self.rules)  # so that a mistake shows before any work
         self.given = load_tokenizer(options.tokenizer) if options.tokenizer is not None else None
         self.sources = sources(options.input, {"text_key": options.text_key, "separator": options.separator})
 
@@ -91,8 +91,8 @@ class _Pipeline:
 
     # ---- stages
 
-    def _clean(self) -> Cleaned:
-        stage = Clean(_made(self.folder / "clean"), [source.for_workers() for source in self.sources], self.rules)
+    def _clean(self) -> Filtered:
+        stage = FilterStage(_made(self.folder / "clean"), [source.for_workers() for source in self.sources], self.rules)
         readers = [source.open() for source in self.sources]
         for reader in readers:
             reader.fetch(Path(self.options.downloads or self.folder / "fetched").expanduser(), self.progress)
@@ -100,17 +100,17 @@ class _Pipeline:
         total = None if None in totals else sum(size or 0 for size in totals)
         sizes: list[int] = []
         accounts = {source.label: reader.account for source, reader in zip(self.sources, readers, strict=True)}
-        cleaned = Cleaned([], {source.label: Counts() for source in self.sources}, accounts)
+        cleaned = Filtered([], {source.label: Counts() for source in self.sources}, accounts)
         labels: list[str] = []
 
-        def works() -> Iterator[Work]:
+        def works() -> Iterator[FilterItem]:
             for number, (source, reader) in enumerate(zip(self.sources, readers, strict=True)):
                 for task in reader.tasks():
                     shard = TextShard(stage.folder, stage.key(number, task))
                     cleaned.shards.append(shard)
                     labels.append(source.label)
                     sizes.append(task.size)
-                    yield Work(number, None if shard.finished() else task, shard.key)
+                    yield FilterItem(number, None if shard.finished() else task, shard.key)
 
         begun, waiting = [], works()
         while sum(sizes) <= _LITTLE and (work := next(waiting, None)) is not None:
@@ -125,13 +125,13 @@ class _Pipeline:
                 raise DataError(f"{label} holds no document: {counts.all_dropped()}")
         return cleaned
 
-    def _dedup(self, cleaned: Cleaned) -> Repeated:
+    def _dedup(self, cleaned: Filtered) -> Duplicates:
         if self.options.dedup is None:
-            return Repeated(None, {})
+            return Duplicates(None, {})
         with self._bar("find repeated documents", None, " documents") as bar:
-            return find_repeated(self.options.dedup, cleaned.shards, self.folder, self.pool, bar.update)
+            return find_duplicates(self.options.dedup, cleaned.shards, self.folder, self.pool, bar.update)
 
-    def _tokenizer(self, cleaned: Cleaned, repeated: Repeated) -> Path:
+    def _tokenizer(self, cleaned: Filtered, repeated: Duplicates) -> Path:
         """The folder of the tokenizer, made here from the name, or trained on what is left."""
         if self.given is not None:
             folder = self.folder / f"tokenizer-{key_of(self.given.backend.to_str())}"
@@ -155,10 +155,10 @@ class _Pipeline:
         return folder
 
     def _encode(
-        self, cleaned: Cleaned, repeated: Repeated, tokenizer: Path, dtype: np.dtype
-    ) -> tuple[Encode, list[TokenShard], Counts]:
+        self, cleaned: Filtered, repeated: Duplicates, tokenizer: Path, dtype: np.dtype
+    ) -> tuple[TokenizeStage, list[TokenShard], Counts]:
         how = key_of(tokenizer.name, dtype.name, self.rules, self.options.min_tokens)
-        encode = Encode(
+        encode = TokenizeStage(
             cleaned.shards[0].folder, _made(self.folder / f"tokens-{how}"), tokenizer, dtype, self.rules,
             self.options.min_tokens, alone=self.pool.workers == 1,
         )  # fmt: skip

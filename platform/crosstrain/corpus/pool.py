@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 _Named = tuple[int, bytes]  # number of a stage, and the stage as `pickle` wrote it in this run
 
 
-class Stage(ABC, Generic[Item, Result]):
+class CorpusStage(ABC, Generic[Item, Result]):
     """What is done to each item. It goes to a worker with each one, so it is small; `open` makes the rest."""
 
     def open(self) -> None:
@@ -41,7 +41,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class Pool:
+class WorkerPool:
     """Processes that do one stage after another. With one worker everything is done in this process.
 
     A context manager: the processes begin when there is work for them, and end with the block.
@@ -61,7 +61,7 @@ class Pool:
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
 
-    def run(self, stage: Stage[Item, Result], items: Iterable[Item]) -> Iterator[Result]:
+    def run(self, stage: CorpusStage[Item, Result], items: Iterable[Item]) -> Iterator[Result]:
         """Results in the order of the items, of which at most three per worker are held.
 
         An exception of the stage is raised here once the items begun are finished; DataError when a worker dies.
@@ -99,7 +99,7 @@ def _in_order(executor: ProcessPoolExecutor, stage: _Named, items: Iterable[Any]
         wait(begun)
 
 
-_stages: dict[int, Stage[Any, Any]] = {}  # in a worker: the one that is worked on
+_stages: dict[int, CorpusStage[Any, Any]] = {}  # in a worker: the one that is worked on
 
 
 def _begin(folders: list[tuple[str, Path]]) -> None:

@@ -39,14 +39,14 @@ def prepare(
     damaged or gives no document, or when a disk is full.
     """
     output = Path(output)
-    with making(output, wait=wait):
+    with output_lock(output, wait=wait):
         if wait and (output / "dataset.json").exists():
             return Summary.read(output)
         return _replace(options, output, progress, overwrite)
 
 
 @contextmanager
-def making(output: Path, *, wait: bool = False) -> Iterator[None]:
+def output_lock(output: Path, *, wait: bool = False) -> Iterator[None]:
     """Keep other processes from making the folder `output`. DataError where one is, or it cannot be made."""
     if output.name in ("", ".."):
         raise DataError(f"{output} cannot be replaced as a whole: choose another output")
@@ -64,7 +64,7 @@ def making(output: Path, *, wait: bool = False) -> Iterator[None]:
 def _replace(options: PrepareOptions, output: Path, progress: bool, overwrite: bool) -> Summary:
     from crosstrain.corpus.pipeline import build
 
-    replaceable(output, overwrite)
+    check_output(output, overwrite)
     partial = output.with_name(f"{output.name}.partial")
     try:
         summary = build(options, partial, progress)
@@ -77,12 +77,12 @@ def _replace(options: PrepareOptions, output: Path, progress: bool, overwrite: b
         ) from None
     finally:
         _remove_if_useless(partial)
-    install(partial / "out", output)
+    replace_folder(partial / "out", output)
     shutil.rmtree(partial, ignore_errors=True)
     return summary
 
 
-def replaceable(output: Path, overwrite: bool) -> None:
+def check_output(output: Path, overwrite: bool) -> None:
     """DataError unless `output` is free, or a prepared dataset that may be overwritten."""
     if not os.path.lexists(output) or (output.is_dir() and not any(output.iterdir())):
         return
@@ -92,7 +92,7 @@ def replaceable(output: Path, overwrite: bool) -> None:
         raise DataError(f"{output} is prepared already: overwrite it explicitly or choose another output")
 
 
-def install(made: Path, output: Path) -> None:
+def replace_folder(made: Path, output: Path) -> None:
     """Put the finished folder `made` in the place of `output`, which there may be."""
     old = output.with_name(f".{output.name}.old")
     shutil.rmtree(old, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What a reader owes the platform: pieces of work that can be read apart, and the documents in each."""
+"""What a reader owes the platform: chunks of work that can be read apart, and the documents in each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """Bytes [start, stop) of the content of a file; `data` holds them where they cannot be sought.
 
     Of a compressed file without `data` it is the whole content, and start and stop are those of the file.
@@ -81,7 +81,7 @@ class Reader(ABC):
     """
 
     suffixes: ClassVar[tuple[str, ...]] = ()  # endings of the files that it reads where no reader is named
-    notes: ClassVar[tuple[str, ...]] = ()  # keys of `Options` that a recipe's own settings of that name fill in
+    shared_options: ClassVar[tuple[str, ...]] = ()  # options that a recipe sets for all its readers
 
     @dataclass
     class Options:
@@ -115,7 +115,7 @@ class Reader(ABC):
 
 
 class FileReader(Reader):
-    """Reads files, each cut into pieces. Its options have a `path`: a file, a folder or several of them."""
+    """Reads files, each cut into chunks. Its options have a `path`: a file, a folder or several of them."""
 
     @dataclass
     class Options:
@@ -151,42 +151,42 @@ class FileReader(Reader):
             found += inside
         return found
 
-    def pieces(self, file: Path) -> Iterator[Piece]:
+    def chunks(self, file: Path) -> Iterator[Chunk]:
         """How a file is cut; by default not at all."""
-        yield Piece(file, 0, file.stat().st_size)
+        yield Chunk(file, 0, file.stat().st_size)
 
     @abstractmethod
-    def read_piece(self, piece: Piece) -> Iterator[Document]:
-        """The documents of a piece in order."""
+    def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
+        """The documents of a chunk in order."""
 
     def size(self) -> int | None:
         files = self.files()
         return None if any(map(io.is_compressed, files)) else sum(file.stat().st_size for file in files)
 
     def tasks(self) -> Iterator[Task]:
-        """Pieces of about `TASK_BYTES`; small files share a task."""
-        batch: list[Piece] = []
+        """Chunks of about `TASK_BYTES`; small files share a task."""
+        batch: list[Chunk] = []
         size = 0
         for file in self.files():
-            for piece in self.pieces(file):
-                if batch and size + piece.stop - piece.start > TASK_BYTES:
+            for chunk in self.chunks(file):
+                if batch and size + chunk.stop - chunk.start > TASK_BYTES:
                     yield _task(batch, size)
                     batch, size = [], 0
-                batch.append(piece)
-                size += piece.stop - piece.start
+                batch.append(chunk)
+                size += chunk.stop - chunk.start
         if batch:
             yield _task(batch, size)
 
     def read(self, task: Task) -> Iterator[Document]:
-        for piece in task.payload:
-            yield from self.read_piece(piece)
+        for chunk in task.payload:
+            yield from self.read_chunk(chunk)
 
 
-def _task(pieces: list[Piece], size: int) -> Task:
+def _task(chunks: list[Chunk], size: int) -> Task:
     key = hashlib.blake2b(digest_size=16)
-    for piece in pieces:
-        state = piece.file.stat()
+    for chunk in chunks:
+        state = chunk.file.stat()
         key.update(
-            os.fsencode(f"{piece.file}\0{state.st_size}\0{state.st_mtime_ns}\0{piece.start}\0{piece.stop}\0")
+            os.fsencode(f"{chunk.file}\0{state.st_size}\0{state.st_mtime_ns}\0{chunk.start}\0{chunk.stop}\0")
         )
-    return Task(key.hexdigest(), size, pieces)
+    return Task(key.hexdigest(), size, chunks)

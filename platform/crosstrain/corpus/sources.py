@@ -21,7 +21,7 @@ _ANY_FILE = "text"  # the reader of a file that is named and that no reader clai
 
 
 @dataclass(frozen=True)
-class Source:
+class InputSource:
     """A reader by name, its options as plain data, and what the recipe calls it. It can be pickled."""
 
     reader: str
@@ -37,12 +37,12 @@ class Source:
             reader.found = list(self.files)
         return reader
 
-    def for_workers(self) -> Source:
+    def for_workers(self) -> InputSource:
         """The same without the list of files, which may be long and which only the one that leads needs."""
         return replace(self, files=None)
 
 
-def sources(given: Input, settings: dict[str, Any]) -> list[Source]:
+def sources(given: Input, settings: dict[str, Any]) -> list[InputSource]:
     """Readers for what `given` names, in order.
 
     settings: what a recipe says for all of its readers, such as text_key. DataError for what is missing or is empty.
@@ -61,22 +61,22 @@ def documents(given: Input, **settings: Any) -> Iterator[Document]:
             yield from reader.read(task)
 
 
-def _of(item: str | Component, settings: dict[str, Any]) -> Iterator[Source]:
+def _of(item: str | Component, settings: dict[str, Any]) -> Iterator[InputSource]:
     if isinstance(item, Component):
         options = to_plain(item.options) or {}
-        yield Source(item.name, options, str(options.get("path", item.name)))
+        yield InputSource(item.name, options, str(options.get("path", item.name)))
         return
     if item in registry.names("reader") and not _takes_path(_class(item)):
-        yield Source(item, _settings(item, settings), item)
+        yield InputSource(item, _settings(item, settings), item)
         return
     if is_url(item):
         remote = _claiming_name(urlsplit(item).path) or _ANY_FILE
-        yield Source(remote, {"path": item, **_settings(remote, settings)}, item)
+        yield InputSource(remote, {"path": item, **_settings(remote, settings)}, item)
         return
     path = io.existing(item)
     name = _claiming(path) or (_ANY_FILE if path.is_file() else None)
     if name is not None:
-        yield Source(name, {"path": item, **_settings(name, settings)}, item)
+        yield InputSource(name, {"path": item, **_settings(name, settings)}, item)
         return
     found = [(file, owner) for file in io.files_below(path) if (owner := _claiming(file))]
     if not found:
@@ -84,7 +84,7 @@ def _of(item: str | Component, settings: dict[str, Any]) -> Iterator[Source]:
         raise io.nothing_in(path, ", ".join(endings[:-1]) + " or " + endings[-1])
     for owner, group in groupby(found, key=lambda pair: pair[1]):
         files = tuple(file for file, _ in group)
-        yield Source(owner, {"path": item, **_settings(owner, settings)}, item, files)
+        yield InputSource(owner, {"path": item, **_settings(owner, settings)}, item, files)
 
 
 def _claiming(path: Path) -> str | None:
@@ -123,4 +123,4 @@ def _takes_path(cls: type[Reader]) -> bool:
 
 
 def _settings(name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in settings.items() if key in _class(name).notes}
+    return {key: value for key, value in settings.items() if key in _class(name).shared_options}

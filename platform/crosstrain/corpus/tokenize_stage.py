@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from crosstrain.corpus.fast_bpe import Engine
-from crosstrain.corpus.filter import Rule, TokenLimits, make_rules
-from crosstrain.corpus.pool import Stage
+from crosstrain.corpus.fast_bpe import FastEncoder
+from crosstrain.corpus.filter import Filter, TokenLimits, make_filters
+from crosstrain.corpus.pool import CorpusStage
 from crosstrain.corpus.shards import TextShard, key_of
 from crosstrain.corpus.stats import Counts, size_of
 from crosstrain.data.tokenizer import load_tokenizer
@@ -33,7 +33,7 @@ class TokenShard(TextShard):
 
 
 @dataclass
-class Encode(Stage[Kept, dict[str, Any]]):
+class TokenizeStage(CorpusStage[Kept, dict[str, Any]]):
     """Tokens of what was kept of a shard, by the rules about lengths too. Finished shards stay."""
 
     texts: Path
@@ -48,8 +48,8 @@ class Encode(Stage[Kept, dict[str, Any]]):
         if not self.alone:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other cores have their own process
         tokenizer = load_tokenizer(self.tokenizer)
-        self.engine, self.end = Engine(tokenizer), tokenizer.end_id
-        self.rules: list[tuple[str, Rule]] = make_rules(self.clean)
+        self.engine, self.end = FastEncoder(tokenizer), tokenizer.end_id
+        self.rules: list[tuple[str, Filter]] = make_filters(self.clean)
         if self.min_tokens:
             self.rules.append(("min_tokens", TokenLimits(None, self.min_tokens)))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from crosstrain.corpus.prepare import install, making, replaceable
+from crosstrain.corpus.prepare import check_output, output_lock, replace_folder
 from crosstrain.corpus.stats import BINS, bins, histogram
 from crosstrain.data.indexed_dataset import TokenFile, TokenWriter
 from crosstrain.data.prepared import Summary, locate
@@ -126,8 +126,8 @@ def _open(path: str) -> tuple[Path, Summary]:
 
 def _make(output: Path, like: Path, summary: Summary, write: Callable[[TokenWriter], None], overwrite: bool) -> Summary:
     """A prepared folder with the tokenizer of `like`, complete or not at all."""
-    replaceable(output, overwrite)
-    with making(output):
+    check_output(output, overwrite)
+    with output_lock(output):
         partial = output.with_name(f".{output.name}.new")
         shutil.rmtree(partial, ignore_errors=True)
         try:
@@ -136,7 +136,7 @@ def _make(output: Path, like: Path, summary: Summary, write: Callable[[TokenWrit
                 write(writer)
             summary = replace(summary, documents=writer.num_documents, tokens=writer.num_tokens)
             summary.write(partial)
-            install(partial, output)
+            replace_folder(partial, output)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return summary

@@ -19,7 +19,7 @@ SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadContext:
     """Who reads a split in a run, and from where on."""
 
     seed: int
@@ -57,7 +57,7 @@ class Dataset(ABC):
         time must come to one result, the later ones waiting for the first.
         """
 
-    def begin(self, reading: Reading) -> None:  # noqa: B027 - most datasets have nothing to begin
+    def begin(self, context: ReadContext) -> None:  # noqa: B027 - most datasets have nothing to begin
         """Called in every process of a run before the first sample is asked for.
 
         A dataset that has each sample at its index need not know who asks; one that reads a stream must.
@@ -87,7 +87,7 @@ class Dataset(ABC):
         """The index that training sees as sample `number` of a run: by default a new shuffle of all every epoch."""
         return sample_index(seed, number, len(self))
 
-    def whereabouts(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Where a person finds sample `index`: a file, a place in it. Empty, the default: the index says it all."""
         return ""
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from crosstrain.config.batch import BatchPlan
-from crosstrain.data.dataset import Dataset, Reading
+from crosstrain.data.dataset import Dataset, ReadContext
 from crosstrain.data.skip_ranges import Ranges
 from crosstrain.data.skip_ranges import numbers as sample_numbers
 from crosstrain.utils.errors import UserError
@@ -97,7 +97,7 @@ def training_steps(
             micro_batches = [list(islice(following, plan.micro_batch)) for _ in range(plan.accumulation * plan.dp_size)]
             yield from micro_batches[dp_rank :: plan.dp_size]
 
-    dataset.begin(Reading(seed, start, dp_rank, plan.dp_size))
+    dataset.begin(ReadContext(seed, start, dp_rank, plan.dp_size))
     batches = _batches(dataset, seed, partial(dataset.training_index, seed), numbers(), num_workers)
     mine = numbers()
     while True:
@@ -131,7 +131,7 @@ def evaluation_batches(
     Every rank gets the same number of micro batches, because a forward may be a collective; where the samples do not
     go round, a rank repeats its share's first one with `counts` false.
     """
-    dataset.begin(Reading(0, 0, dp_rank, dp_size))
+    dataset.begin(ReadContext(0, 0, dp_rank, dp_size))
     total = len(dataset) if max_samples is None else min(max_samples, len(dataset))
     starts = list(range(0, total, micro_batch))
     rounds = -(-len(starts) // dp_size)

@@ -199,7 +199,7 @@ class BadSteps:
         about = []
         if indices := self._indices(suspect):
             found = f"{'index' if len(indices) == 1 else 'indices'} {', '.join(map(str, indices))} of the data"
-            whereabouts = self.dataset.whereabouts(indices[0]) if len(indices) == 1 else ""
+            whereabouts = self.dataset.location(indices[0]) if len(indices) == 1 else ""
             about.append(f"{found}: {whereabouts}" if whereabouts else found)
         if math.isfinite(suspect.loss):
             about.append(f"loss {suspect.loss:.4g}")
@@ -221,7 +221,7 @@ class BadSteps:
             "suspects": [
                 {
                     "samples": list(suspect.numbers), "indices": indices, "loss": finite(suspect.loss),
-                    "whereabouts": [self.dataset.whereabouts(index) for index in indices],
+                    "whereabouts": [self.dataset.location(index) for index in indices],
                 }
                 for suspect in suspects[:_RECORDED]
                 for indices in [self._indices(suspect)]

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 from annotated_types import MinLen
 
-from crosstrain import Dropped, Fraction, OptionError, PositiveInt, Rule, Text, registry, require
+from crosstrain import Dropped, Filter, Fraction, OptionError, PositiveInt, Text, registry, require
 
 
 @registry.register_processor("language")
-class LanguageRule(Rule):
+class LanguageFilter(Filter):
     """Keeps documents in the languages named, as py3langid identifies them; its model comes with it."""
 
     @dataclass

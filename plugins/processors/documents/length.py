@@ -9,7 +9,7 @@ from crosstrain.corpus.filter import TokenLimits
 
 
 @registry.register_processor("document_length")
-class DocumentLengthRule(TokenLimits):
+class DocumentLengthFilter(TokenLimits):
     """Keeps documents of at least 128 tokens; other limits can be set."""
 
     @dataclass

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from crosstrain import Dropped, Fraction, Rule, registry
+from crosstrain import Dropped, Filter, Fraction, registry
 
 
 @registry.register_processor("repetition")
-class RepetitionRule(Rule):
+class RepetitionFilter(Filter):
     """Drops documents made of repeated lines, paragraphs or phrases, by the shares of Rae et al. 2021, table A1."""
 
     @dataclass

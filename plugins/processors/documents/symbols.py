@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from crosstrain import Dropped, Fraction, NonNegativeFloat, Rule, registry
+from crosstrain import Dropped, Filter, Fraction, NonNegativeFloat, registry
 
 _BULLETS = ("-", "*", "•", "‣", "●")
 _ELLIPSES = ("...", "…")
 
 
 @registry.register_processor("symbols")
-class SymbolsRule(Rule):
+class SymbolsFilter(Filter):
     """Drops documents with too many signs and too few words, by the shares of Rae et al. 2021, appendix A1.1."""
 
     @dataclass

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from crosstrain import Dropped, Rule, registry, require
+from crosstrain import Dropped, Filter, registry, require
 
 
 @registry.register_processor("unicode")
-class UnicodeRule(Rule):
+class UnicodeFilter(Filter):
     """Repairs wrongly decoded characters, HTML entities, ligatures and control characters, with ftfy."""
 
     @dataclass

@@ -14,7 +14,7 @@ from crosstrain.utils.files import write_json
 _INDEXES = 64  # of shards, kept
 
 
-class Texts:
+class DocumentStore:
     """All documents of all shards, numbered in order. `starts` [shards + 1] has the number of each shard's first."""
 
     def __init__(self, folder: Path, keys: list[str], starts: np.ndarray) -> None:
@@ -26,7 +26,7 @@ class Texts:
         write_json(path, {"folder": str(self.folder), "keys": self.keys, "starts": self.starts.tolist()}, indent=None)
 
     @classmethod
-    def load(cls, path: Path) -> Texts:
+    def load(cls, path: Path) -> DocumentStore:
         """As `save` wrote it."""
         found = json.loads(path.read_text())
         return cls(Path(found["folder"]), found["keys"], np.array(found["starts"], np.int64))

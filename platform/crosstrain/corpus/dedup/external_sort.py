@@ -13,7 +13,7 @@ import numpy as np
 MEMORY = 64 << 20  # bytes of rows that are sorted at once
 
 
-class Buckets:
+class ExternalSort:
     """Takes rows of two or three uint64, the first of them the key, and gives them back sorted.
 
     The rows are spread over files by their keys, each file small enough to be sorted in memory. A context manager:

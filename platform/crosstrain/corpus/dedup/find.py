@@ -12,10 +12,10 @@ import numpy as np
 
 from crosstrain.config.schema import to_plain
 from crosstrain.corpus.dedup import minhash
-from crosstrain.corpus.dedup.documents import Texts
-from crosstrain.corpus.dedup.external_sort import Buckets
+from crosstrain.corpus.dedup.documents import DocumentStore
+from crosstrain.corpus.dedup.external_sort import ExternalSort
 from crosstrain.corpus.options import DedupOptions, NearOptions
-from crosstrain.corpus.pool import Pool
+from crosstrain.corpus.pool import WorkerPool
 from crosstrain.corpus.shards import TextShard, key_of
 from crosstrain.corpus.stats import Counts
 
@@ -23,7 +23,7 @@ Advance = Callable[[int], Any]
 
 
 @dataclass
-class Repeated:
+class Duplicates:
     """A byte per document, 1 where it goes; None: all stay. `report`: how many of which kind, with examples."""
 
     marks: np.ndarray | None
@@ -46,9 +46,9 @@ class Repeated:
             start = stop
 
 
-def find_repeated(
-    options: DedupOptions, shards: list[TextShard], folder: Path, pool: Pool, advance: Advance
-) -> Repeated:
+def find_duplicates(
+    options: DedupOptions, shards: list[TextShard], folder: Path, pool: WorkerPool, advance: Advance
+) -> Duplicates:
     """Compare all documents of all shards; of those alike the first one stays.
 
     In memory are only the names of the shards, one per 8 MB of input; the rest is on disk, in `folder`.
@@ -56,24 +56,24 @@ def find_repeated(
     starts = np.concatenate(([0], np.cumsum([len(shard.rows()) for shard in shards]))).astype(np.int64)
     total = int(starts[-1])
     if not total:
-        return Repeated(None, {})
+        return Duplicates(None, {})
     search = _Search(shards, starts, folder, np.memmap(folder / "repeated", np.uint8, "w+", shape=(total,)))
     if options.exact:
         search.mark_equal()
     if options.near is not None:
         search.mark_near(options.near, pool, advance)
-    return Repeated(search.marks, search.counts.plain["dropped"])
+    return Duplicates(search.marks, search.counts.plain["dropped"])
 
 
 class _Search:
     def __init__(self, shards: list[TextShard], starts: np.ndarray, folder: Path, marks: np.ndarray) -> None:
         self.shards, self.starts, self.folder, self.marks = shards, starts, folder, marks
-        self.texts = Texts(shards[0].folder, [shard.key for shard in shards], starts)
+        self.texts = DocumentStore(shards[0].folder, [shard.key for shard in shards], starts)
         self.counts = Counts()
 
     def mark_equal(self) -> None:
         """By 128 bits of hash, which no two different documents have ever been seen to share."""
-        with Buckets(self.folder / "equal", 3, len(self.marks)) as buckets:
+        with ExternalSort(self.folder / "equal", 3, len(self.marks)) as buckets:
             for start, shard in zip(self.starts, self.shards, strict=False):
                 hashes = shard.rows()["hash"]
                 buckets.add(hashes[:, 0], hashes[:, 1], start + np.arange(len(hashes)))
@@ -84,20 +84,20 @@ class _Search:
                 for place in np.flatnonzero(again) + 1:
                     self._mark("exact", int(numbers[place]), int(numbers[first[place]]), "equal to")
 
-    def mark_near(self, options: NearOptions, pool: Pool, advance: Advance) -> None:
+    def mark_near(self, options: NearOptions, pool: WorkerPool, advance: Advance) -> None:
         """Of a pair alike the later document goes, if the earlier one stays."""
         folder = self.folder / f"near-{key_of(to_plain(options))}"
         folder.mkdir(exist_ok=True)
-        sign = minhash.Sign(self.texts.folder, folder, options)
+        sign = minhash.SignatureStage(self.texts.folder, folder, options)
         for signed in pool.run(sign, self.texts.keys):
             advance(signed)
         bands, _ = minhash.banding(options)
         total = len(self.marks)
         self.texts.save(folder / "texts.json")
-        compare = minhash.Compare(folder / "texts.json", options)
-        with Buckets(self.folder / "pairs", 2, 4 * total, highest=total) as found:
+        compare = minhash.SimilarityStage(folder / "texts.json", options)
+        with ExternalSort(self.folder / "pairs", 2, 4 * total, highest=total) as found:
             for band in range(bands):
-                with Buckets(self.folder / "band", 2, total) as buckets:
+                with ExternalSort(self.folder / "band", 2, total) as buckets:
                     for number, key in enumerate(self.texts.keys):
                         keys = np.load(folder / f"{key}.bands.npy", mmap_mode="r")[band]
                         documents = np.arange(self.starts[number], self.starts[number + 1])

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from crosstrain.corpus.dedup.documents import Texts
+from crosstrain.corpus.dedup.documents import DocumentStore
 from crosstrain.corpus.dedup.shingles import jaccard, shingles
 from crosstrain.corpus.options import NearOptions
-from crosstrain.corpus.pool import Stage
+from crosstrain.corpus.pool import CorpusStage
 from crosstrain.corpus.shards import TextShard
 from crosstrain.corpus.tokenize_stage import batches
 from crosstrain.utils.files import write_json
@@ -42,7 +42,7 @@ def banding(options: NearOptions) -> tuple[int, int]:
 
 
 @dataclass
-class Sign(Stage[str, int]):
+class SignatureStage(CorpusStage[str, int]):
     """Band keys of each document of a shard: NAME.bands.npy, uint64 [bands, documents]. Finished ones stay."""
 
     texts: Path
@@ -92,16 +92,16 @@ def pairs(rows: np.ndarray) -> np.ndarray:
 
 
 @dataclass
-class Compare(Stage[np.ndarray, np.ndarray]):
+class SimilarityStage(CorpusStage[np.ndarray, np.ndarray]):
     """The true Jaccard similarity of each pair of documents, given by their numbers, float64 [pairs]."""
 
-    index: Path  # what `Texts.save` wrote
+    index: Path  # what `DocumentStore.save` wrote
     options: NearOptions
 
     def open(self) -> None:
         self.sets: OrderedDict[int, np.ndarray] = OrderedDict()
         self.held = 0
-        self.documents = Texts.load(self.index)
+        self.documents = DocumentStore.load(self.index)
 
     def __call__(self, given: np.ndarray) -> np.ndarray:
         return np.array([self._similarity(int(a), int(b)) for a, b in given])

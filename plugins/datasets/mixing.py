@@ -33,7 +33,7 @@ def quantise(weights: Sequence[float], longest: int = LONGEST) -> list[int]:
     return counts
 
 
-class Quota:
+class MixtureOrder:
     """Whose turn each sample is. `counts` are what `quantise` gives: each one's samples in a period."""
 
     def __init__(self, counts: Sequence[int]) -> None:

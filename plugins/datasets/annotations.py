@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from crosstrain.utils.errors import DataError
+from crosstrain import DataError
 from crosstrain.utils.files import read_regular
 
 _MOST_BYTES = 1 << 32

@@ -9,7 +9,7 @@ import pytest
 
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Checker, OptionError
-from crosstrain.corpus.filter import Dropped, Rule, make_rules
+from crosstrain.corpus.filter import Dropped, Filter, make_filters
 from crosstrain.corpus.options import PrepareOptions
 from crosstrain.utils.errors import ConfigError
 
@@ -17,8 +17,8 @@ PROSE = "The town was founded long ago by fishermen. Later came traders, and aft
 GERMAN = "Die Stadt wurde vor langer Zeit von Fischern gegründet. Später kamen Händler und die Eisenbahn."
 
 
-def rule(name: str, **options: Any) -> Rule:
-    return make_rules([{"name": name, **options}])[0][1]
+def rule(name: str, **options: Any) -> Filter:
+    return make_filters([{"name": name, **options}])[0][1]
 
 
 def why(found: str | Dropped | None) -> str:
@@ -90,5 +90,5 @@ def test_what_is_no_rule_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"clean\.1\.kep: unknown key; did you mean clean\.1\.keep"):
         options(["unicode", {"name": "language", "kep": ["en"]}])
     registry.register_processor("upside_down")(object)
-    with pytest.raises(ConfigError, match="the processor upside_down is not a rule for documents"):
-        make_rules([{"name": "upside_down"}])
+    with pytest.raises(ConfigError, match="the processor upside_down is not a filter for documents"):
+        make_filters([{"name": "upside_down"}])
