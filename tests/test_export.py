@@ -22,6 +22,7 @@ from crosstrain.checkpoint import export as exporting
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.boxes import Box, Piece, Shard, flat_range_pieces, whole_pieces
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
+from crosstrain.cli import export  # its imports come before the measurement
 from crosstrain.cli.main import main
 from crosstrain.distributed.group import Group
 
@@ -174,6 +175,7 @@ def test_only_floating_point_is_converted(tmp_path: Path) -> None:
 def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, large: Path) -> None:
     program = f"""
 import re
+from crosstrain.cli import export  # its imports come before the measurement
 from crosstrain.cli.main import main
 
 def peak():  # of resident memory; getrusage would give the parent's, which a child inherits when it is forked
