@@ -22,7 +22,6 @@ from crosstrain.checkpoint import export as exporting
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.boxes import Box, Piece, Shard, flat_range_pieces, whole_pieces
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
-from crosstrain.cli import export  # its imports come before the measurement
 from crosstrain.cli.main import main
 from crosstrain.distributed.group import Group
 
