@@ -119,7 +119,7 @@ def crosstrain(steps: int, precision: str, device: str) -> Result:
     import torch  # noqa: F401 - imported before the clock starts, as by the others
     import transformers  # noqa: F401
 
-    import crosstrain.cli.train
+    from crosstrain.cli.main import main as command_line
     from crosstrain.config.registry import registry
 
     clock = Clock()
@@ -138,7 +138,7 @@ def crosstrain(steps: int, precision: str, device: str) -> Result:
         }  # fmt: skip
         project = write_project(Path(folder), SIZES, run)
         sys.stdout, real = open(os.devnull, "w"), sys.stdout  # noqa: SIM115
-        code = crosstrain.cli.train.train(str(project), [], 1, False)
+        code = command_line(["train", "--cfg-path", str(project), "--nproc-per-node", "1"])
         sys.stdout = real
         assert code == 0
     return clock.result(device)

@@ -16,7 +16,7 @@ import pytest
 
 from conftest import ENVIRONMENT, ROOT, Workspace
 from crosstrain.config.load import Config, load_config
-from crosstrain.train.preflight import check
+from crosstrain.train.preflight import preflight
 from crosstrain.utils.errors import UserError, sentence
 from mistakes import mutate
 from test_config_docs import ROWS
@@ -82,7 +82,7 @@ def attempt(data: bytes, path: Path) -> bool:
     sentences: list[str] = []
     try:
         config = load_config(path)
-        check(config, 1)
+        preflight(config, 1)
     except UserError as error:
         sentences = error.sentences
     assert time.process_time() - started < LONGEST
@@ -120,7 +120,7 @@ def test_ten_thousand_files_with_mistakes(workspace: Workspace, monkeypatch: pyt
 SERVER = """
 import os, sys
 from pathlib import Path
-import crosstrain.cli.train, crosstrain.cli.plan  # what every command line would import anew
+import crosstrain.planning.plan, crosstrain.train.worker  # every command line would import them anew
 from crosstrain.cli.main import main
 from crosstrain.config.load import load_config
 for runner in ("ddp", "zero2"):

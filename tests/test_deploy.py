@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from conftest import ROOT
-from crosstrain.cli.main import _parser
+from crosstrain.cli.main import parse
 from crosstrain.distributed.launch.rendezvous import Nodes
 
 DEPLOY = ROOT / "deploy"
@@ -93,7 +93,7 @@ def test_pods_run_the_program_with_flags_that_it_takes(document: dict[str, Any])
     for template in pod_templates(document):
         [container] = template["spec"]["containers"]
         flags = [re.sub(r"\$\((\w+)\)", lambda name: given[name[1]], flag) for flag in container["args"]]
-        a = _parser().parse_args(["train", *flags])
+        a = parse(["train", *flags])
         host = a.rdzv_endpoint.replace("crosstrain-0.crosstrain", "127.0.0.1")
         nodes = Nodes.of(a.nnodes, a.node_rank, host, a.local_addr, a.rdzv_conf)
         assert nodes is not None

@@ -174,7 +174,7 @@ def test_only_floating_point_is_converted(tmp_path: Path) -> None:
 def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, large: Path) -> None:
     program = f"""
 import re
-from crosstrain.cli import export  # its imports come before the measurement
+import crosstrain.checkpoint.export, crosstrain.inference.open_checkpoint  # imports are not measured
 from crosstrain.cli.main import main
 
 def peak():  # of resident memory; getrusage would give the parent's, which a child inherits when it is forked

@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 from conftest import Workspace
-from crosstrain.cli.plan import _make as make_plan
-from crosstrain.config.load import load_config
+from crosstrain.config.load import Config, load_config
 from crosstrain.config.registry import registry
-from crosstrain.planning.format import Budget
-from crosstrain.train.preflight import check
+from crosstrain.planning.estimate import Project
+from crosstrain.planning.plan import Budget, make_plan
+from crosstrain.train.preflight import dry_run, preflight
 from crosstrain.utils.errors import ConfigError
 from families import tiny
 from ranks import train
@@ -85,7 +85,7 @@ MISTAKES = {
 @pytest.mark.parametrize("option", MISTAKES)
 def test_what_a_model_cannot_is_said_before_any_worker_starts(workspace: Workspace, option: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check(load_config(str(workspace.project), ("run.runner=megatron_tp2", option)), 4)
+        preflight(load_config(str(workspace.project), ("run.runner=megatron_tp2", option)), 4)
     assert MISTAKES[option] in str(caught.value)
 
 
@@ -95,7 +95,7 @@ def test_the_degrees_that_are_offered_divide_all_that_is_cut(workspace: Workspac
     project(workspace, {"arch": "qwen", **sizes, "num_attention_heads": 8, "num_key_value_heads": 2})
     four = "run.runner={name: megatron, tensor_parallel: 4}"
     with pytest.raises(ConfigError, match=r"self_attn.k_proj.weight of shape \[8, 32\].* are 2 x 4; .* allows 1, 2$"):
-        check(load_config(str(workspace.project), (four,)), 4)
+        preflight(load_config(str(workspace.project), (four,)), 4)
 
 
 @pytest.mark.slow
@@ -169,12 +169,21 @@ def test_a_plan_that_cannot_compute_is_refused_before_any_worker_starts(
 ) -> None:
     runner = {"name": "megatron", "tensor_parallel": 2, "plan": GPTJ_PLAN}
     project(workspace, GPTJ, runner)
-    for refuse in (lambda c: check(c, 2), lambda c: make_plan(c, Budget(), 2, {})):
+
+    def check(config: Config) -> None:
+        ready = preflight(config, 2)
+        Project(config, ready.model, ready.sample).check_layouts(ready.plan, 2)
+
+    def plan(config: Config) -> None:
+        ready = dry_run(config, 2)
+        make_plan(Project(config, ready.model, ready.sample), Budget(), 2, {})
+
+    for refuse in (check, plan):
         with pytest.raises(ConfigError, match=r"cannot compute as it is spread over ranks \(.*\); is something mi"):
             refuse(load_config(str(workspace.project)))
     assert "Traceback" not in capfd.readouterr().err
     runner["plan"] = GPTJ_PLAN | {"transformer.h.*.attn.num_attention_heads": "divide"}
-    check(load_config(str(project(workspace, GPTJ, runner).project)), 2)
+    check(load_config(str(project(workspace, GPTJ, runner).project)))
 
 
 @pytest.mark.slow

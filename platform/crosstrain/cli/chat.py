@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from crosstrain.cli.flags import positive
 from crosstrain.utils.errors import UserError, printable, sentence
 
 _SECONDS = 600.0  # without a word
@@ -110,7 +111,18 @@ class Talk:
         self.images.append({"type": "image_url", "image_url": {"url": url}})
 
 
-def chat(arguments: argparse.Namespace) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8000", metavar="URL", help="default: http://127.0.0.1:8000")
+    parser.add_argument("--api-key", metavar="KEY", help="default: $CROSSTRAIN_API_KEY")
+    parser.add_argument("--model", metavar="NAME", help="default: the server's first")
+    parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
+    parser.add_argument("--max-tokens", type=positive, metavar="N", help="of an answer (default: what fits)")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 takes the likeliest token")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    parser.add_argument("--seed", type=int)
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Converse until the end of the input; returns the exit code."""
     client = Client(arguments.url, arguments.api_key or os.environ.get("CROSSTRAIN_API_KEY"))
     request: dict[str, Any] = {"model": arguments.model or client.model(), "temperature": arguments.temperature}

@@ -1,4 +1,4 @@
-"""`crosstrain evaluate`: what a checkpoint is worth, and what it says."""
+"""`crosstrain evaluate`: loss, perplexity, scores and text from a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,81 +6,102 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from crosstrain.checkpoint import folders
+from crosstrain.cli.flags import add_checkpoint, add_config
 from crosstrain.config.load import Config
-from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.distributed.launch.launcher import Launch, launch
-from crosstrain.engine.build import build_model, check_fit, make_runner
-from crosstrain.inference.conversation import ChatSession
-from crosstrain.inference.generation import Sampling, generate
-from crosstrain.inference.lm_eval_tasks import run_tasks
-from crosstrain.inference.open_checkpoint import check_model, check_ranks, chosen_config, open_tokenizer
-from crosstrain.inference.perplexity import evaluate_loss
-from crosstrain.inference.vqa_report import answer_splits
 from crosstrain.utils.errors import UserError, printable, sentence
 from crosstrain.utils.logging import log, set_up_logging
 from crosstrain.utils.optional_deps import require
 from crosstrain.utils.units import finite
 
-_MICRO_BATCH = 8  # samples per forward where the run does not say; the result does not depend on it
+if TYPE_CHECKING:
+    from crosstrain.engine.runner import Runner
+    from crosstrain.inference.conversation import ChatSession
+    from crosstrain.inference.generation import Sampling
+
+_MICRO_BATCH = 8  # samples per forward where the run has no number; the result does not depend on it
 
 
-def evaluate(arguments: argparse.Namespace) -> int:
-    """Evaluate `arguments.checkpoint`; returns the exit code."""
-    checkpoint = folders.find_checkpoint(Path(arguments.checkpoint))
-    config = chosen_config(checkpoint, arguments)
-    how = Launch.detect(arguments.nproc_per_node, config.run.device)
-    if arguments.interactive and how.world_size > 1:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    splits: dict[str, Any] = {"nargs": "*", "default": None, "choices": ("train", "val", "test"), "metavar": "SPLIT"}
+    add_checkpoint(parser)
+    add_config(parser, required=False)
+    parser.add_argument(
+        "--splits", help="splits to evaluate (default: val and test, unless the flags ask for text)", **splits
+    )
+    parser.add_argument("--max-samples", type=int, metavar="N", help="at most N samples of each split")
+    parser.add_argument("--generate", nargs="+", default=[], metavar="PROMPT", help="complete these prompts")
+    parser.add_argument("--image", nargs="+", default=[], metavar="FILE", help="images that the prompts are about")
+    parser.add_argument("--answers", help="ask the questions of these splits, whose answers are known (default: test)",
+                        **splits)  # fmt: skip
+    parser.add_argument("--sheet", metavar="FILE", help="a picture of images, questions and --answers")
+    parser.add_argument("--tasks", nargs="+", default=[], metavar="NAME", help="tasks of lm-evaluation-harness to run")
+    parser.add_argument("--task-path", metavar="DIR", help="a folder with more task files of the harness")
+    parser.add_argument("--interactive", action="store_true", help="complete prompts as you type them; `stop` ends")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 takes the likeliest token")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="0 keeps every token")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    parser.add_argument("--num-completions", type=int, default=1, metavar="N")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", metavar="FILE", help="write the results as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Evaluate a checkpoint; returns the exit code."""
+    from crosstrain.checkpoint.folders import find_checkpoint
+    from crosstrain.data.splits import open_split, prepare_data
+    from crosstrain.inference.open_checkpoint import check_model, check_ranks, chosen_config
+
+    a = arguments
+    checkpoint = find_checkpoint(Path(a.checkpoint))
+    config = chosen_config(checkpoint, a)
+    how = Launch.detect(a.nproc_per_node, config.run.device)
+    if a.interactive and how.world_size > 1:
         raise UserError("--interactive: prompts are typed into one process; use --nproc-per-node 1")
-    splits = arguments.splits
+    asked = [] if a.answers is None else a.answers or ["test"]
+    splits = a.splits
     if splits is None:
-        others = arguments.generate or arguments.interactive or arguments.answers or arguments.tasks
-        splits = [] if others else ["val", "test"]
-    if arguments.sheet and not arguments.answers:
+        splits = [] if a.generate or a.interactive or asked or a.tasks else ["val", "test"]
+    if a.sheet and not asked:
         raise UserError("--sheet: shows what --answers found; give both")
-    if arguments.image and not (arguments.generate or arguments.interactive):
-        raise UserError("--image: say what is asked about it, with --generate or --interactive")
-    if arguments.tasks:
+    if a.image and not (a.generate or a.interactive):
+        raise UserError("--image: ask about it with --generate or --interactive")
+    if a.tasks:
         require("lm_eval", "--tasks")
-    elif arguments.task_path:
+    elif a.task_path:
         raise UserError("--task-path: name tasks with --tasks")
-    job = {
-        "checkpoint": str(checkpoint),
-        "trust": config.trust,
-        "splits": splits,
-        "max_samples": arguments.max_samples,
-        "prompts": arguments.generate,
-        "images": arguments.image,
-        "answers": arguments.answers,
-        "sheet": arguments.sheet,
-        "tasks": arguments.tasks,
-        "task_path": arguments.task_path,
-        "interactive": arguments.interactive,
-        "output": arguments.output,
-    }
-    sampling = Sampling(
-        arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.top_p,
-        arguments.num_completions, arguments.seed,
-    )  # fmt: skip
     check_ranks(config, how.world_size)
     check_model(config, checkpoint)
-    if opened := dict.fromkeys([*splits, *arguments.answers]):
+    if opened := dict.fromkeys([*splits, *asked]):
         prepare_data(config)
         for split in opened:
             open_split(config, split)
-    return launch(evaluate_worker, (config.plain, job, sampling), how)
+    job = vars(a) | {"checkpoint": checkpoint, "trust": config.trust, "splits": splits, "answers": asked}
+    return launch(evaluate_worker, (config.plain, job), how)
 
 
-def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], sampling: Sampling) -> int:
-    """What every worker runs."""
-    config = Config.from_plain(plain, trust=job["trust"])
+def evaluate_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
+    """Evaluate on this rank; `job` has the command line's flags."""
+    from crosstrain.data.splits import open_split
+    from crosstrain.engine.build import build_model, check_fit, make_runner
+    from crosstrain.inference.conversation import ChatSession
+    from crosstrain.inference.generation import Sampling
+    from crosstrain.inference.lm_eval_tasks import run_tasks
+    from crosstrain.inference.open_checkpoint import open_tokenizer
+    from crosstrain.inference.perplexity import evaluate_loss
+    from crosstrain.inference.vqa_report import answer_splits
+
+    config, checkpoint = Config.from_plain(plain, trust=job["trust"]), job["checkpoint"]
+    sampling = Sampling(
+        job["max_new_tokens"], job["temperature"], job["top_k"], job["top_p"], job["num_completions"], job["seed"]
+    )
     runner = make_runner(config)
     runner.setup()
     is_main = runner.world.rank == 0
     set_up_logging(None, quiet=not is_main)
-    checkpoint = Path(job["checkpoint"])
     build_model(config, runner, checkpoint, for_training=False)
     results: dict[str, Any] = {"checkpoint": str(checkpoint), "splits": {}, "completions": []}
     micro_batch = config.run.micro_batch_size or _MICRO_BATCH
@@ -102,10 +123,10 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], sampling: Sampli
         results["tasks"] = run_tasks(
             runner, open_tokenizer(checkpoint), job["tasks"], job["task_path"], job["max_samples"], is_main
         )
-    if job["prompts"] or job["interactive"]:
+    if job["generate"] or job["interactive"]:
         tokenizer = open_tokenizer(checkpoint)
-        talk = ChatSession.about(job["images"], config, checkpoint) if job["images"] else None
-        for prompt in job["prompts"]:
+        talk = ChatSession.about(job["image"], config, checkpoint) if job["image"] else None
+        for prompt in job["generate"]:
             texts = _complete(runner, tokenizer, prompt, sampling, show=is_main, talk=talk)
             results["completions"].append({"prompt": prompt, "completions": texts})
         if job["interactive"]:
@@ -119,9 +140,11 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], sampling: Sampli
 
 
 def _complete(
-    runner: Any, tokenizer: Any, prompt: str, sampling: Sampling, *, show: bool, talk: ChatSession | None = None
+    runner: Runner, tokenizer: Any, prompt: str, sampling: Sampling, *, show: bool, talk: ChatSession | None
 ) -> list[str]:
     """Completions of a prompt, or answers to it where it is about images; a single one is shown as it grows."""
+    from crosstrain.inference.generation import generate
+
     streaming = show and sampling.num_completions == 1
 
     def on_text(_completion: int, piece: str) -> None:
@@ -142,13 +165,10 @@ def _complete(
 
 
 def _converse(
-    runner: Any,
-    tokenizer: Any,
-    sampling: Sampling,
-    completions: list[dict[str, Any]],
-    talk: ChatSession | None,
+    runner: Runner, tokenizer: Any, sampling: Sampling, completions: list[dict[str, Any]], talk: ChatSession | None
 ) -> None:
-    about = "" if talk is None else "; `image FILE` adds an image, `new` forgets what was said"
+    """Complete the prompts that are typed, until `stop` or the end of the input."""
+    about = "" if talk is None else "; `image FILE` adds an image, `new` starts over"
     print(f"type a prompt, or `stop` to end{about}")
     while True:
         try:

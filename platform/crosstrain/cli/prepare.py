@@ -11,9 +11,7 @@ from crosstrain.config.bounds import FilePath
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Checker, OptionError, defaults, options_class
 from crosstrain.config.sources import Origins, merge, plain_layer, read_options, read_yaml, resolve
-from crosstrain.corpus import tools
 from crosstrain.corpus.options import PrepareOptions
-from crosstrain.corpus.prepare import prepare as make
 from crosstrain.utils import paths
 from crosstrain.utils.errors import UserError, printable
 
@@ -36,8 +34,32 @@ class Recipe(PrepareOptions):
         return PrepareOptions(**{field.name: getattr(self, field.name) for field in fields(PrepareOptions)})
 
 
-def prepare(arguments: argparse.Namespace) -> int:
-    """Do what `arguments` say; returns the exit code."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dataset", nargs="?", metavar="WHAT",
+                        help="inspect, merge or split; or a dataset that makes files")  # fmt: skip
+    parser.add_argument("paths", nargs="*", metavar="DIR", help="of inspect, merge and split: prepared folders")
+    parser.add_argument("--cfg-path", metavar="FILE", help="a recipe; the other flags override it")
+    parser.add_argument("--input", nargs="+", metavar="PATH",
+                        help=".txt files, folders of them, JSONL, parquet, or `stdlib`")  # fmt: skip
+    parser.add_argument("--output", metavar="DIR")
+    parser.add_argument("--tokenizer", metavar="NAME_OR_PATH", help="a Hugging Face tokenizer, or vocab.json's folder")
+    parser.add_argument("--train-tokenizer", type=int, metavar="N", help="train a byte-level BPE of N ids instead")
+    parser.add_argument("--text-key", metavar="KEY", help="key of the text in JSONL and parquet")
+    parser.add_argument("--separator", metavar="TEXT", help="cuts .txt files into documents (default: one per file)")
+    parser.add_argument("--min-tokens", type=int, metavar="N", help="drop shorter documents")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
+    parser.add_argument("--shares", type=float, nargs="+", metavar="N", help="of split: the parts' shares")
+    parser.add_argument("--document", type=int, default=0, metavar="N", help="of inspect: number of the one to show")
+    parser.add_argument(
+        "--options", nargs="+", default=[], metavar="KEY=VALUE", help="of the recipe, or of the named dataset"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prepare, inspect, merge or split; returns the exit code."""
+    from crosstrain.corpus.prepare import prepare
+
     verbs = {"inspect": _inspect, "merge": _merge, "split": _split}
     if arguments.dataset in verbs:
         return verbs[arguments.dataset](arguments)
@@ -46,7 +68,7 @@ def prepare(arguments: argparse.Namespace) -> int:
     if arguments.dataset is not None:
         return _prepare_dataset(arguments.dataset, _output(arguments), arguments.options)
     recipe = read_recipe(arguments)
-    summary = make(recipe.how, Path(str(recipe.output)), overwrite=arguments.overwrite)
+    summary = prepare(recipe.how, Path(str(recipe.output)), overwrite=arguments.overwrite)
     print(
         f"{recipe.output}: {summary.documents:,} documents, {summary.tokens:,} tokens ({summary.dtype}), vocabulary "
         f"{summary.vocab_size:,}" + (f", {summary.dropped:,} documents dropped" if summary.dropped else "")
@@ -77,6 +99,8 @@ def _output(arguments: argparse.Namespace) -> str:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
+    from crosstrain.corpus import tools
+
     if not arguments.paths:
         raise UserError("prepare inspect: name a prepared folder, or a Megatron prefix")
     for path in arguments.paths:
@@ -85,6 +109,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _merge(arguments: argparse.Namespace) -> int:
+    from crosstrain.corpus import tools
+
     if len(arguments.paths) < 2:
         raise UserError("prepare merge: name two prepared folders or more")
     output = _output(arguments)
@@ -94,6 +120,8 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _split(arguments: argparse.Namespace) -> int:
+    from crosstrain.corpus import tools
+
     if len(arguments.paths) != 1 or not arguments.shares:
         raise UserError("prepare split: name one prepared folder, and --shares such as 90 10")
     made = tools.split(arguments.paths[0], Path(_output(arguments)), arguments.shares)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from crosstrain.monitor.report.page import page
@@ -10,21 +11,23 @@ from crosstrain.utils.errors import UserError, printable
 from crosstrain.utils.files import write_atomically
 
 
-def report(folders: list[str], output: str) -> int:
-    """Write the page about the runs in `folders` to `output`; returns the exit code.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder (run.output_dir)")
+    parser.add_argument("--output", default="report.html", metavar="FILE", help="the page (default: report.html)")
 
-    Raises UserError for a folder that holds no run and where the page cannot be written.
-    """
-    path = Path(output)
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the page; returns the exit code. Raises UserError for a folder without a run and an output that fails."""
+    path = Path(arguments.output)
     if path.is_dir():
         raise UserError(f"--output: {path} is a folder; name the page's file")
-    runs = read_runs(folders)
+    runs = read_runs(arguments.runs)
     try:
         write_atomically(path, page(runs))
     except OSError as error:
         raise UserError(f"--output: {path} cannot be written ({error.strerror})") from None
-    for run in runs:
-        for problem in run.problems:
-            print(printable(f"note: {run.name}: {problem}"))
+    for found in runs:
+        for problem in found.problems:
+            print(printable(f"note: {found.name}: {problem}"))
     print(f"{path}: {len(runs)} run(s), {path.stat().st_size / 1024:.0f} KiB; open it in any browser")
     return 0

@@ -7,26 +7,44 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from crosstrain.checkpoint import folders
+from crosstrain.cli.flags import add_checkpoint, add_config, positive
 from crosstrain.distributed.launch.launcher import Launch, launch
-from crosstrain.inference.open_checkpoint import check_model, check_ranks, chosen_config, open_tokenizer
-from crosstrain.serving.encoding import check_decoder
-from crosstrain.serving.limits import Limits
-from crosstrain.serving.server import ServerOptions, serve_worker
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.optional_deps import require
 
 _KEY = "CROSSTRAIN_API_KEY"
 
 
-def serve(arguments: argparse.Namespace) -> int:
-    """Serve `arguments.checkpoint` until a signal comes; returns the exit code."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_checkpoint(parser)
+    add_config(parser, required=False)
+    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000; 0 takes a free one")
+    parser.add_argument("--name", metavar="NAME", help="model name shown to clients (default: the run folder's name)")
+    parser.add_argument("--api-key", metavar="KEY", help="key that clients must send (default: $CROSSTRAIN_API_KEY)")
+    parser.add_argument("--batch", type=positive, default=8, metavar="N",
+                        help="sequences that are computed together (default: 8)")  # fmt: skip
+    parser.add_argument("--max-waiting", type=positive, default=512, metavar="N",
+                        help="completions that may wait; others are refused (default: 512)")  # fmt: skip
+    parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for a request (default: 600)")
+    parser.add_argument("--header-timeout", type=float, default=10, metavar="SECONDS",
+                        help="for a request's headers to arrive (default: 10)")  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve a checkpoint until a signal comes; returns the exit code."""
+    from crosstrain.checkpoint.folders import find_checkpoint
+    from crosstrain.inference.open_checkpoint import check_model, check_ranks, chosen_config, open_tokenizer
+    from crosstrain.serving.encoding import check_decoder
+    from crosstrain.serving.limits import Limits
+    from crosstrain.serving.server import ServerOptions, serve_worker
+
     for module in ("uvicorn", "starlette", "pydantic"):
         require(module, "serving")
     limits = Limits(
         arguments.batch, arguments.max_waiting, arguments.timeout, header_seconds=arguments.header_timeout
     )  # fmt: skip
-    checkpoint = folders.find_checkpoint(Path(arguments.checkpoint))
+    checkpoint = find_checkpoint(Path(arguments.checkpoint))
     key = os.environ.get(_KEY) if arguments.api_key is None else arguments.api_key
     if key is not None and not key.strip():
         raise UserError(f"--api-key, ${_KEY}: an empty key lets nobody in; leave it out to need none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from crosstrain.config.run_options import RunOptions
@@ -41,3 +42,10 @@ class BatchPlan:
                 f"the nearest valid global_batch_size is {nearest}"
             )
         return cls(total, micro or total // unit, accumulation or total // unit, dp_size)
+
+    def steps(self, run: RunOptions, samples: int) -> int:
+        """Steps of the whole run over a training split of `samples` samples."""
+        if run.max_iters is not None:
+            return run.max_iters
+        assert run.max_epoch is not None  # one of the two is always given
+        return math.ceil(run.max_epoch * samples / self.global_batch)

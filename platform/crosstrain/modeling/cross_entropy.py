@@ -22,7 +22,7 @@ from crosstrain.utils.types import IGNORE_INDEX
 _FP16_LIFT = 2.0**15
 
 # Rows of logits that go through the softmax together on a CPU: small enough to stay in the cache in fp32.
-_CPU_SOFTMAX_ROWS = 32
+CPU_SOFTMAX_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ def token_cross_entropy(
     chunk_tokens: int = 1024,
     group: dist.ProcessGroup | None = None,
     logits: Logits = PLAIN,
+    traced_rows: int | None = None,
 ) -> Tensor:
     """Sum over target tokens of -log softmax(hidden @ weight.T)[label], an fp32 scalar (fp64 for fp64 inputs).
 
@@ -76,6 +77,9 @@ def token_cross_entropy(
     With a `group`, `weight` is this rank's share of the rows: of P ranks, rank r holds [V/P, H] from row r V/P on, and
     of a bias the same. Two numbers per token are exchanged, never logits. Every rank returns the loss; the gradient of
     `hidden` is this rank's part, and the sum over the ranks is the whole. Collective.
+
+    `traced_rows` is for tracing memory without values: of each chunk only so many rows go through the softmax, all at
+    once, because the memory of all others is the same after the first ones' is free.
 
     Can be differentiated once, with respect to `hidden`, `weight` and the bias. Raises ValueError for shapes that do
     not match, and what `torch.gather` raises for a label outside the vocabulary.
@@ -104,6 +108,7 @@ def token_cross_entropy(
         first,
         group,
         logits,
+        traced_rows,
         logits.bias,
     )
 
@@ -114,6 +119,8 @@ class Head:
     A model calls its `head`, so that a runner that spreads the vocabulary over ranks can put another in its place.
     """
 
+    traced_rows: int | None = None  # of `token_cross_entropy`; set by the plan alone
+
     def __call__(
         self, hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: int, logits: Logits = PLAIN
     ) -> Tensor:
@@ -123,7 +130,9 @@ class Head:
         position.
         """
         if labels is not None:
-            return token_cross_entropy(hidden, weight, labels, vocab_size=vocab_size, logits=logits)
+            return token_cross_entropy(
+                hidden, weight, labels, vocab_size=vocab_size, logits=logits, traced_rows=self.traced_rows
+            )
         last = nn.functional.linear(hidden[:, -1], weight[:vocab_size]).float()
         replace(logits, bias=None if logits.bias is None else logits.bias[:vocab_size]).apply_(last)
         return last
@@ -143,6 +152,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
         first: int,
         group: dist.ProcessGroup | None,
         head: Logits,
+        traced_rows: int | None,
         _bias: Tensor | None,  # of `head`, to be differentiated by
     ) -> Tensor:
         ctx.lift = _FP16_LIFT if dtype == torch.float16 else 1.0
@@ -163,10 +173,16 @@ class _TokenCrossEntropy(torch.autograd.Function):
                 logits[:, rows:] = -torch.inf
                 targets = labels[chunk, None].masked_fill(skip, 0)
                 lift = ctx.lift if any(needed) else None
+                part = slice(traced_rows)
+                at_once = traced_rows or (CPU_SOFTMAX_ROWS if hidden.device.type == "cpu" else max(len(h), 1))
                 if group is None:
-                    losses[chunk] = _losses_and_gradient(logits, targets, lift)
+                    found = _losses_and_gradient(logits[part], targets[part], lift, at_once)
                 else:
-                    losses[chunk] = _losses_and_gradient_of_share(logits, targets - first, lift, group)
+                    found = _losses_and_gradient_of_share(logits[part], targets[part] - first, lift, at_once, group)
+                if traced_rows is not None:
+                    found = found.new_empty(len(h))
+                losses[chunk] = found
+                del found
                 if slope is not None and lift is not None:
                     logits.mul_(slope)
                 # Tokens without a target are taken out of the products: their rows of logits would be a whole pass.
@@ -192,15 +208,14 @@ class _TokenCrossEntropy(torch.autograd.Function):
             None if grad is None else grad.mul_(factor).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return hidden, weight, *[None] * 8, bias
+        return hidden, weight, *[None] * 9, bias
 
 
-def _losses_and_gradient(logits: Tensor, targets: Tensor, lift: float | None) -> Tensor:
+def _losses_and_gradient(logits: Tensor, targets: Tensor, lift: float | None, rows: int) -> Tensor:
     """Loss of each row of `logits`; unless `lift` is None they become `lift` x the gradient of the losses' sum.
 
-    logits [n, V]; targets [n, 1], each in range(V).
+    logits [n, V]; targets [n, 1], each in range(V); `rows` go through the softmax at once.
     """
-    rows = _CPU_SOFTMAX_ROWS if logits.device.type == "cpu" else len(logits)
     losses = []
     for x, target in zip(logits.split(rows), targets.split(rows), strict=True):
         p = torch.softmax(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -214,13 +229,12 @@ def _losses_and_gradient(logits: Tensor, targets: Tensor, lift: float | None) ->
 
 
 def _losses_and_gradient_of_share(
-    logits: Tensor, targets: Tensor, lift: float | None, group: dist.ProcessGroup
+    logits: Tensor, targets: Tensor, lift: float | None, rows: int, group: dist.ProcessGroup
 ) -> Tensor:
     """`_losses_and_gradient` where each rank of `group` has its share of the columns.
 
     logits [n, V/P]; targets [n, 1], relative to this share's first column, and so outside of it on all ranks but one.
     """
-    rows = _CPU_SOFTMAX_ROWS if logits.device.type == "cpu" else max(len(logits), 1)
     exact = torch.promote_types(logits.dtype, torch.float32)
     here = (targets >= 0) & (targets < logits.shape[1])
     columns = targets.masked_fill(~here, 0)

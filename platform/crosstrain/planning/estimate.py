@@ -1,14 +1,15 @@
-"""From what ranks hold and what computing takes to memory, arithmetic, traffic and time."""
+"""Estimate memory, arithmetic and traffic of a run from its ranks' footprints and a traced micro batch."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from crosstrain.config.batch import BatchPlan
@@ -20,9 +21,8 @@ from crosstrain.engine.optimizer import create_state, optimizer_factory
 from crosstrain.engine.precision import DTYPES
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.base import Model
-from crosstrain.planning.fake_world import pretended
 from crosstrain.planning.memory_trace import Trace, trace
-from crosstrain.utils.errors import ConfigError, first_line
+from crosstrain.utils.errors import ConfigError, explained, first_line
 from crosstrain.utils.logging import log
 from crosstrain.utils.types import Batch
 
@@ -59,17 +59,16 @@ class Estimate:
 
 
 class Project:
-    """A configuration, asked under any number of runners; the model is built once, and traced once for each use.
+    """A configuration and its model, for estimates under any number of runners; traces are made once and kept.
 
-    inputs: one sample's tensors on the meta device as a batch of one, or None where its shape is not known: then there
-    are no activations. absent: folders of weights that are not here. Raises what building the model raises.
+    model: on the meta device. inputs: one sample as a batch on the meta device; None where its shape is not known:
+    then there are no activations. absent: folders of weights that are not on this machine.
     """
 
-    def __init__(
-        self, config: Config, model: Model, inputs: Batch | None, device: str, absent: list[str] | None = None
-    ) -> None:
-        self.config, self.model, self.inputs, self.device = config, model, inputs, device
-        self.absent = absent or []
+    def __init__(self, config: Config, model: Model, inputs: Batch | None, absent: list[str] | None = None) -> None:
+        self.config, self.model, self.inputs, self.absent = config, model, inputs, absent or []
+        auto = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = auto if config.run.device == "auto" else config.run.device
         self.sizes = Sizes.of(model)
         self.dtype = DTYPES[config.run.amp.dtype]
         self.problem: str | None = None  # why there are no activations
@@ -81,7 +80,7 @@ class Project:
         mode = mode or config.run.gradient_checkpointing
         runner = registry.get("runner", config.runner.name)
         runner.check_model(config.runner.options, self.model)
-        with pretended(world_size):
+        with fake_world(world_size):
             found = []
             for layout in self._layouts(config, world_size, batch):
                 traced = self.trace_of(layout, batch.micro_batch, mode)
@@ -90,15 +89,14 @@ class Project:
         most = found[0][0]
         return Estimate(label, world_size, batch, mode, most, [m for m, _ in found[1:]], max(sent for _, sent in found))
 
-    def check_layouts(self, config: Config, world_size: int) -> None:
-        """ConfigError where the model computes on its own, but not as the runner spreads it over ranks."""
-        batch = batch_plan(config, world_size)
-        with pretended(world_size):
-            for layout in self._layouts(config, world_size, batch):
+    def check_layouts(self, batch: BatchPlan, world_size: int) -> None:
+        """Raise ConfigError where the model computes on its own, but not as the runner spreads it over ranks."""
+        with explained("the model cannot be spread over ranks by this runner"), fake_world(world_size):
+            for layout in self._layouts(self.config, world_size, batch):
                 if layout.model is not None:
                     self.trace_of(layout, batch.micro_batch, "none")
         if self.problem is not None:
-            log.warning("%s cannot be checked before it runs: %s", config.model.name, self.problem)
+            log.warning("%s cannot be checked before it runs: %s", self.config.model.name, self.problem)
 
     def _layouts(self, config: Config, world_size: int, batch: BatchPlan) -> list[Layout]:
         at = Situation(self.model, self._batch_of(batch.micro_batch), config.run, world_size, batch, self.device)
@@ -217,6 +215,14 @@ def with_options(
     return replace(config, run=run)
 
 
-def steps_for(tokens: float, per_step: int) -> int:
-    """Steps until at least so many tokens were seen."""
-    return math.ceil(tokens / per_step)
+@contextmanager
+def fake_world(world_size: int) -> Iterator[None]:
+    """A fake process group of `world_size` ranks, this one the first; exchanges do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # the import registers the backend
+
+    assert not dist.is_initialized()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

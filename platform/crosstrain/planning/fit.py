@@ -1,62 +1,114 @@
-"""Refuse a run whose memory cannot fit before it starts."""
+"""Check that a run fits into a device's memory, and find the mildest change that makes it fit."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from crosstrain.config.load import Config
-from crosstrain.config.registry import registry
-from crosstrain.data.splits import first_batch, open_split, training_dataset
-from crosstrain.engine.build import freeze, model_on_meta
-from crosstrain.planning.estimate import Project
-from crosstrain.planning.fake_world import without_weights
-from crosstrain.planning.suggest import nearest, needs
+from crosstrain.modeling.activation_checkpointing import Mode
+from crosstrain.planning.estimate import Estimate, Project, with_options
 from crosstrain.utils.errors import UserError
-from crosstrain.utils.types import Batch
-from crosstrain.utils.units import read_bytes, show_bytes
+from crosstrain.utils.units import show_bytes
+
+# Slower ones later; `offload` takes fairscale and host memory.
+_CHEAPER: tuple[Mode, ...] = ("none", "selective", "full", "offload")
+_Change = tuple[list[str], Config]  # settings as --options takes them, and the configuration with them
 
 
-def refuse_what_cannot_fit(config: Config, world_size: int, device_memory: str | None) -> None:
-    """UserError where the run needs more memory than its device has, if that is given or known."""
-    limit = read_bytes(device_memory, "--device-memory") if device_memory else _known_memory(config)
-    if limit is None:
-        return
-    project = _project(config)
-    estimate = project.estimate(config.runner.name, config, world_size)
-    if (needed := needs(estimate, project.device)) > limit:
-        advice = nearest(project, config, {}, world_size, limit)
+def gpu_memory(config: Config) -> int | None:
+    """Bytes of this machine's GPU; None for a CPU, whose memory other programs use, too."""
+    if config.run.device == "cpu" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(0).total_memory
+
+
+def check_memory(project: Project, world_size: int, limit: int) -> None:
+    """Raise UserError, with the nearest change that fits, where a rank needs more than `limit` bytes."""
+    needed = needs(project.estimate("", project.config, world_size), project.device)
+    if needed > limit:
+        advice = nearest(project, project.config, {}, world_size, limit)
         raise UserError(
             f"a rank would need {show_bytes(needed)} of memory, and its device has {show_bytes(limit)}"
             f"{f'; {advice}' if advice else ''}; `crosstrain plan` shows other layouts, and --no-fit-check starts it"
         )
 
 
-def _known_memory(config: Config) -> int | None:
-    """Bytes of a GPU that is here; not known of a CPU, whose memory others use, too."""
-    if config.run.device == "cpu" or not torch.cuda.is_available():
-        return None
-    return torch.cuda.get_device_properties(0).total_memory
+def needs(estimate: Estimate, device: str) -> int:
+    """Bytes that the fullest rank needs on its device; on a CPU, host memory included."""
+    memory = estimate.memory
+    return memory.total + (sum(memory.host.values()) if device == "cpu" else 0)
 
 
-def _project(config: Config) -> Project:
-    described, absent = without_weights(config.model, config.sized)
-    model = model_on_meta(replace(config, model=described))
-    freeze(model, config.run.freeze)
-    device = config.run.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Project(config, model, _inputs(config), device, absent)
+@dataclass
+class Advice:
+    """The mildest change that fits, or the one that comes closest."""
+
+    settings: list[str]  # key=value, as --options takes them
+    needs: int  # bytes
+    fits: bool
+
+    def __str__(self) -> str:
+        change = f"{' '.join(self.settings)} ({show_bytes(self.needs)})"
+        if self.fits:
+            return f"nearest that fits: {change}"
+        return f"nothing tried fits; closest: {change}; use more ranks or larger devices"
 
 
-def _inputs(config: Config) -> Batch | None:
-    """One sample's shapes, without the data if the dataset can tell, else of the first sample if the data is there."""
-    component = training_dataset(config)
-    shapes = registry.get("dataset", component.name).shapes(component.options)
-    if shapes is not None:
-        return shapes
-    try:
-        return first_batch(open_split(config, "train"))
-    except (UserError, OSError):
-        return None
+def nearest(
+    project: Project, config: Config, others: Mapping[str, Config], world_size: int, limit: int
+) -> Advice | None:
+    """The fewest and mildest changes to `config` that fit into `limit` bytes; None where no layout is possible.
+
+    Gradient checkpointing changes first, then the micro batch, then the runner; of two runners the one that sends less.
+    """
+    closest: Advice | None = None
+    for group in _candidates(config, others):
+        fitting: list[tuple[int, Advice]] = []
+        for settings, changed in group:
+            try:
+                estimate = project.estimate("", changed, world_size)
+            except UserError:
+                continue
+            needed = needs(estimate, project.device)
+            advice = Advice(settings, needed, needed <= limit)
+            if advice.fits:
+                fitting.append((estimate.sent, advice))
+            elif closest is None or advice.needs < closest.needs:
+                closest = advice
+        if fitting:
+            return min(fitting, key=lambda one: one[0])[1]
+    return closest
+
+
+def _candidates(config: Config, others: Mapping[str, Config]) -> Iterator[list[_Change]]:
+    """Groups of equally mild changes, the mildest group first."""
+    modes = _CHEAPER[_CHEAPER.index(config.run.gradient_checkpointing) + 1 :]
+
+    def change(mode: Mode | None = None, micro: int | None = None, runner: str | None = None) -> _Change:
+        settings = [] if runner is None else [f"run.runner={runner}"]
+        settings += [] if mode is None else [f"run.gradient_checkpointing={mode}"]
+        settings += [] if micro is None else [f"run.micro_batch_size={micro}", "run.accum_grad_iters=null"]
+        return settings, with_options(config if runner is None else others[runner], micro, mode)
+
+    smaller = list(_halves(config))
+    yield from ([change(mode)] for mode in modes)
+    yield from ([change(None, micro)] for micro in smaller)
+    strongest: Mode | None = "full" if "full" in modes else None
+    if strongest:
+        yield from ([change(strongest, micro)] for micro in smaller)
+    yield [change(None, None, name) for name in others]
+    if strongest:
+        yield [change(strongest, None, name) for name in others]
+    if smaller:
+        yield [change(strongest, 1, name) for name in others]
+
+
+def _halves(config: Config) -> Iterator[int]:
+    """Smaller micro batches, where the configuration names one and a global batch that it divides."""
+    micro = config.run.micro_batch_size
+    while micro is not None and config.run.global_batch_size is not None and micro > 1:
+        micro //= 2
+        yield micro

@@ -1,11 +1,11 @@
-"""What computing takes: a forward and a backward of a model whose tensors have shapes and no memory.
+"""Trace the memory of a forward and a backward, with tensors that have shapes and no values.
 
-Every tensor that an operation makes is counted from its birth to its end, as torch's autograd, autocast and
-checkpointing have it, so nothing here knows any model. Operations are those of torch's CPU backend; for a GPU attention
-is taken as the fused kernel that runs there, and the softmax of the loss as one per chunk.
+Every tensor is counted from its allocation to its release, as torch's autograd, autocast and checkpointing have it, so
+nothing here knows any model. Operations are those of torch's CPU backend; for a GPU, attention is taken as the fused
+kernel that runs there, and the softmax of the loss as one per chunk.
 
-Blocks of a chain that are all alike are not computed one by one: of n, the first and the last are, and then one alone.
-What grows with their number is the difference.
+Equal blocks of a chain are not computed one by one: of n blocks the trace computes the first and the last, and then
+one alone. The difference is what each further block adds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.utils.flop_counter import flop_registry
 from crosstrain.modeling import activation_checkpointing
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.base import Model
-from crosstrain.planning.device_kernels import computing_as
+from crosstrain.modeling.cross_entropy import CPU_SOFTMAX_ROWS
 from crosstrain.utils.types import Batch
 
 
@@ -150,7 +150,9 @@ def _measure(
         # Which would log the stack of an error that is raised all the same.
         stack.enter_context(patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(computing_as(device))
+        if device == "cuda":
+            attention = partial(_fused_attention, nn.functional.scaled_dot_product_attention)
+            stack.enter_context(patch.object(nn.functional, "scaled_dot_product_attention", attention))
         for chain, blocks in left_out.items():  # which the copy shares with the model
             for block in blocks:
                 stack.enter_context(patch.object(block, "forward", partial(_pass_on, tracker, chain)))
@@ -166,7 +168,8 @@ def _measure(
             for p in model.parameters()
             if p.requires_grad and p.device.type != "meta"
         ]
-        head = model.head
+        head = copy.copy(model.head)
+        head.traced_rows = CPU_SOFTMAX_ROWS if device == "cpu" else 1 << 30
         model.head = partial(tracker.watches, head)  # type: ignore[assignment]
         stack.enter_context(tracker)
         with autocast():
@@ -187,6 +190,11 @@ def _pass_on(tracker: _Tracker, chain: int, hidden: Tensor, *_args: Any, **_kwar
     if hidden.requires_grad:
         hidden.register_hook(lambda _: tracker.comes_by(chain))
     return hidden
+
+
+def _fused_attention(attention: Callable[..., Tensor], *args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
+    """Attention whose dropout is inside the kernel, as on a GPU; the CPU's kernel has none."""
+    return attention(*args, **kwargs)
 
 
 def _give_shapes(model: Model, left_out: list[nn.Module]) -> None:

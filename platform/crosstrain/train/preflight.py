@@ -1,44 +1,109 @@
-"""Checks before a worker exists."""
+"""Everything about a run that can be built and checked before a worker exists."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from crosstrain.checkpoint.frozen import Base
+from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
-from crosstrain.data.splits import first_batch, open_split, prepare_data
+from crosstrain.config.schema import Component
+from crosstrain.data.dataset import Dataset
+from crosstrain.data.splits import first_batch, open_split, prepare_data, training_dataset
 from crosstrain.distributed.launch.signals import sigint_kills
 from crosstrain.engine.build import batch_plan, check_fit, freeze, model_on_meta
 from crosstrain.engine.lr_schedule import make_schedule
 from crosstrain.engine.optimizer import optimizer_factory
+from crosstrain.engine.runner import Runner
+from crosstrain.modeling.base import Model
 from crosstrain.monitor.trackers import check_trackers
-from crosstrain.planning.estimate import Project
-from crosstrain.train.trainer import run_length
-from crosstrain.utils.errors import explained
+from crosstrain.utils.errors import UserError, explained
+from crosstrain.utils.types import Batch
 
 
-def check(config: Config, world_size: int) -> None:
-    """Everything that can go wrong before a worker exists: batch arithmetic, data, splits, model, layout, schedule."""
+@dataclass
+class Preflight:
+    """Parts of a run that need no worker."""
+
+    config: Config
+    world_size: int
+    plan: BatchPlan
+    model: Model  # on the meta device, frozen as the run freezes it
+    max_iters: int | None  # steps of the whole run; None: epochs of data that was not opened
+    dataset: Dataset | None = None  # the training split; None: not opened yet
+    absent: list[str] = field(default_factory=list)  # folders of weights that are not on this machine
+
+    @property
+    def runner(self) -> type[Runner]:
+        return registry.get("runner", self.config.runner.name)
+
+    @cached_property
+    def sample(self) -> Batch | None:
+        """One sample as a batch on the meta device; None where neither the dataset's options nor data give shapes."""
+        component = training_dataset(self.config)
+        shapes = registry.get("dataset", component.name).shapes(component.options)
+        if shapes is not None:
+            return shapes
+        try:
+            return first_batch(self.dataset or open_split(self.config, "train"))
+        except (UserError, OSError):
+            return None
+
+
+def preflight(config: Config, world_size: int) -> Preflight:
+    """Build and check batch plan, data, model, optimizer, schedule and trackers; raises UserError for any mistake."""
+    run, runner = config.run, registry.get("runner", config.runner.name)
     plan = batch_plan(config, world_size)
     with explained(f"datasets.{', '.join(config.datasets)}: cannot be opened"):
         prepare_data(config)
         dataset = open_split(config, "train")
-        if config.run.eval_interval:
+        if run.eval_interval:
             open_split(config, "val")
     with sigint_kills():
         model = model_on_meta(config)
     with explained("the model, its data and the run do not go together"):
         check_fit(model, dataset)
         Base.of(model).verify()
-        freeze(model, config.run.freeze)
-        runner = registry.get("runner", config.runner.name)
+        freeze(model, run.freeze)
         runner.check_model(config.runner.options, model)
-        if runner.cuts_models:
-            Project(config, model, first_batch(dataset), "cpu").check_layouts(config, world_size)
-        check_trackers(config.run.trackers)
-        length = run_length(config, plan, dataset)
-        make_schedule(config, length)
-        optimizer_factory(config)([("weight", torch.nn.Parameter(torch.zeros(1, 1)))])  # whether it takes its options
-    if config.run.profile is not None:
-        config.run.profile.check(length, world_size)
+        check_trackers(run.trackers)
+        max_iters = plan.steps(run, len(dataset))
+        make_schedule(config, max_iters)
+        optimizer_factory(config)([("weight", torch.nn.Parameter(torch.zeros(1, 1)))])  # refuses bad options
+    if run.profile is not None:
+        run.profile.check(max_iters, world_size)
+    return Preflight(config, world_size, plan, model, max_iters, dataset)
+
+
+def dry_run(config: Config, world_size: int) -> Preflight:
+    """Build the parts that a plan needs; nothing is downloaded or prepared, so weights and data may be absent."""
+    described, absent = _without_weights(config.model, config.sized)
+    model = model_on_meta(replace(config, model=described))
+    freeze(model, config.run.freeze)
+    return Preflight(config, world_size, batch_plan(config, world_size), model, config.run.max_iters, absent=absent)
+
+
+def _without_weights(component: Component, sized: Component) -> tuple[Component, list[str]]:
+    """The model's description without `pretrained` folders that are not on this machine, and their names.
+
+    Sizes that such a folder would give come from `sized`, the same description with everything that presets say.
+    """
+    absent: list[str] = []
+
+    def strip(value: Any, sized: Any) -> Any:
+        if not is_dataclass(value) or isinstance(value, type):
+            return value
+        folder = getattr(value, "pretrained", None)
+        if isinstance(folder, str) and not Path(folder).exists():
+            absent.append(folder)
+            value = replace(sized, pretrained=None)
+        changed = {f.name: strip(getattr(value, f.name), getattr(sized, f.name)) for f in fields(value) if f.init}
+        return replace(value, **changed)
+
+    return strip(component, sized), absent

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,6 @@ from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
-from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import MicroBatch, training_steps
 from crosstrain.data.skip_ranges import take
 from crosstrain.data.splits import open_split
@@ -34,15 +32,6 @@ from crosstrain.utils.errors import CheckpointError, TrainingError
 from crosstrain.utils.logging import log, set_up_logging
 from crosstrain.utils.trust import signature
 from crosstrain.utils.units import finite
-
-
-def run_length(config: Config, plan: BatchPlan, dataset: Dataset) -> int:
-    """Steps of the whole run."""
-    run = config.run
-    if run.max_iters is not None:
-        return run.max_iters
-    assert run.max_epoch is not None  # one of the two is always given
-    return math.ceil(run.max_epoch * len(dataset) / plan.global_batch)
 
 
 class Trainer:
@@ -68,7 +57,7 @@ class Trainer:
         tokenizer = self.dataset.tokenizer_path
         self.tokenizer_files = plain_files(tokenizer, TOKENIZER_FILES) if tokenizer is not None else []
         self.plan = BatchPlan.of(run, runner.dp.size)
-        self.max_iters = run_length(config, self.plan, self.dataset)
+        self.max_iters = self.plan.steps(run, len(self.dataset))
         if run.curriculum is not None:
             run.curriculum.check(self.dataset.sequence_length)
         self.schedule = make_schedule(config, self.max_iters)

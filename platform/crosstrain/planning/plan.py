@@ -1,12 +1,17 @@
-"""A plan as text and as JSON."""
+"""A plan: what a project costs under its runner, other runners and modes of checkpointing; as text and as JSON."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from crosstrain.planning.estimate import MODES, Estimate, Project, steps_for
-from crosstrain.planning.suggest import Advice, needs
+from crosstrain.config.batch import BatchPlan
+from crosstrain.config.load import Config
+from crosstrain.config.registry import registry
+from crosstrain.planning.estimate import MODES, Estimate, Project, with_options
+from crosstrain.planning.fit import Advice, nearest, needs
+from crosstrain.utils.errors import UserError
 from crosstrain.utils.units import show_bytes, show_number
 
 _DAY = 86400.0
@@ -24,7 +29,7 @@ class Budget:
 
 @dataclass
 class Plan:
-    """What was found out."""
+    """Estimates of one project, and what follows from them and a budget."""
 
     project: Project
     budget: Budget
@@ -184,6 +189,46 @@ class Plan:
         )
 
 
-def length(tokens: float | None, per_step: int | None, configured: int | None) -> int | None:
-    """Steps: for the budget's tokens if there is one, else the configuration's."""
-    return steps_for(tokens, per_step) if tokens and per_step else configured
+def make_plan(project: Project, budget: Budget, world_size: int, others: dict[str, Config | str]) -> Plan:
+    """Estimate the project under its own runner and `others`: configurations, or why there is none.
+
+    Raises UserError where its own runner cannot train it.
+    """
+
+    def attempt(label: str, config: Config, mode: Any = None) -> Estimate | str:
+        try:
+            return project.estimate(label, config, world_size, mode)
+        except UserError as error:
+            return str(error)
+
+    config, label = project.config, project.config.runner.name
+    chosen = project.estimate(label, config, world_size)
+    same = {n: c if isinstance(c, str) else _with_same_samples(c, chosen.batch, world_size) for n, c in others.items()}
+    plan = Plan(
+        project, budget, config.run.max_iters, chosen,
+        modes={mode: attempt(label, config, mode) for mode in MODES},
+        presets={name: other if isinstance(other, str) else attempt(name, other) for name, other in same.items()},
+        formulas=project.model.memory_formulas(chosen.batch.micro_batch, project.tokens_per_sample),
+    )  # fmt: skip
+    if budget.tokens and plan.tokens_per_step:
+        plan.steps = math.ceil(budget.tokens / plan.tokens_per_step)
+    if plan.fits is False and budget.device_memory:
+        configs = {name: other for name, other in same.items() if isinstance(other, Config)}
+        plan.advice = nearest(project, config, configs, world_size, budget.device_memory)
+    return plan
+
+
+def _with_same_samples(config: Config, batch: BatchPlan, world_size: int) -> Config:
+    """The configuration with as many samples in a step as `batch` has, where this runner's ranks divide them.
+
+    The micro batch is the largest possible one, up to the one of `batch`.
+    """
+    runner = registry.get("runner", config.runner.name)
+    try:
+        each, rest = divmod(batch.global_batch, runner.data_parallel_size(config.runner.options, world_size))
+    except UserError:
+        return config  # `estimate` raises it again
+    if rest or not each:
+        return config
+    micro = max(size for size in range(1, min(batch.micro_batch, each) + 1) if each % size == 0)
+    return with_options(config, micro, global_batch=batch.global_batch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 from crosstrain.config.load import preset_files
 from crosstrain.config.plugin_scan import KINDS
 from crosstrain.config.registry import registry
@@ -9,13 +11,18 @@ from crosstrain.utils import paths
 from crosstrain.utils.errors import ConfigError
 
 
-def listing(kind: str | None) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("kind", nargs="?", help="runner, model, dataset, ...")
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Print the components of one kind, or of all; returns the exit code."""
+    kind = arguments.kind
     if kind is not None and kind not in KINDS:
         raise ConfigError(f"list: there is no kind {kind!r}; the kinds are {', '.join(KINDS)}")
     for each in [kind] if kind else KINDS:
         _show(each, [(e.name, e.summary, f"{paths.show(e.file)}:{e.line}") for e in registry.entries(each)])
-        # A preset's first line is a comment that says what it is.
+        # The first line of a preset is a comment that describes it.
         files = {name: (file.read_text().splitlines()[0], file) for name, file in preset_files(each).items()}
         _show(f"{each} presets", [(name, first.lstrip("# "), paths.show(f)) for name, (first, f) in files.items()])
     return 0

@@ -1,0 +1,27 @@
+"""Flags that several verbs share."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def positive(text: str) -> int:
+    """The type of a flag that takes a whole number above 0."""
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def add_config(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    parser.add_argument("--cfg-path", required=required, metavar="FILE", help="a project file")
+    parser.add_argument("--options", nargs="+", default=[], metavar="KEY=VALUE", help="override it, such as run.seed=1")
+    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="workers (default: one per GPU, else one)")
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's folder (its newest)"
+    )
+    parser.add_argument(
+        "--trust-data", action="store_true", help="open data and pretrained weights that a stranger's checkpoint names"
+    )

@@ -1,0 +1,194 @@
+"""Train the same steps under several runners, one after the other, and print how they differ from the first."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from crosstrain.compare.diagnosis import Record, Tolerance, diagnose, difference, largest, number_difference
+from crosstrain.compare.worker import compare_worker
+from crosstrain.config.load import Config, load_config
+from crosstrain.distributed.launch.launcher import Launch, launch
+from crosstrain.distributed.launch.worker_errors import WorkerFailure
+from crosstrain.engine.build import batch_plan
+from crosstrain.planning.estimate import Project
+from crosstrain.train.preflight import preflight
+from crosstrain.utils.errors import UserError
+
+_Contestant = tuple[str, int, Config | UserError]  # label, workers, and how it trains or why it cannot
+
+
+def compare(
+    cfg_path: str, options: list[str], runners: list[str], nproc: int | None, steps: int, scratch: str | None
+) -> tuple[list[str], dict[str, Any]]:
+    """Compare `runners`, such as zero2@4, with the first one; returns those that differ, and all measurements.
+
+    A runner without a number of workers gets `nproc`, or one. Raises UserError for a project that the first runner
+    cannot train. `scratch`: folder for the reference's gradients.
+    """
+    sized = [_sized(text, nproc) for text in runners]
+    with tempfile.TemporaryDirectory(prefix="crosstrain-compare-", dir=scratch) as folder:
+        contestants = _contestants(cfg_path, options, runners, sized, Path(folder))
+        comparison = _Comparison(Path(folder), steps, contestants)
+        return comparison.run(), comparison.results
+
+
+def _sized(text: str, nproc: int | None) -> tuple[str, int]:
+    """`zero2@4` as the runner and its number of workers."""
+    runner, _, size = text.partition("@")
+    if not runner or (size and not (size.isdecimal() and int(size) > 0)):
+        raise UserError(f"--runners: {text!r} is not a runner, or a runner and its number of workers such as zero2@2")
+    return runner, int(size) if size else nproc or 1
+
+
+def _contestants(
+    cfg_path: str, options: list[str], runners: list[str], sized: list[tuple[str, int]], scratch: Path
+) -> list[_Contestant]:
+    """A checked configuration for each runner, with one global and one micro batch for all, or why it cannot run.
+
+    Raises UserError where the first cannot. A runner that is named again has a number behind its label.
+    """
+
+    def load(runner: str, *more: str) -> Config:
+        return load_config(cfg_path, [*options, f"run.runner={runner}", *more])
+
+    loaded = [load(runner) for runner, _ in sized]
+    plans = [batch_plan(config, size) for config, (_, size) in zip(loaded, sized, strict=True)]
+    total = loaded[0].run.global_batch_size or max(plan.global_batch for plan in plans)
+    micro = loaded[0].run.micro_batch_size or min(plan.micro_batch for plan in plans)
+    common = (
+        f"run.global_batch_size={total}", f"run.micro_batch_size={micro}", "run.accum_grad_iters=null",
+        "run.eval_interval=null", "run.trackers=[]",
+    )  # fmt: skip
+    out: list[_Contestant] = []
+    for number, (runner, size) in enumerate(sized):
+        again = runners[:number].count(runners[number])
+        label = f"{runners[number]} ({again + 1})" if again else runners[number]
+        config = load(runner, *common, f"run.output_dir={scratch}/run{number}")
+        try:
+            ready = preflight(config, size)
+            if ready.runner.cuts_models:
+                Project(config, ready.model, ready.sample).check_layouts(ready.plan, size)
+        except UserError as error:
+            if number == 0:
+                raise
+            out.append((label, size, error))
+        else:
+            out.append((label, size, config))
+    return out
+
+
+class _Comparison:
+    """Runs the contestants one after the other and prints what they did."""
+
+    def __init__(self, scratch: Path, steps: int, configs: list[_Contestant]) -> None:
+        self.scratch, self.steps, self.configs = scratch, steps, configs
+        self.results: dict[str, Any] = {}
+
+    @property
+    def _reference(self) -> tuple[str, int, Config]:
+        label, size, config = self.configs[0]
+        assert isinstance(config, Config)
+        return label, size, config
+
+    def run(self) -> list[str]:
+        """Names of the contestants that failed or differ."""
+        label, size, config = self._reference
+        try:
+            reference = self._record(label, size, config, is_reference=True)
+        except UserError as error:
+            raise UserError(f"the reference {label} cannot train: {error}") from error
+        if reference.rows[-1]["skipped_steps"] >= len(reference.rows):
+            raise UserError(
+                f"every step of the reference {label} overflowed and was skipped, so there is nothing to compare; "
+                f"begin with a smaller loss scale, such as --options run.amp.initial_scale=1024"
+            )
+        noise = self._noise(reference)
+        tolerance = Tolerance.of(config.run.amp.dtype, noise)
+        print(
+            f"reference {label}: {self.steps} steps, {config.run.amp.dtype}; differences up to {tolerance.numbers:.1e}"
+        )
+        print(
+            f"in losses and norms, and {tolerance.gradients:.1e} of each gradient's norm in step 1, are rounding",
+            end="",
+        )
+        print(f" (noise of the reference itself: {noise:.1e})\n" if noise else "\n")
+        self._show(reference, reference)
+        failures = []
+        for label, size, made in self.configs[1:]:
+            try:
+                if isinstance(made, UserError):
+                    raise made
+                record = self._record(label, size, made)
+            except (UserError, WorkerFailure) as error:
+                print(f"{label}: failed: {error}\n")
+                self.results[label] = {"error": str(error)}
+                failures.append(label)
+                continue
+            self._show(record, reference)
+            problem = diagnose(record, reference, tolerance)
+            print(f"  {'DIFFERS: ' + problem if problem else 'trains alike'}\n")
+            self.results[label]["problem"] = problem
+            if problem:
+                failures.append(label)
+        self._summary(reference)
+        return failures
+
+    def _record(
+        self, label: str, size: int, config: Config, is_reference: bool = False, reverse: bool = False
+    ) -> Record:
+        result = self.scratch / "result.json"
+        job = {
+            "folder": str(self.scratch / "reference"), "steps": self.steps, "is_reference": is_reference,
+            "reverse": reverse, "result": str(result),
+        }  # fmt: skip
+        if launch(compare_worker, (config.plain, job), Launch(size, True, False, True)):
+            raise UserError("stopped before everything was compared")
+        record = Record(label, json.loads(result.read_text()))
+        self.results[label] = record.data
+        return record
+
+    def _noise(self, reference: Record) -> float:
+        """Difference between the reference and itself with its micro batches in reverse order; 0 if it has but one."""
+        if reference.data["accumulation"] == 1:
+            return 0.0
+        label, size, config = self._reference
+        plain = config.plain
+        plain["run"]["output_dir"] += "_reversed"
+        record = self._record(f"{label} reversed", size, Config.from_plain(plain), reverse=True)
+        return max(number_difference(record, reference, key) for key in ("loss", "grad_norm"))
+
+    def _show(self, record: Record, reference: Record) -> None:
+        print(f"{record.name}")
+        print("  step           loss      grad norm   loss diff.   norm diff.   largest gradient difference")
+        for number, (mine, theirs) in enumerate(zip(record.rows, reference.rows, strict=True), 1):
+            size, name = largest(record, number)
+            print(
+                f"  {mine['step']:4d} {_number(mine['loss']):>14} {_number(mine['grad_norm']):>14}"
+                f" {difference(mine['loss'], theirs['loss']):12.1e}"
+                f" {difference(mine['grad_norm'], theirs['grad_norm']):12.1e}"
+                f"   {size:.1e} {name if size else ''}",
+                flush=True,
+            )
+
+    def _summary(self, reference: Record) -> None:
+        width = max(map(len, self.results))
+        print(f"{'runner':{width}} {'loss diff.':>12} {'norm diff.':>12} {'memory/rank':>13} {'time/step':>11}")
+        for label, data in self.results.items():
+            if "rows" not in data:
+                print(f"{label:{width}} failed")
+                continue
+            record = Record(label, data)
+            seconds = statistics.median(row["seconds"] for row in record.rows)
+            print(
+                f"{label:{width}} {number_difference(record, reference, 'loss'):12.1e}"
+                f" {number_difference(record, reference, 'grad_norm'):12.1e} {data['memory_mb']:10.0f} MB"
+                f" {1000 * seconds:8.0f} ms"
+            )
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.7g}"
