@@ -25,7 +25,7 @@ from crosstrain.corpus.prepare import prepare
 from crosstrain.data.indexed_dataset import TokenFile
 from crosstrain.data.tokenizer import train_bpe
 from crosstrain.utils.errors import DataError, UserError, sentence
-from crosstrain.utils.locks import locked
+from crosstrain.utils.files import locked
 
 NAME = st.binary(min_size=1, max_size=12).filter(lambda name: not set(name) & {0, ord("/")} and name[:1] != b".")
 CONTENT = st.one_of(

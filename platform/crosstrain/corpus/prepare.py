@@ -18,7 +18,7 @@ from pathlib import Path
 from crosstrain.corpus.options import PrepareOptions
 from crosstrain.data.prepared import Summary
 from crosstrain.utils.errors import DataError
-from crosstrain.utils.locks import locked
+from crosstrain.utils.files import locked
 
 
 def prepare(

@@ -1,11 +1,10 @@
-"""Names of the files that may stand beside the weights of a model folder, and copying them.
+"""Files that may stand beside the weights of a model folder: their names, and copying them.
 
-A tokenizer's folder is often a whole model's: only what is named here is taken from it.
+A tokenizer's folder often holds a whole model: only files named here are taken from it.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from collections.abc import Iterable
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from crosstrain.utils.errors import DataError
 from crosstrain.utils.files import open_regular
+from crosstrain.utils.logging import log
 
 # What transformers and tokenizers read and write for tokenizers and processors: JSON, text, and protobuf vocabularies.
 TOKENIZER_FILES = frozenset({
@@ -29,11 +29,10 @@ GENERATION_CONFIG = "generation_config.json"
 MODEL_FILES = frozenset({"config.json", GENERATION_CONFIG})
 
 _MOST_BYTES = 1 << 28  # of one file; the largest tokenizers take some tens of MB
-_log = logging.getLogger("crosstrain")
 
 
 def plain_files(folder: Path, names: Iterable[str]) -> list[Path]:
-    """The files of these names that are in `folder`.
+    """Return the files of these names that are in `folder`.
 
     Raises DataError for one that is larger than 256 MiB, not a plain file, or a link to elsewhere. The hub's cache,
     where a snapshot's files are links into the folder `blobs` beside it, is not elsewhere.
@@ -50,15 +49,15 @@ def plain_files(folder: Path, names: Iterable[str]) -> list[Path]:
 
 
 def copy_files(paths: Iterable[Path], folder: Path) -> None:
-    """Copy the files of `plain_files` into `folder`, where no file is ever replaced.
+    """Copy the files of `plain_files` into `folder`; files that are there are kept.
 
-    One that has gone since is left out with a warning, for the weights beside it are worth more.
+    A file that has gone since is left out with a warning, because the weights beside it are worth more.
     """
     for path in paths:
         try:
             source = open_regular(path)
         except OSError as error:
-            _log.warning("%s: not copied into %s (%s)", path, folder, error)
+            log.warning("%s: not copied into %s (%s)", path, folder, error)
             continue
         with source:
             if not (folder / path.name).exists():

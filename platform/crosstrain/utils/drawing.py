@@ -1,4 +1,4 @@
-"""Pictures by matplotlib, which is imported when one is drawn."""
+"""Drawing with matplotlib, which is imported on first use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from crosstrain.utils.optional_deps import require
 
 @contextmanager
 def picture(path: Path, width: float, height: float) -> Iterator[Any]:
-    """An empty matplotlib figure, in inches, that is saved to `path`, .svg or .png, when the block ends.
+    """Give an empty matplotlib figure of this size in inches, saved to `path` (.svg or .png) when the block ends.
 
     Raises UserError where matplotlib is not installed.
     """

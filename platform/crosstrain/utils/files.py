@@ -1,12 +1,14 @@
-"""Files that somebody else may have put there or may be reading: read only regular ones, write whole or not at all."""
+"""Reading regular files alone, writing files whole or not at all, and lock files."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -79,3 +81,23 @@ def append(path: Path | str, data: str | bytes, folder: int | None = None) -> No
             if size == 0:
                 os.unlink(path, dir_fd=folder)
             raise
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool) -> Iterator[None]:
+    """Hold the lock file `path`, and remove it afterwards.
+
+    Raises BlockingIOError where another process holds it, unless we `wait`.
+    """
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if os.fstat(file).st_nlink:  # else its last holder has removed it
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)  # before it is given back
+                return
+        finally:
+            os.close(file)

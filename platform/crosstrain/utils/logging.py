@@ -1,4 +1,4 @@
-"""Logging: to the terminal on rank 0, to a file, above a progress bar."""
+"""Logging to the terminal, above a progress bar, and to a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger("crosstrain")
 
 
 class _Handler(logging.Handler):
-    """Writes lines where it can: the first failure, such as a full disk, is one line on stderr."""
+    """A handler that survives failed writes: the first one, such as a full disk, is one line on stderr."""
 
     failed = False
 
@@ -42,7 +42,7 @@ def _print_above_bar(text: str) -> None:
 
 
 class _Printable(logging.Formatter):
-    """Lets nothing through that would steer a terminal: names in a checkpoint and generated text may be anything."""
+    """A formatter that escapes control characters: names in a checkpoint and generated text may hold any."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))

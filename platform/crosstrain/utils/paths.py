@@ -1,4 +1,4 @@
-"""Where what comes with Crosstrain lies: a checkout's folders, or the same ones inside an installed wheel."""
+"""Paths of the files that come with Crosstrain, in a checkout or an installed wheel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def home() -> Path:
-    """The folder that holds plugins/, configs/ and projects/."""
+    """Return the folder that holds plugins/, configs/ and projects/."""
     checkout = _PACKAGE.parent.parent
     if _PACKAGE.parent.name == "platform" and (checkout / "plugins").is_dir():
         return checkout
@@ -20,7 +20,7 @@ def home() -> Path:
 
 
 def find(path: str | os.PathLike[str]) -> Path:
-    """The file or folder `path` as it stands, seen from the working directory, or else from `home()`.
+    """Return the file or folder `path`, relative to the working directory or else to `home()`.
 
     Raises ConfigError with the most similar names when there is none.
     """
@@ -35,7 +35,7 @@ def find(path: str | os.PathLike[str]) -> Path:
 
 
 def show(path: Path) -> str:
-    """`path` the way a user would type it: relative to the working directory when it lies inside."""
+    """Format `path` as a user would type it: relative to the working directory when it lies inside."""
     try:
         return str(path.absolute().relative_to(Path.cwd()))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Limits on what a piece of code may take, for code that works with sizes of somebody else's choice."""
+"""Limits on memory and time, for code that works with sizes of somebody else's choice."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 
 
 class OutOfTime(BaseException):
-    """The code took longer than it may. Not an Exception, which a library could take for its own and go on."""
+    """The end of a time limit. Not an Exception, which a library could catch."""
 
 
 @contextmanager
 def at_most(memory: int, seconds: float) -> Iterator[None]:
-    """Limit what is inside to `memory` more bytes of address space and `seconds` of this process's computing time.
+    """Limit the block to `memory` more bytes of address space and `seconds` of this process's computing time.
 
     Beyond that an allocation fails, as it does on a full machine, or OutOfTime is raised as by `timed`. No memory limit
     where the system does not tell a process's size. torch computes in one thread, because to start others takes address
@@ -41,7 +41,7 @@ def at_most(memory: int, seconds: float) -> Iterator[None]:
 
 @contextmanager
 def timed(seconds: float) -> Iterator[None]:
-    """Raise OutOfTime inside after so many seconds of computing; in the main thread, for only that one gets signals."""
+    """Raise OutOfTime in the block after this much computing time; only in the main thread, which gets signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,6 +1,6 @@
 """Random numbers as functions of their purpose: nothing here keeps state.
 
-So there is nothing to save, and a resumed run draws what the uninterrupted one would have drawn.
+There is no state to save, and a resumed run draws the same numbers as an uninterrupted one.
 """
 
 from __future__ import annotations

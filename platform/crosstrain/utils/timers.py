@@ -1,4 +1,4 @@
-"""Phase timers of a step."""
+"""Timers for the phases of a step."""
 
 from __future__ import annotations
 

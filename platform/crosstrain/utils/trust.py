@@ -1,4 +1,4 @@
-"""How far a configuration is trusted.
+"""Trust in a configuration.
 
 A project file and the command line are the user's own words. The configuration in a checkpoint is written by whoever
 wrote the checkpoint, and says where data and pretrained weights are: a path to read, an address to fetch, a command to
@@ -31,10 +31,10 @@ _KEY_BYTES = 32
 
 
 class Trust(IntEnum):
-    """What a configuration may decide."""
+    """Level of trust: the kinds of decisions that a configuration may make."""
 
-    NOTHING = 0  # the checkpoint of a stranger: no data and no pretrained weights are opened
-    DATA = 1  # a checkpoint of this user, or one that he trusts: what it names is read, prepared and fetched
+    NOTHING = 0  # a stranger's checkpoint: no data and no pretrained weights are opened
+    DATA = 1  # this user's own checkpoint, or a trusted one: data that it names is read, prepared and fetched
     COMMANDS = 2  # the user's own words: a shard may be the output of a command
 
 
@@ -43,7 +43,7 @@ _current: ContextVar[Trust] = ContextVar("trust", default=Trust.COMMANDS)
 
 @contextmanager
 def limited_to(trust: Trust) -> Iterator[None]:
-    """Trust what is done inside no further than `trust`."""
+    """Limit trust inside the block to `trust`."""
     token = _current.set(min(trust, _current.get()))
     try:
         yield
@@ -52,7 +52,7 @@ def limited_to(trust: Trust) -> Iterator[None]:
 
 
 def check_source(what: str) -> None:
-    """ConfigError unless data and weights that the configuration names may be opened; `what` names them."""
+    """Raise ConfigError unless data and weights that the configuration names may be opened; `what` names them."""
     if _current.get() < Trust.DATA:
         raise ConfigError(
             f"{what} is named by a checkpoint that was not trained under this account, so it is not opened; if you "
@@ -61,13 +61,13 @@ def check_source(what: str) -> None:
 
 
 def check_command(what: str) -> None:
-    """ConfigError unless the configuration may name a command to run; `what` is the command."""
+    """Raise ConfigError unless the configuration may name a command to run; `what` is the command."""
     if _current.get() < Trust.COMMANDS:
         raise ConfigError(f"{what}: a command is not run on a checkpoint's word; name a project file with --cfg-path")
 
 
 def signature(config: Mapping[str, Any]) -> str | None:
-    """This user's signature of a run's configuration; None where no key can be kept.
+    """Return this user's signature of a run's configuration; None where no key can be kept.
 
     It covers what decides where a checkpoint's data and weights come from: `model`, `datasets` and `run.runner`.
     """
@@ -76,7 +76,7 @@ def signature(config: Mapping[str, Any]) -> str | None:
 
 
 def is_own(config: Mapping[str, Any], signed: Any) -> bool:
-    """Whether `signed` is this user's signature of `config`, as a checkpoint's state holds both."""
+    """Check that `signed` is this user's signature of `config`, as a checkpoint's state holds both."""
     key = _key(create=False)
     try:
         return key is not None and hmac.compare_digest(_signed(key, config).encode(), str(signed).encode())
@@ -92,7 +92,7 @@ def _signed(key: bytes, config: Mapping[str, Any]) -> str:
 
 
 def _key(create: bool) -> bytes | None:
-    """The user's secret key, made on first use; None where there is none, or no place for it."""
+    """Return the user's secret key, made on first use; None where there is none, or no place for it."""
     try:
         folder = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "crosstrain"
         path = folder / "signing.key"
