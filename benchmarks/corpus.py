@@ -118,7 +118,7 @@ def tokenize(folder: Path, count: int) -> None:
 
 def our_near(folder: Path) -> Result:
     """From texts in memory to marks, through the files that are in between."""
-    from crosstrain.corpus.dedup import find_duplicates
+    from crosstrain.corpus.dedup.find import find_duplicates
     from crosstrain.corpus.pool import WorkerPool
     from crosstrain.corpus.shards import TextShard
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import ENVIRONMENT, ROOT
-from crosstrain.corpus.dedup import find_duplicates, minhash
+from crosstrain.corpus.dedup import minhash
 from crosstrain.corpus.dedup.external_sort import ExternalSort
-from crosstrain.corpus.dedup.find import Duplicates
+from crosstrain.corpus.dedup.find import Duplicates, find_duplicates
 from crosstrain.corpus.dedup.shingles import jaccard, shingles
 from crosstrain.corpus.options import DedupOptions, NearOptions
 from crosstrain.corpus.pool import WorkerPool
@@ -158,7 +158,7 @@ texts, _ = planted(40)
 search(Path(sys.argv[1]) / "warm", texts, DedupOptions(near=NearOptions()))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 from test_dedup import write_many
-from crosstrain.corpus.dedup import find_duplicates
+from crosstrain.corpus.dedup.find import find_duplicates
 from crosstrain.corpus.pool import WorkerPool
 shards = write_many(Path(sys.argv[1]) / "texts", int(sys.argv[2]))
 with WorkerPool(1) as pool:

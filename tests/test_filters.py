@@ -23,7 +23,7 @@ def rule(name: str, **options: Any) -> Filter:
 
 def why(found: str | Dropped | None) -> str:
     assert isinstance(found, Dropped)
-    return found.why
+    return found.reason
 
 
 def test_wrongly_decoded_text_is_repaired() -> None:

@@ -118,7 +118,7 @@ def test_the_main_text_of_the_pages_of_a_list(server: Server, tmp_path: Path) ->
     assert list(texts) == [*urls, server.url("/plain")]
     assert texts[urls[3]].startswith("The lighthouse stands on a cliff above the harbour, and 3 ships")
     assert "Menu" not in texts[urls[3]]
-    assert found.account == {"ok": 6, "named more than once": 1}
+    assert found.fetch_counts == {"ok": 6, "named more than once": 1}
     assert sorted(server.paths()) == sorted([f"/{n}" for n in range(5)] + ["/plain"])
 
 
@@ -133,7 +133,7 @@ def test_only_what_the_recipe_and_the_host_allow_is_asked_for(server: Server, tm
     found = reader(tmp_path / "urls", blocked_domains=["localhost"])
     found.fetch(tmp_path / "fetched", False)
     assert sorted(server.paths()) == ["/a", "/missing"]
-    assert found.account == {
+    assert found.fetch_counts == {
         "blocked ending": 1, "blocked domain": 1, "no valid URL": 3, "ok": 1, "robots.txt does not allow it": 1,
         "the server says 404": 1,
     }  # fmt: skip
@@ -149,7 +149,7 @@ def test_a_host_is_asked_one_thing_at_a_time_and_again_after_an_error(server: Se
     (tmp_path / "list.txt").write_text("\n".join(server.url(f"/{n}") for n in range(4)))
     found = reader(tmp_path / "list.txt", delay=0.05, hosts=8)
     found.fetch(tmp_path / "fetched", False)
-    assert found.account == {"ok": 4}
+    assert found.fetch_counts == {"ok": 4}
     assert server.most_at_once == 1
     times = [when for _, when in server.seen]
     assert min(b - a for a, b in pairwise(times)) >= 0.05
@@ -176,7 +176,7 @@ def test_an_interrupted_crawl_goes_on(server: Server, tmp_path: Path, monkeypatc
     monkeypatch.undo()
     again = reader(tmp_path / "list.txt")
     again.fetch(tmp_path / "fetched", False)
-    assert again.account == {"ok": 6}
+    assert again.fetch_counts == {"ok": 6}
     assert sorted(server.paths()) == sorted([*(f"/{n}" for n in range(6)), "/3"])  # the one that was under way
     assert len(read(again)) == 6
 

@@ -73,12 +73,12 @@ class UrlListReader(Reader):
                     f"{self.pages} cannot be written ({error}): what was fetched stays; make room and run the same"
                     f" command again to go on"
                 ) from None
-        self.account = {**refused, **pages.states()}
+        self.fetch_counts = {**refused, **pages.states()}
         if todo == total and known:
-            self.account["named more than once"] = known
+            self.fetch_counts["named more than once"] = known
         pages.base.close()
-        if not self.account.get("ok"):
-            reasons = ", ".join(f"{count} {reason}" for reason, count in self.account.items()) or "they are empty"
+        if not self.fetch_counts.get("ok"):
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self.fetch_counts.items()) or "they are empty"
             raise DataError(f"{self.options.path} gave no page: {reasons}")
 
     def _lists(self) -> list[Path]:

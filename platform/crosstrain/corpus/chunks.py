@@ -1,4 +1,4 @@
-"""Large files cut into chunks between two records: lines, pages, or whatever else a byte string separates."""
+"""Cut large files into chunks between two records: lines, pages, or any units that a byte string separates."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _LOOK = 1 << 16  # bytes read at once in search of a separator
 
 
 def split_file(file: Path, separator: bytes, size: int | None = None) -> Iterator[Chunk]:
-    """Chunks of at least `size` bytes (a task's; the last may be shorter), each ending just behind a separator.
+    """Yield chunks of at least `size` bytes (default: a task's; the last may be shorter) that end with a separator.
 
-    Of a compressed file each chunk carries its bytes, because it has to be read from the beginning anyway. One chunk is
-    held at a time.
+    A chunk of a compressed file carries its bytes, because such a file can only be read from the beginning. One chunk
+    is held at a time.
     """
-    way = _cut_stream if is_compressed(file) else _cut_file
-    yield from way(file, separator, size or reader.TASK_BYTES)
+    split = _split_compressed if is_compressed(file) else _split_plain
+    yield from split(file, separator, size or reader.TASK_BYTES)
 
 
-def _cut_file(file: Path, separator: bytes, size: int) -> Iterator[Chunk]:
+def _split_plain(file: Path, separator: bytes, size: int) -> Iterator[Chunk]:
     end, start = file.stat().st_size, 0
     with opened(file) as stream:
         while start < end:
@@ -41,11 +41,11 @@ def _cut_file(file: Path, separator: bytes, size: int) -> Iterator[Chunk]:
             start = stop
 
 
-def _cut_stream(file: Path, separator: bytes, size: int) -> Iterator[Chunk]:
+def _split_compressed(file: Path, separator: bytes, size: int) -> Iterator[Chunk]:
     start, held, least = 0, bytearray(), size
     with opened(file) as stream:
-        while chunk := stream.read(size):
-            held += chunk
+        while block := stream.read(size):
+            held += block
             while len(held) >= least:
                 stop = _boundary(held, separator, least)
                 if stop < 0:
@@ -59,9 +59,9 @@ def _cut_stream(file: Path, separator: bytes, size: int) -> Iterator[Chunk]:
 
 
 def _boundary(data: bytes | bytearray, separator: bytes, least: int) -> int:
-    """Just behind the first separator that ends at `least` or later; -1: there is none.
+    """Return the end of the first separator that ends at `least` or later; -1 if there is none.
 
-    One that another overlaps from the left is passed over: whoever splits from the beginning may not see it.
+    A separator that another one overlaps from the left is passed over: splitting from the beginning may not see it.
     """
     length = len(separator)
     found = data.find(separator, max(0, least - length))
@@ -71,7 +71,7 @@ def _boundary(data: bytes | bytearray, separator: bytes, least: int) -> int:
 
 
 def decoded(chunk: Chunk) -> str:
-    """A chunk as text, without a byte order mark at the file's beginning. DataError names the first byte not UTF-8."""
+    """Decode a chunk, without a byte order mark at the file's beginning. DataError names the first byte not UTF-8."""
     try:
         text = chunk.read().decode()
     except UnicodeDecodeError as error:
@@ -80,7 +80,7 @@ def decoded(chunk: Chunk) -> str:
 
 
 def lines(chunk: Chunk) -> Iterator[tuple[int, bytes]]:
-    """(offset in the file, line) of each line of a chunk."""
+    """Yield (offset in the file, line) for each line of a chunk."""
     offset = chunk.start
     for line in chunk.read().split(b"\n"):
         yield offset, line
@@ -88,10 +88,10 @@ def lines(chunk: Chunk) -> Iterator[tuple[int, bytes]]:
 
 
 def line_number(file: Path, offset: int) -> int:
-    """Number, from 1, of the line that begins at a byte of a file's content; reads the file up to there."""
+    """Return the number, from 1, of the line at a byte of a file's content; reads the file up to there."""
     number, left = 1, offset
     with opened(file) as stream:
-        while left and (chunk := stream.read(min(left, 1 << 22))):
-            number += chunk.count(b"\n")
-            left -= len(chunk)
+        while left and (block := stream.read(min(left, 1 << 22))):
+            number += block.count(b"\n")
+            left -= len(block)
     return number

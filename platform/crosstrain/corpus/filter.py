@@ -1,4 +1,4 @@
-"""What a cleaning rule owes the platform."""
+"""The interface of a filter plugin, which keeps, changes or drops documents."""
 
 from __future__ import annotations
 
@@ -6,43 +6,42 @@ from dataclasses import dataclass
 from typing import Any
 
 from crosstrain.config.registry import registry
-from crosstrain.config.schema import Checker, Component, to_plain
+from crosstrain.config.schema import Checker
 from crosstrain.utils.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """The answer of a rule that refuses a document: why, in a few words, such as `14 tokens`."""
+    """A filter's answer for a document that it drops, with the reason in a few words, such as `14 tokens`."""
 
-    why: str
+    reason: str
 
 
 class Filter:
-    """Keeps, changes or drops documents one at a time.
+    """A filter of documents, one at a time. Override `text`, `tokens` or both.
 
-    Rules are registered as processors and run in worker processes in the order in which a recipe names them. What a
-    rule does depends on its options and the document alone, so that a restart and another number of workers change
-    nothing. Override one of the two methods, or both.
+    Filters are registered as processors. They run in worker processes, in the order in which a recipe names them. The
+    result depends on the options and the document alone, so a restart or another number of workers changes nothing.
     """
 
     @dataclass
     class Options:
-        """A rule without options of its own."""
+        """Options of a filter that has none."""
 
     def __init__(self, options: Any) -> None:
         self.options = options
 
     def text(self, text: str) -> str | Dropped:
-        """The text that goes on, changed or as it was; or why the document goes no further."""
+        """Return the text, changed or as it was; or `Dropped`."""
         return text
 
     def tokens(self, count: int) -> Dropped | None:
-        """Why a document of `count` tokens, its end-of-text token not counted, goes no further; None: it does."""
+        """Return `Dropped` for a document of `count` tokens, without its end-of-text token; None to keep it."""
         return None
 
 
 class TokenLimits(Filter):
-    """Keeps documents of `least` to `most` tokens."""
+    """Keep documents of `least` to `most` tokens."""
 
     def __init__(self, options: Any, least: int = 0, most: int | None = None) -> None:
         super().__init__(options)
@@ -54,13 +53,8 @@ class TokenLimits(Filter):
         return None
 
 
-def plain(rules: list[Component]) -> list[dict[str, Any]]:
-    """Rules by name with their options, as JSON can hold them."""
-    return [to_plain(rule) for rule in rules]
-
-
 def make_filters(given: list[dict[str, Any]]) -> list[tuple[str, Filter]]:
-    """(name, rule) of what `plain` gave. ConfigError for a processor that is no rule."""
+    """Make (name, filter) from components as plain data. ConfigError for a processor that is no filter."""
     made = []
     for item in given:
         component = Checker(lambda key: "clean." + ".".join(key)).component("processor", item, ())

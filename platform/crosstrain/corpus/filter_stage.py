@@ -1,4 +1,4 @@
-"""Reading and cleaning: each task of the input to one shard of documents, with a count of what became of all."""
+"""Read and filter: each task of the input becomes a shard of documents, with counts of what was kept and dropped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from crosstrain.corpus.stats import Counts, size_of
 
 @dataclass(frozen=True)
 class FilterItem:
-    """A task, which of the sources it is of, and the name of its shard."""
+    """A task, the number of its source, and the name of its shard."""
 
     source: int
     task: Task | None  # None: its shard is finished
@@ -25,40 +25,31 @@ class FilterItem:
 
 
 @dataclass
-class Filtered:
-    """All shards in the order of the input, and what became of each input's documents."""
-
-    shards: list[TextShard]
-    counts: dict[str, Counts]
-    accounts: dict[str, dict[str, int]]  # what each input's fetching has to tell
-
-
-@dataclass
 class FilterStage(CorpusStage[FilterItem, dict[str, Any]]):
-    """Reads a task, puts its documents through the rules, and writes those that are left. Finished shards stay."""
+    """Read a task, filter its documents, and write those that are left. Finished shards stay."""
 
     folder: Path
     sources: list[InputSource]
-    clean: list[dict[str, Any]]  # the rules as plain data
+    clean: list[dict[str, Any]]  # the filters as plain data
     readers: dict[int, Reader] = field(default_factory=dict)
 
     def open(self) -> None:
-        self.rules = make_filters(self.clean)
+        self.filters = make_filters(self.clean)
 
     def key(self, source: int, task: Task) -> str:
-        """The name of a task's shard: another one as soon as anything that decides its content changes."""
+        """Return the name of a task's shard, which changes with everything that decides its content."""
         options = {name: value for name, value in self.sources[source].options.items() if name != "path"}
         return key_of(2, self.sources[source].reader, options, self.clean, task.key)
 
-    def __call__(self, work: FilterItem) -> dict[str, Any]:
-        shard = TextShard(self.folder, work.key)
+    def __call__(self, item: FilterItem) -> dict[str, Any]:
+        shard = TextShard(self.folder, item.key)
         if (done := shard.finished()) is not None:
             return done
-        assert work.task is not None
-        if work.source not in self.readers:
-            self.readers[work.source] = self.sources[work.source].open()
+        assert item.task is not None
+        if item.source not in self.readers:
+            self.readers[item.source] = self.sources[item.source].open()
         counts = Counts()
-        return shard.write(self._kept(self.readers[work.source], work.task, counts), {"counts": counts.plain})
+        return shard.write(self._kept(self.readers[item.source], item.task, counts), {"counts": counts.plain})
 
     def _kept(self, reader: Reader, task: Task, counts: Counts) -> Iterator[tuple[bytes, str]]:
         for document in reader.read(task):
@@ -68,10 +59,10 @@ class FilterStage(CorpusStage[FilterItem, dict[str, Any]]):
                 continue
             size = size_of(text)
             counts.read(size)
-            for name, rule in self.rules:
-                outcome = rule.text(text)
+            for name, filter in self.filters:
+                outcome = filter.text(text)
                 if isinstance(outcome, Dropped):
-                    counts.drop(name, size, document.source, outcome.why, text)
+                    counts.drop(name, size, document.source, outcome.reason, text)
                     break
                 if outcome is not text and outcome != text:
                     counts.change(name, document.source, text, outcome)

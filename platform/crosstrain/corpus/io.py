@@ -1,4 +1,4 @@
-"""Files as streams of bytes, compressed or not, and what is said where one cannot be read."""
+"""Open files and streams of bytes, compressed or not, with one clear error where one cannot be read."""
 
 from __future__ import annotations
 
@@ -18,91 +18,68 @@ from crosstrain.utils.errors import DataError
 from crosstrain.utils.files import open_regular
 from crosstrain.utils.optional_deps import require
 
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-_RATIO, _LITTLE = 250, 64 << 20  # bytes that come of one, and of a small file
-_WHOLE = 2 << 30  # bytes of a compressed file that is read at once
-
-
-def plain_name(path: Path) -> str:
-    """The file's name without the ending of a compression."""
-    return path.stem if path.suffix.lower() in COMPRESSED else path.name
+_OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": None}
+_MAX_RATIO, _SMALL = 250, 64 << 20  # decompressed bytes per byte of the file, and of any file
+_MAX_READ = 2 << 30  # bytes of a compressed file that one `read()` may return
 
 
 def is_compressed(path: Path) -> bool:
-    return path.suffix.lower() in COMPRESSED
+    """Tell by its suffix whether a file is compressed."""
+    return path.suffix.lower() in _OPENERS
+
+
+def has_suffix(path: Path, suffixes: tuple[str, ...]) -> bool:
+    """Tell whether a file's name, without the suffix of a compression, ends with one of `suffixes`."""
+    name = path.stem if is_compressed(path) else path.name
+    return bool(suffixes) and name.lower().endswith(suffixes)
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """The content of a file, decompressed by its ending. DataError for what is missing, truncated or damaged."""
-    stream: Any = None
-    damage: type[Exception] = ValueError
+    """Open a file for reading, decompressed by its suffix. DataError if it is missing, truncated or damaged."""
+    opener, damage = _OPENERS.get(path.suffix.lower(), open), cast("type[Exception]", ValueError)
     try:
-        open_regular(path).close()  # refuses what is no file
-        match path.suffix.lower():
-            case ".gz":
-                stream = gzip.open(path)  # noqa: SIM115
-            case ".bz2":
-                stream = bz2.open(path)  # noqa: SIM115
-            case ".xz":
-                stream = lzma.open(path)  # noqa: SIM115
-            case ".zst":
-                module = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
-                zstd = require(module, f"reading {path}")
-                stream, damage = zstd.open(path), zstd.ZstdError
-            case _:
-                stream = open(path, "rb")  # noqa: SIM115
-        with stream:
+        open_regular(path).close()  # refuses pipes, sockets and devices
+        if opener is None:
+            module = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+            zstd = require(module, f"reading {path}")
+            opener, damage = zstd.open, zstd.ZstdError
+        with opener(path, "rb") as stream:
             yield cast("IO[bytes]", _Decompressed(stream, path, damage)) if is_compressed(path) else stream
     except FileNotFoundError:
         raise DataError(f"{path} does not exist") from None
     except EOFError:
         raise DataError(f"{path} is truncated: it ends in the middle of the compressed data; fetch it again") from None
-    except (gzip.BadGzipFile, zlib.error, lzma.LZMAError, ValueError) as error:
+    except (OSError, zlib.error, lzma.LZMAError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # gzip and bz2 set no errno for damaged data
+            raise DataError(f"{path} cannot be read: {error.strerror}") from None
         raise DataError(f"{path} is damaged, or not what its ending says: {error}") from None
-    except OSError as error:
-        if error.errno is None:  # bz2 says so of damaged data
-            raise DataError(f"{path} is damaged, or not what its ending says: {error}") from None
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
 
 
 class _Decompressed:
-    """What comes of a compressed file, within bounds. ValueError where it is damaged, or beyond them."""
+    """Decompressed content of bounded size. ValueError where the file is damaged, or its content too large."""
 
     def __init__(self, stream: Any, path: Path, damage: type[Exception]) -> None:
         self._stream, self._damage = stream, damage
-        self._most = max(_LITTLE, _RATIO * path.stat().st_size)
+        self._limit = max(_SMALL, _MAX_RATIO * path.stat().st_size)
         self._read = 0
 
     def read(self, size: int = -1) -> bytes:
-        most = self._most - self._read + 1
+        rest = self._limit - self._read + 1
         try:
-            data = self._stream.read(min(size, most) if size >= 0 else min(_WHOLE + 1, most))
+            data = self._stream.read(min(size if size >= 0 else _MAX_READ + 1, rest))
         except self._damage as error:
             raise ValueError(str(error)) from None
         self._read += len(data)
-        if self._read > self._most:
-            raise ValueError(f"it becomes more than {_RATIO} times as large, as no text does; decompress it yourself")
-        if size < 0 and len(data) > _WHOLE:
-            raise ValueError(f"it holds more than {_WHOLE >> 30} GiB in one document; decompress and separate it")
+        if self._read > self._limit:
+            raise ValueError(f"it becomes more than {_MAX_RATIO} times as large, as no text does; decompress it first")
+        if size < 0 and len(data) > _MAX_READ:
+            raise ValueError(f"it holds more than {_MAX_READ >> 30} GiB in one document; decompress and separate it")
         return data
 
 
-def read_range(path: Path, start: int, stop: int) -> bytes:
-    """Bytes [start, stop) of a file that is not compressed."""
-    with opened(path) as stream:
-        stream.seek(start)
-        return stream.read(stop - start)
-
-
-def read_all(path: Path) -> bytes:
-    """The content of a file, decompressed."""
-    with opened(path) as stream:
-        return stream.read()
-
-
 def existing(item: str) -> Path:
-    """The path of the file or folder that an option names. DataError where there is none."""
+    """Return the path of the file or folder that an option names. DataError if there is none."""
     path = Path(item).expanduser()
     if not path.exists():
         raise DataError(f"the input {item} does not exist")
@@ -112,9 +89,9 @@ def existing(item: str) -> Path:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """Files at any depth, sorted by path; hidden ones are left out.
+    """List the files at any depth below a folder, sorted by path, without hidden ones.
 
-    DataError for what can hold text and cannot be read so: a folder without permission, a link to nothing or to
+    DataError for an entry that may hold text and cannot be read: a folder without permission, a link to nothing or to
     another folder, a pipe, a socket, a device.
     """
 
@@ -128,12 +105,12 @@ def files_below(folder: Path) -> list[Path]:
                 found.append(path)
             elif path.is_symlink() or not path.is_dir():
                 kind = "a link to a folder" if path.is_dir() else "a link to nothing, or no regular file"
-                raise DataError(f"{path} is {kind}: name what it stands for as an input of its own, or remove it")
+                raise DataError(f"{path} is {kind}: name its target as an input of its own, or remove it")
     return sorted(found)
 
 
 def nothing_in(folder: Path, wanted: str) -> DataError:
-    """The error for a folder in which nothing can be read, with what it holds instead."""
+    """Return the error for a folder without a readable file; it says which files are there instead."""
     kinds = Counter(file.suffix or "no suffix" for file in files_below(folder)).most_common(3)
     found = ", ".join(f"{count} with {kind}" for kind, count in kinds) or "nothing"
     return DataError(f"{folder} holds no {wanted} file (found: {found})")

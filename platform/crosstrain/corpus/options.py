@@ -13,39 +13,39 @@ from crosstrain.config.schema import Component, OptionError, to_plain
 
 @dataclass
 class NearOptions:
-    """When two documents are the same but for details: by MinHash and banding, then by their true similarity."""
+    """Options of finding near-duplicates, by MinHash and banding and then by their true similarity."""
 
-    # Jaccard similarity of their sets of shingles from which on the later one is dropped
+    # least Jaccard similarity of two documents' sets of shingles for which the later one is dropped
     threshold: Annotated[float, Interval(gt=0, le=1)] = 0.8
-    shingle: Annotated[int, Interval(ge=1, le=1000)] = 5  # units that follow one another
+    shingle: Annotated[int, Interval(ge=1, le=1000)] = 5  # consecutive units
     unit: Literal["words", "characters"] = "words"  # characters for scripts that write no spaces
-    # numbers in a signature: more find more surely, and take longer
+    # numbers in a signature: more find more pairs, and take longer
     permutations: Annotated[int, Interval(ge=1, le=4096)] = 128
 
 
 @dataclass
 class DedupOptions:
-    """Which documents are dropped because an earlier one, of whatever input, says the same."""
+    """Options of dropping documents that repeat an earlier one, of any input."""
 
-    exact: bool = True  # equal to the byte, after cleaning
+    exact: bool = True  # equal to the byte, after filtering
     near: NearOptions | None = None  # almost equal; null: only equal ones
 
 
 @dataclass
 class PrepareOptions:
-    """What to turn into tokens, and how."""
+    """Options of `crosstrain prepare`: the input, and the way to its tokens."""
 
     # "stdlib", files and folders, or readers with their options
     input: Text | list[Text | Annotated[Component, "reader"]]
     text_key: Text = "text"  # where a JSON line or a Parquet row keeps its text
     separator: Text | None = None  # cuts a .txt file into documents; None: a file is a document
-    clean: list[Annotated[Component, "processor"]] = field(default_factory=list)  # rules in this order
+    clean: list[Annotated[Component, "processor"]] = field(default_factory=list)  # filters in this order
     dedup: DedupOptions | None = None  # drop repeated documents
     tokenizer: FilePath | None = None  # a Hugging Face name, a folder or a tokenizer.json ...
     # ... or the size of a byte-level BPE vocabulary to train on the input
     train_tokenizer: Annotated[int, Interval(ge=257, le=2**20)] | None = None
     min_tokens: NonNegativeInt = 0  # shorter documents are dropped
-    downloads: FilePath | None = None  # a folder that keeps what is fetched; null: it goes when all is done
+    downloads: FilePath | None = None  # a folder that keeps downloads; null: they are removed at the end
     # processes; None: one per core, or none but this for little input
     workers: Annotated[int, Interval(ge=1, le=1024)] | None = None
 
@@ -55,14 +55,14 @@ class PrepareOptions:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """What decides the result, as JSON holds it: not the number of workers, nor where downloads are kept."""
+        """The options that decide the result, as JSON: all but the number of workers and the folder of downloads."""
         found = to_plain(self)
         del found["workers"], found["downloads"]
         return found
 
     def changed_from(self, then: dict[str, Any]) -> tuple[str, Any, Any] | None:
-        """(key, value then, value now) of the first option that decides the result and differs from `then`'s."""
-        unset = PrepareOptions(input="", tokenizer="").plain  # of which an older version may not have known all
+        """Return (key, value then, value now) of the first option in `plain` that differs from `then`; None if none."""
+        unset = PrepareOptions(input="", tokenizer="").plain  # for options that an older version did not have
         for key, now in self.plain.items():
             if (before := then.get(key, unset[key])) != now:
                 return key, before, now

@@ -1,7 +1,7 @@
-"""The stages from input to tokens: read and clean, de-duplicate, train a tokenizer, tokenize, write.
+"""The stages from input to tokens: read and filter, find duplicates, train a tokenizer, tokenize, write.
 
-Each works on shards in a folder that outlives the process. The name of a shard says what it was made of and how, so a
-stage finds by name what it has done already, whatever ended it.
+Each stage works on shards in a folder that outlives the process. The name of a shard depends on its content and its
+options, so a later run finds finished work by name, however the earlier one ended.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import shutil
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from crosstrain.corpus.dedup import Duplicates, find_duplicates
-from crosstrain.corpus.filter import make_filters, plain
-from crosstrain.corpus.filter_stage import Filtered, FilterItem, FilterStage
+from crosstrain.config.schema import to_plain
+from crosstrain.corpus.dedup.find import Duplicates, find_duplicates
+from crosstrain.corpus.filter import make_filters
+from crosstrain.corpus.filter_stage import FilterItem, FilterStage
 from crosstrain.corpus.options import PrepareOptions
 from crosstrain.corpus.pool import WorkerPool, cores
 from crosstrain.corpus.shards import TextShard, key_of
@@ -27,15 +29,15 @@ from crosstrain.corpus.stats import BINS, Counts, histogram, write_report
 from crosstrain.corpus.tokenize_stage import TokenizeStage, TokenShard
 from crosstrain.data.indexed_dataset import TokenWriter, best_dtype
 from crosstrain.data.prepared import FORMAT_VERSION, Summary, hash_of
-from crosstrain.data.tokenizer import load_tokenizer, train_bpe
+from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
 from crosstrain.utils.errors import DataError
 
-_LITTLE = 16 << 20  # bytes of input for which starting processes takes longer than working
+_SMALL = 16 << 20  # bytes of input for which starting processes takes longer than working
 _log = logging.getLogger(__name__)
 
 
 def build(options: PrepareOptions, folder: Path, progress: bool) -> Summary:
-    """Make the dataset in `folder`/out from the input and from what earlier calls left in `folder`."""
+    """Make the dataset in `folder`/out from the input and from the finished work of earlier calls in `folder`."""
     with WorkerPool(options.workers or 1) as pool:
         return _Pipeline(options, folder, progress, pool).run()
 
@@ -43,146 +45,132 @@ def build(options: PrepareOptions, folder: Path, progress: bool) -> Summary:
 class _Pipeline:
     def __init__(self, options: PrepareOptions, folder: Path, progress: bool, pool: WorkerPool) -> None:
         self.options, self.folder, self.progress, self.pool = options, folder, progress, pool
-        self.rules = plain(options.clean)
-        make_filters(self.rules)  # so that a mistake shows before any work
+        self.filters = [to_plain(component) for component in options.clean]
+        make_filters(self.filters)  # so that a mistake shows before any work
         self.given = load_tokenizer(options.tokenizer) if options.tokenizer is not None else None
         self.sources = sources(options.input, {"text_key": options.text_key, "separator": options.separator})
+        self.shards: list[TextShard] = []  # of filtered documents, in the order of the input
 
     def run(self) -> Summary:
-        cleaned = self._clean()
-        repeated = self._dedup(cleaned)
-        tokenizer = self._tokenizer(cleaned, repeated)
-        loaded = load_tokenizer(tokenizer)
-        encode, shards, late = self._encode(cleaned, repeated, tokenizer, best_dtype(loaded.vocab_size))
+        inputs = self._filter()
+        duplicates = Duplicates(None, {})
+        if self.options.dedup is not None:
+            with self._bar("find repeated documents", None, " documents") as bar:
+                duplicates = find_duplicates(self.options.dedup, self.shards, self.folder, self.pool, bar.update)
+        folder = self._tokenizer(duplicates)
+        tokenizer = load_tokenizer(folder)
+        dtype = best_dtype(tokenizer.vocab_size)
+        tokenized, late = self._tokenize(duplicates, folder, dtype)
         out = self.folder / "out"
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
         lengths = np.zeros(BINS, np.int64)
-        with TokenWriter(out / "tokens", encode.dtype) as writer, self._bar("write", len(shards)) as bar:
-            for shard in shards:
+        with TokenWriter(out / "tokens", dtype) as writer, self._bar("write", len(tokenized)) as bar:
+            for shard in tokenized:
                 sizes = shard.sizes()
                 writer.append(sizes, shard.path("bin"))
                 lengths += histogram(sizes - 1)
                 bar.update()
-        shutil.copytree(tokenizer, out / "tokenizer")
-        read = [counts.plain for counts in cleaned.counts.values()]
-        documents = sum(counts["documents"] for counts in read)
+        shutil.copytree(folder, out / "tokenizer")
+        documents = sum(counts["documents"] for counts in inputs.values())
         summary = Summary(
             format_version=FORMAT_VERSION,
             documents=writer.num_documents,
             dropped=documents - writer.num_documents,
             tokens=writer.num_tokens,
-            text_bytes=sum(counts["bytes"] for counts in read),
-            vocab_size=loaded.vocab_size,
-            eod_id=loaded.end_id,
-            dtype=encode.dtype.name,
+            text_bytes=sum(counts["bytes"] for counts in inputs.values()),
+            vocab_size=tokenizer.vocab_size,
+            eod_id=tokenizer.end_id,
+            dtype=dtype.name,
             tokenizer_sha256=hash_of(out / "tokenizer" / "tokenizer.json"),
             options=self.options.plain,
         )
-        inputs = {
-            label: counts.plain | {"fetched": cleaned.accounts[label]} if cleaned.accounts[label] else counts.plain
-            for label, counts in cleaned.counts.items()
-        }
-        sizes = np.sum([histogram(shard.rows()["length"]) for shard in cleaned.shards], axis=0)
-        write_report(out, inputs, repeated.report, late.plain, tokens=lengths, bytes=sizes)
+        text_sizes = np.sum([histogram(shard.rows()["length"]) for shard in self.shards], axis=0)
+        write_report(out, inputs, duplicates.report, late.plain, tokens=lengths, bytes=text_sizes)
         summary.write(out)
-        _sync(out)
+        for path in (file for file in out.rglob("*") if file.is_file()):
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
         return summary
 
-    # ---- stages
-
-    def _clean(self) -> Filtered:
-        stage = FilterStage(_made(self.folder / "clean"), [source.for_workers() for source in self.sources], self.rules)
+    def _filter(self) -> dict[str, dict[str, Any]]:
+        """Fill `shards`, and return the counts of each input by its label."""
+        folder = self.folder / "clean"
+        folder.mkdir(parents=True, exist_ok=True)
+        stage = FilterStage(folder, [source.for_workers() for source in self.sources], self.filters)
         readers = [source.open() for source in self.sources]
         for reader in readers:
             reader.fetch(Path(self.options.downloads or self.folder / "fetched").expanduser(), self.progress)
         totals = [reader.size() for reader in readers]
-        total = None if None in totals else sum(size or 0 for size in totals)
-        sizes: list[int] = []
-        accounts = {source.label: reader.account for source, reader in zip(self.sources, readers, strict=True)}
-        cleaned = Filtered([], {source.label: Counts() for source in self.sources}, accounts)
-        labels: list[str] = []
+        counts = {source.label: Counts() for source in self.sources}
+        handed_out: list[tuple[str, int]] = []  # (label, bytes) of each task
 
-        def works() -> Iterator[FilterItem]:
+        def items() -> Iterator[FilterItem]:
             for number, (source, reader) in enumerate(zip(self.sources, readers, strict=True)):
                 for task in reader.tasks():
-                    shard = TextShard(stage.folder, stage.key(number, task))
-                    cleaned.shards.append(shard)
-                    labels.append(source.label)
-                    sizes.append(task.size)
+                    shard = TextShard(folder, stage.key(number, task))
+                    self.shards.append(shard)
+                    handed_out.append((source.label, task.size))
                     yield FilterItem(number, None if shard.finished() else task, shard.key)
 
-        begun, waiting = [], works()
-        while sum(sizes) <= _LITTLE and (work := next(waiting, None)) is not None:
-            begun.append(work)
-        self.pool.workers = self.options.workers or (cores() if sum(sizes) > _LITTLE else 1)
-        with self._bar("read and clean", total, "B") as bar:
-            for place, report in enumerate(self.pool.run(stage, chain(begun, waiting))):
-                cleaned.counts[labels[place]].add(report["counts"])
-                bar.update(sizes[place])
-        for label, counts in cleaned.counts.items():
-            if not counts.kept:
-                raise DataError(f"{label} holds no document: {counts.all_dropped()}")
-        return cleaned
+        first, rest, size = [], items(), 0
+        while size <= _SMALL and (item := next(rest, None)) is not None:
+            first.append(item)
+            size += handed_out[-1][1]
+        self.pool.workers = self.options.workers or (cores() if size > _SMALL else 1)
+        with self._bar("read and clean", None if None in totals else sum(size or 0 for size in totals), "B") as bar:
+            for place, report in enumerate(self.pool.run(stage, chain(first, rest))):
+                label, size = handed_out[place]
+                counts[label].add(report["counts"])
+                bar.update(size)
+        for label, found in counts.items():
+            if not found.kept:
+                raise DataError(f"{label} holds no document: {found.all_dropped()}")
+        inputs = {label: found.plain for label, found in counts.items()}
+        for source, reader in zip(self.sources, readers, strict=True):
+            if reader.fetch_counts:
+                inputs[source.label] = inputs[source.label] | {"fetched": reader.fetch_counts}
+        return inputs
 
-    def _dedup(self, cleaned: Filtered) -> Duplicates:
-        if self.options.dedup is None:
-            return Duplicates(None, {})
-        with self._bar("find repeated documents", None, " documents") as bar:
-            return find_duplicates(self.options.dedup, cleaned.shards, self.folder, self.pool, bar.update)
-
-    def _tokenizer(self, cleaned: Filtered, repeated: Duplicates) -> Path:
-        """The folder of the tokenizer, made here from the name, or trained on what is left."""
+    def _tokenizer(self, duplicates: Duplicates) -> Path:
+        """Return the folder of the given tokenizer, or of one trained on the documents that are left."""
         if self.given is not None:
-            folder = self.folder / f"tokenizer-{key_of(self.given.backend.to_str())}"
-            if not folder.exists():
-                self.given.save(folder.with_suffix(".new"))
-                folder.with_suffix(".new").rename(folder)
-            return folder
-        wanted = self.options.train_tokenizer
-        assert wanted is not None
-        keys = [shard.key for shard in cleaned.shards]
-        folder = self.folder / f"tokenizer-{key_of(keys, repeated.digest, wanted)}"
+            key = key_of(self.given.backend.to_str())
+        else:
+            key = key_of([shard.key for shard in self.shards], duplicates.digest, self.options.train_tokenizer)
+        folder = self.folder / f"tokenizer-{key}"
         if not folder.exists():
-            texts = chain.from_iterable(shard.texts(mask) for shard, mask in repeated.left(cleaned.shards))
-            trained = train_bpe(texts, wanted, self.progress)
-            trained.save(folder.with_suffix(".new"))
+            (self.given or self._trained(duplicates)).save(folder.with_suffix(".new"))
             folder.with_suffix(".new").rename(folder)
-            if trained.vocab_size < wanted:
-                _log.warning(
-                    "the text is too short for a vocabulary of %d: the tokenizer has %d", wanted, trained.vocab_size
-                )
         return folder
 
-    def _encode(
-        self, cleaned: Filtered, repeated: Duplicates, tokenizer: Path, dtype: np.dtype
-    ) -> tuple[TokenizeStage, list[TokenShard], Counts]:
-        how = key_of(tokenizer.name, dtype.name, self.rules, self.options.min_tokens)
-        encode = TokenizeStage(
-            cleaned.shards[0].folder, _made(self.folder / f"tokens-{how}"), tokenizer, dtype, self.rules,
-            self.options.min_tokens, alone=self.pool.workers == 1,
+    def _trained(self, duplicates: Duplicates) -> TextTokenizer:
+        wanted = self.options.train_tokenizer
+        assert wanted is not None
+        texts = chain.from_iterable(shard.texts(mask) for shard, mask in duplicates.left(self.shards))
+        tokenizer = train_bpe(texts, wanted, self.progress)
+        if (size := tokenizer.vocab_size) < wanted:
+            _log.warning("the text is too short for a vocabulary of %d: the tokenizer has %d", wanted, size)
+        return tokenizer
+
+    def _tokenize(self, duplicates: Duplicates, tokenizer: Path, dtype: np.dtype) -> tuple[list[TokenShard], Counts]:
+        key = key_of(tokenizer.name, dtype.name, self.filters, self.options.min_tokens)
+        folder = self.folder / f"tokens-{key}"
+        folder.mkdir(exist_ok=True)
+        stage = TokenizeStage(
+            self.folder / "clean", folder, tokenizer, dtype, self.filters, self.options.min_tokens,
+            alone=self.pool.workers == 1,
         )  # fmt: skip
         shards, counts = [], Counts()
-        kept = ((shard.key, mask) for shard, mask in repeated.left(cleaned.shards))
-        with self._bar("tokenize", len(cleaned.shards)) as bar:
-            for report in self.pool.run(encode, kept):
+        kept = ((shard.key, mask) for shard, mask in duplicates.left(self.shards))
+        with self._bar("tokenize", len(self.shards)) as bar:
+            for report in self.pool.run(stage, kept):
                 counts.add(report["counts"])
-                shards.append(TokenShard(encode.folder, report["key"]))
+                shards.append(TokenShard(folder, report["key"]))
                 bar.update()
         if not counts.kept:
             raise DataError(f"nothing is left of {self.options.input}: {counts.all_dropped()}")
-        return encode, shards, counts
+        return shards, counts
 
     def _bar(self, title: str, total: int | None, unit: str = " shards") -> tqdm:
         return tqdm(desc=title, total=total, unit=unit, unit_scale=unit == "B", disable=not self.progress)
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _sync(folder: Path) -> None:
-    for path in (file for file in folder.rglob("*") if file.is_file()):
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())

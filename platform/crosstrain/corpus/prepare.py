@@ -1,9 +1,9 @@
-"""Documents to tokens: a folder that datasets of type `text` open at once.
+"""Turn documents into tokens: a folder that datasets of type `text` open at once.
 
 tokens.bin, tokens.idx   Megatron's format; every document ends with the tokenizer's end-of-text token
 tokenizer/               a Hugging Face tokenizer folder
-dataset.json             what is inside and how it was made
-report.json, lengths.svg what was read, kept and dropped, and why; how long the documents are
+dataset.json             summary, with the options
+report.json, lengths.svg counts of documents read, kept and dropped, with reasons; lengths of documents
 """
 
 from __future__ import annotations
@@ -22,32 +22,45 @@ from crosstrain.utils.files import locked
 
 
 def prepare(
-    options: PrepareOptions,
-    output: Path,
-    progress: bool = True,
-    *,
-    overwrite: bool = False,
-    wait: bool = False,
+    options: PrepareOptions, output: Path, progress: bool = True, *, overwrite: bool = False, wait: bool = False
 ) -> Summary:
-    """Make folder `output`, complete or not at all, and say what is in it.
+    """Make folder `output`, complete or not at all, and return its summary.
 
-    What is finished when the process is killed or fails stays in `<output>.partial`; the next call goes on from there,
-    with the same result as if nothing had happened.
+    If the process is killed or fails, finished shards stay in `<output>.partial`. The next call goes on from there,
+    with the same result as one uninterrupted call.
 
     Raises DataError when `output` exists (a dataset in it is replaced with `overwrite`, anything else never), when
     another process is making it (with `wait`: waits and returns what that process made), when an input is missing,
     damaged or gives no document, or when a disk is full.
     """
+    from crosstrain.corpus.pipeline import build
+
     output = Path(output)
     with output_lock(output, wait=wait):
         if wait and (output / "dataset.json").exists():
             return Summary.read(output)
-        return _replace(options, output, progress, overwrite)
+        check_output(output, overwrite)
+        partial = output.with_name(f"{output.name}.partial")
+        try:
+            summary = build(options, partial, progress)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise DataError(
+                f"there is no room to write {error.filename or partial} ({error.strerror}): what is finished stays in"
+                f" {partial}; make room and run the same command again to go on"
+            ) from None
+        finally:
+            if partial.exists() and not (partial / "out").exists() and not any(partial.rglob("*.json")):
+                shutil.rmtree(partial, ignore_errors=True)  # no finished shard is in it
+        replace_folder(partial / "out", output)
+        shutil.rmtree(partial, ignore_errors=True)
+        return summary
 
 
 @contextmanager
 def output_lock(output: Path, *, wait: bool = False) -> Iterator[None]:
-    """Keep other processes from making the folder `output`. DataError where one is, or it cannot be made."""
+    """Keep other processes from making folder `output`. DataError if one is making it, or it cannot be made."""
     if output.name in ("", ".."):
         raise DataError(f"{output} cannot be replaced as a whole: choose another output")
     try:
@@ -61,29 +74,8 @@ def output_lock(output: Path, *, wait: bool = False) -> Iterator[None]:
         raise DataError(f"{output} cannot be made ({error.strerror}{where})") from None
 
 
-def _replace(options: PrepareOptions, output: Path, progress: bool, overwrite: bool) -> Summary:
-    from crosstrain.corpus.pipeline import build
-
-    check_output(output, overwrite)
-    partial = output.with_name(f"{output.name}.partial")
-    try:
-        summary = build(options, partial, progress)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise DataError(
-            f"there is no room to write {error.filename or partial} ({error.strerror}): what is finished stays in"
-            f" {partial}; make room and run the same command again to go on"
-        ) from None
-    finally:
-        _remove_if_useless(partial)
-    replace_folder(partial / "out", output)
-    shutil.rmtree(partial, ignore_errors=True)
-    return summary
-
-
 def check_output(output: Path, overwrite: bool) -> None:
-    """DataError unless `output` is free, or a prepared dataset that may be overwritten."""
+    """Raise DataError unless `output` is free, or a prepared dataset that may be overwritten."""
     if not os.path.lexists(output) or (output.is_dir() and not any(output.iterdir())):
         return
     if not (output / "dataset.json").exists():
@@ -93,16 +85,10 @@ def check_output(output: Path, overwrite: bool) -> None:
 
 
 def replace_folder(made: Path, output: Path) -> None:
-    """Put the finished folder `made` in the place of `output`, which there may be."""
+    """Rename the finished folder `made` to `output`, and remove the folder that was there."""
     old = output.with_name(f".{output.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if output.exists():
         output.rename(old)
     made.rename(output)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _remove_if_useless(partial: Path) -> None:
-    """Remove what a failure left behind if no finished shard is in it."""
-    if partial.exists() and not (partial / "out").exists() and not any(partial.rglob("*.json")):
-        shutil.rmtree(partial, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What a reader owes the platform: chunks of work that can be read apart, and the documents in each."""
+"""The interface of a reader plugin: it cuts its input into tasks, and reads the documents of each task."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TASK_BYTES = 8 << 20  # of input in a task: large enough to be worth a file of i
 
 @dataclass(frozen=True)
 class Document:
-    """A text and where it was found, such as `dump/part-3.jsonl:17`."""
+    """A text and its source, such as `dump/part-3.jsonl:17`."""
 
     text: str
     source: str
@@ -30,7 +30,7 @@ class Document:
 class Chunk:
     """Bytes [start, stop) of the content of a file; `data` holds them where they cannot be sought.
 
-    Of a compressed file without `data` it is the whole content, and start and stop are those of the file.
+    A chunk of a compressed file without `data` is the whole content; start and stop then count bytes of the file.
     """
 
     file: Path
@@ -39,20 +39,22 @@ class Chunk:
     data: bytes | None = field(default=None, repr=False)
 
     def read(self) -> bytes:
-        """The bytes. DataError where the file cannot be read."""
+        """Return the bytes. DataError if the file cannot be read."""
         if self.data is not None:
             return self.data
-        if io.is_compressed(self.file):
-            return io.read_all(self.file)
-        return io.read_range(self.file, self.start, self.stop)
+        with io.opened(self.file) as stream:
+            if io.is_compressed(self.file):
+                return stream.read()
+            stream.seek(self.start)
+            return stream.read(self.stop - self.start)
 
 
 @dataclass(frozen=True)
 class Task:
-    """Input that one worker reads in one go, and that is done again if it did not get to its end.
+    """A part of the input that one worker reads in one go, and that is done again if it was interrupted.
 
-    key: changes with whatever would change the documents in it, other than the reader's options.
-    size: bytes of input, for the progress bar. payload: what `Reader.read` needs; it is pickled.
+    key: changes with everything that would change the documents, except the reader's options.
+    size: bytes of input, for the progress bar. payload: pickled argument of `Reader.read`.
     """
 
     key: str
@@ -61,85 +63,86 @@ class Task:
 
 
 def check_column(table: object, names: list[str], column: str) -> None:
-    """DataError unless `column` is among a table's; `table` is what people know it by."""
+    """Raise DataError unless `column` is among the names of a table's columns."""
     if column not in names:
         raise DataError(f"{table} has no column {column!r}; it has {', '.join(names)}: set text_key")
 
 
 def cell(table: object, column: str, row: int, value: object) -> Document:
-    """The document of a row, where null is an empty text. DataError for anything else that is no text."""
+    """Return the document of a table's row; null is an empty text. DataError for any other value that is no text."""
     if value is not None and not isinstance(value, str):
         raise DataError(f"column {column!r} of {table} holds {type(value).__name__}, not text (row {row})")
     return Document(value or "", f"{table}, row {row}")
 
 
 class Reader(ABC):
-    """Turns one kind of input into documents. Made from its options in every process that reads.
+    """A reader of one kind of input. Every process that reads makes its own from the options.
 
-    `tasks` runs once, in the process that leads, and may hand out the raw records themselves where nobody else could
-    find them, as in a compressed file; `read` runs in the workers and does what takes long.
+    `tasks` runs once, in the leading process. It may hand out raw records themselves where workers could not find
+    them, as in a compressed file. `read` runs in the workers and does the slow part.
     """
 
-    suffixes: ClassVar[tuple[str, ...]] = ()  # endings of the files that it reads where no reader is named
+    suffixes: ClassVar[tuple[str, ...]] = ()  # of the files that it reads where no reader is named
     shared_options: ClassVar[tuple[str, ...]] = ()  # options that a recipe sets for all its readers
 
     @dataclass
     class Options:
-        """A reader without options of its own needs no path: its name alone is an input."""
+        """Options of a reader that has none; it needs no path, so its name alone is an input."""
 
-    account: dict[str, int]  # what `fetch` has to tell: how many of what, for the report
+    fetch_counts: dict[str, int]  # numbers that `fetch` has for the report, by name
 
     def __init__(self, options: Any) -> None:
         self.options = options
-        self.account = {}
+        self.fetch_counts = {}
 
     @classmethod
     def claims(cls, path: Path) -> bool:
-        """Whether a file or folder is one for this reader."""
-        return path.is_file() and io.plain_name(path).lower().endswith(cls.suffixes or ("\0",))
+        """Tell whether this reader reads a file or folder for which no reader is named."""
+        return path.is_file() and io.has_suffix(path, cls.suffixes)
 
     def fetch(self, folder: Path, progress: bool) -> None:  # noqa: B027 - most have nothing to fetch
-        """Bring what is not here yet into `folder`, which outlives the process; called before `tasks`."""
+        """Bring missing input into `folder`, which outlives the process; called before `tasks`."""
 
     def size(self) -> int | None:
-        """Bytes of all tasks, where that is known without reading them."""
+        """Return the bytes of all tasks; None if they are not known before reading."""
         return None
 
     @abstractmethod
     def tasks(self) -> Iterator[Task]:
-        """All input in an order that never varies. DataError for what is missing or holds nothing."""
+        """Yield all input in an order that never varies. DataError if it is missing or empty."""
 
     @abstractmethod
     def read(self, task: Task) -> Iterator[Document]:
-        """The documents of a task in order. DataError, saying where, for what is damaged."""
+        """Yield the documents of a task in order. DataError, with the place, for damaged input."""
 
 
 class FileReader(Reader):
-    """Reads files, each cut into chunks. Its options have a `path`: a file, a folder or several of them."""
+    """A reader of files, each cut into chunks. Its options have a `path`: a file, a folder or several of them."""
 
     @dataclass
     class Options:
-        """What to read."""
+        """Files to read."""
 
         path: Text | list[Text]  # files, folders that are searched for such files, and URLs of files
 
-    found: list[Path] | None = None  # the files, where whoever made the reader has looked for them already
-    fetched: Path | None = None  # the folder of what came from URLs
+    known_files: list[Path] | None = None  # set where a search has found the files already
+    fetched: Path | None = None  # folder of downloads
+
+    @property
+    def _paths(self) -> list[str]:
+        return [self.options.path] if isinstance(self.options.path, str) else self.options.path
 
     def fetch(self, folder: Path, progress: bool) -> None:
         self.fetched = folder
-        for item in filter(is_url, self._named()):
+        for item in filter(is_url, self._paths):
             download(item, folder, progress)
 
-    def _named(self) -> list[str]:
-        return [self.options.path] if isinstance(self.options.path, str) else self.options.path
-
     def files(self) -> list[Path]:
-        """The files that the options name, those of a folder sorted by path."""
-        if self.found is not None:
-            return self.found
+        """List the files that the options name; those of a folder are sorted by path."""
+        if self.known_files is not None:
+            return self.known_files
         found: list[Path] = []
-        for item in self._named():
+        for item in self._paths:
             if is_url(item):
                 assert self.fetched is not None
                 found.append(download(item, self.fetched, False))
@@ -152,19 +155,19 @@ class FileReader(Reader):
         return found
 
     def chunks(self, file: Path) -> Iterator[Chunk]:
-        """How a file is cut; by default not at all."""
+        """Cut a file; by default it stays whole."""
         yield Chunk(file, 0, file.stat().st_size)
 
     @abstractmethod
     def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
-        """The documents of a chunk in order."""
+        """Yield the documents of a chunk in order."""
 
     def size(self) -> int | None:
         files = self.files()
         return None if any(map(io.is_compressed, files)) else sum(file.stat().st_size for file in files)
 
     def tasks(self) -> Iterator[Task]:
-        """Chunks of about `TASK_BYTES`; small files share a task."""
+        """Yield tasks of chunks, about `TASK_BYTES` each; small files share a task."""
         batch: list[Chunk] = []
         size = 0
         for file in self.files():
@@ -186,7 +189,5 @@ def _task(chunks: list[Chunk], size: int) -> Task:
     key = hashlib.blake2b(digest_size=16)
     for chunk in chunks:
         state = chunk.file.stat()
-        key.update(
-            os.fsencode(f"{chunk.file}\0{state.st_size}\0{state.st_mtime_ns}\0{chunk.start}\0{chunk.stop}\0")
-        )
+        key.update(os.fsencode(f"{chunk.file}\0{state.st_size}\0{state.st_mtime_ns}\0{chunk.start}\0{chunk.stop}\0"))
     return Task(key.hexdigest(), size, chunks)

@@ -1,8 +1,8 @@
-"""Documents on their way, on disk: one shard per task, finished or not there.
+"""Shards of documents on disk, one per task, each complete or absent.
 
 NAME.text     the documents' UTF-8, end to end     NAME.npy  a row per document: its length in bytes, its hash
-NAME.sources  where each document was found, as a JSON list
-NAME.json     what was read, kept and dropped; written last, so whoever sees it sees a finished shard
+NAME.sources  source of each document, as a JSON list
+NAME.json     counts of documents read, kept and dropped; written last, so a shard that has it is finished
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,28 +20,26 @@ import numpy as np
 from crosstrain.utils.errors import DataError
 from crosstrain.utils.files import write_json
 
+_MAX_INDEXES = 64  # of shards, in memory
 ROW = np.dtype([("length", "<i8"), ("hash", "<u8", 2)])  # bytes of UTF-8; BLAKE2b of them, 128 bits
 
 
 def key_of(*parts: Any) -> str:
-    """A name for whatever follows from `parts`, which JSON can hold."""
+    """Return a name that depends on every part; JSON must be able to hold them."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 class TextShard:
-    """A finished shard, or one that is to be written under that name."""
+    """A shard by its name, finished or still to be written."""
 
     def __init__(self, folder: Path, key: str) -> None:
         self.folder, self.key = folder, key
-
-    def __repr__(self) -> str:
-        return f"TextShard({self.key})"
 
     def path(self, ending: str) -> Path:
         return self.folder / f"{self.key}.{ending}"
 
     def finished(self) -> dict[str, Any] | None:
-        """What its report says; None: it is not there, or not as its writer left it."""
+        """Return the report of a finished shard; None if a file is missing or has another size."""
         try:
             report = json.loads(self.path("json").read_text())
             whole = all(self.path(ending).stat().st_size == size for ending, size in report["sizes"].items())
@@ -49,7 +48,7 @@ class TextShard:
         return report if whole else None
 
     def write(self, documents: Iterable[tuple[bytes, str]], report: dict[str, Any]) -> dict[str, Any]:
-        """Write each (text, source), then `report`, which may fill meanwhile; returns what `finished` will."""
+        """Write each (text, source), then `report`, which may fill meanwhile; returns it as `finished` does."""
         rows, sources = [], []
         with open(self.path("text"), "wb") as file:
             for text, source in documents:
@@ -62,21 +61,21 @@ class TextShard:
         return self.finish(report, "text", "npy", "sources")
 
     def finish(self, report: dict[str, Any], *endings: str) -> dict[str, Any]:
-        """Write the report, last of all, with the sizes of the files of these endings; returns what `finished` will."""
+        """Write the report, last of all, with the sizes of the files of these endings; returns it."""
         report = report | {"sizes": {ending: self.path(ending).stat().st_size for ending in endings}}
         write_json(self.path("json"), report, indent=None)
         return report
 
     def rows(self) -> np.ndarray:
-        """`ROW` of each document."""
+        """Return a `ROW` for each document."""
         return np.load(self.path("npy"), allow_pickle=False)
 
     def sources(self) -> list[str]:
-        """Where each document was found."""
+        """Return the source of each document."""
         return json.loads(self.path("sources").read_text())
 
     def texts(self, keep: np.ndarray | None = None) -> Iterator[str]:
-        """The documents, or those whose place in the mask `keep` is true."""
+        """Yield the documents, or those for which the mask `keep` is true."""
         with open(self.path("text"), "rb") as file:
             for place, length in enumerate(self.rows()["length"].tolist()):
                 if keep is not None and not keep[place]:
@@ -86,3 +85,45 @@ class TextShard:
                 if len(data) != length:
                     raise DataError(f"{self.path('text')} is truncated: remove it and run the same command again")
                 yield data.decode()
+
+
+class DocumentStore:
+    """All documents of some shards by number. `starts` [shards + 1] holds the number of each shard's first document."""
+
+    def __init__(self, shards: list[TextShard], starts: np.ndarray) -> None:
+        self.shards, self.starts = shards, starts
+        self._offsets: OrderedDict[int, np.ndarray] = OrderedDict()
+
+    def save(self, path: Path) -> None:
+        """Write the names of the shards to a file, for other processes."""
+        keys = [shard.key for shard in self.shards]
+        write_json(path, {"folder": str(self.shards[0].folder), "keys": keys, "starts": self.starts.tolist()})
+
+    @classmethod
+    def load(cls, path: Path) -> DocumentStore:
+        """Open what `save` wrote."""
+        found = json.loads(path.read_text())
+        shards = [TextShard(Path(found["folder"]), key) for key in found["keys"]]
+        return cls(shards, np.array(found["starts"], np.int64))
+
+    def get(self, document: int) -> bytes:
+        """Return a document's UTF-8."""
+        number, place = self._find(document)
+        if number not in self._offsets:
+            self._offsets[number] = np.concatenate(([0], np.cumsum(self.shards[number].rows()["length"])))
+            if len(self._offsets) > _MAX_INDEXES:
+                self._offsets.popitem(last=False)
+        start, stop = self._offsets[number][place : place + 2].tolist()
+        with open(self.shards[number].path("text"), "rb") as file:
+            file.seek(start)
+            return file.read(stop - start)
+
+    def source(self, document: int) -> str:
+        """Return a document's source."""
+        number, place = self._find(document)
+        return self.shards[number].sources()[place]
+
+    def _find(self, document: int) -> tuple[int, int]:
+        """Return (number of the shard, place in it)."""
+        number = int(np.searchsorted(self.starts, document, side="right")) - 1
+        return number, document - int(self.starts[number])

@@ -1,4 +1,4 @@
-"""What an `input` stands for: readers, and the files that each is to read."""
+"""Resolve the `input` of a recipe into readers and the files for each."""
 
 from __future__ import annotations
 
@@ -22,74 +22,82 @@ _ANY_FILE = "text"  # the reader of a file that is named and that no reader clai
 
 @dataclass(frozen=True)
 class InputSource:
-    """A reader by name, its options as plain data, and what the recipe calls it. It can be pickled."""
+    """A reader's name, its options as plain data, and the recipe's name for it. It can be pickled."""
 
     reader: str
     options: dict[str, Any]
     label: str
-    files: tuple[Path, ...] | None = None  # where a search has found them already
+    files: tuple[Path, ...] | None = None  # set where a search has found them already
 
     def open(self) -> Reader:
+        """Make the reader."""
         cls = registry.get("reader", self.reader)
         checker = Checker(lambda key: f"reader {self.reader}: {'.'.join(key)}")
         reader = cls(checker.dataclass(options_class("reader", cls), self.options, ()))
         if self.files is not None:
-            reader.found = list(self.files)
+            reader.known_files = list(self.files)
         return reader
 
     def for_workers(self) -> InputSource:
-        """The same without the list of files, which may be long and which only the one that leads needs."""
+        """Return a copy without the list of files, which may be long and which only the leading process needs."""
         return replace(self, files=None)
 
 
 def sources(given: Input, settings: dict[str, Any]) -> list[InputSource]:
-    """Readers for what `given` names, in order.
+    """Return the readers for an input, in order.
 
-    settings: what a recipe says for all of its readers, such as text_key. DataError for what is missing or is empty.
+    settings: options that a recipe sets for all its readers, such as text_key. DataError if an input is missing or
+    empty.
     """
     items = given if isinstance(given, list) else [given]
     if not items:
         raise DataError("no input is named: give files, folders, or readers with their options")
-    return [source for item in items for source in _of(item, settings)]
+    return [source for item in items for source in _resolve(item, settings)]
 
 
 def documents(given: Input, **settings: Any) -> Iterator[Document]:
-    """Every document of the inputs in order, read in this process."""
+    """Yield every document of the inputs in order, read in this process."""
     for source in sources(given, settings):
         reader = source.open()
         for task in reader.tasks():
             yield from reader.read(task)
 
 
-def _of(item: str | Component, settings: dict[str, Any]) -> Iterator[InputSource]:
+def _resolve(item: str | Component, settings: dict[str, Any]) -> Iterator[InputSource]:
     if isinstance(item, Component):
         options = to_plain(item.options) or {}
         yield InputSource(item.name, options, str(options.get("path", item.name)))
         return
-    if item in registry.names("reader") and not _takes_path(_class(item)):
-        yield InputSource(item, _settings(item, settings), item)
+
+    def source(name: str, path: str | None = item, files: tuple[Path, ...] | None = None) -> InputSource:
+        shared = registry.get("reader", name).shared_options
+        options = {key: value for key, value in settings.items() if key in shared}
+        return InputSource(name, options if path is None else {"path": path} | options, item, files)
+
+    if item in registry.names("reader") and not _takes_path(registry.get("reader", item)):
+        yield source(item, None)
         return
     if is_url(item):
-        remote = _claiming_name(urlsplit(item).path) or _ANY_FILE
-        yield InputSource(remote, {"path": item, **_settings(remote, settings)}, item)
+        name = Path(urlsplit(item).path)
+        readers = _readers().items()
+        yield source(next((reader for reader, cls in readers if io.has_suffix(name, cls.suffixes)), _ANY_FILE))
         return
     path = io.existing(item)
-    name = _claiming(path) or (_ANY_FILE if path.is_file() else None)
-    if name is not None:
-        yield InputSource(name, {"path": item, **_settings(name, settings)}, item)
+    reader = _claiming(path) or (_ANY_FILE if path.is_file() else None)
+    if reader is not None:
+        yield source(reader)
         return
     found = [(file, owner) for file in io.files_below(path) if (owner := _claiming(file))]
     if not found:
-        endings = sorted({suffix for cls in _classes().values() for suffix in cls.suffixes})
-        raise io.nothing_in(path, ", ".join(endings[:-1]) + " or " + endings[-1])
+        suffixes = sorted({suffix for cls in _readers().values() for suffix in cls.suffixes})
+        raise io.nothing_in(path, ", ".join(suffixes[:-1]) + " or " + suffixes[-1])
     for owner, group in groupby(found, key=lambda pair: pair[1]):
-        files = tuple(file for file, _ in group)
-        yield InputSource(owner, {"path": item, **_settings(owner, settings)}, item, files)
+        yield source(owner, files=tuple(file for file, _ in group))
 
 
 def _claiming(path: Path) -> str | None:
-    """The reader of a file or folder. ConfigError where several want it."""
-    names = [name for name, cls in _classes().items() if cls.claims(path)]
+    """Return the reader of a file or folder. ConfigError if several claim it."""
+    names = [name for name, cls in _readers().items() if cls.claims(path)]
     if len(names) > 1:
         raise ConfigError(
             f"input: {path} can be read as {' and as '.join(names)}: say which, as {{name: ..., path: ...}}"
@@ -97,30 +105,16 @@ def _claiming(path: Path) -> str | None:
     return names[0] if names else None
 
 
-def _claiming_name(path: str) -> str | None:
-    """The reader of a file that is not here yet, by its name."""
-    plain = io.plain_name(Path(path)).lower()
-    return next((name for name, cls in _classes().items() if plain.endswith(cls.suffixes or ("\0",))), None)
-
-
-def _classes() -> dict[str, type[Reader]]:
-    """The readers that can be imported; one that cannot stands in nobody's way until it is named."""
+def _readers() -> dict[str, type[Reader]]:
+    """Return the readers that can be imported; a broken one is an error only when it is named."""
     found = {}
     for name in registry.names("reader"):
         try:
-            found[name] = _class(name)
+            found[name] = registry.get("reader", name)
         except UserError:
             continue
     return found
 
 
-def _class(name: str) -> type[Reader]:
-    return registry.get("reader", name)
-
-
 def _takes_path(cls: type[Reader]) -> bool:
     return "path" in {field.name for field in fields(options_class("reader", cls))}
-
-
-def _settings(name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in settings.items() if key in _class(name).shared_options}

@@ -1,54 +1,54 @@
-"""What became of every document, and why: counts, bytes and examples for each step, and how long documents are."""
+"""Count the documents that each step reads, drops and changes, with examples, and the lengths of documents."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from crosstrain.corpus import plot
+from crosstrain.utils.drawing import picture
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.files import write_json
 
 EXAMPLES = 3  # kept of each kind, the first ones in the order of the input
 _SNIPPET = 200  # characters of an example
-BINS = 40  # lengths are counted by powers of two: bin k has those of k binary digits
+BINS = 40  # lengths are counted by powers of two: bin k holds lengths of k binary digits
 _log = logging.getLogger(__name__)
 
 
 def size_of(text: str) -> int:
-    """Bytes of a text in UTF-8."""
+    """Return the bytes of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode())
 
 
 class Counts:
-    """Of one shard, or of several added up. `plain` is what JSON can hold."""
+    """Counts of one shard, or of several added up; `plain` is their JSON form."""
 
     def __init__(self) -> None:
         self.plain: dict[str, Any] = {"blank": 0, "documents": 0, "bytes": 0, "dropped": {}, "changed": {}}
 
     def blank(self) -> None:
-        """A document of white space was passed over."""
+        """Count a document of white space, which is skipped."""
         self.plain["blank"] += 1
 
     def read(self, size: int) -> None:
+        """Count a document of `size` bytes."""
         self.plain["documents"] += 1
         self.plain["bytes"] += size
 
-    def drop(self, step: str, size: int, source: str, why: str, text: str) -> None:
-        """A document was dropped by `step`."""
-        example = {"source": source, "why": why, "text": text[:_SNIPPET]}
+    def drop(self, step: str, size: int, source: str, reason: str, text: str) -> None:
+        """Count a document that `step` dropped."""
+        example = {"source": source, "why": reason, "text": text[:_SNIPPET]}
         self._add("dropped", step, {"documents": 1, "bytes": size, "examples": [example]})
 
     def wants_example(self, step: str) -> bool:
-        """Whether an example of what `step` drops would be kept."""
+        """Tell whether another example of a document dropped by `step` would be kept."""
         return len(self.plain["dropped"].get(step, {"examples": []})["examples"]) < EXAMPLES
 
     def change(self, step: str, source: str, before: str, after: str) -> None:
-        """A document was changed by `step`; the example begins a little before the first difference."""
+        """Count a document that `step` changed; the example begins a little before the first difference."""
         pairs = enumerate(zip(before, after, strict=False))
         first = next((i for i, (a, b) in pairs if a != b), min(len(before), len(after)))
         window = slice(max(0, first - 20), first + _SNIPPET // 2)
@@ -56,7 +56,7 @@ class Counts:
         self._add("changed", step, {"documents": 1, "examples": [example]})
 
     def add(self, other: dict[str, Any]) -> None:
-        """Take another's `plain` into these; call it in the order of the input."""
+        """Add the `plain` of other counts; call it in the order of the input."""
         for name in ("blank", "documents", "bytes"):
             self.plain[name] += other[name]
         for kind in ("dropped", "changed"):
@@ -74,7 +74,7 @@ class Counts:
         return self.plain["documents"] - sum(found["documents"] for found in self.plain["dropped"].values())
 
     def all_dropped(self) -> str:
-        """A clause that says why nothing is left."""
+        """Return a clause that explains why no document is left."""
         if not self.plain["documents"]:
             return "everything in it is empty or white space" if self.plain["blank"] else "there is nothing in it"
         steps = (f"{found['documents']:,} by {step}" for step, found in self.plain["dropped"].items())
@@ -82,37 +82,39 @@ class Counts:
 
 
 def histogram(lengths: np.ndarray) -> np.ndarray:
-    """int64 [BINS]: how many lengths have k binary digits, k = 0, 1, ..."""
+    """Count the lengths of k binary digits for k = 0, 1, ..., int64 [BINS]."""
     digits = np.ceil(np.log2(np.asarray(lengths, np.float64) + 1)).astype(np.int64)
     return np.bincount(np.minimum(digits, BINS - 1), minlength=BINS)
 
 
-def bins(counts: Iterable[int]) -> list[dict[str, int]]:
-    """A histogram for people: {from, to, documents} of each bin up to the last that is not empty."""
-    rows = [{"from": (1 << k) >> 1, "to": (1 << k) - 1, "documents": int(n)} for k, n in enumerate(counts)]
-    while rows and not rows[-1]["documents"]:
-        rows.pop()
-    while rows and not rows[0]["documents"]:
-        rows.pop(0)
-    return rows
+def bins(counts: np.ndarray) -> list[dict[str, int]]:
+    """Return {from, to, documents} for each bin of a histogram from the first to the last that is not empty."""
+    rows = [{"from": (1 << k) >> 1, "to": (1 << k) - 1, "documents": n} for k, n in enumerate(counts.tolist())]
+    used = np.flatnonzero(counts)
+    return rows[used[0] : used[-1] + 1] if used.size else []
 
 
 def write_report(
-    folder: Path,
-    inputs: dict[str, Any],
-    repeated: dict[str, Any],
-    tokenized: dict[str, Any],
-    **lengths: np.ndarray,
+    folder: Path, inputs: dict[str, Any], repeated: dict[str, Any], tokenized: dict[str, Any], **lengths: np.ndarray
 ) -> None:
-    """`report.json` and `lengths.svg`: what the inputs gave, what was repeated, what came to be tokens, and lengths.
+    """Write `report.json` and `lengths.svg`: counts of each input, of duplicates and of the tokenizer's, and lengths.
 
-    lengths: histograms by unit, `tokens` of what was kept and `bytes` after cleaning.
+    lengths: histograms by unit, `tokens` of what was kept and `bytes` after filtering.
     """
     rows = {unit: bins(counts) for unit, counts in lengths.items()}
     content = {"inputs": inputs, "repeated": repeated, "tokenized": tokenized, "lengths": rows}
     write_json(folder / "report.json", content)
-    titles = {f"documents by length in {unit}": found for unit, found in rows.items()}
     try:
-        plot.draw(folder / "lengths.svg", titles)
+        with picture(folder / "lengths.svg", 9, 3 * len(rows)) as figure:
+            for axis, (unit, found) in zip(figure.subplots(len(rows), squeeze=False)[:, 0], rows.items(), strict=True):
+                axis.bar([_short(row["from"]) for row in found], [row["documents"] for row in found])
+                axis.set(title=f"documents by length in {unit}", xlabel="from this length on", ylabel="documents")
     except UserError as error:  # matplotlib is missing; the numbers are there
         _log.warning("%s", error)
+
+
+def _short(number: int) -> str:
+    for shift, sign in ((30, "G"), (20, "M"), (10, "k")):
+        if number >> shift:
+            return f"{number >> shift}{sign}"
+    return str(number)

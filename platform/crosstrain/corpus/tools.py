@@ -1,4 +1,4 @@
-"""Prepared datasets as wholes: shown, joined, taken apart."""
+"""Inspect, merge and split prepared datasets."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _CHUNK = 1 << 20
 
 
 def inspect(path: str, document: int = 0, tokenizer: str | None = None) -> str:
-    """What a prepared folder, or a pair of Megatron files, holds; with the beginning of one document as text.
+    """Describe a prepared folder, or a pair of Megatron files, and show the beginning of one document as text.
 
-    Every entry of the index is checked. DataError where one is wrong, or there is no such document.
+    Every entry of the index is checked. DataError if one is wrong, or there is no such document.
     """
     prefix, folder = locate(path)
     file = TokenFile(prefix)
@@ -33,49 +33,49 @@ def inspect(path: str, document: int = 0, tokenizer: str | None = None) -> str:
         f"{file.prefix}: {file.num_documents:,} documents in {file.num_sequences:,} sequences, {file.num_tokens:,} "
         f"tokens ({file.dtype.name})"
     ]
+    spec: str | Path | None = tokenizer
     if folder is not None:
         summary = Summary.read(folder)
         summary.check_tokenizer(folder)
-        lines.append(f"made with {json.dumps(summary.options)}")
-        lines.append(
-            f"vocabulary {summary.vocab_size:,}, end of text {summary.eod_id}, tokenizer {summary.tokenizer_sha256}"
-        )
-        lines.append(f"{summary.text_bytes:,} bytes were read, {summary.dropped:,} documents dropped")
+        spec = tokenizer or folder / "tokenizer"
+        lines += [
+            f"made with {json.dumps(summary.options)}",
+            f"vocabulary {summary.vocab_size:,}, end of text {summary.eod_id}, tokenizer {summary.tokenizer_sha256}",
+            f"{summary.text_bytes:,} bytes were read, {summary.dropped:,} documents dropped",
+        ]
     lengths = np.zeros(BINS, np.int64)
     for start in range(0, file.num_sequences, _CHUNK):
         lengths += histogram(file.sizes[start : start + _CHUNK])
-    lines.append(
-        "sequences by length: " + ", ".join(f"{r['from']}-{r['to']}: {r['documents']:,}" for r in bins(lengths))
-    )
+    ranges = (f"{row['from']}-{row['to']}: {row['documents']:,}" for row in bins(lengths))
+    lines.append("sequences by length: " + ", ".join(ranges))
     if not 0 <= document < max(file.num_documents, 1):
         raise DataError(f"{path} has documents 0 to {file.num_documents - 1}, no document {document}")
-    spec = tokenizer or (folder / "tokenizer" if folder is not None else None)
-    if file.num_documents and spec is not None:
+    if spec is None:
+        lines.append("nothing says which tokenizer made it; --tokenizer shows a document as text")
+    elif file.num_documents:
         tokens = file.document(document)
         text = load_tokenizer(spec).decode(tokens[:_SHOWN].tolist())
-        lines.append(
-            f"document {document}, {len(tokens):,} tokens{', begins' if len(tokens) > _SHOWN else ''}:\n{text}"
-        )
-    elif spec is None:
-        lines.append("nothing says which tokenizer made it; --tokenizer shows a document as text")
+        begins = ", begins" if len(tokens) > _SHOWN else ""
+        lines.append(f"document {document}, {len(tokens):,} tokens{begins}:\n{text}")
     return "\n".join(lines)
 
 
 def merge(given: list[str], output: Path, *, overwrite: bool = False) -> Summary:
-    """The documents of several prepared folders, one after another, in a new one.
+    """Write the documents of several prepared folders, one after another, into a new one.
 
-    Raises DataError where they have different tokenizers, or `output` cannot be made.
+    Raises DataError if they have different tokenizers, or `output` cannot be made.
     """
     parts = [_open(path) for path in given]
-    first, (folder, summary) = given[0], parts[0]
+    folder, summary = parts[0]
     for path, (_, other) in zip(given, parts, strict=True):
         if other.tokenizer_sha256 != summary.tokenizer_sha256:
-            raise DataError(f"{path} was made with another tokenizer than {first}: prepare both with the same one")
+            raise DataError(f"{path} was made with another tokenizer than {given[0]}: prepare both with the same one")
     files = [TokenFile(part / "tokens") for part, _ in parts]
     joined = replace(
         summary,
         options={"merged": [other.options for _, other in parts]},
-        **{name: sum(getattr(other, name) for _, other in parts) for name in ("dropped", "text_bytes")},
+        dropped=sum(other.dropped for _, other in parts),
+        text_bytes=sum(other.text_bytes for _, other in parts),
     )
 
     def write(writer: TokenWriter) -> None:
@@ -86,9 +86,9 @@ def merge(given: list[str], output: Path, *, overwrite: bool = False) -> Summary
 
 
 def split(path: str, output: Path, shares: list[float]) -> list[tuple[Path, Summary]]:
-    """Folders output/part-0, part-1, ... with these shares of the documents of a prepared folder, in order.
+    """Write folders output/part-0, part-1, ... with these shares of the documents of a prepared folder, in order.
 
-    Raises DataError where a part would have no document, or cannot be made.
+    Raises DataError if a part would have no document, or cannot be made.
     """
     if min(shares) <= 0:
         raise DataError(f"a share must be more than 0, and --shares says {min(shares):g}")
@@ -125,7 +125,7 @@ def _open(path: str) -> tuple[Path, Summary]:
 
 
 def _make(output: Path, like: Path, summary: Summary, write: Callable[[TokenWriter], None], overwrite: bool) -> Summary:
-    """A prepared folder with the tokenizer of `like`, complete or not at all."""
+    """Make a prepared folder with the tokenizer of `like`, complete or not at all."""
     check_output(output, overwrite)
     with output_lock(output):
         partial = output.with_name(f".{output.name}.new")

@@ -1,5 +1,1 @@
-"""Which documents say what an earlier one says already: in bounded memory, across all inputs."""
-
-from crosstrain.corpus.dedup.find import Duplicates, find_duplicates
-
-__all__ = ["Duplicates", "find_duplicates"]
+"""Find documents that repeat an earlier one, across all inputs, in bounded memory."""

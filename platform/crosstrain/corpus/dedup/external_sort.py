@@ -1,11 +1,10 @@
-"""Rows brought together by their key, on disk where they are many."""
+"""Sort rows by their key, on disk."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -14,14 +13,14 @@ MEMORY = 64 << 20  # bytes of rows that are sorted at once
 
 
 class ExternalSort:
-    """Takes rows of two or three uint64, the first of them the key, and gives them back sorted.
+    """A sorter of rows of two or three uint64; the first number is the key.
 
     The rows are spread over files by their keys, each file small enough to be sorted in memory. A context manager:
-    the files go when its block ends.
+    the files are removed when its block ends.
     """
 
     def __init__(self, folder: Path, columns: int, rows: int, *, highest: int = 1 << 64, memory: int = MEMORY) -> None:
-        """rows: about how many will come. highest: keys are below it, and spread evenly."""
+        """Make the folder. rows: expected number. highest: bound of the keys, which are spread evenly below it."""
         self.folder, self.columns, self.highest = folder, columns, highest
         self.parts = max(1, -(-rows * columns * 8 // memory))
         shutil.rmtree(folder, ignore_errors=True)
@@ -30,9 +29,7 @@ class ExternalSort:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def add(self, *columns: np.ndarray) -> None:
@@ -47,7 +44,7 @@ class ExternalSort:
                 file.write(rows[order[bounds[number] : bounds[number + 1]]].tobytes())
 
     def sorted(self) -> Iterator[np.ndarray]:
-        """All rows, uint64 [rows, columns], in ascending order, a file at a time; no key is in two files."""
+        """Yield all rows, uint64 [rows, columns], in ascending order, a file at a time; no key is in two files."""
         for number in range(self.parts):
             path = self.folder / str(number)
             if path.exists():

@@ -1,4 +1,4 @@
-"""The documents that are dropped because an earlier one, which stays, is equal or nearly so."""
+"""Find the documents to drop because an earlier one, which stays, is equal or nearly so."""
 
 from __future__ import annotations
 
@@ -12,46 +12,42 @@ import numpy as np
 
 from crosstrain.config.schema import to_plain
 from crosstrain.corpus.dedup import minhash
-from crosstrain.corpus.dedup.documents import DocumentStore
 from crosstrain.corpus.dedup.external_sort import ExternalSort
 from crosstrain.corpus.options import DedupOptions, NearOptions
 from crosstrain.corpus.pool import WorkerPool
-from crosstrain.corpus.shards import TextShard, key_of
+from crosstrain.corpus.shards import DocumentStore, TextShard, key_of
 from crosstrain.corpus.stats import Counts
 
-Advance = Callable[[int], Any]
+_PAIRS = 2048  # that a worker compares at once
 
 
 @dataclass
 class Duplicates:
-    """A byte per document, 1 where it goes; None: all stay. `report`: how many of which kind, with examples."""
+    """A byte per document, 1 for those to drop (None: all stay), and a report: counts by kind, with examples."""
 
     marks: np.ndarray | None
     report: dict[str, Any]
 
     @property
     def digest(self) -> str:
-        """Changes with what goes."""
+        """A hash of the marks."""
         return "" if self.marks is None else hashlib.blake2b(self.marks.data, digest_size=16).hexdigest()
 
     def left(self, shards: list[TextShard]) -> Iterator[tuple[TextShard, np.ndarray | None]]:
-        """Each shard with a mask of its documents that stay."""
+        """Yield each shard with a mask of its documents that stay."""
         start = 0
         for shard in shards:
-            if self.marks is None:
-                yield shard, None
-                continue
-            stop = start + len(shard.rows())
-            yield shard, np.array(self.marks[start:stop] == 0)
+            stop = start if self.marks is None else start + len(shard.rows())
+            yield shard, None if self.marks is None else np.array(self.marks[start:stop] == 0)
             start = stop
 
 
 def find_duplicates(
-    options: DedupOptions, shards: list[TextShard], folder: Path, pool: WorkerPool, advance: Advance
+    options: DedupOptions, shards: list[TextShard], folder: Path, pool: WorkerPool, advance: Callable[[int], Any]
 ) -> Duplicates:
-    """Compare all documents of all shards; of those alike the first one stays.
+    """Compare all documents of all shards; the first of equal or similar ones stays.
 
-    In memory are only the names of the shards, one per 8 MB of input; the rest is on disk, in `folder`.
+    Only the names of the shards, one per 8 MB of input, are in memory; the rest is on disk, in `folder`.
     """
     starts = np.concatenate(([0], np.cumsum([len(shard.rows()) for shard in shards]))).astype(np.int64)
     total = int(starts[-1])
@@ -68,57 +64,55 @@ def find_duplicates(
 class _Search:
     def __init__(self, shards: list[TextShard], starts: np.ndarray, folder: Path, marks: np.ndarray) -> None:
         self.shards, self.starts, self.folder, self.marks = shards, starts, folder, marks
-        self.texts = DocumentStore(shards[0].folder, [shard.key for shard in shards], starts)
+        self.documents = DocumentStore(shards, starts)
         self.counts = Counts()
 
     def mark_equal(self) -> None:
-        """By 128 bits of hash, which no two different documents have ever been seen to share."""
-        with ExternalSort(self.folder / "equal", 3, len(self.marks)) as buckets:
+        """Mark equal documents, by 128 bits of hash: no two different documents are known to share them."""
+        with ExternalSort(self.folder / "equal", 3, len(self.marks)) as sorter:
             for start, shard in zip(self.starts, self.shards, strict=False):
                 hashes = shard.rows()["hash"]
-                buckets.add(hashes[:, 0], hashes[:, 1], start + np.arange(len(hashes)))
-            for rows in buckets.sorted():  # those alike in the order of their numbers
+                sorter.add(hashes[:, 0], hashes[:, 1], start + np.arange(len(hashes)))
+            for rows in sorter.sorted():  # equal hashes in the order of the documents' numbers
                 again = (rows[1:, :2] == rows[:-1, :2]).all(axis=1)
                 numbers = rows[:, 2].astype(np.int64)
                 first = np.maximum.accumulate(np.where(np.concatenate(([True], ~again)), np.arange(len(rows)), 0))
                 for place in np.flatnonzero(again) + 1:
                     self._mark("exact", int(numbers[place]), int(numbers[first[place]]), "equal to")
 
-    def mark_near(self, options: NearOptions, pool: WorkerPool, advance: Advance) -> None:
-        """Of a pair alike the later document goes, if the earlier one stays."""
+    def mark_near(self, options: NearOptions, pool: WorkerPool, advance: Callable[[int], Any]) -> None:
+        """Mark the later document of each similar pair whose earlier one stays."""
         folder = self.folder / f"near-{key_of(to_plain(options))}"
         folder.mkdir(exist_ok=True)
-        sign = minhash.SignatureStage(self.texts.folder, folder, options)
-        for signed in pool.run(sign, self.texts.keys):
+        for signed in pool.run(minhash.SignatureStage(folder, options), self.shards):
             advance(signed)
-        bands, _ = minhash.banding(options)
         total = len(self.marks)
-        self.texts.save(folder / "texts.json")
-        compare = minhash.SimilarityStage(folder / "texts.json", options)
-        with ExternalSort(self.folder / "pairs", 2, 4 * total, highest=total) as found:
-            for band in range(bands):
-                with ExternalSort(self.folder / "band", 2, total) as buckets:
-                    for number, key in enumerate(self.texts.keys):
-                        keys = np.load(folder / f"{key}.bands.npy", mmap_mode="r")[band]
+        self.documents.save(folder / "texts.json")
+        similarity = minhash.SimilarityStage(folder / "texts.json", options)
+        with ExternalSort(self.folder / "pairs", 2, 4 * total, highest=total) as candidates:
+            for band in range(minhash.banding(options)[0]):
+                with ExternalSort(self.folder / "band", 2, total) as sorter:
+                    for number, shard in enumerate(self.shards):
+                        keys = np.load(folder / f"{shard.key}.bands.npy", mmap_mode="r")[band]
                         documents = np.arange(self.starts[number], self.starts[number + 1])
                         new = self.marks[documents] == 0
-                        buckets.add(keys[new], documents[new])
-                    for rows in buckets.sorted():
-                        proposed = minhash.pairs(rows)
-                        found.add(proposed[:, 1], proposed[:, 0])  # by the later one
-            for rows in found.sorted():
+                        sorter.add(keys[new], documents[new])
+                    for rows in sorter.sorted():
+                        pairs = minhash.pairs(rows)
+                        candidates.add(pairs[:, 1], pairs[:, 0])  # sorted by the later document
+            for rows in candidates.sorted():
                 rows = np.unique(rows, axis=0)[:, ::-1].astype(np.int64)
-                chunks = list(minhash.in_chunks(rows))
-                for chunk, alike in zip(chunks, pool.run(compare, chunks), strict=True):
-                    for (first, second), similarity in zip(chunk.tolist(), alike.tolist(), strict=True):
-                        if similarity >= options.threshold and not self.marks[first] and not self.marks[second]:
-                            self._mark("near", second, first, f"similarity {similarity:.3f} to")
+                chunks = [rows[start : start + _PAIRS] for start in range(0, len(rows), _PAIRS)]
+                for chunk, found in zip(chunks, pool.run(similarity, chunks), strict=True):
+                    for (first, second), share in zip(chunk.tolist(), found.tolist(), strict=True):
+                        if share >= options.threshold and not self.marks[first] and not self.marks[second]:
+                            self._mark("near", second, first, f"similarity {share:.3f} to")
 
     def _mark(self, kind: str, document: int, like: int, how: str) -> None:
-        """Drop a document for its likeness to an earlier one."""
+        """Drop a document because of an earlier one."""
         self.marks[document] = 1
-        text, source, why = self.texts.get(document), "", ""
+        text, source, reason = self.documents.get(document), "", ""
         if self.counts.wants_example(kind):
-            kept = " ".join(self.texts.get(like)[:80].decode(errors="ignore").split())
-            source, why = self.texts.source(document), f"{how} {self.texts.source(like)}: {kept}"
-        self.counts.drop(kind, len(text), source, why, text.decode())
+            kept = " ".join(self.documents.get(like)[:80].decode(errors="ignore").split())
+            source, reason = self.documents.source(document), f"{how} {self.documents.source(like)}: {kept}"
+        self.counts.drop(kind, len(text), source, reason, text.decode())

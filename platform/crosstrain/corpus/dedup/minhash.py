@@ -1,4 +1,4 @@
-"""Near-duplicates: MinHash signatures in bands propose pairs, and the pairs' true similarity decides.
+"""Near-duplicates: MinHash signatures in bands propose pairs, and the true similarity of a pair decides.
 
 Broder 1997 for the signatures, Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, chapter 3, for the bands.
 """
@@ -6,17 +6,15 @@ Broder 1997 for the signatures, Leskovec, Rajaraman and Ullman, Mining of Massiv
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from crosstrain.corpus.dedup.documents import DocumentStore
 from crosstrain.corpus.dedup.shingles import jaccard, shingles
 from crosstrain.corpus.options import NearOptions
 from crosstrain.corpus.pool import CorpusStage
-from crosstrain.corpus.shards import TextShard
+from crosstrain.corpus.shards import DocumentStore, TextShard
 from crosstrain.corpus.tokenize_stage import batches
 from crosstrain.utils.files import write_json
 from crosstrain.utils.optional_deps import require
@@ -29,7 +27,7 @@ _ODD = np.uint64(0x9FB21C651E98DF25)
 
 
 def banding(options: NearOptions) -> tuple[int, int]:
-    """(bands, rows): the longest bands that still find 99 % of the pairs at the threshold.
+    """Return (bands, rows) of the longest bands that still find 99 % of the pairs at the threshold.
 
     A pair of similarity s shares all of a band's r minima with probability s^r, and at least one of b bands with
     1 - (1 - s^r)^b.
@@ -42,25 +40,24 @@ def banding(options: NearOptions) -> tuple[int, int]:
 
 
 @dataclass
-class SignatureStage(CorpusStage[str, int]):
-    """Band keys of each document of a shard: NAME.bands.npy, uint64 [bands, documents]. Finished ones stay."""
+class SignatureStage(CorpusStage[TextShard, int]):
+    """Write the band keys of a shard's documents: NAME.bands.npy, uint64 [bands, documents]. Finished files stay."""
 
-    texts: Path
     folder: Path
     options: NearOptions
 
-    def __call__(self, key: str) -> int:
-        path, done = self.folder / f"{key}.bands.npy", self.folder / f"{key}.json"
+    def __call__(self, shard: TextShard) -> int:
+        path, done = self.folder / f"{shard.key}.bands.npy", self.folder / f"{shard.key}.json"
         if not done.exists():
-            np.save(path, self._keys(key))
+            np.save(path, self._keys(shard))
             write_json(done, {})
         return int(np.load(path, mmap_mode="r").shape[1])
 
-    def _keys(self, key: str) -> np.ndarray:
+    def _keys(self, shard: TextShard) -> np.ndarray:
         bands, rows = banding(self.options)
         minhash = require("rensa", "finding near-duplicates").RMinHash
         found = [np.zeros((bands, 0), np.uint64)]
-        for texts in batches(TextShard(self.texts, key).texts()):
+        for texts in batches(shard.texts()):
             hashes, offsets = shingles(texts, self.options.shingle, self.options.unit)
             digest = minhash.digest_matrix_from_flat_token_hashes(
                 hashes, offsets.astype(np.uint64), num_perm=self.options.permutations, seed=_SEED
@@ -75,9 +72,9 @@ class SignatureStage(CorpusStage[str, int]):
 
 
 def pairs(rows: np.ndarray) -> np.ndarray:
-    """int64 [pairs, 2], (earlier, later): documents to compare, from rows (key, document) in ascending order.
+    """Return documents to compare, int64 [pairs, 2] (earlier, later), from rows (key, document) in ascending order.
 
-    Each with the first few of its bucket, one of which a cluster of near-duplicates keeps, and with the few before it.
+    Each is compared with the first few of its bucket, of which a cluster keeps one, and with the few before it.
     """
     keys, documents = rows[:, 0], rows[:, 1].astype(np.int64)
     places = np.arange(len(rows))
@@ -93,9 +90,9 @@ def pairs(rows: np.ndarray) -> np.ndarray:
 
 @dataclass
 class SimilarityStage(CorpusStage[np.ndarray, np.ndarray]):
-    """The true Jaccard similarity of each pair of documents, given by their numbers, float64 [pairs]."""
+    """Compute the Jaccard similarity of pairs of documents, given by their numbers, float64 [pairs]."""
 
-    index: Path  # what `DocumentStore.save` wrote
+    index: Path  # written by `DocumentStore.save`
     options: NearOptions
 
     def open(self) -> None:
@@ -109,7 +106,7 @@ class SimilarityStage(CorpusStage[np.ndarray, np.ndarray]):
     def _similarity(self, first: int, second: int) -> float:
         a, b = self._set(first), self._set(second)
         if min(len(a), len(b)) < self.options.threshold * max(len(a), len(b)):
-            return 0.0  # at most the smaller is in common, which is not enough
+            return 0.0  # even if all of the smaller set is in common
         return jaccard(a, b)
 
     def _set(self, document: int) -> np.ndarray:
@@ -122,9 +119,3 @@ class SimilarityStage(CorpusStage[np.ndarray, np.ndarray]):
         while self.held > _CACHED and len(self.sets) > 1:
             self.held -= self.sets.popitem(last=False)[1].nbytes
         return found
-
-
-def in_chunks(rows: np.ndarray, size: int = 2048) -> Iterator[np.ndarray]:
-    """Parts of an array that are worth sending to a worker."""
-    for start in range(0, len(rows), size):
-        yield rows[start : start + size]

@@ -14,10 +14,10 @@ _SPACES = np.isin(np.arange(256), list(b" \t\n\v\f\r"))
 
 
 def shingles(texts: list[str], length: int, unit: str) -> tuple[np.ndarray, np.ndarray]:
-    """(uint64 hashes of all shingles, int64 [texts + 1] where each document's begin), with repetitions.
+    """Return (uint64 hashes of all shingles, int64 [texts + 1] where each document's begin), with repetitions.
 
-    A shingle is `length` units that follow one another, in lower case; a unit is a run of what is not white space
-    ("words") or one character that is not white space ("characters"). A document of fewer units is one shingle.
+    A shingle is `length` consecutive units in lower case. A unit is a run of characters other than white space
+    ("words"), or one such character ("characters"). A document of fewer units is one shingle.
     """
     hashes, owner = _words(texts) if unit == "words" else _characters(texts)
     count = len(hashes)
@@ -29,7 +29,7 @@ def shingles(texts: list[str], length: int, unit: str) -> tuple[np.ndarray, np.n
     whole = (last < count) & (owner[np.minimum(last, count - 1)] == owner)
     starts = np.searchsorted(owner, np.arange(len(texts) + 1))
     short = (np.diff(starts) < length) & (np.diff(starts) > 0)
-    for document in np.flatnonzero(short):  # one shingle of all that there is, in the place of its first unit
+    for document in np.flatnonzero(short):  # one shingle of all its units, in the place of the first
         units = hashes[starts[document] : starts[document + 1]]
         weights = np.arange(1, len(units) + 1, dtype=np.uint64) * np.uint64(_STEP)
         sums[starts[document]] = (units * weights).sum(dtype=np.uint64)
@@ -39,14 +39,14 @@ def shingles(texts: list[str], length: int, unit: str) -> tuple[np.ndarray, np.n
 
 
 def jaccard(first: np.ndarray, second: np.ndarray) -> float:
-    """|A and B| / |A or B| of two sets, each sorted and without repetitions; 1 of two empty ones."""
+    """Return |A and B| / |A or B| of two sets, each sorted and without repetitions; 1 for two empty sets."""
     common = len(np.intersect1d(first, second, assume_unique=True))
     union = len(first) + len(second) - common
     return common / union if union else 1.0
 
 
 def _words(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """(hash of each word, number of the document that it is in)."""
+    """Return (hash of each word, number of its document)."""
     parts = [text.lower().encode() for text in texts]
     data = np.frombuffer(b" ".join(parts) + b" ", np.uint8)
     ends = np.cumsum([len(part) + 1 for part in parts])
@@ -66,7 +66,7 @@ def _words(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _characters(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """(hash of each character but white space, number of the document that it is in)."""
+    """Return (hash of each character but white space, number of its document)."""
     parts = [np.frombuffer("".join(text.lower().split()).encode("utf-32-le"), np.uint32) for text in texts]
     owner = np.repeat(np.arange(len(texts)), [len(part) for part in parts])
     characters = np.concatenate([*parts, np.zeros(0, np.uint32)]).astype(np.uint64)
