@@ -31,7 +31,7 @@ class Training:
     def until_step(self, step: int, folder: Path | None = None) -> None:
         self.until(lambda: logged_step(folder or self.folder) >= step)
 
-    def end(self, seconds: float = 60) -> int:
+    def end(self, seconds: float = 240) -> int:
         """Exit code of the first rank."""
         for rank in self.ranks:
             rank.join(seconds)
