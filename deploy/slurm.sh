@@ -1,11 +1,11 @@
 #!/bin/bash
-# Trains on the machines that SLURM gives. Flags of sbatch before the file's name override those below; those behind it
-# are train.py's:
+# Train on the machines that SLURM allocates. sbatch flags before the script name override those below; flags after it
+# go to train.py:
 #
 #     sbatch --nodes=4 deploy/slurm.sh --cfg-path projects/gpt2_345m.yaml
 #
-# One task per machine starts a worker for each of its GPUs. Five minutes before its time is up the job saves, leaves and
-# queues again; so it does after the loss of a machine, and goes on from the newest checkpoint.
+# One task per machine starts a worker for each of its GPUs. Five minutes before the time limit the job saves, exits and
+# is requeued. It is also requeued after the loss of a machine, and resumes from the newest checkpoint.
 
 #SBATCH --job-name=crosstrain
 #SBATCH --nodes=2
@@ -22,13 +22,13 @@ set -u
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 endpoint=$first:$((20000 + SLURM_JOB_ID % 10000))
 
-# The shell of each task knows the number of its machine, and makes way for the program, which then hears the signals.
+# Each task's shell expands SLURM_NODEID; exec replaces the shell, so that train.py receives the signals.
 # shellcheck disable=SC2016
 srun --kill-on-bad-exit=0 bash -c 'exec python train.py --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" "$@"' \
     bash --rdzv-endpoint "$endpoint" "$@"
 code=$?
 
 case $code in
-    138 | 143) scontrol requeue "$SLURM_JOB_ID" ;; # 128 + SIGUSR1 or SIGTERM: it was stopped, and has saved
+    138 | 143) scontrol requeue "$SLURM_JOB_ID" ;; # 128 + SIGUSR1 or SIGTERM: stopped after a save
 esac
 exit $code
