@@ -20,10 +20,9 @@ from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Component, NoOptions
 from crosstrain.inference.open_checkpoint import saved_config
-from crosstrain.monitor import trackers
+from crosstrain.monitor import tracker
 from crosstrain.monitor.metrics import scalars
-from crosstrain.monitor.tracker import TrackedRun, Tracker
-from crosstrain.monitor.trackers import Trackers, check_trackers
+from crosstrain.monitor.tracker import TrackedRun, Tracker, Trackers, check_trackers
 from crosstrain.utils.errors import UserError
 from ranks import train
 
@@ -157,10 +156,10 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> type[Stuck]:
 def test_a_network_that_hangs_holds_nothing_up(
     stuck: type[Stuck], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(trackers, "_PATIENCE", 0.2)
+    monkeypatch.setattr(tracker, "_CLOSE_SECONDS", 0.2)
     tracking = Trackers([Component("stuck", NoOptions())], TrackedRun(tmp_path, {}, 0))
     started = time.monotonic()
-    for step in range(1, trackers._WAITING + 50):
+    for step in range(1, tracker._MAX_BACKLOG + 50):
         tracking.log({"step": step})
     tracking.close(finished=True)
     assert time.monotonic() - started < 5

@@ -1,7 +1,7 @@
-"""Ranks that hold the others up, told from what each measured of itself.
+"""Detection of ranks that hold the others up, from the times that each rank measures of itself.
 
-Forward and backward are compared between the ranks that do the same with different samples. Only a rank's own work
-tells: where an engine exchanges tensors within both (FSDP, ZeRO 3), the others wait for a slow rank there, all take as
+Forward and backward are compared between the ranks that do the same work on different samples. Only a rank's own time
+tells: where an engine exchanges tensors within both (FSDP, ZeRO 3), the others wait there for a slow rank, all take as
 long, and none is named. Where it does so in the backward alone, the forward still tells.
 """
 
@@ -12,36 +12,36 @@ from statistics import median
 from crosstrain.engine.runner import Runner
 
 SLOWER = 1.5  # times the median of the other ranks makes a straggler,
-SLOWER_MS = 10.0  # if it is at least so much more,
-IN_A_ROW = 2  # in so many logged steps one after the other
+SLOWER_MS = 10.0  # if it is at least this much more,
+IN_A_ROW = 2  # in this many logged steps in a row
 WAITING = 0.25  # share of the time that is too much to wait for data,
-WAITING_MS = 5.0  # if it is at least so much per step
+WAITING_MS = 5.0  # if it is at least this much per step
 
 
-class RankWatch:
-    """Gathers the ranks' times at logged steps, in one small exchange, and says what is wrong with them."""
+class StragglerDetector:
+    """Gathers the ranks' times at logged steps, in one small message, and describes what is wrong with them."""
 
     def __init__(self, runner: Runner, num_workers: int) -> None:
         self._runner, self._num_workers = runner, num_workers
         self._intervals = 0
-        self._slow = (-1, 0)  # the rank that was slow in the latest logged steps, and in how many
-        self._said: dict[str, int] = {}
+        self._slow = (-1, 0)  # the rank that was slow in the latest logged steps, and their number
+        self._times_told: dict[str, int] = {}
         self.begin_interval()
 
     def begin_interval(self) -> None:
         self._waited = 0.0
 
-    def count(self) -> None:
-        """Take the step's waiting for data into account; to be called in every step."""
+    def add_step(self) -> None:
+        """Count the wait for data; call it in every step."""
         self._waited += self._runner.timers.seconds.get("data loader", 0.0)
 
-    def judge(self, step: int, steps: int, seconds: float) -> tuple[float, list[str]]:
-        """At logged step `step`, `steps` steps and `seconds` after the last one. Collective.
+    def check(self, step: int, steps: int, seconds: float) -> tuple[float, list[str]]:
+        """Compare the ranks at logged step `step`, `steps` steps and `seconds` after the last one. Collective.
 
-        Returns the longest time, in seconds, that a rank waited for data meanwhile, and sentences about what is wrong.
+        Returns the longest time, in seconds, that a rank waited for data meanwhile, and sentences about problems.
         """
-        world, dp, timers = self._runner.world, self._runner.dp, self._runner.timers.seconds
-        own = [self._waited, timers.get("forward", 0.0), timers.get("backward", 0.0), float(dp.rank)]
+        world, timers = self._runner.world, self._runner.timers.seconds
+        own = [self._waited, timers.get("forward", 0.0), timers.get("backward", 0.0), float(self._runner.dp.rank)]
         slots = [0.0] * (len(own) * world.size)
         slots[len(own) * world.rank : len(own) * (world.rank + 1)] = own
         everyone = world.all_reduce_sum(*slots)
@@ -54,11 +54,12 @@ class RankWatch:
         return max(waited), [sentence for sentence in found if sentence]
 
     def _straggler(self, step: int, slow: tuple[int, str] | None) -> str | None:
-        rank, what = slow or (-1, "")
+        rank, problem = slow or (-1, "")
         self._slow = (rank, self._slow[1] + 1 if rank == self._slow[0] else 1)
         if slow is None or self._slow[1] < IN_A_ROW:
             return None
-        return self._seldom(f"rank {rank} is a straggler", f": at step {step}, as at the logged one before, its {what}")
+        key = f"rank {rank} is a straggler"
+        return self._seldom(key, f"{key}: at step {step}, as at the logged one before, its {problem}")
 
     def _data_bound(self, step: int, steps: int, seconds: float, waited: list[float]) -> str | None:
         if self._intervals == 1:  # in which the loader's processes started
@@ -73,20 +74,18 @@ class RankWatch:
             "waiting for data",
             f"{when} waited {min(waited[worst] / seconds, 1):.0%} of their time for data on rank {worst}{others}; "
             f"raise run.num_workers, now {self._num_workers}",
-            show_key=False,
         )
 
-    def _seldom(self, key: str, rest: str, show_key: bool = True) -> str | None:
-        """The sentence the 1st, 10th, 100th, ... time that there is reason for it, else None."""
-        times = self._said[key] = self._said.get(key, 0) + 1
-        if times > 1 and str(times).strip("0") != "1":
-            return None
-        often = f" (for the {times}th time)" if times > 1 else ""
-        return (key if show_key else "") + rest + often
+    def _seldom(self, key: str, sentence: str) -> str | None:
+        """Return the sentence the 1st, 10th, 100th, ... time that there is reason for it, else None."""
+        times = self._times_told[key] = self._times_told.get(key, 0) + 1
+        if times == 1:
+            return sentence
+        return f"{sentence} (for the {times}th time)" if str(times).strip("0") == "1" else None
 
 
-def _slowest(seconds: list[float], groups: list[list[int]], what: str) -> tuple[int, str] | None:
-    """The rank that is slow beside its peers, the slowest if several are, and a clause that says how slow."""
+def _slowest(seconds: list[float], groups: list[list[int]], clause: str) -> tuple[int, str] | None:
+    """Return the slowest of the ranks that are slow beside their peers, and a clause on how slow."""
     slowest: tuple[float, int, float] | None = None
     for peers in groups:
         for rank in peers if len(peers) > 1 else []:
@@ -97,11 +96,11 @@ def _slowest(seconds: list[float], groups: list[list[int]], what: str) -> tuple[
         return None
     ratio, rank, others = slowest
     times = f"{1000 * seconds[rank]:.0f} ms against {1000 * others:.0f} ms"
-    return rank, f"{what} {ratio:.1f}x the median of the other ranks ({times})"
+    return rank, f"{clause} {ratio:.1f}x the median of the other ranks ({times})"
 
 
 def _peers(dp_ranks: list[float]) -> list[list[int]]:
-    """Ranks that do the same with different samples: of each data-parallel rank those at the same place."""
+    """Group ranks that do the same work on different samples: those at the same place of each data-parallel rank."""
     members: dict[float, list[int]] = {}
     for rank, dp_rank in enumerate(dp_ranks):
         members.setdefault(dp_rank, []).append(rank)

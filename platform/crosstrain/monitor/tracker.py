@@ -1,18 +1,29 @@
-"""Tracker: where a run's numbers go. The interface that a tracker plugin fills in."""
+"""Trackers: the interface for plugins that record a run's numbers, and the trackers of one run."""
 
 from __future__ import annotations
 
+import queue
+import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from crosstrain.config.registry import registry
+from crosstrain.config.schema import Component
 from crosstrain.monitor.metrics import Row
+from crosstrain.utils.errors import ConfigError, UserError, sentence
+from crosstrain.utils.logging import log
+
+_MAX_BACKLOG = 1000  # rows that a slow tracker may lag behind; it loses further ones
+_CLOSE_SECONDS = 30.0  # in which a slow tracker may send the rest when training has ended
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told about the run that it follows."""
+    """The run that a tracker follows."""
 
     folder: Path  # of the run; a tracker that keeps files has a folder of its own in it
     config: dict[str, Any]  # resolved, as config.yaml holds it
@@ -20,41 +31,139 @@ class TrackedRun:
 
     @property
     def name(self) -> str:
-        """What a person calls it: the folder's name."""
+        """The folder's name."""
         return self.folder.resolve().name
 
 
 class Tracker(ABC):
     """Base class of all trackers. `run.trackers: [{name: ..., <Options>}]` chooses and configures some.
 
-    One is made on rank 0 when training begins. Whatever it raises is said once and costs its own numbers alone:
+    Each is made on rank 0 when training begins. An error that it raises is logged once and costs only its own numbers:
     training goes on, and the tracker is offered the next row.
     """
 
-    # Whether calls may take long, such as those over a network. They are made by a thread of the tracker's own then.
-    remote = False
+    remote = False  # True: calls may take long, as over a network, and are made in a thread of the tracker's own
 
     @dataclass
     class Options:
         """A tracker without options of its own."""
 
-    @classmethod  # noqa: B027 - most miss nothing
+    @classmethod  # noqa: B027 - most need nothing
     def check(cls, options: Any) -> None:
-        """Raise UserError for what is missing, such as a package or a login; no worker exists yet."""
+        """Raise UserError if something is missing, such as a package or a login; no worker exists yet."""
 
     def __init__(self, options: Any, run: TrackedRun) -> None:
         self.options, self.run = options, run
 
     @abstractmethod
     def log(self, row: Row) -> None:
-        """A step was logged, validated or both. `crosstrain.monitor.metrics` names what is in a row.
+        """Record a step that was logged, validated or both. `crosstrain.monitor.metrics` names the keys of a row.
 
-        A resumed run tells the steps after its checkpoint again, with the same numbers.
+        A resumed run repeats the steps after its checkpoint, with the same numbers.
         """
 
     def close(self, finished: bool) -> None:  # noqa: B027 - some keep nothing open
-        """Training ends here; `finished` says whether it has reached its last step."""
+        """Training ends here; `finished` says if it has reached its last step."""
 
     def place(self) -> str | None:
-        """How to look at what was tracked, for the closing lines of a run: a file, an address, a command."""
+        """A file, an address or a command to look at the numbers, for the closing lines of a run."""
         return None
+
+
+def check_trackers(components: Iterable[Component]) -> None:
+    """Raise UserError for a tracker that cannot work as configured; no worker exists yet."""
+    names: set[str] = set()
+    for component in components:
+        if component.name in names:
+            raise ConfigError(f"run.trackers: {component.name} is named twice")
+        names.add(component.name)
+        try:
+            registry.get("tracker", component.name).check(component.options)
+        except UserError as error:
+            raise type(error)(f"run.trackers: {error}") from error
+
+
+class Trackers:
+    """The trackers of a run, in the order of the configuration. None can stop the run or hold it up."""
+
+    def __init__(self, components: Iterable[Component], run: TrackedRun) -> None:
+        self._isolated: list[_Isolated] = []
+        for component in components:
+            cls = registry.get("tracker", component.name)
+            isolated = _Background if cls.remote else _Isolated
+            self._isolated.append(isolated(component.name, partial(cls, component.options, run)))
+
+    def log(self, row: Row) -> None:
+        for tracker in self._isolated:
+            tracker.call(lambda t: t.log(row))
+
+    def close(self, finished: bool) -> None:
+        for tracker in self._isolated:
+            tracker.call(lambda t: t.close(finished))
+        for tracker in self._isolated:
+            tracker.join()
+
+    def places(self) -> list[tuple[str, str]]:
+        """Return (tracker, its `place`), of those that have one; call it after `close`."""
+        return [(tracker.name, tracker.place) for tracker in self._isolated if tracker.place]
+
+
+class _Isolated:
+    """A tracker whose errors cost its own numbers and nothing else."""
+
+    def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
+        self.name = name
+        self.place: str | None = None
+        self._make = make
+        self._tracker: Tracker | None = None
+        self._warned = False
+        self.call(lambda _: None)
+
+    def call(self, work: Callable[[Tracker], None]) -> None:
+        """Do `work` with the tracker, which is made first if that has not succeeded before."""
+        try:
+            self._tracker = self._tracker or self._make()
+            self.place = self._tracker.place()
+            work(self._tracker)
+        except Exception as error:
+            self.warn(f"failed ({type(error).__name__}: {error}); training goes on, and it is offered what follows")
+
+    def warn(self, problem: str) -> None:
+        """Log the tracker's first problem."""
+        if not self._warned:
+            self._warned = True
+            log.warning("%s", sentence(f"run.trackers: {self.name} {problem}"))
+
+    def join(self) -> None:
+        """Wait until all calls are done."""
+
+
+class _Background(_Isolated):
+    """A tracker whose calls are made in order in a thread, which training does not wait for."""
+
+    def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
+        self._work: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(_MAX_BACKLOG)
+        self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+        super().__init__(name, make)
+
+    def call(self, work: Callable[[Tracker], None]) -> None:
+        try:
+            self._work.put_nowait(work)
+        except queue.Full:
+            self.warn(f"is more than {_MAX_BACKLOG} rows behind; training goes on, and it loses rows")
+
+    def join(self) -> None:
+        try:
+            self._work.put(None, timeout=_CLOSE_SECONDS)
+        except queue.Full:
+            pass
+        else:
+            self._thread.join(_CLOSE_SECONDS)
+        if self._thread.is_alive():
+            self._warned = False
+            self.warn(f"did not take the last rows within {_CLOSE_SECONDS:.0f} s; it may lack them")
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            super().call(work)

@@ -22,7 +22,7 @@ from crosstrain.engine.lr_schedule import make_schedule
 from crosstrain.engine.optimizer import optimizer_factory
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling.base import Model
-from crosstrain.monitor.trackers import check_trackers
+from crosstrain.monitor.tracker import check_trackers
 from crosstrain.utils.errors import UserError, explained
 from crosstrain.utils.types import Batch
 
