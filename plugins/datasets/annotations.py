@@ -1,4 +1,4 @@
-"""JSON files about images, as MiniGPT-4, MiniGPT4Qwen and LLaVA write them, in one form."""
+"""Read JSON annotations of images in the layouts of MiniGPT-4, MiniGPT4Qwen and LLaVA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_BYTES = 1 << 32
 
 
 def read_annotations(path: Path) -> Iterator[dict[str, Any]]:
-    """Each sample as {images: [names], and `caption` or `conversations` in LLaVA's form}.
+    """Yield each sample as {images: [names], and `caption` or `conversations` in LLaVA's form}.
 
     Layouts: LLaVA's [{image, conversations: [{from, value}]}], `image` a name, a list of them, or absent;
     MiniGPT-4's {annotations: [{image_id, caption}]}, whose images are IMAGE_ID.jpg; and MiniGPT4Qwen's
@@ -64,7 +64,7 @@ def _sample(entry: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _placeholder(text: str) -> str:
-    """MiniGPT-4 writes <Img><ImageHere></Img> where an image stands."""
+    """Replace MiniGPT-4's placeholder of an image, <Img><ImageHere></Img>."""
     return text.replace("<Img><ImageHere></Img>", "<image>").replace("<ImageHere>", "<image>")
 
 

@@ -41,13 +41,13 @@ IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm")
 class ImageText(ImageDataset):
     """Samples in tar shards: KEY.jpg or several KEY.0.jpg, KEY.1.jpg, ..., with KEY.json, or KEY.txt for a caption.
 
-    Every sample is reachable by its index, so the order is the platform's own and resuming is seeking. Not so where the
-    train split is streamed: see `ShardStream`.
+    Every sample is reachable by its index, so the order is the platform's own and resuming is seeking. A streamed train
+    split is the exception: see `ShardStream`.
     """
 
     @dataclass(kw_only=True)
     class Options(ImageDatasetOptions):
-        """Where the shards are: names with braces or wildcards, local, http(s):// or pipe:COMMAND."""
+        """Names of the shards, with braces or wildcards: local, http(s):// or pipe:COMMAND."""
 
         vis_processor: Processors = field(default_factory=lambda: processors("image_train", "image_eval"))
         text_processor: Processors = field(default_factory=lambda: processors("captions", "captions"))
@@ -57,7 +57,7 @@ class ImageText(ImageDataset):
         cache: FilePath | None = None  # folder of indexes and copies of remote shards; None: $XDG_CACHE_HOME/crosstrain
         prepare: PackOptions | None = None  # how to make the shards when there are none
         streaming: bool = False  # the train split is read as it comes, without index, copy and exact resume
-        samples: PositiveInt | None = None  # so many are an epoch of a streamed split, which has not been counted
+        samples: PositiveInt | None = None  # in an epoch of a streamed split, which nobody has counted
         # samples of a stream, still compressed, among which the next one is drawn
         shuffle_buffer: Annotated[int, Interval(ge=1, le=10**7)] = 1000
 
@@ -69,7 +69,7 @@ class ImageText(ImageDataset):
 
     @classmethod
     def prepare(cls, options: Any) -> None:
-        """Pack what is to be packed; fetch and index the shards of every split that is named."""
+        """Pack missing shards; fetch and index the shards of every split."""
         if options.prepare is not None:
             pack(options.prepare)
         for split in SPLITS:
@@ -81,13 +81,13 @@ class ImageText(ImageDataset):
 
     @classmethod
     def shards(cls, options: Any, split: Split) -> list[str]:
-        """Names of a split's shards."""
+        """Return the names of a split's shards."""
         named = getattr(options, split)
         return expand(named) if named else []
 
     @classmethod
     def streams(cls, options: Any, split: Split) -> bool:
-        """Whether a split is read as it comes."""
+        """Tell whether a split is streamed."""
         return options.streaming and split == "train"
 
     @classmethod
@@ -116,7 +116,7 @@ class ImageText(ImageDataset):
         return super().get(index, rng) if self.samples is not None else self._next(rng)
 
     def _next(self, rng: np.random.Generator) -> Sample:
-        """The next sample of the stream that can be used."""
+        """Return the next usable sample of the stream."""
         if self._stream is None:  # here, because this is the process that reads it
             info = get_worker_info()
             worker, workers = (info.id, info.num_workers) if info else (0, 1)
@@ -139,7 +139,7 @@ class ImageText(ImageDataset):
 
 
 def _parsed(name: str, content: dict[str, bytes]) -> tuple[list[Any], Annotation]:
-    """Images and annotation of a sample in a shard."""
+    """Return the images and the annotation of a sample in a shard."""
     pictures = sorted((e for e in content if e.rpartition(".")[2] in IMAGES), key=_number)
     annotation = _annotation(name, content)
     if not pictures and not annotation.get("text_only"):
@@ -148,7 +148,7 @@ def _parsed(name: str, content: dict[str, bytes]) -> tuple[list[Any], Annotation
 
 
 def _number(extension: str) -> tuple[int, str]:
-    """Order of several images of a sample: 0.jpg, 1.jpg, ..., 10.jpg."""
+    """Return a sort key for a sample's images: 0.jpg, 1.jpg, ..., 10.jpg."""
     number = extension.partition(".")[0]
     return (int(number) if number.isdecimal() else -1, extension)
 

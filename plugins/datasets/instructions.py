@@ -1,4 +1,4 @@
-"""Instructions about images in JSON files beside a folder of images, as LLaVA and MiniGPT-4 publish them."""
+"""Instructions about images: JSON files and a folder of images, as LLaVA and MiniGPT-4 publish them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Instructions(ImageDataset):
 
     @dataclass(kw_only=True)
     class Options(ImageDatasetOptions):
-        """Which files, and how they are split."""
+        """Files and their splits."""
 
         annotations: FilePath  # a JSON file in the layout of LLaVA, MiniGPT-4 or MiniGPT4Qwen
         images: FilePath  # folder that image names are relative to
@@ -48,7 +48,7 @@ class Instructions(ImageDataset):
 
     @classmethod
     def prepare(cls, options: Any) -> None:
-        """Read the annotations, so that what is wrong with them is said before any worker starts."""
+        """Read the annotations, so that mistakes in them show before any worker starts."""
         _entries(options.annotations)
 
     def __init__(self, options: Any, split: Split) -> None:

@@ -1,7 +1,7 @@
-"""Several sources in stated shares, one sample after another, in exact proportion at every moment.
+"""Order the samples of several sources by their shares, in exact proportion at every prefix.
 
-The shares are quantised to whole numbers that add up to a period. One table of that length says whose turn it is; it
-is made by Tijdeman's algorithm ("The chairman assignment problem", Discrete Mathematics 32, 1980), whose counts are
+The shares are quantised to whole numbers that add up to a period. A table of that length lists the turns; it is made
+by Tijdeman's algorithm ("The chairman assignment problem", Discrete Mathematics 32, 1980), whose counts are
 less than one sample off at any prefix. Sample number n is then looked up, not counted to.
 """
 
@@ -17,7 +17,7 @@ LONGEST = 1 << 16  # period of shares that no shorter one gives exactly
 
 
 def quantise(weights: Sequence[float], longest: int = LONGEST) -> list[int]:
-    """Whole numbers above 0 in the proportions of `weights`: exactly, if their sum can be at most `longest`.
+    """Return whole numbers above 0 in the proportions of `weights`: exactly, if their sum can be at most `longest`.
 
     Otherwise they add up to `longest`, each less than one off its share of it, or 1 where that is less.
     """
@@ -34,7 +34,7 @@ def quantise(weights: Sequence[float], longest: int = LONGEST) -> list[int]:
 
 
 class MixtureOrder:
-    """Whose turn each sample is. `counts` are what `quantise` gives: each one's samples in a period."""
+    """The source of each sample. `counts`, from `quantise`, are the samples of each source in a period."""
 
     def __init__(self, counts: Sequence[int]) -> None:
         self.counts, self.period = list(counts), sum(counts)
@@ -45,14 +45,14 @@ class MixtureOrder:
             self._before[mine] = np.arange(len(mine))
 
     def place(self, n: int) -> tuple[int, int]:
-        """(whose turn sample number n is, how many that one had before)."""
+        """Return (source of sample number n, number of that source's earlier samples)."""
         periods, position = divmod(n, self.period)
         k = int(self._turn[position])
         return k, periods * self.counts[k] + int(self._before[position])
 
 
 def _turns(counts: list[int]) -> np.ndarray:
-    """int64 [period]. At each step, of those that are behind by enough, the one that first would be too far behind."""
+    """Return the source of each turn, int64 [period]: of those far enough behind, the one with the nearest deadline."""
     shares = np.array(counts, np.int64)
     period, number = int(shares.sum()), len(counts)
     turns = np.zeros(period, np.int64)

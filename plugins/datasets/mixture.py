@@ -1,4 +1,4 @@
-"""Several datasets of images and text as one, in stated shares."""
+"""Mix several datasets in given shares."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from crosstrain import (
     derive_seed,
     registry,
 )
-from crosstrain.data.tokenizer import same_vocabulary
+from crosstrain.data.tokenizer import TOKENIZER, vocabulary
 from crosstrain.data.vision.prompts import prompt_builder
 
 from .mixing import MixtureOrder, quantise
@@ -38,21 +38,21 @@ class MixturePart:
     """A dataset and its share of the samples."""
 
     dataset: Annotated[Component, "dataset"]
-    ratio: PositiveFloat | None = None  # relative to the others'; None, for all alike: as many as it has
+    ratio: PositiveFloat | None = None  # relative to the others'; None in all parts: in proportion to their sizes
 
 
 @registry.register_dataset("mixture")
 class Mixture(VqaDataset):
-    """Among the first n samples of a run each part has its share of n, less than one sample off, for every n.
+    """A mixture that gives each part its share of the first n samples of a run, less than one sample off, for every n.
 
-    A part is shuffled and goes round as if it were alone, at the pace that its share gives it. An epoch is long enough
-    for every sample of every part; those of a part whose share is larger than its size come again. The parts must have
-    the same tokenizer.
+    Each part is shuffled and repeated as if it were alone, at the pace of its share. An epoch is long enough for every
+    sample of every part; a part whose share is larger than its size is repeated. The parts must have the same
+    tokenizer.
     """
 
     @dataclass
     class Options:
-        """What is mixed."""
+        """Datasets to mix."""
 
         parts: Annotated[list[MixturePart], MinLen(1)]
 
@@ -70,7 +70,7 @@ class Mixture(VqaDataset):
 
     @classmethod
     def shapes(cls, options: Any) -> Batch | None:
-        """The longest of the parts."""
+        """Return the largest of the parts' shapes."""
         found = [registry.get("dataset", p.dataset.name).shapes(p.dataset.options) for p in options.parts]
         known = [batch for batch in found if batch is not None]
         if len(known) < len(found):
@@ -84,7 +84,7 @@ class Mixture(VqaDataset):
         ]
         first = self.parts[0]
         for part in self.parts[1:]:
-            if not same_vocabulary(part.tokenizer_path, first.tokenizer_path):
+            if not _same_vocabulary(part.tokenizer_path, first.tokenizer_path):
                 raise DataError("the parts of a mixture have different tokenizers: give them the same one")
         self.vocab_size, self.tokenizer_path = first.vocab_size, first.tokenizer_path
         self.indexed = all(part.indexed for part in self.parts)
@@ -140,9 +140,17 @@ class Mixture(VqaDataset):
 
 
 def epoch_counts(lengths: list[int], ratios: list[float | None]) -> list[int]:
-    """Samples of each part in the shortest epoch that has all of them in these shares, rounded up."""
+    """Return the samples of each part, rounded up, in the shortest epoch that has all of them in these shares."""
     if ratios[0] is None:
         return lengths
     shares = [(r or 0.0) / sum(r or 0.0 for r in ratios) for r in ratios]
     total = max(n / share for n, share in zip(lengths, shares, strict=True))
     return [max(n, math.ceil(total * share - 1e-9)) for n, share in zip(lengths, shares, strict=True)]
+
+
+def _same_vocabulary(first: Path | None, second: Path | None) -> bool:
+    """Tell whether the tokenizers in two folders give every token the same id; None is like itself alone."""
+    if first is None or second is None or first == second:
+        return first == second
+    one, other = first / TOKENIZER, second / TOKENIZER
+    return one.read_bytes() == other.read_bytes() or vocabulary(one) == vocabulary(other)

@@ -1,4 +1,4 @@
-"""A folder of images and a JSON file about them, as WebDataset shards."""
+"""Pack a folder of images and a JSON file about them into WebDataset shards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Packed = Iterable[dict[str, Any]]  # samples as ShardWriter takes them: __key__,
 
 @dataclass
 class PackOptions:
-    """What to pack, and where."""
+    """Images and annotations to pack, and the output."""
 
     images: FilePath  # folder that the annotations' image names are relative to
     annotations: FilePath  # a JSON file in LLaVA's or MiniGPT-4's layout
@@ -40,7 +40,7 @@ class PackOptions:
 
 
 def pack(options: PackOptions) -> None:
-    """Make the shards unless they exist. DataError for an image that is missing, or shards made otherwise."""
+    """Make the shards unless they exist. DataError for a missing image, or shards made with other options."""
 
     def splits() -> Iterator[tuple[str, Packed]]:
         entries = list(read_annotations(Path(options.annotations)))
@@ -75,8 +75,7 @@ def write_once(
 ) -> None:
     """Write SPLIT-NNNNNN.tar files, and dataset.json with `made`, into a folder that appears complete or not at all.
 
-    `beside` puts in what else belongs there. A folder that exists is left alone; DataError where its dataset.json says
-    something else than `made`.
+    `beside` adds further files. A folder that exists stays as it is; DataError if its dataset.json differs from `made`.
     """
     output = output.expanduser().absolute()
     with output_lock(output, wait=True):

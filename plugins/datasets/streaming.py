@@ -1,4 +1,4 @@
-"""Shards read as they come, without an index or a copy: where the data are too many to be kept, or have no names."""
+"""Stream shards without an index or a copy, for data that are too large to keep, or that have no names."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _CHUNK = 1 << 20
 
 
 class ShardStream:
-    """Endless samples of this reader's share of some shards, pass after pass, each in another order.
+    """Endless samples of this reader's share of the shards, pass after pass, each in another order.
 
-    The ranks' loading processes are the readers. A pass takes all shards in an order drawn from (seed, first sample of
-    the run, number of the pass) and deals them out to the readers; each mixes its samples in a buffer of `buffer`,
-    which is emptied when its pass ends. A shard that cannot be read to its end is left there, and `lost` has why, by
-    name. Raises DataError where there are fewer shards than readers; iterating does where more than a share `max_lost`
-    of all shards are lost, and where a pass has no sample.
+    Every loading process of every rank is a reader. A pass takes all shards in an order drawn from (seed, first sample
+    of the run, number of the pass) and deals them out to the readers. Each reader mixes its samples in a buffer of
+    `buffer`, which is emptied at the end of the pass. If a shard cannot be read to its end, the rest is skipped, and
+    `lost` has the reason by name. Raises DataError for fewer shards than readers, and while iterating if more than a
+    share `max_lost` of all shards are lost, or a pass has no sample.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ShardStream:
                 raise DataError(f"no sample could be read from {self._share(number)[0]} and what else was read with it")
 
     def _share(self, number: int) -> list[str]:
-        """Names of this reader's shards in a pass."""
+        """Return the names of this reader's shards in a pass."""
         order = np.random.default_rng(derive_seed(self.seed, "pass", number)).permutation(len(self.names))
         return [self.names[i] for i in order[self.reader :: self.readers]]
 
@@ -79,7 +79,7 @@ class ShardStream:
 
 
 def read_shard(name: str) -> Iterator[_Sample]:
-    """The samples of a shard, compressed or not, in order. Raises what tarfile, the system or the command do."""
+    """Yield the samples of a shard, compressed or not, in order. Raises errors of tarfile or the system."""
     with gopen(name, "rb") if is_remote(name) else open_regular(local_path(name)) as stream:
         with tarfile.open(fileobj=stream, mode="r|*") as tar:
             yield from ((f"{name}: {key}", files) for key, files in grouped(tar, _content(tar)))
@@ -97,7 +97,7 @@ def _content(tar: tarfile.TarFile) -> Callable[[tarfile.TarInfo], bytes]:
 
 
 def mixed(items: Iterator[T], size: int, rng: np.random.Generator) -> Iterator[T]:
-    """Each item once, in an order that is random among `size` neighbours."""
+    """Yield each item once, in an order that is random among `size` neighbours."""
     waiting: list[T] = []
     for item in items:
         if len(waiting) < size:

@@ -1,4 +1,4 @@
-"""Pictures of coloured shapes on a grid of three by three, and what can be asked about them."""
+"""Pictures of coloured shapes on a grid of three by three, and questions about them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ KNOWN = [c for c in COMBINATIONS if c not in NOVEL]
 
 
 def _every_fifth(items: list[Any]) -> frozenset[Any]:
-    """A fifth of the items, spread evenly by a fixed shuffle."""
+    """Return a fifth of the items, spread evenly by a fixed shuffle."""
     order = np.random.default_rng(0).permutation(len(items))
     return frozenset(items[i] for i in order[: len(items) // 5])
 
 
-# What training never shows: a fifth of the pairs of kinds in one picture, and a fifth of the sets of occupied cells.
+# Held out from training: a fifth of the pairs of kinds in one picture, and a fifth of the sets of occupied cells.
 HELD_PAIRS = _every_fifth([frozenset(pair) for pair in itertools.combinations(KNOWN, 2)])
 HELD_LAYOUTS = _every_fifth([frozenset(c) for n in (2, 3, 4) for c in itertools.combinations(range(9), n)])
 
@@ -62,7 +62,7 @@ Scene = list[Thing]
 
 
 def draw_scene(split: str, rng: np.random.Generator, least: int, most: int) -> Scene:
-    """A scene of the split with `least` to `most` things; all kinds in it differ.
+    """Draw a scene of the split with `least` to `most` things of different kinds.
 
     `train` has nothing that is held out; `val` and `test` have at least two things, in a held-out layout and with a
     held-out pair; `novel` has one of a combination of colour and shape that training never shows.
@@ -82,7 +82,7 @@ def draw_scene(split: str, rng: np.random.Generator, least: int, most: int) -> S
 
 
 def render(scene: Scene, rng: np.random.Generator) -> bytes:
-    """A JPEG of the scene: grey ground, shapes a little off their cells' middles, noise over everything."""
+    """Render a JPEG of the scene: grey ground, shapes a little off their cells' middles, noise over everything."""
     ground = int(rng.integers(80, 140))
     image = Image.new("RGB", (3 * CELL, 3 * CELL), (ground, ground, ground))
     draw = ImageDraw.Draw(image)
@@ -110,7 +110,7 @@ def _draw(draw: ImageDraw.ImageDraw, shape: str, x: int, y: int, r: int, colour:
 
 
 def describe(scene: Scene, rng: np.random.Generator) -> dict[str, Any]:
-    """The scene's annotation: a caption by rows, questions with answers, and a conversation of three turns.
+    """Return the scene's annotation: a caption by rows, questions with answers, a conversation of three turns.
 
     Things are named by what is unique to them in the picture. A yes is as likely as a no.
     """
@@ -157,7 +157,7 @@ def _by_columns(scene: Scene) -> str:
 
 
 def _conversation(scene: Scene, rng: np.random.Generator) -> list[dict[str, str]]:
-    """Turns that build on one another: `it` is what the question before was about."""
+    """Return turns that build on one another: `it` is the subject of the question before."""
     thing = scene[rng.integers(len(scene))]
     turns = [
         ("how many things are there", NUMBERS[len(scene)]),
@@ -171,7 +171,7 @@ def _conversation(scene: Scene, rng: np.random.Generator) -> list[dict[str, str]
 
 
 def words() -> list[str]:
-    """Every word that annotations hold, in a fixed order."""
+    """Return every word of the annotations, in a fixed order."""
     phrases = [
         "how many things are there what colour shape is the left of above describe image columns",
         "where it large or small yes no ,", *NUMBERS, *ROWS, *COLUMNS, *COLOURS, *SHAPES,

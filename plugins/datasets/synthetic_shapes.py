@@ -1,4 +1,4 @@
-"""A task that shows whether a model sees: questions about pictures of coloured shapes, made here."""
+"""A synthetic test of vision: questions about pictures of coloured shapes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .packing import Packed, write_once
 from .synthetic_scenes import describe, draw_scene, render, words
 from .webdataset import expand
 
-# How many things a picture has, least and most, up to which percentage of the training.
+# (percentage of the training up to which it holds, (least, most) things in a picture)
 _CURRICULUM = [(7, (1, 1)), (14, (1, 2)), (21, (2, 3)), (100, (2, 4))]
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _UNKNOWN = "<|unknown|>"  # any other word
@@ -40,7 +40,7 @@ class Shapes(ImageText):
 
     @dataclass(kw_only=True)
     class Options(ImageText.Options):
-        """What to render, and where; everything else is `image_text`'s."""
+        """Number, seed and folder of the pictures; the other options are those of `image_text`."""
 
         path: FilePath  # the folder of the shards and their tokenizer, the default one; made if it does not exist
         vis_processor: Processors = field(
@@ -94,7 +94,7 @@ def _samples(split: str, number: int, seed: int, curriculum: bool) -> Iterator[d
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A Hugging Face tokenizer of whole words in `folder`/tokenizer, with Qwen's chat template."""
+    """Write a Hugging Face tokenizer of whole words to `folder`/tokenizer, with Qwen's chat template."""
     vocabulary = {word: i for i, word in enumerate([*words(), "user", "assistant", "system", _UNKNOWN])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=_UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

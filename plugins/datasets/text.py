@@ -1,4 +1,4 @@
-"""Next-token prediction over tokenised documents: prepared by Crosstrain, or by Megatron-LM as they are."""
+"""Next-token prediction over tokenized documents, prepared by Crosstrain or by Megatron-LM."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TextDataset(Dataset):
 
     @dataclass
     class Options:
-        """Where the tokens are and how to cut them."""
+        """Files of tokens, their splits, and the length of a sample."""
 
         path: FilePath  # a prepared folder, or Megatron's files: their prefix (data/meg-gpt2_text_document) or folder
         seq_length: Annotated[int, Interval(ge=1, le=2**30)]  # tokens per sample
@@ -53,9 +53,9 @@ class TextDataset(Dataset):
 
     @classmethod
     def prepare(cls, options: Options) -> None:
-        """Make `path` if it does not exist and the options say how; load what takes long once, not in every worker.
+        """Make `path` if it does not exist and `prepare` is given; cache the tokenizer once for all workers.
 
-        Raises DataError when `path` was prepared otherwise than the options now say, or there is nothing and no way.
+        Raises DataError if `path` was prepared with other options, or does not exist and `prepare` is not given.
         """
         if not cls.is_prepared(options):
             assert options.prepare is not None
@@ -101,7 +101,7 @@ class TextDataset(Dataset):
             raise DataError(self._why_empty(split))
 
     def _range(self, split: Split) -> tuple[int, int]:
-        """First and last + 1 token of a split."""
+        """Return the first token of a split, and its last one + 1."""
         bounds = split_bounds(self.options.split, self.file.num_documents)
         k = SPLITS.index(split)
         return self.file.document_start(bounds[k]), self.file.document_start(bounds[k + 1])
@@ -139,7 +139,7 @@ class TextDataset(Dataset):
         return {key: tokens[:, :length] for key, tokens in batch.items()}
 
     def _tokens(self, start: int, stop: int) -> np.ndarray:
-        """int64 tokens [start, stop) of the file. DataError when one is not in the vocabulary."""
+        """Return int64 tokens [start, stop) of the file. DataError if one is not in the vocabulary."""
         tokens = self.file.tokens(start, stop).astype(np.int64)
         low, high = tokens.min(), tokens.max()
         if low < 0 or (self.vocab_size is not None and high >= self.vocab_size):
@@ -150,7 +150,7 @@ class TextDataset(Dataset):
         return tokens
 
     def baselines(self) -> dict[str, float]:
-        """Perplexities on this split's targets of guessing evenly, and by the frequencies of the train split.
+        """Return the perplexities of a uniform and of a unigram model of the train split on this split's targets.
 
         The frequencies are smoothed by adding one to every count; at most 20 million tokens are counted on each side.
         """
@@ -163,7 +163,7 @@ class TextDataset(Dataset):
         return {"uniform": float(self.vocab_size), "unigram": unigram}
 
     def _counts(self, start: int, stop: int) -> np.ndarray:
-        """How often each id occurs in tokens [start, stop), of which the first 20 million are read."""
+        """Count each id in tokens [start, stop), in the first 20 million of them."""
         assert self.vocab_size is not None
         counts = np.zeros(self.vocab_size, dtype=np.int64)
         stop = min(stop, start + _BASELINE_TOKENS)
@@ -174,7 +174,7 @@ class TextDataset(Dataset):
 
 
 def split_bounds(split: list[float], documents: int) -> list[int]:
-    """[0, end of train, end of val, end of test] in documents, rounded as Megatron-LM rounds.
+    """Return [0, end of train, end of val, end of test] in documents, rounded as Megatron-LM rounds.
 
     That is `get_train_valid_test_split_` in megatron/data/dataset_utils.py: each share is rounded, and the sum's error
     is taken off all three ends.
@@ -190,7 +190,7 @@ def split_bounds(split: list[float], documents: int) -> list[int]:
 def _tokenizer_folder(
     tokenizer: str | None, vocab_file: str | None, merge_file: str | None
 ) -> tuple[Path, int, int] | None:
-    """(folder, vocabulary size, end-of-text id) of the tokenizer that the options name, if they name one."""
+    """Return (folder, vocabulary size, end-of-text id) of the tokenizer that the options name; None if none."""
     loaded: TextTokenizer
     if vocab_file is not None and merge_file is not None:
         loaded = load_gpt2(vocab_file, merge_file)

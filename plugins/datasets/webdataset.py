@@ -1,4 +1,4 @@
-"""Samples inside tar files, each reachable at once: WebDataset's layout with an index of where everything lies."""
+"""Random access to samples in tar files: WebDataset's layout with an index of positions."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _GLOB_SECONDS = 5.0
 
 
 def expand(patterns: str | list[str]) -> list[str]:
-    """Names of shards, braces and wildcards expanded, in order: of local files, or remote as `is_remote` says.
+    """Expand braces and wildcards into names of shards, in order: local files, or remote ones (see `is_remote`).
 
-    Raises DataError where a wildcard matches nothing or too much, and for a name that `is_remote` refuses.
+    Raises DataError if a wildcard matches nothing or too much, and for a name that `is_remote` refuses.
     """
     found: list[str] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
@@ -53,7 +53,7 @@ def expand(patterns: str | list[str]) -> list[str]:
 
 
 def _braces(pattern: str) -> Iterator[str]:
-    """What the braces stand for; DataError where that is absurdly much, which is found out before it is tried."""
+    """Expand braces. DataError for absurdly many names; they are counted before they are made."""
     most, alternatives = 1, list[int]()
     for character in pattern:
         if character == "{":
@@ -73,7 +73,7 @@ def _braces(pattern: str) -> Iterator[str]:
 
 
 def _matches(name: str) -> list[str]:
-    """Files that a wildcard stands for, in order; DataError where looking for them takes too long."""
+    """Return the files that match a wildcard, in order. DataError if the search takes too long."""
     try:
         with timed(_GLOB_SECONDS):
             return sorted(glob.glob(os.path.expanduser(name)))
@@ -82,10 +82,10 @@ def _matches(name: str) -> list[str]:
 
 
 def is_remote(name: str) -> bool:
-    """Whether a shard is not a file here: pipe:COMMAND, or SCHEME://... of a scheme that webdataset knows.
+    """Tell whether a shard is no local file: pipe:COMMAND, or SCHEME://... of a scheme that webdataset knows.
 
-    Raises DataError for a name of control characters, and for what looks like an address and is not one of those, and
-    ConfigError for a command where the configuration is not trusted with one.
+    Raises DataError for a name with control characters and for an address of another scheme, and ConfigError for a
+    command if the configuration is not trusted with commands.
     """
     if name != name.strip() or not name.isprintable():
         raise DataError(f"{name!r}: a shard's name neither begins nor ends with blanks, nor has control characters")
@@ -102,17 +102,17 @@ def is_remote(name: str) -> bool:
 
 
 def local_path(name: str) -> Path:
-    """Where a shard that is not remote lies."""
+    """Return the path of a local shard."""
     return Path(name.removeprefix("file:").removeprefix("//")).expanduser()
 
 
 def default_cache() -> Path:
-    """Where indexes, and copies of remote shards, are kept."""
+    """Return the folder of indexes and of copies of remote shards."""
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "crosstrain" / "shards"
 
 
 def prepare(names: Iterable[str], cache: Path) -> None:
-    """Fetch and index what is not yet; safe to be called by several processes at once. DataError where it fails."""
+    """Fetch and index new shards; several processes may call it at once. DataError if it fails."""
     cache.mkdir(parents=True, exist_ok=True)
     for name in names:
         with FileLock(cache / f"{_digest(name)}.lock"):
@@ -124,14 +124,14 @@ def prepare(names: Iterable[str], cache: Path) -> None:
 
 
 def check_there(names: Iterable[str]) -> None:
-    """DataError for a shard that should be a file here and is none."""
+    """Raise DataError for a local shard that is no file."""
     for name in names:
         if not is_remote(name):
             _state(local_path(name))
 
 
 def _local(name: str, cache: Path) -> Path:
-    """Where a shard lies, or its copy will."""
+    """Return the path of a shard or of its copy."""
     return cache / f"{_digest(name)}.tar" if is_remote(name) else local_path(name)
 
 
@@ -140,7 +140,7 @@ def _digest(name: str) -> str:
 
 
 def _fetch(name: str, path: Path) -> None:
-    """Copy a remote shard, which appears complete or not at all."""
+    """Copy a remote shard; the copy appears complete or not at all."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         partial = Path(folder) / path.name
         try:
@@ -153,7 +153,7 @@ def _fetch(name: str, path: Path) -> None:
         os.replace(partial, path)
 
 
-# ---- the index: a line that says what it is of, a line for each sample, and where these lines begin (int64)
+# ---- the index: a line about the shard, a line for each sample, and a table of the lines' beginnings (int64)
 
 
 def _index_path(path: Path, cache: Path) -> Path:
@@ -161,7 +161,7 @@ def _index_path(path: Path, cache: Path) -> Path:
 
 
 def _state(path: Path) -> dict[str, int]:
-    """What changes when a shard does; DataError where there is none."""
+    """Return values that change with a shard. DataError if there is none."""
     try:
         found = path.stat()
     except OSError as error:
@@ -172,7 +172,7 @@ def _state(path: Path) -> dict[str, int]:
 
 
 def _read_head(path: Path, cache: Path) -> int | None:
-    """Number of samples by the index, None unless it is whole and of the shard as it is now."""
+    """Return the number of samples by the index; None unless it is complete and fits the shard."""
     state = _state(path)
     if not _index_path(path, cache).with_suffix(".table").exists():
         return None
@@ -185,7 +185,7 @@ def _read_head(path: Path, cache: Path) -> int | None:
 
 
 def _write_index(path: Path, cache: Path) -> None:
-    """The table first, so that an index which is there is whole."""
+    """Write the index of a shard. The table comes first, so an index that exists is complete."""
     lines = [json.dumps(sample).encode() + b"\n" for sample in _scan(path)]
     head = json.dumps(_state(path) | {"samples": len(lines)}).encode() + b"\n"
     index = _index_path(path, cache)
@@ -195,7 +195,7 @@ def _write_index(path: Path, cache: Path) -> None:
 
 
 def _scan(path: Path) -> Iterator[tuple[str, Files]]:
-    """(key, files) of each sample."""
+    """Yield (key, files) of each sample."""
     try:
         with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             yield from grouped(tar, lambda member: (member.offset_data, member.size))
@@ -204,9 +204,9 @@ def _scan(path: Path) -> Iterator[tuple[str, Files]]:
 
 
 def grouped(tar: tarfile.TarFile, of: Callable[[tarfile.TarInfo], T]) -> Iterator[tuple[str, dict[str, T]]]:
-    """(key, by extension what `of` says of a file) of each sample.
+    """Yield (key, result of `of` by extension) of each sample.
 
-    A sample is the members that follow one another and share the name up to the first dot.
+    A sample consists of consecutive members whose names are equal up to the first dot.
     """
     key, files = "", dict[str, T]()
     for member in tar:
@@ -225,7 +225,7 @@ def grouped(tar: tarfile.TarFile, of: Callable[[tarfile.TarInfo], T]) -> Iterato
 
 
 class Shards:
-    """The samples of several shards, one after another. They were prepared before."""
+    """The samples of several prepared shards, one after another."""
 
     def __init__(self, names: list[str], cache: Path) -> None:
         self.paths = [_local(name, cache) for name in names]
@@ -239,7 +239,7 @@ class Shards:
         return int(self.starts[-1])
 
     def read(self, index: int) -> tuple[str, dict[str, bytes]]:
-        """(shard and key, content by extension) of a sample. DataError where the shard changed meanwhile."""
+        """Return (shard and key, content by extension) of a sample. DataError if the shard has changed."""
         path, key, files = self._find(index)
         content = {}
         try:
@@ -254,7 +254,7 @@ class Shards:
         return f"{path.name}: {key}", content
 
     def name(self, index: int) -> str:
-        """Shard and key of a sample."""
+        """Return the shard and key of a sample."""
         path, key, _ = self._find(index)
         return f"{path.name}: {key}"
 
@@ -264,7 +264,7 @@ class Shards:
         return path, *self._entry(_index_path(path, self.cache), index - int(self.starts[shard]))
 
     def _entry(self, index: Path, number: int) -> tuple[str, Files]:
-        """(key, files) of a shard's sample."""
+        """Return (key, files) of a shard's sample."""
         try:
             (begin,) = np.fromfile(index.with_suffix(".table"), np.int64, 1, offset=8 * number)
             with open(index, "rb") as file:

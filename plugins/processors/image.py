@@ -1,4 +1,4 @@
-"""Images as vision encoders take them: timm's transforms, with the encoder's own size, mean and deviation."""
+"""Process images for vision encoders: timm's transforms, with the encoder's own size, mean and deviation."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class _Transform:
         self.transform = create_transform(**given)
 
     def __call__(self, image: Any, rng: np.random.Generator) -> np.ndarray:
-        """fp32 [3, height, width] of a PIL image, with the encoder's mean taken off and divided by its deviation."""
+        """Return fp32 [3, height, width] of a PIL image, normalized by the encoder's mean and deviation."""
         return self.transform(image).numpy()
 
 
 def _published(encoder: str) -> dict[str, Any]:
-    """timm's description of an encoder; OptionError where it has none of that name."""
+    """Return timm's description of an encoder. OptionError if it has none of that name."""
     config = timm.get_pretrained_cfg(encoder, allow_unregistered=False) if timm.is_model(encoder) else None
     if config is None:
         near = timm.list_models(f"*{encoder.split('_')[0]}*")[:3]
@@ -43,7 +43,7 @@ def _published(encoder: str) -> dict[str, Any]:
 
 @contextmanager
 def _drawing_from(rng: np.random.Generator) -> Iterator[None]:
-    """Inside, Python's and torch's global generators are seeded by `rng`; afterwards they are as before."""
+    """Seed Python's and torch's global generators from `rng` inside the block, and restore them afterwards."""
     python = random.getstate()
     with torch.random.fork_rng(devices=[]):
         random.seed(int(rng.integers(2**32)))
@@ -71,7 +71,7 @@ class _Options:
             _published(self.encoder)
 
     def common(self) -> dict[str, Any]:
-        """What both transforms are told."""
+        """Return the arguments of both transforms."""
         size = None if self.image_size is None else (3, self.image_size, self.image_size)
         mean, std = (None if v is None else tuple(v) for v in (self.mean, self.std))
         return {"input_size": size, "mean": mean, "std": std, "interpolation": self.interpolation}
@@ -79,7 +79,7 @@ class _Options:
 
 @registry.register_processor("image_train")
 class ImageTrain(_Transform):
-    """A random part of the image, perhaps mirrored and with other colours: timm's training transform."""
+    """Take a random part of the image, mirrored or recoloured at random: timm's training transform."""
 
     @dataclass
     class Options(_Options):
@@ -103,14 +103,14 @@ class ImageTrain(_Transform):
         )  # fmt: skip
 
     def __call__(self, image: Any, rng: np.random.Generator) -> np.ndarray:
-        """As any transform; drawn from the sample's generator alone."""
+        """Transform an image, with random numbers from the sample's generator alone."""
         with _drawing_from(rng):
             return super().__call__(image, rng)
 
 
 @registry.register_processor("image_eval")
 class ImageEval(_Transform):
-    """Always the same: timm's evaluation transform."""
+    """Transform the image without randomness: timm's evaluation transform."""
 
     @dataclass
     class Options(_Options):

@@ -1,4 +1,4 @@
-"""Annotations as conversations: captions, questions, dialogues."""
+"""Turn annotations into conversations: captions, questions, dialogues."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _SPEAKERS: dict[str, Literal["system", "user", "assistant"]] = {
 
 @registry.register_processor("captions")
 class Caption:
-    """A caption after the images, and after a prompt if there is one."""
+    """Make a conversation of the images, a prompt if there is one, and a caption."""
 
     @dataclass
     class Options:
-        """Which caption, and what asks for it."""
+        """The caption and its prompts."""
 
         prompts: list[Text] = field(default_factory=list)  # one is drawn in training, the first is used to evaluate
         key: Text = "caption"  # where the annotation has it: a text, or a list of which one is drawn
@@ -55,13 +55,13 @@ class Caption:
 
 @registry.register_processor("dialogue")
 class Dialogue:
-    """Conversations of one or more turns as LLaVA writes them, in Qwen's chat template."""
+    """Read conversations of one or more turns as LLaVA writes them, in Qwen's chat template."""
 
     style: Style = "chat"
 
     @dataclass
     class Options:
-        """Where the conversation stands, and what goes before it."""
+        """The conversation's key, and the system prompt."""
 
         key: Text = "conversations"  # a list of {from: human or gpt, value: text}
         system: str | None = "You are a helpful assistant."  # what the model is told first; None: nothing
@@ -105,13 +105,13 @@ def _message(turn: Any) -> Message:
 
 @registry.register_processor("vqa")
 class Questions:
-    """Several short questions about the same images, and the caption, each as a conversation of its own."""
+    """Make a conversation of each short question about the same images, and of the caption."""
 
     style: Style = "chat"
 
     @dataclass
     class Options:
-        """Which of an annotation's questions are used."""
+        """The questions of an annotation to use."""
 
         key: Text = "questions"  # a list of {question, answer, kind}
         caption_key: Text | None = "caption"  # a caption to go with them; None: no captions
@@ -139,7 +139,7 @@ class Questions:
         return self._short(annotation, images) + [(before, answer, "dialogue") for before, answer, _ in turns]
 
     def _short(self, annotation: Annotation, images: int) -> Asked:
-        """Everything that is asked in one turn."""
+        """Return all questions of one turn."""
         found = annotation.get(self.options.key)
         if not isinstance(found, Sequence) or not all(_is_question(q) for q in found):
             raise SampleError(f"its {self.options.key} are not a list of {{question, answer}}")

@@ -1,4 +1,4 @@
-"""Pages behind a list of URLs, fetched politely, with everything known about each in one SQLite file."""
+"""Fetch the pages of a list of URLs politely, into one SQLite file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TABLE = """CREATE TABLE IF NOT EXISTS pages (
 
 @dataclass(frozen=True)
 class CrawlOptions:
-    """How hosts are treated."""
+    """Limits on requests to hosts."""
 
     hosts: int  # visited at the same time, each by one connection
     delay: float  # seconds between two requests to a host; its robots.txt may ask for more
@@ -38,7 +38,7 @@ class CrawlOptions:
 
 
 class PageStore:
-    """The SQLite file: a row per URL, in the order of the list. state: NULL, `ok`, or why there is no page."""
+    """The SQLite file: a row per URL, in the order of the list. state: NULL, `ok`, or the reason for no page."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,7 +49,7 @@ class PageStore:
         self.base.execute("CREATE INDEX IF NOT EXISTS waiting ON pages (host) WHERE state IS NULL")
 
     def add(self, urls: Iterable[str]) -> int:
-        """Put URLs in that are not there; returns how many were there."""
+        """Add new URLs; returns the number of those that were there already."""
         known, batch = 0, []
         for url in urls:
             batch.append((url, urllib.parse.urlsplit(url).netloc.lower()))
@@ -65,32 +65,32 @@ class PageStore:
             return len(batch) - (self.base.total_changes - before)
 
     def hosts(self) -> list[str]:
-        """Hosts with pages to fetch."""
+        """Return the hosts with pages to fetch."""
         with self.lock:
             return [row[0] for row in self.base.execute("SELECT DISTINCT host FROM pages WHERE state IS NULL")]
 
     def waiting(self, host: str) -> list[tuple[int, str]]:
-        """(id, URL) of some pages of a host to fetch."""
+        """Return (id, URL) of some pages of a host to fetch."""
         with self.lock:
             query = "SELECT id, url FROM pages WHERE state IS NULL AND host = ? ORDER BY id LIMIT 100"
             return self.base.execute(query, (host,)).fetchall()
 
     def settle(self, number: int, state: str, kind: str = "", body: bytes = b"") -> None:
-        """Write down what became of a page."""
+        """Record the result for a page."""
         packed = zlib.compress(body) if body else None
         with self.lock, self.base:
             query = "UPDATE pages SET state = ?, kind = ?, body = ?, size = ? WHERE id = ?"
             self.base.execute(query, (state, kind, packed, len(body), number))
 
     def states(self) -> dict[str, int]:
-        """How many pages there are of each state."""
+        """Count the pages of each state."""
         with self.lock:
             query = "SELECT state, COUNT(*) FROM pages GROUP BY state ORDER BY COUNT(*) DESC"
             return {str(state): count for state, count in self.base.execute(query)}
 
 
 def crawl(pages: PageStore, options: CrawlOptions, advance: Callable[[int], object]) -> None:
-    """Fetch every page that has no state yet. Each host is one thread's, one request after another."""
+    """Fetch every page that has no state yet. One thread visits a host, one request after another."""
     stop = threading.Event()
     with ThreadPoolExecutor(options.hosts) as pool:
         visits = [pool.submit(_visit, host, pages, options, advance, stop) for host in pages.hosts()]
@@ -127,7 +127,7 @@ def _visit(
 
 
 def _robots(url: str, options: CrawlOptions) -> urllib.robotparser.RobotFileParser | None:
-    """What a host asks robots for (RFC 9309): anything goes where it has no such file; None, nothing, if it fails."""
+    """Fetch a host's rules for robots (RFC 9309); all is allowed if it has none. None if the request fails."""
     robots = urllib.robotparser.RobotFileParser(url)
     try:
         with _open(url, options) as answer:
@@ -142,7 +142,7 @@ def _robots(url: str, options: CrawlOptions) -> urllib.robotparser.RobotFilePars
 
 
 def _page(url: str, options: CrawlOptions, stop: threading.Event) -> tuple[str, str, bytes]:
-    """(state, content type, content) of a page, after as many tries as are worth it."""
+    """Return (state, content type, content) of a page, after retries where they may help."""
     state = "no answer"
     for attempt in range(options.retries + 1):
         if attempt:

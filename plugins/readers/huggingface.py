@@ -1,4 +1,4 @@
-"""Datasets that the Hugging Face library saved on disk."""
+"""Read datasets that the Hugging Face library saved on disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class HuggingFaceReader(Reader):
 
     @dataclass
     class Options:
-        """What to read."""
+        """Folder, column and splits to read."""
 
         path: FilePath  # a folder that save_to_disk wrote, of a dataset or of several splits
         text_key: Text = "text"  # the column that holds the text

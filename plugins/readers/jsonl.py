@@ -1,4 +1,4 @@
-"""Objects with a text, one per line."""
+"""Read JSON objects with a text, one per line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class JsonLinesReader(FileReader):
 
     @dataclass
     class Options(FileReader.Options):
-        """What to read."""
+        """Files to read, and the key of the text."""
 
         text_key: Text = "text"  # where an object keeps its text
 
@@ -30,28 +30,22 @@ class JsonLinesReader(FileReader):
         return chunks.split_file(file, b"\n")
 
     def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
-        for number, (offset, line) in enumerate(chunks.lines(chunk)):
+        key, offset, after = self.options.text_key, 0, chunk.start
+        for number, line in enumerate(chunk.read().split(b"\n"), 1):
+            offset, after = after, after + len(line) + 1
             if not line or line.isspace():
                 continue
             try:
-                record = json.loads(line.decode("utf-8" if offset else "utf-8-sig"))
-                text = _text_of(record, self.options.text_key)
+                text = _text_of(json.loads(line.decode("utf-8" if offset else "utf-8-sig")), key)
             except UnicodeDecodeError as error:
-                where = offset + error.start
-                raise DataError(
-                    f"{_place(chunk, offset)} is not UTF-8 text: invalid at byte {where} of the file"
-                ) from None
+                reason = f"is not UTF-8 text: invalid at byte {offset + error.start} of the file"
             except (ValueError, TypeError, RecursionError) as error:
-                key = self.options.text_key
                 reason = f"is not a JSON object with text under {key!r}: {error}"
-                raise DataError(f"{_place(chunk, offset)} {reason}") from None
-            source = f"{chunk.file}:{number + 1}" if not chunk.start else f"{chunk.file} at byte {offset}"
-            yield Document(text, source)
-
-
-def _place(chunk: Chunk, offset: int) -> str:
-    """`file:line`, which takes a look at all that is before it."""
-    return f"{chunk.file}:{chunks.line_number(chunk.file, offset)}"
+            else:
+                yield Document(text, f"{chunk.file} at byte {offset}" if chunk.start else f"{chunk.file}:{number}")
+                continue
+            # Finding the number of the line takes a look at all that is before it.
+            raise DataError(f"{chunk.file}:{chunks.line_number(chunk.file, offset)} {reason}")
 
 
 def _text_of(record: object, key: str) -> str:

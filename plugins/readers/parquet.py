@@ -1,4 +1,4 @@
-"""Tables with a column of text."""
+"""Read Parquet tables with a column of text."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class ParquetReader(FileReader):
 
     @dataclass
     class Options(FileReader.Options):
-        """What to read."""
+        """Files to read, and the column of the text."""
 
         text_key: Text = "text"  # the column that holds the text
 
     options: Options
 
     def chunks(self, file: Path) -> Iterator[Chunk]:
-        """A row group each; start and stop count bytes up to it, which begin in the groups' order."""
+        """Yield a chunk per row group; start and stop divide the file's bytes evenly among the groups."""
         with _table(file) as table:
             check_column(file, table.schema_arrow.names, self.options.text_key)
             groups = table.metadata.num_row_groups
@@ -51,7 +51,7 @@ class ParquetReader(FileReader):
 
 
 class _table:
-    """A Parquet file, open; DataError where it, or anything read from it meanwhile, is damaged."""
+    """Open a Parquet file. DataError if it, or data read from it in the block, is damaged."""
 
     def __init__(self, file: Path) -> None:
         self.file = file

@@ -1,4 +1,4 @@
-"""The running Python's standard library: about 30 MB of text that is always there."""
+"""Read the running Python's standard library: about 30 MB of text on every machine."""
 
 from __future__ import annotations
 

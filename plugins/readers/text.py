@@ -1,4 +1,4 @@
-"""Text files: a document each, or as many as a separator cuts them into."""
+"""Read text files: each is a document, or a separator cuts it into several."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TextReader(FileReader):
 
     @dataclass
     class Options(FileReader.Options):
-        """What to read."""
+        """Files to read, and the separator of documents."""
 
         separator: Text | None = None  # cuts a file into documents; None: a file is a document
 

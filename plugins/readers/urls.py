@@ -1,4 +1,4 @@
-"""Lists of URLs: the pages behind them, without what is around their main text."""
+"""Read the main texts of the pages of a list of URLs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class UrlListReader(Reader):
 
     @dataclass
     class Options:
-        """Which pages, and how they are fetched. robots.txt is obeyed."""
+        """Pages to fetch, and limits on the requests. robots.txt is obeyed."""
 
         path: Text | list[Text]  # lists, compressed or not, and folders of them
         domains: list[Text] = field(default_factory=list)  # only these and what is below them; none: all
@@ -103,7 +103,7 @@ class UrlListReader(Reader):
                     yield url
 
     def _refusal(self, url: str) -> str | None:
-        """Why a URL is not worth a request."""
+        """Return the reason not to request a URL; None if there is none."""
         try:
             parts = urlsplit(url)
             host = (parts.hostname or "").lower()

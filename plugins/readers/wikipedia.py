@@ -1,4 +1,4 @@
-"""Dumps of a MediaWiki: pages-articles.xml, compressed or not."""
+"""Read dumps of a MediaWiki: pages-articles.xml, compressed or not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WikipediaReader(FileReader):
 
     @dataclass
     class Options(FileReader.Options):
-        """What to read, and of which kinds of page."""
+        """Files to read, and the namespaces of pages."""
 
         namespaces: list[int] = field(default_factory=lambda: [0])  # 0: articles; 1: talk, 10: templates, ...
         titles: bool = True  # the page's title is its first line
@@ -50,7 +50,7 @@ class WikipediaReader(FileReader):
 
 
 def _pages(chunk: Chunk) -> Iterator[tuple[int, bytes]]:
-    """(offset in the content, a <page> element) of each; DataError where one is cut off."""
+    """Yield (offset in the content, <page> element) of each page. DataError if one is cut off."""
     data, at = chunk.read(), 0
     while (start := data.find(b"<page>", at)) >= 0:
         stop = data.find(_END, start)
@@ -64,7 +64,7 @@ def _pages(chunk: Chunk) -> Iterator[tuple[int, bytes]]:
 
 
 def plain_text(markup: str) -> str:
-    """What a reader of the page would see of its paragraphs: no templates, tables, references, files or categories."""
+    """Return the paragraphs of a page without templates, tables, references, files and categories."""
     parser = require("mwparserfromhell", "taking the markup off wiki pages")
     code = parser.parse(markup)
     for link in code.filter_wikilinks():

@@ -79,14 +79,6 @@ def decoded(chunk: Chunk) -> str:
     return text.removeprefix("\ufeff") if chunk.start == 0 else text
 
 
-def lines(chunk: Chunk) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset in the file, line) for each line of a chunk."""
-    offset = chunk.start
-    for line in chunk.read().split(b"\n"):
-        yield offset, line
-        offset += len(line) + 1
-
-
 def line_number(file: Path, offset: int) -> int:
     """Return the number, from 1, of the line at a byte of a file's content; reads the file up to there."""
     number, left = 1, offset

@@ -1,6 +1,6 @@
-"""Download files from the web and resume transfers that broke off.
+"""Download files from the web and resume interrupted transfers.
 
-fsspec has neither: its HTTP files begin again from the first byte after an error, and need aiohttp.
+fsspec can do neither: after an error its HTTP files start again from the first byte, without retries.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -22,7 +22,7 @@ from crosstrain.utils.errors import DataError
 
 AGENT = f"crosstrain/{__version__}"
 _BLOCK = 1 << 20
-_TRIES = 8  # in a row without a byte
+_TRIES = 8  # in a row without a new byte
 _log = logging.getLogger(__name__)
 
 
@@ -31,11 +31,11 @@ def is_url(item: str) -> bool:
 
 
 def download(url: str, folder: Path, progress: bool, patience: float = 1.0, timeout: float = 60.0) -> Path:
-    """The file behind `url` in `folder`, under the last part of the URL's path; there already, it is not fetched again.
+    """Download a file into `folder`, under the last part of the URL's path, unless it is there; return its path.
 
-    What arrived before an interruption is kept beside it, and the rest is asked for, if the server says that the file
-    is still the same one. patience: seconds before the second try, twice as long before each further one.
-    Raises DataError when the server refuses, or nothing more arrives in several tries.
+    An interrupted download is kept beside it. The next one asks for the rest, provided that the file on the server is
+    still the same. patience: seconds before the second try, doubled before each further one. Raises DataError if the
+    server refuses, or nothing more arrives in several tries.
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = Path(urllib.parse.unquote(urllib.parse.urlsplit(url).path)).name
@@ -55,7 +55,7 @@ def download(url: str, folder: Path, progress: bool, patience: float = 1.0, time
             reason: object = f"{error.code} {error.reason}"
         except (OSError, EOFError) as error:
             if getattr(error, "filename", None):
-                raise  # of the disk, not of the network
+                raise  # an error of the disk, not of the network
             reason = getattr(error, "reason", None) or error
         else:
             break
@@ -70,16 +70,19 @@ def download(url: str, folder: Path, progress: bool, patience: float = 1.0, time
 
 
 def _transfer(url: str, target: Path, partial: Path, progress: bool, timeout: float) -> None:
-    notes = target.with_name(target.name + ".json")  # what tells that the file is still the same
+    notes = target.with_name(target.name + ".json")  # tells a later download whether the file is still the same
     start = partial.stat().st_size if partial.exists() else 0
-    validator = _read(notes).get("validator") if start else None
+    validator = None
+    if start:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            validator = json.loads(notes.read_text())["validator"]
     headers = {"User-Agent": AGENT}
     if start and validator:
         headers |= {"Range": f"bytes={start}-", "If-Range": validator}
     try:
         answer = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout)
     except urllib.error.HTTPError as error:
-        if error.code != 416:  # nothing is left to fetch, or what is here belongs to another file
+        if error.code != 416:  # the whole file is here, or a part of another file
             raise
         partial.unlink(missing_ok=True)
         raise EOFError("the part that is here does not fit the file") from None
@@ -107,10 +110,3 @@ def _transfer(url: str, target: Path, partial: Path, progress: bool, timeout: fl
                 raise EOFError(f"{file.tell():,} of {total:,} bytes arrived")
     partial.replace(target)
     notes.unlink(missing_ok=True)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}

@@ -1,4 +1,4 @@
-"""The fastest way to a tokenizer's ids: tiktoken where its ids are provably the tokenizer's own, else the tokenizer.
+"""Encode with tiktoken if its ids are provably the tokenizer's own, else with the tokenizer itself.
 
 tiktoken merges any two neighbours whose concatenation is a token, the earliest token first; a Hugging Face BPE merges
 the pairs in its list, the earliest first. They agree on every text if (`_ranks` checks all of it)
@@ -7,12 +7,12 @@ the pairs in its list, the earliest first. They agree on every text if (`_ranks`
 2. each merge joins bytes or products of earlier merges;
 3. the merges turn the bytes of each product, alone, into that product.
 
-For suppose that they first differ where tiktoken joins x and y into s, whose merge is another pair. All earlier merges
-are done, and none reached across an end of s. So the same merges lead from the bytes of s alone to x and y, where the
-only merge that could follow is that of x and y; by 3 there is one and it gives s; by 1 it is the only one that does.
+Proof: suppose that they first differ where tiktoken joins x and y into s, whose merge is another pair. All earlier
+merges are done, and none reached across an end of s. So the same merges lead from the bytes of s alone to x and y, and
+only the merge of x and y can follow. By 3 there is one and it gives s; by 1 no other merge gives s: a contradiction.
 
-What is merged is decided by a regular expression before. Only expressions known to mean the same to both libraries are
-accepted, and documents with characters on whose class their Unicode tables may differ go to the tokenizer itself.
+A regular expression cuts the text into words first. Only expressions known to mean the same to both libraries are
+accepted. Documents with characters whose class may differ between their Unicode tables go to the tokenizer itself.
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ _log = logging.getLogger(__name__)
 
 
 class FastEncoder:
-    """Encodes documents as `tokenizer.encode_batch` does."""
+    """An encoder of documents with the result of `tokenizer.encode_batch`."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer
         self.fast = _tiktoken(tokenizer)
         self.normalizes = tokenizer.backend.normalizer is not None
-        added = _added(tokenizer)
+        # Added tokens are found in text, except the special ones, which are text like any other.
+        added = [t.content for t in tokenizer.backend.get_added_tokens_decoder().values() if not t.special]
         self.added = re.compile("|".join(map(re.escape, added))) if added else None
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Token ids of each document, without an end-of-text token."""
+        """Return the token ids of each document, without an end-of-text token."""
         if self.fast is None:
             return [np.asarray(ids, np.int64) for ids in self.tokenizer.encode_batch(texts)]
         encoding, table = self.fast
@@ -60,7 +61,7 @@ class FastEncoder:
         for text in texts:
             try:
                 found.append(table[encoding(text)] if self._is_plain(text) else self._slowly(text))
-            except ValueError:  # a run of a million spaces, through which the expression would have to go back
+            except ValueError:  # a run of a million spaces is too long for the expression's backtracking
                 found.append(self._slowly(text))
         return found
 
@@ -68,7 +69,7 @@ class FastEncoder:
         return np.asarray(self.tokenizer.encode(text), np.int64)
 
     def _is_plain(self, text: str) -> bool:
-        """Whether both libraries see the same in a text."""
+        """Tell whether both libraries are sure to cut a text alike."""
         if self.added is not None and self.added.search(text):
             return False
         if text.isascii():
@@ -79,7 +80,7 @@ class FastEncoder:
 
 
 def _tiktoken(tokenizer: TextTokenizer) -> tuple[Any, np.ndarray] | None:
-    """(text -> ranks, rank -> id), or None where nothing proves them right, or tiktoken is not installed."""
+    """Return (text -> ranks, rank -> id); None if they are not provably right, or tiktoken is not installed."""
     document = json.loads(tokenizer.backend.to_str())
     pattern = _pattern(document)
     if pattern is None or (ranks := _ranks(document, tokenizer)) is None:
@@ -98,7 +99,7 @@ def _tiktoken(tokenizer: TextTokenizer) -> tuple[Any, np.ndarray] | None:
 
 
 def _pattern(document: dict[str, Any]) -> str | None:
-    """The expression that cuts text into words, if it is one that both libraries understand alike."""
+    """Return the expression that cuts text into words, if both libraries understand it alike."""
     model, cutter = document["model"], document["pre_tokenizer"]
     plain = model["type"] == "BPE" and not any(model.get(key) for key in _CHANGES)
     if not plain or cutter is None or document["normalizer"] not in (None, {"type": "NFC"}):
@@ -116,7 +117,7 @@ def _pattern(document: dict[str, Any]) -> str | None:
 
 
 def _ranks(document: dict[str, Any], tokenizer: TextTokenizer) -> tuple[dict[bytes, int], np.ndarray] | None:
-    """(bytes of a token -> its rank, rank -> id) if conditions 1 to 3 hold."""
+    """Return (bytes of a token -> its rank, rank -> id) if conditions 1 to 3 hold."""
     vocabulary: dict[str, int] = document["model"]["vocab"]
     merges = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in document["model"]["merges"]]
     characters = _byte_characters()
@@ -128,7 +129,12 @@ def _ranks(document: dict[str, Any], tokenizer: TextTokenizer) -> tuple[dict[byt
     added = {token["content"] for token in document["added_tokens"]}
     if not seen.keys() <= vocabulary.keys() or not vocabulary.keys() - seen.keys() <= added:
         return None
-    model = _without_shortcut(document, tokenizer)
+    model = tokenizer.backend.model
+    if document["model"].get("ignore_merges"):  # make the model merge even tokens of the vocabulary
+        from tokenizers import Tokenizer
+
+        changed = document | {"model": document["model"] | {"ignore_merges": False}}
+        model = Tokenizer.from_str(json.dumps(changed)).model
     if any(len(found := model.tokenize(token)) != 1 or found[0].value != token for token in seen):
         return None
     to_byte = {character: byte for byte, character in enumerate(characters)}
@@ -136,41 +142,25 @@ def _ranks(document: dict[str, Any], tokenizer: TextTokenizer) -> tuple[dict[byt
     return order, np.array([vocabulary[token] for token in seen], np.int64)
 
 
-def _without_shortcut(document: dict[str, Any], tokenizer: TextTokenizer) -> Any:
-    """The model, made to merge even what is a token as it stands."""
-    if not document["model"].get("ignore_merges"):
-        return tokenizer.backend.model
-    from tokenizers import Tokenizer
-
-    changed = document | {"model": document["model"] | {"ignore_merges": False}}
-    return Tokenizer.from_str(json.dumps(changed)).model
-
-
 @cache
 def _byte_characters() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary (Radford et al. 2019, `bytes_to_unicode`)."""
+    """Return the character for each byte in a byte-level vocabulary (Radford et al. 2019, `bytes_to_unicode`)."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in visible else chr(next(others)) for byte in range(256)]
 
 
-def _added(tokenizer: TextTokenizer) -> list[str]:
-    """Added tokens that are found in text: all but the special ones, which are text like any other."""
-    return [t.content for t in tokenizer.backend.get_added_tokens_decoder().values() if not t.special]
-
-
 @cache
 def _unsure() -> np.ndarray:
-    """bool [1,114,112]: characters that send a document to the tokenizer itself.
+    """Return the characters whose class may differ between Unicode tables, as bool [1,114,112].
 
-    Unicode tables may differ about their class: letters, digits and spaces that were not such in Unicode 3.2, which
-    Python carries; what became something else since; what is not assigned in this Python's version; and letters whose
-    case folds to ASCII.
+    These are: letters, digits and spaces of another class in Unicode 3.2, which Python carries; characters that this
+    Python's version does not assign; and letters whose case folds to ASCII.
     """
     old, table = unicodedata.ucd_3_2_0.category, np.zeros(0x110000, bool)
     table[[0x17F, 0x212A]] = True
     table[0x323B0:0xE0000] = table[0xE01F0:0xF0000] = True  # not assigned up to Unicode 16
-    # Without private use, which is so for ever.
+    # Private-use characters are left out: their class never changes.
     for code in chain(range(128, 0xD800), range(0xF900, 0x323B0), range(0xE0000, 0xE01F0)):
         now, before = unicodedata.category(chr(code)), old(chr(code))
         table[code] |= now == "Cn" or (now[0] != before[0] and (now[0] in "LNZ" or before[0] in "LNZ"))

@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,9 @@ class DocumentStore:
 
     def __init__(self, shards: list[TextShard], starts: np.ndarray) -> None:
         self.shards, self.starts = shards, starts
-        self._offsets: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._offsets = lru_cache(_MAX_INDEXES)(
+            lambda number: np.concatenate(([0], np.cumsum(shards[number].rows()["length"])))
+        )
 
     def save(self, path: Path) -> None:
         """Write the names of the shards to a file, for other processes."""
@@ -109,11 +111,7 @@ class DocumentStore:
     def get(self, document: int) -> bytes:
         """Return a document's UTF-8."""
         number, place = self._find(document)
-        if number not in self._offsets:
-            self._offsets[number] = np.concatenate(([0], np.cumsum(self.shards[number].rows()["length"])))
-            if len(self._offsets) > _MAX_INDEXES:
-                self._offsets.popitem(last=False)
-        start, stop = self._offsets[number][place : place + 2].tolist()
+        start, stop = self._offsets(number)[place : place + 2].tolist()
         with open(self.shards[number].path("text"), "rb") as file:
             file.seek(start)
             return file.read(stop - start)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,12 +76,7 @@ def merge(given: list[str], output: Path, *, overwrite: bool = False) -> Summary
         dropped=sum(other.dropped for _, other in parts),
         text_bytes=sum(other.text_bytes for _, other in parts),
     )
-
-    def write(writer: TokenWriter) -> None:
-        for file in files:
-            writer.copy(file, 0, file.num_documents)
-
-    return _make(output, folder, joined, write, overwrite)
+    return _make(output, folder, joined, [(file, 0, file.num_documents) for file in files], overwrite)
 
 
 def split(path: str, output: Path, shares: list[float]) -> list[tuple[Path, Summary]]:
@@ -107,11 +101,7 @@ def split(path: str, output: Path, shares: list[float]) -> list[tuple[Path, Summ
         options = {"split": summary.options, "documents": [start, stop]}
         target = output / f"part-{number}"
         part = replace(summary, options=options, dropped=0, text_bytes=0)
-
-        def write(writer: TokenWriter, start: int = start, stop: int = stop) -> None:
-            writer.copy(file, start, stop)
-
-        made.append((target, _make(target, folder, part, write, False)))
+        made.append((target, _make(target, folder, part, [(file, start, stop)], False)))
     return made
 
 
@@ -124,8 +114,10 @@ def _open(path: str) -> tuple[Path, Summary]:
     return folder, summary
 
 
-def _make(output: Path, like: Path, summary: Summary, write: Callable[[TokenWriter], None], overwrite: bool) -> Summary:
-    """Make a prepared folder with the tokenizer of `like`, complete or not at all."""
+def _make(
+    output: Path, like: Path, summary: Summary, parts: list[tuple[TokenFile, int, int]], overwrite: bool
+) -> Summary:
+    """Make a folder of parts (file, first document, end) with the tokenizer of `like`, complete or not at all."""
     check_output(output, overwrite)
     with output_lock(output):
         partial = output.with_name(f".{output.name}.new")
@@ -133,7 +125,8 @@ def _make(output: Path, like: Path, summary: Summary, write: Callable[[TokenWrit
         try:
             shutil.copytree(like / "tokenizer", partial / "tokenizer")
             with TokenWriter(partial / "tokens", np.dtype(summary.dtype)) as writer:
-                write(writer)
+                for part in parts:
+                    writer.copy(*part)
             summary = replace(summary, documents=writer.num_documents, tokens=writer.num_tokens)
             summary.write(partial)
             replace_folder(partial, output)

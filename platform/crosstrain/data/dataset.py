@@ -1,4 +1,4 @@
-"""What a dataset owes the platform."""
+"""The interface of a dataset plugin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 @dataclass(frozen=True)
 class ReadContext:
-    """Who reads a split in a run, and from where on."""
+    """The rank that reads a split in a run, and its first sample."""
 
     seed: int
     start: int  # number of the run's first sample: not 0 after a resume
@@ -31,78 +31,74 @@ class ReadContext:
 class Dataset(ABC):
     """One split of a named dataset: a fixed number of samples, each reachable by its index.
 
-    Which sample comes next is not a dataset's business (`crosstrain.data.shuffle` decides); it answers `get(index)`
-    for any index, in any order, from any process.
+    `crosstrain.data.shuffle` decides the order of samples. A dataset answers `get(index)` for any index, in any order,
+    from any process. Subclasses accept (options, split).
     """
 
     @dataclass
     class Options:
-        """A dataset without options of its own."""
+        """Options of a dataset that has none."""
 
-    vocab_size: int | None = None  # ids in samples are below this; checked against the model's
+    vocab_size: int | None = None  # bound of the ids in samples; checked against the model's
     sequence_length: int | None = None  # longest sample in tokens; checked against the model's limit
     tokenizer_path: Path | None = None  # a folder; its tokenizer's files are copied into every checkpoint
-    indexed: bool = True  # False: `get` gives the next sample of a stream, whatever index it is asked for
+    indexed: bool = True  # False: `get` gives the next sample of a stream and ignores the index
 
-    # Subclasses accept (options, split) and keep what they need.
     def __init__(self, options: Any, split: Split) -> None:
         self.options = options
         self.split = split
 
     @classmethod  # noqa: B027 - most datasets have nothing to prepare
     def prepare(cls, options: Any) -> None:
-        """Make what `options` say exists but does not yet.
+        """Make missing files that `options` describe.
 
-        Called before any worker starts; by every worker where something else started them, so that calls at the same
-        time must come to one result, the later ones waiting for the first.
+        Called before any worker starts. Workers that something else started call it all at once: the calls must come
+        to one result, the later ones waiting for the first.
         """
 
-    def begin(self, context: ReadContext) -> None:  # noqa: B027 - most datasets have nothing to begin
-        """Called in every process of a run before the first sample is asked for.
-
-        A dataset that has each sample at its index need not know who asks; one that reads a stream must.
-        """
+    def begin(self, context: ReadContext) -> None:  # noqa: B027 - only streams need to know
+        """Get ready to read; called in every process of a run before the first sample."""
 
     @classmethod
     def shapes(cls, options: Any) -> Batch | None:
-        """A batch of one sample as long as samples get, on the meta device; the data need not be there.
+        """Return a batch of one sample of the greatest length, on the meta device, without opening the data.
 
-        For the plan. None, the default: not known before the data is there.
+        For the plan. None, the default, if it is not known before the data is there.
         """
         return None
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of samples in this split."""
+        """Return the number of samples in this split."""
 
     @abstractmethod
     def get(self, index: int, rng: np.random.Generator) -> Sample:
-        """Sample `index` (0 <= index < len(self)).
+        """Return sample `index` (0 <= index < len(self)).
 
-        `rng` is the only source of randomness allowed: it depends on the run's seed and the sample's number, so
+        `rng` is the only source of randomness allowed. It depends on the run's seed and the sample's number, so
         augmentation is the same for any number of workers and after any resume.
         """
 
     def training_index(self, seed: int, number: int) -> int:
-        """The index that training sees as sample `number` of a run: by default a new shuffle of all every epoch."""
+        """Return the index of a run's sample `number` in training; by default from a new shuffle every epoch."""
         return sample_index(seed, number, len(self))
 
-    def location(self, index: int) -> str:
-        """Where a person finds sample `index`: a file, a place in it. Empty, the default: the index says it all."""
-        return ""
-
     def evaluation_index(self, place: int) -> int:
-        """The index that an evaluation sees at `place` where it does not take all; by default the file's order."""
+        """Return the index of sample `place` of an evaluation of a part of the split; by default `place`."""
         return place
 
+    def location(self, index: int) -> str:
+        """Return the place of sample `index` for a person, such as a file and line; empty, the default, for none."""
+        return ""
+
     def shorten(self, batch: Batch, length: int) -> Batch:
-        """The first `length` tokens of every sample of a batch. UserError, the default, where that makes no sense."""
+        """Return the first `length` tokens of every sample of a batch. UserError, the default, if that is senseless."""
         raise UserError(f"samples of {type(self).__name__} cannot be shortened, as run.curriculum asks: leave it out")
 
     def collate(self, samples: list[Sample]) -> Batch:
-        """Batch of samples; the default stacks arrays of equal shape."""
+        """Make a batch of samples; by default arrays of equal shape are stacked."""
         return default_collate(samples)
 
     def baselines(self) -> dict[str, float]:
-        """Perplexities that need no training, by name, to hold a trained model against. None by default."""
+        """Return perplexities of simple models without training, by name; none by default."""
         return {}

@@ -1,14 +1,14 @@
-"""Tokenised documents in Megatron-LM's indexed files, read and written.
+"""Read and write tokenized documents in Megatron-LM's indexed files.
 
-`prefix.bin` holds the tokens of all sequences, one after another. `prefix.idx` says where each begins, little-endian:
+`prefix.bin` holds the tokens of all sequences, one after another. `prefix.idx` is their index, little-endian:
 
     9 bytes  b"MMIDIDX\\0\\0"        u64  version, 1        u8  dtype code
     u64      sequences S             u64  length of the document index, D + 1 for D documents
     int32[S] tokens per sequence     int64[S]  byte offset of each sequence in prefix.bin
     int64[D + 1]  document index: document d consists of sequences index[d] to index[d + 1]
 
-as `megatron/core/datasets/indexed_dataset.py` writes it. Codes 6 and 7 are floating point, under names that changed
-their meaning once (float64 and double, then float64 and float32); no tokens were ever stored so, and they are refused.
+as `megatron/core/datasets/indexed_dataset.py` writes it. Dtype codes 6 and 7 are floating point and refused: no tokens
+were ever stored so, and the meaning of the codes has changed once.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import shutil
 import struct
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Self, overload
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -36,20 +35,20 @@ _HEADER = struct.Struct("<9sQBQQ")
 _SPOT_CHECKS = 16
 _COPY = 1 << 22  # bytes copied at once
 _DOCUMENTS = 1 << 16  # copied at once
-_CHUNK = 1 << 20  # elements handled at once by whatever walks a whole index
+_CHUNK = 1 << 20  # entries of an index handled at once
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
-    """uint16 where the ids fit, else int32: Megatron's choice, at Megatron's threshold."""
+    """Return uint16 if the ids fit, else int32: Megatron's choice, at Megatron's threshold."""
     return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
 
 
 class TokenFile:
-    """Tokens of `prefix.bin` by `prefix.idx`, opened in a time and memory that do not depend on their size.
+    """Tokens of `prefix.bin` by `prefix.idx`; opening takes the same time and memory for any size.
 
-    They are read, not mapped: a file that is cut while it is mapped ends the process without a word.
-    Raises DataError when a file is missing, is not in the format, or its lengths contradict each other. Of the index
-    entries only a few spread ones are checked; `verify()` checks all.
+    The files are read, not mapped: a process that maps a file is killed without a message when the file is cut.
+    Raises DataError if a file is missing, is not in the format, or its lengths contradict each other. Opening checks
+    only a few entries of the index; `verify()` checks all.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -58,16 +57,15 @@ class TokenFile:
         for path in (self.idx_path, self.bin_path):
             if not path.is_file():
                 raise DataError(f"{path} does not exist (tokens are two files, {self.prefix.name}.bin and .idx)")
-        self._read_header()
+        self._open()
         for sequence in np.unique(np.linspace(0, self.num_sequences - 1, _SPOT_CHECKS).astype(int)).tolist():
             if self.num_sequences:
                 self._check(sequence, sequence + 1)
 
-    def __reduce__(self) -> tuple[type[TokenFile], tuple[Path]]:
-        # A worker opens the files again.
+    def __reduce__(self) -> tuple[type[TokenFile], tuple[Path]]:  # a worker opens the files again
         return TokenFile, (self.prefix,)
 
-    def _read_header(self) -> None:
+    def _open(self) -> None:
         size = self.idx_path.stat().st_size
         with open(self.idx_path, "rb") as file:
             header = file.read(_HEADER.size)
@@ -104,7 +102,7 @@ class TokenFile:
         self._tokens = _Column(self.bin_path, self.dtype, 0, self.num_tokens)
 
     def _check(self, first: int, stop: int) -> None:
-        """DataError unless each of the sequences [first, stop) begins where the one before it ends."""
+        """Raise DataError unless each of the sequences [first, stop) begins where the one before it ends."""
         starts, sizes = self.pointers[first : stop + 1], self.sizes[first:stop]
         if stop == self.num_sequences:
             starts = np.append(starts, self.bin_path.stat().st_size)
@@ -114,7 +112,7 @@ class TokenFile:
             raise DataError(f"{self.idx_path} is damaged: sequence {where} does not end where the next one begins")
 
     def verify(self) -> None:
-        """Check every entry of the index; takes time in proportion to it. DataError names the first wrong one."""
+        """Check every entry of the index, in time proportional to it. DataError names the first wrong one."""
         for start in range(0, self.num_sequences, _CHUNK):
             self._check(start, min(start + _CHUNK, self.num_sequences))
         for start in range(0, self.num_documents, _CHUNK):
@@ -127,7 +125,7 @@ class TokenFile:
         return len(self.document_index) - 1
 
     def document_start(self, document: int) -> int:
-        """Position of a document's first token in the stream of all tokens; `num_documents` gives the stream's end."""
+        """Return the position of a document's first token among all tokens; `num_documents` gives their end."""
         if not 0 <= document <= self.num_documents:
             raise IndexError(f"{self.prefix} has {self.num_documents} documents, no document {document}")
         sequence = int(self.document_index[document])
@@ -141,28 +139,25 @@ class TokenFile:
         return start
 
     def document_at(self, position: int) -> int:
-        """The document that the token at `position` of the stream of all tokens is in."""
+        """Return the document of the token at `position` among all tokens."""
         return bisect.bisect_right(range(self.num_documents), position, key=self.document_start) - 1
 
     def document(self, document: int) -> np.ndarray:
-        """Tokens of one document, all its sequences joined."""
+        """Return the tokens of one document, all its sequences joined."""
         return self.tokens(self.document_start(document), self.document_start(document + 1))
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the stream of all documents, in the file's dtype.
-
-        Raises DataError where the file was cut since it was opened.
-        """
+        """Return tokens [start, stop) of all documents, in the file's dtype. DataError if the file was cut."""
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"{self.prefix} has {self.num_tokens} tokens, not a range [{start}, {stop})")
         return self._tokens[start:stop]
 
 
 class TokenWriter:
-    """Writes `prefix.bin` and `prefix.idx`, one sequence per document, in memory that does not grow.
+    """A writer of `prefix.bin` and `prefix.idx`, with one sequence per document, in constant memory.
 
-    A context manager: the files take their names when its block ends without an exception, the index last, so whoever
-    sees the index sees everything; otherwise nothing is left behind.
+    A context manager: when its block ends without an exception, the files take their names, the index last, so an
+    index that exists is complete. Otherwise nothing is left behind.
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
@@ -179,7 +174,7 @@ class TokenWriter:
         self._idx.write(bytes(_HEADER.size))  # counts are known at the end
 
     def add(self, documents: list[list[int]]) -> None:
-        """Append documents, each a list of token ids. DataError when an id does not fit the dtype."""
+        """Append documents, each a list of token ids. DataError if an id does not fit the dtype."""
         sizes = np.array([len(document) for document in documents], dtype="<i4")
         tokens = np.fromiter(chain.from_iterable(documents), np.int64, count=int(sizes.sum(dtype=np.int64)))
         self._write(tokens)
@@ -187,7 +182,7 @@ class TokenWriter:
         self.num_documents += len(sizes)
 
     def append(self, sizes: np.ndarray, file: Path) -> None:
-        """Append documents of `sizes` tokens each, which stand in `file` as they will stand here."""
+        """Append documents of `sizes` tokens each from `file`, which holds them in this dtype."""
         tokens = int(sizes.sum(dtype=np.int64))
         if file.stat().st_size != tokens * self.dtype.itemsize:
             raise DataError(f"{file} has {file.stat().st_size} bytes, and {tokens} tokens of {self.dtype.name} differ")
@@ -198,7 +193,7 @@ class TokenWriter:
         self.num_tokens += tokens
 
     def copy(self, source: TokenFile, start: int, stop: int) -> None:
-        """Append documents [start, stop) of another file. DataError when an id does not fit the dtype."""
+        """Append documents [start, stop) of another file. DataError if an id does not fit the dtype."""
         for first in range(start, stop, _DOCUMENTS):
             last = min(first + _DOCUMENTS, stop)
             begins = np.array([source.document_start(document) for document in range(first, last + 1)])
@@ -217,12 +212,15 @@ class TokenWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         try:
             if kind is None:
                 self._finish()
+                for file in (self._idx, self._bin):
+                    file.flush()
+                    os.fsync(file.fileno())
+                for partial, final in reversed(list(zip(self._partial, self._final, strict=True))):
+                    partial.replace(final)
         finally:
             self._idx.close()
             self._bin.close()
@@ -230,14 +228,7 @@ class TokenWriter:
                 path.unlink(missing_ok=True)
 
     def _finish(self) -> None:
-        self._write_pointers_and_document_index()
-        for file in (self._idx, self._bin):
-            file.flush()
-            os.fsync(file.fileno())
-        for partial, final in reversed(list(zip(self._partial, self._final, strict=True))):
-            partial.replace(final)
-
-    def _write_pointers_and_document_index(self) -> None:
+        """Write the pointers, the document index and the header."""
         n, address = self.num_documents, 0
         for start in range(0, n, _CHUNK):
             count = min(_CHUNK, n - start)
@@ -259,7 +250,7 @@ def _paths(prefix: Path) -> tuple[Path, Path]:
 
 
 class _Column:
-    """Numbers of one kind in a part of a file, read when they are asked for. DataError where they are not there."""
+    """An array in a part of a file, read on access. DataError if the file is too short by then."""
 
     def __init__(self, path: Path, dtype: npt.DTypeLike, offset: int, count: int) -> None:
         self._path, self._dtype, self._offset, self._count = path, np.dtype(dtype), offset, count
@@ -268,26 +259,22 @@ class _Column:
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, key: int) -> int: ...
-    @overload
-    def __getitem__(self, key: slice) -> np.ndarray: ...
-    def __getitem__(self, key: int | slice) -> int | np.ndarray:
+    def __getitem__(self, key: int | slice) -> Any:  # int, or an array for a slice
         if isinstance(key, slice):
             start, stop, _ = key.indices(self._count)
             return self._read(start, max(start, stop))
-        index = key + self._count if key < 0 else key
+        index = range(self._count)[key]
         return int(self._read(index, index + 1)[0])
 
     def _read(self, start: int, stop: int) -> np.ndarray:
         size = self._dtype.itemsize
         position, end = self._offset + start * size, self._offset + stop * size
+        data = b""
         try:
-            data = os.pread(self._file.fileno(), end - position, position)
-            while (at := position + len(data)) < end:  # the system reads 2 GiB at most at once
+            while (at := position + len(data)) < end:  # one call reads 2 GiB at most
                 if not (more := os.pread(self._file.fileno(), end - at, at)):
                     raise DataError(f"{self._path} was cut while it was read: it ends before byte {end}")
-                data += more
+                data = data + more if data else more
         except OSError as error:
             raise DataError(f"{self._path}: cannot be read ({error.strerror})") from None
         return np.frombuffer(data, self._dtype)

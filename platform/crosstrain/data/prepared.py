@@ -17,7 +17,7 @@ _MOST_BYTES = 1 << 26  # of dataset.json
 
 @dataclass
 class Summary:
-    """What `dataset.json` says."""
+    """The content of `dataset.json`."""
 
     format_version: int
     documents: int
@@ -32,7 +32,7 @@ class Summary:
 
     @classmethod
     def read(cls, folder: Path) -> Summary:
-        """Of a prepared folder. DataError when there is none, or one that this version cannot read."""
+        """Read a prepared folder's. DataError if there is none, or one that this version cannot read."""
         path = folder / "dataset.json"
         try:
             content = json.loads(read_regular(path, _MOST_BYTES))
@@ -46,7 +46,7 @@ class Summary:
         )
 
     def check_tokenizer(self, folder: Path) -> None:
-        """DataError unless the tokenizer in a prepared folder is the one that made its tokens."""
+        """Raise DataError unless the tokenizer in a prepared folder is the one that made its tokens."""
         path = folder / "tokenizer" / "tokenizer.json"
         if not path.is_file() or hash_of(path) != self.tokenizer_sha256:
             raise DataError(
@@ -59,14 +59,14 @@ class Summary:
 
 
 def hash_of(tokenizer: Path) -> str:
-    """SHA-256 of a tokenizer.json, in hexadecimal."""
+    """Return the SHA-256 of a tokenizer.json, in hexadecimal."""
     return hashlib.sha256(tokenizer.read_bytes()).hexdigest()
 
 
 def locate(where: str | Path) -> tuple[Path, Path | None]:
-    """(prefix of the token files, the prepared folder if they are in one) at a path that names either.
+    """Return (prefix of the token files, the prepared folder if they are in one) for a path that names either.
 
-    Raises DataError where there are no tokens, or several files of them.
+    Raises DataError if there are no tokens, or several files of them.
     """
     path = Path(where).expanduser()
     if path.suffix in (".idx", ".bin"):

@@ -1,4 +1,4 @@
-"""Which sample comes next: a shuffle that is computed, not stored.
+"""The order of samples: a shuffle that is computed, not stored.
 
 A keyed bijection of range(n), evaluated at one point in constant time, so an epoch over 10**12 samples is shuffled with
 no index file, no memory and no start-up. It is the generalised Feistel network on Z_a x Z_b with cycle walking of
@@ -42,7 +42,7 @@ class Permutation:
         return self.n
 
     def __call__(self, i: int) -> int:
-        """Where `i` goes. IndexError unless 0 <= i < n."""
+        """Return the image of `i`. IndexError unless 0 <= i < n."""
         if not 0 <= i < self.n:
             raise IndexError(f"{i} is outside range({self.n})")
         i = self._scramble(i)
@@ -51,7 +51,7 @@ class Permutation:
         return i
 
     def many(self, indices: np.ndarray) -> np.ndarray:
-        """Where each of `indices` (any shape of integers) goes, as uint64 of the same shape. IndexError as above."""
+        """Return the images of `indices` (integers of any shape) as uint64 of the same shape. IndexError as above."""
         indices = np.asarray(indices)
         if indices.size and not (indices.min() >= 0 and indices.max() < self.n):
             raise IndexError(f"indices outside range({self.n})")
@@ -61,7 +61,7 @@ class Permutation:
         return out.reshape(indices.shape)
 
     def _scramble(self, i: Any) -> Any:
-        """One pass of the network over an int or a uint64 array below a * b."""
+        """Pass an int or a uint64 array, below a * b, through the network once."""
         right, left = divmod(i, self._a)  # left in Z_a, right in Z_b
         for r, key in enumerate(self._keys):
             modulus = self._b if r % 2 else self._a
@@ -70,11 +70,11 @@ class Permutation:
 
 
 def sample_index(seed: int, n: int, length: int) -> int:
-    """The index, in a dataset of `length` samples, of sample number `n` of a run: a new shuffle every epoch."""
+    """Return the index, in a dataset of `length` samples, of a run's sample `n`, from a new shuffle every epoch."""
     epoch, position = divmod(n, length)
     return _epoch(seed, epoch, length)(position)
 
 
-@lru_cache(maxsize=64)  # of as many parts of a mixture, and what else there is
+@lru_cache(maxsize=64)  # a mixture has a permutation for each part
 def _epoch(seed: int, epoch: int, length: int) -> Permutation:
     return Permutation(length, derive_seed(seed, "epoch", epoch))

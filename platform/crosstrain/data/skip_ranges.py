@@ -1,15 +1,15 @@
-"""Sample numbers that a run leaves out: its order of samples goes on as if they were not there."""
+"""Ranges of sample numbers that a run skips; the order of the other samples does not change."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-Ranges = list[list[int]]  # [first, last] of each run of numbers, ascending, without overlap
+Ranges = list[list[int]]  # [first, last] of each range, ascending, without overlap
 
 
 def numbers(start: int, left_out: Ranges) -> Iterator[int]:
-    """All sample numbers from `start` on, ascending and without end, but those that are left out."""
+    """Yield all sample numbers from `start` on, ascending and without end, except those in the ranges."""
     for first, last in left_out:
         if last >= start:
             yield from range(start, first)
@@ -20,14 +20,14 @@ def numbers(start: int, left_out: Ranges) -> Iterator[int]:
 
 
 def take(start: int, count: int, left_out: Ranges) -> list[int]:
-    """The next `count` sample numbers of a run that stands at `start`."""
+    """Return the first `count` of `numbers`."""
     return list(islice(numbers(start, left_out), count))
 
 
 def leave_out(left_out: Ranges, more: Sequence[int]) -> Ranges:
-    """The ranges, with `more` numbers among them."""
+    """Return the ranges with the numbers `more` added."""
     out: Ranges = []
-    for first, last in sorted([*left_out, *spans(more)]):
+    for first, last in sorted([*left_out, *([number, number] for number in more)]):
         if out and first <= out[-1][1] + 1:
             out[-1][1] = max(out[-1][1], last)
         else:
@@ -36,17 +36,11 @@ def leave_out(left_out: Ranges, more: Sequence[int]) -> Ranges:
 
 
 def spans(values: Sequence[int]) -> Ranges:
-    """Ascending numbers as ranges."""
-    out: Ranges = []
-    for value in values:
-        if out and value == out[-1][1] + 1:
-            out[-1][1] = value
-        else:
-            out.append([value, value])
-    return out
+    """Return numbers as ranges."""
+    return leave_out([], values)
 
 
 def show(values: Sequence[int]) -> str:
-    """`sample 7`, `samples 8 to 15`, `samples 8 to 11 and 16 to 19`."""
+    """Format sample numbers: `sample 7`, `samples 8 to 15`, `samples 8 to 11 and 16 to 19`."""
     found = [str(first) if first == last else f"{first} to {last}" for first, last in spans(values)]
     return ("sample " if len(values) == 1 else "samples ") + " and ".join(found)

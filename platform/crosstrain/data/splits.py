@@ -1,4 +1,4 @@
-"""The splits of the configured dataset."""
+"""Prepare and open the splits of the configured dataset."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from crosstrain.utils.types import Batch
 
 
 def training_dataset(config: Config) -> Component:
-    """The dataset that is trained on; ConfigError unless there is exactly one."""
+    """Return the dataset to train on. ConfigError unless there is exactly one."""
     if len(config.datasets) != 1:
         raise ConfigError(
             f"datasets: exactly one dataset is trained on, but {len(config.datasets)} are named "
@@ -24,9 +24,9 @@ def training_dataset(config: Config) -> Component:
 
 
 def open_split(config: Config, split: Split) -> Dataset:
-    """A split of the configured dataset, prepared before.
+    """Open a split of the configured dataset, which was prepared before.
 
-    Raises DataError where it would be empty, and ConfigError where the configuration is not trusted with data.
+    Raises DataError if it would be empty, and ConfigError if the configuration is not trusted with data.
     """
     component = training_dataset(config)
     with limited_to(config.trust):
@@ -35,7 +35,7 @@ def open_split(config: Config, split: Split) -> Dataset:
 
 
 def prepare_data(config: Config) -> None:
-    """Make the dataset's files if they do not exist yet. Raises ConfigError as `open_split` does."""
+    """Make the dataset's missing files. Raises ConfigError as `open_split` does."""
     component = training_dataset(config)
     with limited_to(config.trust):
         check_source(f"the dataset {next(iter(config.datasets))}")
@@ -43,6 +43,6 @@ def prepare_data(config: Config) -> None:
 
 
 def first_batch(dataset: Dataset) -> Batch:
-    """The shapes of the first sample."""
+    """Return a batch of the first sample, on the meta device."""
     batch = dataset.collate([dataset.get(0, np.random.default_rng(0))])
     return {key: value.to("meta") for key, value in batch.items()}

@@ -1,6 +1,6 @@
 """Tokenizers for documents: any Hugging Face one, GPT-2's two files, or one trained here.
 
-Encoding needs only the `tokenizers` library; `transformers`, slow to import, is used for what is neither a
+Encoding needs only the `tokenizers` library. `transformers`, slow to import, serves tokenizers that are neither a
 `tokenizer.json` nor GPT-2's files.
 """
 
@@ -21,22 +21,22 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from crosstrain.utils.assets import TOKENIZER_FILES, copy_files, plain_files
-from crosstrain.utils.errors import DataError
+from crosstrain.utils.errors import DataError, first_line
 from crosstrain.utils.files import read_regular, write_json
 from crosstrain.utils.trust import check_source
 
 TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"  # files in a tokenizer's folder, and in a model's
-_MOST_BYTES = 1 << 27  # of each
+_MAX_BYTES = 1 << 27  # of each
 END_OF_TEXT = "<|endoftext|>"
-_MOST_TOKENS = 1 << 20
-_LONG = 1000  # characters of a word from which on it is cut: time to learn its pairs grows with its length squared
+_MAX_VOCABULARY = 1 << 20
+_LONG = 1000  # longer words are cut for training: the time to learn their pairs grows with the length squared
 _LONG_WORDS = re.compile(rf"(?<!\S)\S{{{_LONG},}}|(?<!\s)\s{{{_LONG},}}")
 _USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]")
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """Turns documents into token ids. Text is only ever text: `<|endoftext|>` written in a document is no end."""
+    """A tokenizer of documents. It reads no special tokens: `<|endoftext|>` written in a document is text."""
 
     backend: Tokenizer
     end: str  # the token that ends a document
@@ -51,7 +51,7 @@ class TextTokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Ids are below this."""
+        """A bound: all ids are below it."""
         return 1 + max(self.backend.get_vocab().values())
 
     @cached_property
@@ -62,7 +62,7 @@ class TextTokenizer:
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """`encode` of each, on all cores, without the offsets that nobody asked for."""
+        """Encode each text, on all cores and without computing offsets."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: list[int]) -> str:
@@ -70,9 +70,9 @@ class TextTokenizer:
 
 
 def load_tokenizer(spec: str | Path) -> TextTokenizer:
-    """A tokenizer by folder (tokenizer.json, or GPT-2's vocab.json and merges.txt), file, or Hugging Face name.
+    """Load a tokenizer by folder (tokenizer.json, or GPT-2's vocab.json and merges.txt), file, or Hugging Face name.
 
-    Raises DataError when there is none under that name, or when it names no token that ends a text.
+    Raises DataError if there is none under that name, or it names no token that ends a text.
     """
     path = Path(spec).expanduser()
     if path.exists() and not path.is_dir():
@@ -91,33 +91,32 @@ def load_tokenizer(spec: str | Path) -> TextTokenizer:
     return _from_transformers(str(path))
 
 
-# What transformers is told of a checkpoint's tokenizer_config.json: names of tokens, and nothing that names a file, an
-# address or a class.
+# Keys of a checkpoint's tokenizer_config.json that transformers gets: nothing that names a file, an address or a class.
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_TOLD = (
+_PLAIN = (
     *("model_max_length", "padding_side", "truncation_side", "clean_up_tokenization_spaces", "split_special_tokens"),
     "chat_template",
 )
 
 
 def stored_tokenizer(folder: Path) -> dict[str, Any]:
-    """Arguments for transformers' PreTrainedTokenizerFast, from the two files and the chat template in `folder`.
+    """Return arguments for transformers' PreTrainedTokenizerFast, from the tokenizer's files in a checkpoint.
 
-    Raises DataError where they cannot be read, and for a tokenizer that is code of its own.
+    Raises DataError if they cannot be read, or the tokenizer brings code of its own.
     """
     import transformers
 
     config = _read_json(folder / CONFIG)
     if "auto_map" in config and not hasattr(transformers, str(config.get("tokenizer_class"))):
         raise DataError(f"{folder / CONFIG} asks for code that comes with the tokenizer, which is not run")
-    told = {key: config[key] for key in _TOLD if config.get(key) is not None}
-    told |= {key: _content(config[key]) for key in _SPECIAL if config.get(key) is not None}
+    arguments = {key: config[key] for key in _PLAIN if config.get(key) is not None}
+    arguments |= {key: _content(config[key]) for key in _SPECIAL if config.get(key) is not None}
     more = config.get("extra_special_tokens") or config.get("additional_special_tokens")
     if isinstance(more, list):
-        told["extra_special_tokens"] = [_content(token) for token in more]
+        arguments["extra_special_tokens"] = [_content(token) for token in more]
     if (template := folder / "chat_template.jinja").exists():
-        told["chat_template"] = _read(template).decode()
-    return told | {"tokenizer_object": _backend(folder / TOKENIZER)}
+        arguments["chat_template"] = _read(template).decode()
+    return arguments | {"tokenizer_object": _backend(folder / TOKENIZER)}
 
 
 def _content(token: Any) -> str:
@@ -125,7 +124,7 @@ def _content(token: Any) -> str:
 
 
 def load_gpt2(vocab_file: str | Path, merge_file: str | Path) -> TextTokenizer:
-    """GPT-2's byte-level BPE from its two files, as Megatron-LM takes them."""
+    """Load GPT-2's byte-level BPE from its two files, as Megatron-LM takes them."""
     for path in (vocab_file, merge_file):
         check_source(f"the tokenizer {path}")
         if not Path(path).is_file():
@@ -138,15 +137,15 @@ def load_gpt2(vocab_file: str | Path, merge_file: str | Path) -> TextTokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> TextTokenizer:
-    """Byte-level BPE like GPT-2's (Radford et al. 2019), trained on texts, with `<|endoftext|>` as its last id.
+    """Train a byte-level BPE like GPT-2's (Radford et al. 2019), with `<|endoftext|>` as its last id.
 
-    vocab_size counts everything: 256 bytes, merges, `<|endoftext|>`. Fewer result where texts hold fewer pairs that
-    occur twice. DataError when vocab_size is below 257, or above 1,048,576.
+    vocab_size counts 256 bytes, merges and `<|endoftext|>`. The result has fewer tokens if fewer pairs occur twice in
+    the texts. DataError if vocab_size is below 257, or above 1,048,576.
     """
     if vocab_size < 257:
         raise DataError(f"a vocabulary of {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need 257")
-    if vocab_size > _MOST_TOKENS:  # the Rust side takes memory for all of them at once
-        raise DataError(f"a vocabulary of {vocab_size} is too large: at most {_MOST_TOKENS} can be trained")
+    if vocab_size > _MAX_VOCABULARY:  # the Rust side takes memory for all of them at once
+        raise DataError(f"a vocabulary of {vocab_size} is too large: at most {_MAX_VOCABULARY} can be trained")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -160,7 +159,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> 
 
 
 def _in_parts(text: str) -> Iterator[str]:
-    """A text, cut in the middle of its longest words."""
+    """Cut a text within its longest words."""
     start = 0
     for found in _LONG_WORDS.finditer(text):
         for stop in range(found.start() + _LONG, found.end(), _LONG):
@@ -170,16 +169,8 @@ def _in_parts(text: str) -> Iterator[str]:
 
 
 def vocabulary(path: Path) -> dict[str, int]:
-    """Ids by token, added ones included, of a tokenizer.json. DataError where it cannot be read."""
+    """Return the ids by token of a tokenizer.json, added tokens included. DataError if it cannot be read."""
     return _backend(path).get_vocab(with_added_tokens=True)
-
-
-def same_vocabulary(first: Path | None, second: Path | None) -> bool:
-    """Whether the tokenizers in two folders give every token the same id; None, no tokenizer, is like itself alone."""
-    if first is None or second is None or first == second:
-        return first == second
-    one, other = first / TOKENIZER, second / TOKENIZER
-    return one.read_bytes() == other.read_bytes() or vocabulary(one) == vocabulary(other)
 
 
 def cached_folder(tokenizer: TextTokenizer) -> Path:
@@ -190,16 +181,15 @@ def cached_folder(tokenizer: TextTokenizer) -> Path:
         new = Path(partial) / "new"
         tokenizer.save(new)
         digest = hashlib.sha256()
-        for path in sorted(new.iterdir()):  # a chat template too: what is alike in tokenizer.json may differ there
+        for path in sorted(new.iterdir()):  # all files: two tokenizers may differ in their chat templates alone
             data = path.read_bytes()
             digest.update(f"{path.name}/{len(data)}/".encode() + data)
         folder = cache / digest.hexdigest()[:16]
-        if not folder.exists():
-            try:
-                os.rename(new, folder)
-            except OSError:
-                if not folder.exists():  # otherwise another process was quicker with the same content
-                    raise
+        try:
+            os.rename(new, folder)
+        except OSError:
+            if not folder.exists():  # otherwise it was saved before, with the same content
+                raise
     return folder
 
 
@@ -214,17 +204,16 @@ def _byte_level(tokenizer: Tokenizer) -> TextTokenizer:
 def _from_file(path: Path, config: dict) -> TextTokenizer:
     backend = _backend(path)
     end = config.get("eos_token")
-    end = end["content"] if isinstance(end, dict) else end
-    end = end or next((token for token in _USUAL_ENDS if backend.token_to_id(token) is not None), None)
+    usual = (token for token in _USUAL_ENDS if backend.token_to_id(token) is not None)
+    end = (_content(end) if end else None) or next(usual, None)
     if end is None:
         raise DataError(f"{path} names no token that ends a text: set eos_token in tokenizer_config.json beside it")
-
     save = _copier(backend, path.parent) if config else lambda folder: _write(backend, end, folder)
     return TextTokenizer(backend, end, save)
 
 
 def _copier(backend: Tokenizer, source: Path) -> Callable[[Path], None]:
-    """Saves the files of a tokenizer's folder as they are, with a tokenizer.json if it has none."""
+    """Return a function that copies a tokenizer's folder, and adds a tokenizer.json if it has none."""
 
     def save(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -236,11 +225,10 @@ def _copier(backend: Tokenizer, source: Path) -> Callable[[Path], None]:
 
 
 def _backend(path: Path) -> Tokenizer:
-    """The tokenizer that a tokenizer.json describes; DataError where it does not."""
+    """Load a tokenizer.json. DataError if it is none."""
+    data = _read(path)
     try:
-        return Tokenizer.from_buffer(_read(path))
-    except DataError:
-        raise
+        return Tokenizer.from_buffer(data)
     except Exception as error:  # the Rust side raises nothing finer
         raise DataError(f"{path} is not a tokenizer: {error}") from None
 
@@ -252,7 +240,7 @@ def _from_transformers(spec: str) -> TextTokenizer:
     try:
         tokenizer = AutoTokenizer.from_pretrained(spec, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = first_line(error)
         raise DataError(f"no tokenizer {spec!r}, neither as a folder nor on the Hugging Face hub: {reason}") from None
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or tokenizer.eos_token is None:
@@ -267,13 +255,13 @@ def _from_transformers(spec: str) -> TextTokenizer:
 
 def _write(backend: Tokenizer, end: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    backend.save(str(folder / "tokenizer.json"))
+    backend.save(str(folder / TOKENIZER))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **dict.fromkeys(("bos_token", "eos_token", "unk_token"), end),
         "clean_up_tokenization_spaces": False,
     }
-    write_json(folder / "tokenizer_config.json", config)
+    write_json(folder / CONFIG, config)
 
 
 def _read_json(path: Path) -> dict:
@@ -288,6 +276,6 @@ def _read_json(path: Path) -> dict:
 
 def _read(path: Path) -> bytes:
     try:
-        return read_regular(path, _MOST_BYTES)
+        return read_regular(path, _MAX_BYTES)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror})") from None

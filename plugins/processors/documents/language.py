@@ -1,4 +1,4 @@
-"""Documents in some languages only."""
+"""Keep documents in some languages."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from crosstrain import Dropped, Filter, Fraction, OptionError, PositiveInt, Text
 
 @registry.register_processor("language")
 class LanguageFilter(Filter):
-    """Keeps documents in the languages named, as py3langid identifies them; its model comes with it."""
+    """Keep documents in the languages named, as py3langid identifies them; its model comes with it."""
 
     @dataclass
     class Options:
-        """Which languages."""
+        """Languages to keep."""
 
         keep: Annotated[list[Text], MinLen(1)]  # ISO 639-1 codes, such as en
         probability: Fraction = 0.5  # of the likeliest language, for a document to be kept
@@ -42,5 +42,5 @@ class LanguageFilter(Filter):
 
 @cache
 def _identifier() -> Any:
-    langid = require("py3langid.langid", "the rule language")
+    langid = require("py3langid.langid", "the filter language")
     return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)

@@ -1,4 +1,4 @@
-"""Documents that are neither too short nor too long."""
+"""Drop documents that are too short or too long."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from crosstrain.corpus.filter import TokenLimits
 
 @registry.register_processor("document_length")
 class DocumentLengthFilter(TokenLimits):
-    """Keeps documents of at least 128 tokens; other limits can be set."""
+    """Keep documents of at least 128 tokens; other limits can be set."""
 
     @dataclass
     class Options:
-        """From what to what, the limits included."""
+        """Limits, included in what is kept."""
 
         min_tokens: NonNegativeInt = 128  # without the end-of-text token
         max_tokens: NonNegativeInt | None = None

@@ -1,4 +1,4 @@
-"""Documents that do not say the same again and again."""
+"""Drop documents that repeat themselves."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from crosstrain import Dropped, Filter, Fraction, registry
 
 @registry.register_processor("repetition")
 class RepetitionFilter(Filter):
-    """Drops documents made of repeated lines, paragraphs or phrases, by the shares of Rae et al. 2021, table A1."""
+    """Drop documents made of repeated lines, paragraphs or phrases, by the shares of Rae et al. 2021, table A1."""
 
     @dataclass
     class Options:
         """The largest shares that are kept, from 0 to 1; 1: any."""
 
-        lines: Fraction = 0.3  # of the lines that stand there before already
-        paragraphs: Fraction = 0.3  # of the paragraphs that do
+        lines: Fraction = 0.3  # of the lines that repeat an earlier one
+        paragraphs: Fraction = 0.3  # of the paragraphs that repeat an earlier one
         characters_in_lines: Fraction = 0.2  # of all characters, in such lines
         phrase_2: Fraction = 0.2  # of all characters, in the most frequent phrase of two words
         phrase_3: Fraction = 0.18
@@ -47,12 +47,12 @@ def _repeated(parts: list[str]) -> float:
 
 
 def _characters(lines: list[str]) -> int:
-    """Characters in lines that stand before already."""
+    """Count the characters in lines that repeat an earlier one."""
     return sum((count - 1) * len(line) for line, count in Counter(lines).items())
 
 
 def _most_frequent(words: list[str], length: int) -> int:
-    """Characters in all places of the most frequent phrase of so many words, which may overlap; 0: none comes twice."""
+    """Count the characters of the most frequent phrase of `length` words in all its places; 0 if none recurs."""
     phrases = Counter(zip(*(words[k:] for k in range(length)), strict=False))
     phrase, count = max(phrases.items(), key=lambda item: item[1], default=((), 0))
     return count * (sum(map(len, phrase)) + length - 1) if count > 1 else 0

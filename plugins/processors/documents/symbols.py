@@ -1,4 +1,4 @@
-"""Documents of words, not of signs."""
+"""Drop documents of symbols rather than words."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _ELLIPSES = ("...", "…")
 
 @registry.register_processor("symbols")
 class SymbolsFilter(Filter):
-    """Drops documents with too many signs and too few words, by the shares of Rae et al. 2021, appendix A1.1."""
+    """Drop documents with too many signs and too few words, by the shares of Rae et al. 2021, appendix A1.1."""
 
     @dataclass
     class Options:
-        """Shares from 0 to 1."""
+        """Limits, as shares from 0 to 1."""
 
         hashes: NonNegativeFloat = 0.1  # at most so many # per word
         ellipses: NonNegativeFloat = 0.1  # at most so many ... per word

@@ -1,4 +1,4 @@
-"""Text that was decoded wrongly on its way, set right."""
+"""Repair wrongly decoded text."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from crosstrain import Dropped, Filter, registry, require
 
 @registry.register_processor("unicode")
 class UnicodeFilter(Filter):
-    """Repairs wrongly decoded characters, HTML entities, ligatures and control characters, with ftfy."""
+    """Repair wrongly decoded characters, HTML entities, ligatures and control characters, with ftfy."""
 
     @dataclass
     class Options:
-        """What is changed beyond that."""
+        """Further changes."""
 
         normalization: Literal["NFC", "NFKC", "none"] = "NFC"
         straight_quotes: bool = False  # curly quotation marks become straight ones
@@ -23,7 +23,7 @@ class UnicodeFilter(Filter):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self.ftfy = require("ftfy", "the rule unicode")
+        self.ftfy = require("ftfy", "the filter unicode")
         form = None if options.normalization == "none" else options.normalization
         self.config = self.ftfy.TextFixerConfig(
             normalization=form, uncurl_quotes=options.straight_quotes, explain=False

@@ -1,4 +1,4 @@
-"""Conversations about images as tokens: who spoke, where the images stand, and which tokens are to be learned."""
+"""Tokenize conversations about images: roles, image placeholders, and the tokens to learn."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from crosstrain.data.tokenizer import TextTokenizer
 from crosstrain.utils.errors import DataError
 from crosstrain.utils.types import IGNORE_INDEX, Batch, Sample
 
-IMAGE = "<image>"  # in a message's text: here stands an image
-IMAGE_ID = -200  # in input_ids: here stands one embedding of an image (LLaVA's number)
-SHARED = 0  # segment of the tokens that every segment of a sample sees
+IMAGE = "<image>"  # placeholder of an image in a message's text
+IMAGE_ID = -200  # placeholder of one embedding of an image in input_ids (LLaVA's number)
+SHARED = 0  # the segment that every segment of a sample sees
 
 Style = Literal["chat", "plain"]
-_REMEMBERED = 1 << 14  # texts whose tokens are kept
+_REMEMBERED = 1 << 14  # texts whose tokens are cached
 _START, _END = "<|im_start|>", "<|im_end|>"
 _BEFORE_IMAGE, _AFTER_IMAGE = "<|vision_start|>", "<|vision_end|>"  # of Qwen's newer tokenizers
 
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. `text` may hold `<image>` where an image stands."""
+    """One turn. `text` has a placeholder `<image>` for each of its images."""
 
     role: Literal["system", "user", "assistant"]
     text: str
@@ -36,28 +36,28 @@ Conversation = list[Message]
 
 
 class SampleError(Exception):
-    """A sample that cannot be used; says why. What becomes of it is the dataset's to decide."""
+    """A sample that cannot be used, with the reason; the dataset decides how to go on."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A conversation's ids [length] and whether each is to be learned."""
+    """A conversation's ids, and a flag for each that is to be learned."""
 
     ids: list[int]
     learned: list[bool]
 
 
 class ConversationEncoder:
-    """Conversations to token ids; each image becomes `image_tokens` times `IMAGE_ID`.
+    """An encoder of conversations; each image becomes `image_tokens` times `IMAGE_ID`.
 
-    Style `chat` is Qwen's ChatML (`<|im_start|>role\\n ... <|im_end|>\\n`), where an assistant's words and the
-    `<|im_end|>` after them are learned. Style `plain` is the texts one after another, where the assistant's text and
-    the end-of-text token after it are learned. Raises DataError for a tokenizer that lacks the style's tokens.
+    Style `chat` is Qwen's ChatML (`<|im_start|>role\\n ... <|im_end|>\\n`); an assistant's words and the `<|im_end|>`
+    after them are learned. Style `plain` is the texts one after another; the assistant's text and the end-of-text
+    token after it are learned. Raises DataError for a tokenizer that lacks the style's tokens.
     """
 
     def __init__(self, tokenizer: TextTokenizer, image_tokens: int, style: Style) -> None:
         self.tokenizer, self.image_tokens, self.style = tokenizer, image_tokens, style
-        self.encode_text = tokenizer.encode  # a server has another
+        self.encode_text = tokenizer.encode  # the server replaces it
         if style == "chat":
             self.start, self.end = self._special(_START), self._special(_END)
         before, after = (tokenizer.backend.token_to_id(t) for t in (_BEFORE_IMAGE, _AFTER_IMAGE))
@@ -67,7 +67,7 @@ class ConversationEncoder:
 
     @property
     def end_id(self) -> int:
-        """What the model says when it has answered."""
+        """The token that ends an answer."""
         return self.end if self.style == "chat" else self.tokenizer.end_id
 
     def _special(self, token: str) -> int:
@@ -77,40 +77,31 @@ class ConversationEncoder:
         return found
 
     def encode(self, conversation: Conversation, *, answering: bool = False) -> Tokens:
-        """The whole conversation, or with `answering` all of it up to where the assistant's next words begin."""
-        ids: list[int] = []
-        learned: list[bool] = []
-
-        def add(new: list[int], learn: bool = False) -> None:
-            ids.extend(new)
-            learned.extend([learn] * len(new))
-
+        """Encode a conversation; with `answering`, up to the beginning of the assistant's next words."""
+        parts: list[tuple[list[int], bool]] = []  # (ids, to be learned)
         for message in conversation:
             answer = message.role == "assistant"
+            content = self._content(message.text)
             if self.style == "chat":
-                add([self.start, *self._text(f"{message.role}\n")])
-                add(self._content(message.text), answer)
-                add([self.end], answer)
-                add(self._text("\n"))
+                parts += [([self.start, *self._text(f"{message.role}\n")], False), (content, answer)]
+                parts += [([self.end], answer), (self._text("\n"), False)]
             else:
-                add(self._content(message.text), answer)
-                if answer:
-                    add([self.tokenizer.end_id], True)
+                parts += [(content, answer), ([self.tokenizer.end_id] if answer else [], True)]
         if answering and self.style == "chat":
-            add([self.start, *self._text("assistant\n")])
-        return Tokens(ids, learned)
+            parts.append(([self.start, *self._text("assistant\n")], False))
+        return Tokens([i for ids, _ in parts for i in ids], [learn for ids, learn in parts for _ in ids])
 
     def prompt(self, conversation: Conversation, pixels: np.ndarray | None) -> Sample:
-        """A sample without labels, up to where the assistant's next words begin; pixels [images, 3, H, W]."""
+        """Return a sample without labels that ends where an answer begins; pixels [images, 3, H, W]."""
         ids = np.array(self.encode(conversation, answering=True).ids, np.int64)
         return {"input_ids": ids} | ({} if pixels is None else {"pixel_values": pixels})
 
     def sample(self, conversations: Sequence[Conversation]) -> Sample:
-        """input_ids and labels [length]; several conversations about the same images share what they begin with.
+        """Return input_ids and labels [length]; several conversations about the same images share their beginning.
 
-        Then `segments` says whose each token is (`SHARED`, 1, 2, ...) and `position_ids` counts within each
-        conversation: a model that lets a token see only the shared ones and its own segment computes what it would
-        for one conversation at a time. Raises SampleError where nothing is to be learned.
+        Then `segments` numbers the conversation of each token (`SHARED`, 1, 2, ...) and `position_ids` counts within
+        each conversation: a model whose tokens see the shared ones and their own segment computes the same as for one
+        conversation at a time. Raises SampleError if nothing is to be learned.
         """
         encoded = [self.encode(c) for c in conversations]
         if not encoded or not all(any(tokens.learned) for tokens in encoded):
@@ -130,7 +121,7 @@ class ConversationEncoder:
         return _arrays(ids, labels) | more
 
     def _shared(self, encoded: list[Tokens]) -> int:
-        """Tokens that all conversations begin with, up to the one before the first that is learned."""
+        """Return the number of tokens that all conversations begin with, up to the one before the first learned."""
         same = (len(set(column)) == 1 for column in zip(*(t.ids for t in encoded), strict=False))
         shared = sum(1 for _ in itertools.takewhile(bool, same))
         shared = min(shared, *(tokens.learned.index(True) - 1 for tokens in encoded))
@@ -139,12 +130,11 @@ class ConversationEncoder:
         return shared
 
     def _text(self, text: str) -> list[int]:
-        ids = self._known.get(text)
-        if ids is None:  # prompts and short answers recur
+        if text not in self._known:  # prompts and short answers recur
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
-            ids = self._known[text] = self.encode_text(text)
-        return ids
+            self._known[text] = self.encode_text(text)
+        return self._known[text]
 
     def _content(self, text: str) -> list[int]:
         first, *rest = text.split(IMAGE)
@@ -152,7 +142,7 @@ class ConversationEncoder:
 
 
 def _labels(tokens: Tokens) -> list[int]:
-    """The target at each position but the last: the next token where it is learned."""
+    """Return the target at each position but the last: the next token, if it is to be learned."""
     pairs = zip(tokens.ids[1:], tokens.learned[1:], strict=True)
     return [token if learned else IGNORE_INDEX for token, learned in pairs]
 
@@ -168,10 +158,10 @@ def check_images(conversation: Conversation, images: int) -> None:
 
 
 def collate(samples: list[Sample]) -> Batch:
-    """Sequences [batch, longest] filled up on the right, and the images of all samples in one [images, 3, H, W].
+    """Make a batch: sequences [batch, longest], padded on the right, and all images in one tensor [images, 3, H, W].
 
-    What is filled up is no target and comes last, so a causal model needs no mask for it. Only where a sample has
-    segments does the batch have `segments` and `position_ids`.
+    Padding is no target and comes last, so a causal model needs no mask for it. The batch has `segments` and
+    `position_ids` only if a sample has segments.
     """
     longest = max(len(s["input_ids"]) for s in samples)
     batch = {

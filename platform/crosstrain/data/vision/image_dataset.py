@@ -1,4 +1,4 @@
-"""What datasets of images with text have in common: processors, tokenizer, bad samples, and what is asked of them."""
+"""The base of datasets of images with text: processors, tokenizer, bad samples and questions."""
 
 from __future__ import annotations
 
@@ -37,46 +37,46 @@ from crosstrain.utils.types import Batch, Sample
 log = logging.getLogger(__name__)
 
 LARGEST_IMAGE = 1 << 29  # bytes of a file
-_TRIED = 1000  # samples that are tried, or all, before a share of them means something
+_TRIED = 1000  # least number of samples, or all, that `max_skipped` is a share of
 
-Annotation = Mapping[str, Any]  # what is known about a sample's images: a caption, questions, conversations
+Annotation = Mapping[str, Any]  # the texts of a sample: a caption, questions, conversations
 
 
 class ImageProcessor(Protocol):
-    """A picture to what a vision encoder takes."""
+    """A processor of images for a vision encoder."""
 
     def __call__(self, image: Any, rng: np.random.Generator) -> np.ndarray:
-        """fp32 [3, height, width] of a PIL image; `rng` is the only randomness allowed."""
+        """Turn a PIL image into fp32 [3, height, width]; `rng` is the only randomness allowed."""
 
 
 class TextProcessor(Protocol):
-    """An annotation to conversations about its images."""
+    """A processor of annotations into conversations about their images."""
 
     style: Style
 
     def __call__(self, annotation: Annotation, images: int, rng: np.random.Generator) -> list[Conversation]:
-        """What is learned from a sample with so many images. Raises SampleError for an annotation without it."""
+        """Return the conversations to learn from a sample with `images` images. SampleError if there is none."""
 
     def questions(self, annotation: Annotation, images: int) -> list[tuple[Conversation, str, str]]:
-        """(conversation up to the answer, the answer, the kind of question) of everything that can be asked."""
+        """Return (conversation up to the answer, answer, kind of question) for every question."""
 
 
 @dataclass
 class Processors:
-    """Which processor the train split uses, and which the others."""
+    """The processors of the train split and of the others."""
 
     train: Annotated[Component, "processor"]
     eval: Annotated[Component, "processor"]
 
 
 def processors(train: str, evaluate: str, **options: Any) -> Processors:
-    """For defaults: processors by name, with the same options."""
+    """Return `Processors` by name, with the same options, as a default."""
     return Processors(Component(train, options or None), Component(evaluate, options or None))
 
 
 @dataclass(kw_only=True)
 class ImageDatasetOptions:
-    """What every dataset of images with text takes."""
+    """Options of every dataset of images with text."""
 
     # a Hugging Face name, a folder or a tokenizer.json; the language model's; required
     tokenizer: FilePath | None = None
@@ -93,11 +93,10 @@ class ImageDatasetOptions:
 
 
 class ImageDataset(VqaDataset):
-    """A dataset whose samples are images and an annotation; subclasses say where those are.
+    """A dataset whose samples are images and an annotation; subclasses read them.
 
-    A sample that cannot be used is replaced by the next one that can, which is the same one in every run, and
-    counted: `skipped` has its reason by index. More of them than the share `max_skipped` is a DataError. Each process
-    counts what it comes upon.
+    A sample that cannot be used is replaced by the next usable one, the same in every run, and counted: `skipped` has
+    the reason by index. More of them than the share `max_skipped` is a DataError. Each process counts its own.
     """
 
     options: Any
@@ -118,7 +117,7 @@ class ImageDataset(VqaDataset):
 
     @classmethod
     def shapes(cls, options: Any) -> Batch | None:
-        """With one image, where `max_length` says how long samples get."""
+        """Return a batch with one image, if `max_length` bounds the samples."""
         if options.max_length is None:
             return None
         from PIL import Image
@@ -129,7 +128,7 @@ class ImageDataset(VqaDataset):
 
     @abstractmethod
     def read(self, index: int) -> tuple[list[Any], Annotation]:
-        """PIL images and annotation of a sample. Raises SampleError where they cannot be had."""
+        """Return a sample's PIL images and annotation. Raises SampleError if they cannot be read."""
 
     # ---- samples
 
@@ -145,7 +144,7 @@ class ImageDataset(VqaDataset):
         raise AssertionError("skip raises long before nothing is left")
 
     def sample(self, images: list[Any], annotation: Annotation, rng: np.random.Generator) -> Sample:
-        """What `get` returns, of what `read` does. Raises SampleError where it cannot be used."""
+        """Make a sample from images and annotation. Raises SampleError if it cannot be used."""
         conversations = self.text_processor(annotation, len(images), rng)
         for conversation in conversations:
             check_images(conversation, len(images))
@@ -155,9 +154,9 @@ class ImageDataset(VqaDataset):
         return sample
 
     def _pixels(self, images: list[Any], rng: np.random.Generator) -> np.ndarray:
-        """fp32 [images, 3, height, width]."""
+        """Process images into fp32 [images, 3, height, width]."""
         made = [self.image_processor(image, rng) for image in images]
-        pixels = np.stack(made) if len(made) > 1 else made[0][None]  # of one there is nothing to copy
+        pixels = np.stack(made) if len(made) > 1 else made[0][None]  # one image needs no copy
         return np.zeros_like(pixels) if self.options.blind else pixels
 
     def _fit(self, sample: Sample) -> Sample:
@@ -169,11 +168,11 @@ class ImageDataset(VqaDataset):
             raise DataError(f"{self._name()}: a sample is too long: {reason}; raise max_length or set too_long")
         cut = {key: value[:limit] for key, value in sample.items()}
         if self.options.too_long == "skip" or (cut["labels"] < 0).all() or (sample["input_ids"][limit:] < 0).any():
-            raise SampleError(reason)  # also where nothing that is learned would be left, or an image would be cut
+            raise SampleError(reason)  # also if no target would be left, or an image would be cut
         return cut
 
     def skip(self, index: int, reason: str) -> None:
-        """Note that a sample cannot be used. Raises DataError where there are too many of them."""
+        """Record a sample that cannot be used. Raises DataError if there are too many of them."""
         self.skipped[index] = reason
         log.warning("%s: sample %d is skipped: %s (%d so far)", self._name(), index, reason, len(self.skipped))
         among = max(self.tried, min(len(self), _TRIED))
@@ -214,7 +213,7 @@ class ImageDataset(VqaDataset):
 
 
 def open_image(data: bytes, name: str) -> Any:
-    """A decoded RGB PIL image; SampleError naming it where the bytes are none, or stop too early."""
+    """Decode an image into an RGB PIL image. SampleError, with its name, if the bytes are none or incomplete."""
     from PIL import Image
 
     try:
@@ -225,7 +224,7 @@ def open_image(data: bytes, name: str) -> Any:
 
 
 def open_image_file(path: Path) -> Any:
-    """`open_image` of a file."""
+    """Read and decode an image file as `open_image` does."""
     try:
         return open_image(read_regular(path, LARGEST_IMAGE), str(path))
     except OSError as error:
