@@ -320,7 +320,7 @@ def test_numbers_that_are_left_out() -> None:
     ("options", "words"),
     [
         (["run.on_bad_step=rollback"], "expected one of stop, skip, roll_back, got the text 'rollback'; did you mean"),
-        (["run.on_bad_step=roll_back"], "roll_back goes back to the last checkpoint: set save_interval, or use skip"),
+        (["run.on_bad_step=roll_back"], "roll_back needs checkpoints: set save_interval, or use skip"),
         (["run.on_bad_step.spike=0.5"], "run.on_bad_step.spike: expected a number above 1, got 0.5"),
         (["run.on_bad_step=roll_back", "run.save_interval=2", "run.resume_optimizer=false"], "run.resume_optimizer"),
     ],

@@ -12,9 +12,8 @@ from annotated_types import Ge, GroupedMetadata, Gt, Le, Lt
 
 from conftest import ROOT
 from crosstrain.config.bounds import IsPath
-from crosstrain.config.curriculum import CurriculumOptions
 from crosstrain.config.registry import registry
-from crosstrain.config.run_options import AmpOptions, BadStepOptions, ProfileOptions, RunOptions
+from crosstrain.config.run_options import AmpOptions, BadStepOptions, CurriculumOptions, ProfileOptions, RunOptions
 from crosstrain.config.schema import Component, defaults
 
 PAGE = ROOT / "docs" / "configuration.md"

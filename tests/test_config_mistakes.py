@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config_home import PROJECT, configured_home, edit, load, mistake
+from config_home import PROJECT, configured_home, edit, load, mistake, mistakes
 from crosstrain.config.load import Config
 from crosstrain.config.run_options import AmpOptions, RunOptions
 from crosstrain.config.schema import Checker
@@ -305,7 +305,6 @@ def test_presets_that_go_round_in_a_circle_end(home: Path) -> None:
         (b"model: {a: \xff}\n", "p.yaml: cannot be read: 'utf-8' codec can't decode byte 0xff"),
         (b"a: 1\n---\nb: 2\n", "p.yaml:2: not valid YAML: but found another document"),
         (b"a: &x [*x]\n", "p.yaml: an anchor contains itself"),
-        (b"null: 1\n", "p.yaml: "),
         (b"a: *x\n", "p.yaml:1: not valid YAML: found undefined alias 'x'"),
         (
             b"a: !!python/object:os.system x\n",
@@ -317,6 +316,16 @@ def test_presets_that_go_round_in_a_circle_end(home: Path) -> None:
 def test_a_file_that_is_no_mapping_says_so(home: Path, content: bytes, reason: str) -> None:
     (home / "p.yaml").write_bytes(content)
     assert mistake().startswith(reason)
+
+
+def test_a_key_that_is_no_text_is_told_with_the_other_mistakes(home: Path) -> None:
+    write(home, {"p.yaml": "null: 1\nmodel: {arch: net, width: 4, 3: 4}\n"})
+    assert mistakes() == [
+        "p.yaml:2: model.3: expected text, got 3",
+        "p.yaml: None: unknown key; known: model, datasets, run",
+        "p.yaml: datasets: this section is required, but missing",
+        "p.yaml: run: this section is required, but missing",
+    ]
 
 
 def test_a_file_that_is_not_there_says_what_is(home: Path) -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from conftest import Workspace, json_lines
 from crosstrain.config.batch import BatchPlan
-from crosstrain.config.curriculum import CurriculumOptions
 from crosstrain.config.registry import registry
+from crosstrain.config.run_options import CurriculumOptions
 from crosstrain.config.schema import Checker, OptionError
 from crosstrain.corpus.options import PrepareOptions
 from crosstrain.corpus.prepare import prepare

@@ -1,4 +1,4 @@
-"""Who writes what: every logical byte once, the work spread over the ranks."""
+"""Assignment of boxes to the ranks that write them: each box once, the work spread evenly."""
 
 from __future__ import annotations
 
@@ -29,20 +29,18 @@ class Assignment:
 
 
 def holdings(shards: list[Shard]) -> list[Holding]:
-    """What a rank tells the others about its shards. Raises CheckpointError for a type that files cannot hold."""
+    """Describe this rank's shards to the other ranks. Raises CheckpointError for a type that files cannot hold."""
+    held = []
     for shard in shards:
         for piece in shard.pieces:
             if piece.data.dtype not in DTYPES:
                 raise CheckpointError(f"{shard.kind} {shard.name} is {piece.data.dtype}, which checkpoints cannot hold")
-    return [
-        (shard.kind, shard.name, tuple(shard.shape), DTYPES[piece.data.dtype], piece.box)
-        for shard in shards
-        for piece in shard.pieces
-    ]
+            held.append((shard.kind, shard.name, tuple(shard.shape), DTYPES[piece.data.dtype], piece.box))
+    return held
 
 
 def assign(by_rank: list[list[Holding]]) -> list[Assignment]:
-    """One writer for each distinct box, largest first to whichever holder has least to write.
+    """Choose a writer for each distinct box, the largest first: the holder with the least to write so far.
 
     Deterministic, so that every rank computes the same from the same holdings. Raises CheckpointError where ranks
     disagree about a tensor's shape or type.

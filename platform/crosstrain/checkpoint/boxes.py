@@ -1,4 +1,4 @@
-"""Boxes: the language in which ranks say what they hold.
+"""Boxes: descriptions of the parts of tensors that ranks hold.
 
 A *logical tensor* is a parameter or an optimizer moment under its canonical name and unpadded shape. A *box* is an
 axis-aligned block of it. Every layout in use is a set of boxes: a replica is one, a tensor-parallel slice of a fused
@@ -39,13 +39,13 @@ class Box:
         return math.prod(self.shape)
 
     def within(self, shape: tuple[int, ...]) -> bool:
-        """Whether the box lies inside a tensor of this shape."""
+        """Return True where the box lies inside a tensor of this shape."""
         return len(shape) == len(self.shape) and all(
             o >= 0 and n >= 0 and o + n <= s for o, n, s in zip(self.offset, self.shape, shape, strict=True)
         )
 
     def intersect(self, other: Box) -> Box | None:
-        """The common block, or None where it is empty."""
+        """Return the common block, or None where it is empty."""
         low = tuple(map(max, self.offset, other.offset))
         high = tuple(
             min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -71,7 +71,7 @@ class Piece:
 
 @dataclass
 class Shard:
-    """What this rank holds of one logical tensor.
+    """The part of one logical tensor that this rank holds.
 
     `kind` is "param" for a parameter and otherwise the optimizer's name for the state ("exp_avg", "step", ...).
     """
@@ -83,14 +83,14 @@ class Shard:
 
 
 def whole_pieces(tensor: Tensor, shape: tuple[int, ...]) -> list[Piece]:
-    """The one piece of a rank that holds all of a tensor; padding beyond the logical `shape` is cut off."""
+    """Return the one piece of a rank that holds all of a tensor; padding beyond the logical `shape` is cut off."""
     return _cut([Piece(Box.whole(tuple(tensor.shape)), tensor.detach())], shape)
 
 
 def flat_range_pieces(
     flat: Tensor, shape: tuple[int, ...], start: int, padded: tuple[int, ...] | None = None
 ) -> list[Piece]:
-    """Pieces of a rank that holds elements [start, start + flat.numel()) of the flattened logical tensor.
+    """Return the pieces of a rank that holds elements [start, start + flat.numel()) of the flattened logical tensor.
 
     `padded` is the shape that was flattened, if it is larger than the logical one.
     """
@@ -102,14 +102,14 @@ def flat_range_pieces(
 
 
 def dtensor_pieces(tensor: DTensor, shape: tuple[int, ...]) -> list[Piece]:
-    """The piece of a rank whose part of a tensor is a DTensor's local one."""
+    """Return the piece of a rank that holds the local part of a DTensor."""
     local_shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     local = tensor.to_local().detach()
     return _cut([Piece(Box(tuple(offset), tuple(local_shape)), local)], shape)
 
 
 def _cut(pieces: list[Piece], shape: tuple[int, ...]) -> list[Piece]:
-    """Pieces without what lies beyond the logical `shape`, which is padding."""
+    """Cut off padding beyond the logical `shape`."""
     logical = Box.whole(tuple(shape))
     if logical.numel == 0:  # every rank holds all of nothing
         return [Piece(logical, torch.empty(logical.shape))]
@@ -118,7 +118,7 @@ def _cut(pieces: list[Piece], shape: tuple[int, ...]) -> list[Piece]:
 
 
 def _range_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Box, int]]:
-    """Boxes that tile the row-major range [start, stop) of a tensor, each with its first flat index."""
+    """Yield boxes that tile the row-major range [start, stop) of a tensor, each with its first flat index."""
     if start >= stop:
         return
     if not shape:
@@ -144,7 +144,7 @@ def _range_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tupl
 
 
 def check_cover(boxes: list[Box], shape: tuple[int, ...]) -> str | None:
-    """None if the boxes tile a tensor of this shape exactly once; otherwise what is wrong, as a clause."""
+    """Return None if the boxes tile a tensor of this shape exactly once; otherwise the mistake, as a clause."""
     for box in boxes:
         if not box.within(shape):
             return f"a box at {list(box.offset)} of shape {list(box.shape)} lies outside {list(shape)}"

@@ -1,14 +1,13 @@
-"""Saving, in the background or not: nothing is gathered, and a checkpoint exists whole or not at all.
+"""Saving of checkpoints, in the background or not. Nothing is gathered, and a checkpoint exists whole or not at all.
 
-Every rank says what it holds, all agree who writes which box, and in the background each works on a copy of its own
-share, so that training may go on. Each writes its file; when all have succeeded, rank 0 writes the manifest, every rank
-reads its file again, and rank 0 renames the folder, which is the moment the checkpoint exists. A rank that fails tells
-the others, so all raise the same error and the previous checkpoint stays the newest.
+All ranks agree on a writer for each box. Each rank writes its file, in the background from a copy, so that training
+goes on. When all have succeeded, rank 0 writes the manifest, every rank reads its file again, and rank 0 renames the
+folder: from then on the checkpoint exists. If a rank fails, all raise the same error, and the previous checkpoint stays
+the newest.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable
@@ -24,18 +23,17 @@ from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.assignment import Assignment, assign, holdings
 from crosstrain.checkpoint.boxes import Shard
 from crosstrain.checkpoint.files import Reader, check_file, file_sum, fsync, write_file, write_safetensors
-from crosstrain.checkpoint.manifest import MANIFEST, STATE, Files, Frozen, is_count, manifest_text, read_json
+from crosstrain.checkpoint.manifest import MANIFEST, STATE, Files, FrozenParameter, is_count, manifest_text, read_json
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.distributed.group import Group
 from crosstrain.utils.errors import CheckpointError, RankLost
 from crosstrain.utils.files import write_json
-
-_log = logging.getLogger("crosstrain")
+from crosstrain.utils.logging import log
 
 
 @dataclass
 class Retention:
-    """Which checkpoints stay: the newest `keep_last` (None: all), and every multiple of `keep_every` steps."""
+    """Rule for the checkpoints to keep: the newest `keep_last` (None: all), and multiples of `keep_every` steps."""
 
     keep_last: int | None = 3
     keep_every: int | None = None
@@ -43,17 +41,17 @@ class Retention:
 
 @dataclass
 class _Save:
-    """What a save writes beside the tensors that this rank holds."""
+    """The contents of a checkpoint, except for the tensors that this rank holds."""
 
     step: int
     plan: list[Assignment]
     state: dict[str, Any]
-    frozen: dict[str, Frozen]
+    frozen: dict[str, FrozenParameter]
     best: bool
 
     @cached_property
     def names(self) -> dict[Assignment, str]:
-        """File of every assignment: Hugging Face's names for whole parameters, one more file per rank for the rest."""
+        """The file of every assignment: Hugging Face's names for whole parameters, one more per rank for the rest."""
         plan = self.plan
         # Some parameters may be whole though others are cut, or absent: half a Hugging Face folder is worse than none.
         whole = not self.frozen and all(a.box.shape == a.shape for a in plan if a.kind == "param")
@@ -67,7 +65,7 @@ class _Save:
 
 
 class Checkpointer:
-    """Writes the checkpoints of one run under `root`, and leaves those of others alone if `run`, its id, is given.
+    """Writer of one run's checkpoints under `root`. With `run`, its id, other runs' checkpoints are left alone.
 
     `group` is a process group of its own, so that a background save never meets training's collectives.
     `write_model_config(folder)` writes what makes the folder a Hugging Face one (rank 0 only).
@@ -97,16 +95,15 @@ class Checkpointer:
         shards: list[Shard],
         state: dict[str, Any],
         *,
-        frozen: dict[str, Frozen] | None = None,
+        frozen: dict[str, FrozenParameter] | None = None,
         best: bool = False,
         background: bool = True,
     ) -> None:
-        """Start saving; returns when this rank's share is copied. Collective: every rank calls it.
+        """Start saving; returns when this rank's share is copied. Collective.
 
-        `frozen` are parameters that are recorded and not written; they are not among the shards. Not in the
-        `background` nothing is copied, and the call returns when all is written.
-
-        Does not raise if the previous save failed, which was logged: the present state is worth another attempt.
+        `frozen` parameters are recorded, not written; they are not among the shards. Without `background` nothing is
+        copied, and the call returns when everything is written. A failure of the previous save was logged and does not
+        raise here: the present state is worth another attempt.
         """
         self._join()
         plan = assign(self.group.all_gather(holdings(shards)))
@@ -131,10 +128,10 @@ class Checkpointer:
         except Exception as error:  # a rank is gone; `wait` tells, unless that rank's own error ends the run before
             self._error = RankLost(f"{self.root}: the save was broken off ({error}); earlier ones are intact")
         if self._error is not None and self.group.rank == 0:
-            _log.warning("%s", self._error)
+            log.warning("%s", self._error)
 
     def wait(self) -> None:
-        """Wait for the save that is under way; raises CheckpointError, or RankLost, if the last one failed."""
+        """Wait for the present save; raises CheckpointError, or RankLost, if the last one failed."""
         self._join()
         if self._error is not None:
             raise self._error
@@ -148,9 +145,9 @@ class Checkpointer:
         final = folders.step_folder(self.root, save.step)
         temporary = self.root / f".{final.name}.tmp"
         files: dict[str, Any] = {}
-        problem = self._attempt(lambda: self._begin(temporary))
-        if not problem:
-            problem = self._attempt(lambda: files.update(self._write_share(temporary, save, held)))
+        problem = self._attempt(lambda: self._begin(temporary)) or self._attempt(
+            lambda: files.update(self._write_share(temporary, save, held))
+        )
         if not problem:
             shares = self.group.all_gather(files)
             problem = (
@@ -168,7 +165,7 @@ class Checkpointer:
             )
 
     def _attempt(self, action: Callable[[], None]) -> str | None:
-        """Run `action` here; what went wrong on any rank, told to every rank."""
+        """Run `action` on every rank. Returns the first rank's error message, the same on every rank, or None."""
         problem = None
         try:
             action()
@@ -187,10 +184,9 @@ class Checkpointer:
             temporary.mkdir(parents=True)  # `root` may have been deleted
 
     def _write_share(self, temporary: Path, save: _Save, held: dict[Assignment, Tensor]) -> dict[str, Any]:
-        names = save.names
         by_file: dict[str, dict[str, Tensor]] = {}
         for assignment in sorted(held, key=lambda a: (a.kind, a.name, a.box.offset)):
-            by_file.setdefault(names[assignment], {})[assignment.key] = held.pop(assignment)
+            by_file.setdefault(save.names[assignment], {})[assignment.key] = held.pop(assignment)
         files = {}
         for name, tensors in by_file.items():
             self._check_own()
@@ -198,7 +194,7 @@ class Checkpointer:
         return files
 
     def _complete(self, temporary: Path, save: _Save, shares: list[Files]) -> None:
-        """Write what stands beside the ranks' shares, the manifest last."""
+        """Write the other files beside the ranks' shares, the manifest last."""
         if self.group.rank != 0:
             return
         self._check_own()
@@ -228,7 +224,7 @@ class Checkpointer:
         fsync(temporary)
 
     def _check(self, temporary: Path, shares: list[Files]) -> None:
-        """CheckpointError unless what stands in the folder is what was written: every rank looks at its own files."""
+        """Raise CheckpointError unless the files are as they were written: every rank reads its own."""
         mine = shares[self.group.rank]
         if self.group.rank == 0:
             written = Reader.open(temporary).files  # refuses a plan that leaves a hole, before anything depends on it
@@ -256,11 +252,11 @@ class Checkpointer:
                 folders.point(self.root, "best", save.step)
             folders.prune(self.root, save.step, self.retention.keep_last, self.retention.keep_every, self.run)
         except OSError as error:  # the checkpoint is there; tidying up can wait for the next one
-            _log.warning("%s: pointers or old checkpoints could not be brought up to date (%s)", self.root, error)
+            log.warning("%s: pointers or old checkpoints could not be brought up to date (%s)", self.root, error)
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """The JSON state of a checkpoint; raises CheckpointError where it is not an object with a step."""
+    """Read the JSON state of a checkpoint. Raises CheckpointError where it is not an object with a step."""
     state = read_json(folder / STATE, most_bytes=1 << 24)
     if not isinstance(state, dict) or not is_count(state.get("step")):
         raise CheckpointError(f"{folder / STATE}: not the state of a checkpoint")

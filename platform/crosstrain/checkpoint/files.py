@@ -1,8 +1,8 @@
-"""Checkpoint files: safetensors written as a stream, a manifest of boxes, and a reader that trusts neither.
+"""Checkpoint files: a safetensors writer that streams, and a reader of boxes that trusts no file.
 
 A folder holds `manifest.json` (files with sizes and SHA-256 sums; logical tensors with their boxes), `state.json`
-(step, samples, scaler, configuration), safetensors files, and what makes it a Hugging Face model folder. Nothing that
-is read is ever unpickled or executed.
+(step, samples, scaler, configuration), safetensors files, and the configuration and tokenizer that make it a Hugging
+Face model folder. Nothing that is read is ever unpickled or executed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from crosstrain.checkpoint.boxes import Box, Shard
-from crosstrain.checkpoint.manifest import DTYPES, Files, Frozen, StoredBox, StoredTensor, Tensors, read_manifest
+from crosstrain.checkpoint.manifest import (
+    DTYPES,
+    Files,
+    FrozenParameter,
+    StoredBox,
+    StoredTensor,
+    Tensors,
+    read_manifest,
+)
 from crosstrain.utils.errors import CheckpointError
 from crosstrain.utils.files import open_regular
 
@@ -35,8 +42,8 @@ def write_safetensors(
 ) -> dict[str, Any]:  # fmt: skip
     """Write tensors one after another and return {"bytes", "sha256"}; no second copy is made in memory.
 
-    With `produce`, `tensors` are only the types and shapes (on the meta device, say), and `produce(key)` gives each
-    one's data when its turn comes: one exists at a time.
+    With `produce`, `tensors` give only types and shapes, on the meta device, and `produce(key)` gives the data of each,
+    one at a time.
 
     The layout is the safetensors format's: u64 header length, JSON header, then the data in the header's order.
     """
@@ -53,16 +60,13 @@ def write_safetensors(
 
     def parts() -> Iterable[bytes | memoryview]:
         yield len(head).to_bytes(8, "little") + head
-        for key, tensor in tensors.items():
-            if tensor.numel():
-                yield _bytes_of(produce(key) if produce else tensor, tensor)
+        for key, outline in tensors.items():
+            if outline.numel():
+                data = produce(key) if produce else outline
+                assert (data.dtype, data.shape) == (outline.dtype, outline.shape)
+                yield data.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
     return write_file(path, parts())
-
-
-def _bytes_of(tensor: Tensor, announced: Tensor) -> memoryview:
-    assert (tensor.dtype, tensor.shape) == (announced.dtype, announced.shape)
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
@@ -70,31 +74,26 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any
     digest, size = hashlib.sha256(), 0
     with open(path, "xb", buffering=0) as file:
         for part in parts:
-            size += _append(file, memoryview(part), digest)
-            del part  # before the next one is made, which may be as large
+            for start in range(0, len(part), 1 << 24):  # hashed while it is in the cache
+                block = memoryview(part)[start : start + (1 << 24)]
+                digest.update(block)
+                size += len(block)
+                while block:  # a raw write may be short
+                    block = block[file.write(block) :]
+            part = block = memoryview(b"")  # free it before the next part is made, which may be as large
         os.fsync(file.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def _append(file: FileIO, data: memoryview, digest: Any) -> int:
-    for start in range(0, len(data), 1 << 24):
-        block = data[start : start + (1 << 24)]
-        digest.update(block)
-        written = 0
-        while written < len(block):  # a raw write may be short
-            written += file.write(block[written:])
-    return len(data)
-
-
 def file_sum(path: Path) -> dict[str, Any]:
-    """{"bytes", "sha256"} of a file that is there already."""
+    """Return {"bytes", "sha256"} of an existing file."""
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256")
     return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
 def check_file(path: Path, expected: dict[str, Any]) -> None:
-    """CheckpointError naming the file unless its size and SHA-256 sum are those that are `expected`."""
+    """Raise CheckpointError, which names the file, unless its size and SHA-256 sum are as `expected`."""
     try:
         with open_regular(path, follow=False) as file:
             size = os.fstat(file.fileno()).st_size
@@ -109,7 +108,7 @@ def check_file(path: Path, expected: dict[str, Any]) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Make a file's contents, or the names in a folder, durable."""
+    """Flush a file's contents, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -122,12 +121,12 @@ def fsync(path: Path) -> None:
 
 @dataclass
 class Reader:
-    """Reads boxes of logical tensors from whichever files hold them."""
+    """A reader of boxes of logical tensors, in whichever files they lie."""
 
     folder: Path
     tensors: Tensors
     files: Files = field(default_factory=dict)
-    frozen: dict[str, Frozen] = field(default_factory=dict)  # parameters that are not here
+    frozen: dict[str, FrozenParameter] = field(default_factory=dict)  # parameters that are not here
 
     @staticmethod
     def open(folder: Path) -> Reader:
@@ -165,12 +164,12 @@ class Reader:
         return {kind for kind, _ in self.tensors}
 
     def verify(self) -> None:
-        """Compare every file's size and SHA-256 sum with the manifest's; raises CheckpointError naming the file."""
+        """Check every file's size and SHA-256 sum; raises CheckpointError, which names the file."""
         for name, expected in self.files.items():
             check_file(self.folder / name, expected)
 
     def fill(self, shards: Iterable[Shard], source_name: Callable[[str], str] = lambda name: name) -> None:
-        """Copy into every piece what the files hold for its box, converting the data type.
+        """Copy the contents of every piece's box from the files, converted to the piece's type.
 
         `source_name` maps a canonical name to the name in this folder. Raises CheckpointError for a tensor that is
         missing or has another shape.

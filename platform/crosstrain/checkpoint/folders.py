@@ -1,8 +1,7 @@
-"""The folder of a run's checkpoints: which there are, which is newest and whole, which may go."""
+"""The folder of a run's checkpoints: list them, find the newest intact one, delete old ones."""
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shutil
@@ -14,8 +13,8 @@ from crosstrain.checkpoint.files import Reader, fsync
 from crosstrain.checkpoint.manifest import MANIFEST, IncompatibleCheckpointError, read_json
 from crosstrain.utils.errors import CheckpointError
 from crosstrain.utils.files import open_regular, write_atomically
+from crosstrain.utils.logging import log
 
-_log = logging.getLogger("crosstrain")
 _STEP = re.compile(r"step_([0-9]{6,18})")
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -25,10 +24,9 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def steps(root: Path) -> list[int]:
-    """Steps of the complete checkpoints under `root`, in order; unfinished ones have another name.
+    """Return the steps of the complete checkpoints under `root`, in order; unfinished ones have another name.
 
-    Whatever has the name counts, so that what has become of a checkpoint is not passed over in silence. Raises
-    CheckpointError for a folder that cannot be read.
+    Anything of that name counts, also a damaged checkpoint. Raises CheckpointError for a folder that cannot be read.
     """
     try:
         found = map(_STEP.fullmatch, os.listdir(root))
@@ -40,7 +38,7 @@ def steps(root: Path) -> list[int]:
 
 
 def run_of(folder: Path) -> str | None:
-    """Id of the run that wrote a checkpoint; None where it tells none, being an earlier release's or damaged."""
+    """Return the id of the run that wrote a checkpoint; None for an earlier release's or a damaged one."""
     path = folder / MANIFEST
     try:
         return _run_of(path, path.stat().st_mtime_ns)
@@ -56,12 +54,12 @@ def _run_of(manifest: Path, _modified: int) -> str | None:
 
 
 def newest_run(root: Path) -> str | None:
-    """Id of the run that wrote the newest checkpoint that tells."""
+    """Return the id of the run that wrote the newest checkpoint that has one."""
     return next((run for step in reversed(steps(root)) if (run := run_of(step_folder(root, step)))), None)
 
 
 def check_own(folder: Path, run: str | None) -> None:
-    """CheckpointError if another run than `run` (None: any) wrote the checkpoint."""
+    """Raise CheckpointError if another run than `run` (None: any) wrote the checkpoint."""
     if run is not None and run_of(folder) not in (None, run):
         raise CheckpointError(
             f"{folder} is another run's checkpoint and is left alone; move it elsewhere, and name it there as "
@@ -70,13 +68,13 @@ def check_own(folder: Path, run: str | None) -> None:
 
 
 def point(root: Path, name: str, step: int) -> None:
-    """Atomically let the file `name` ("latest", "best") say which folder is meant."""
+    """Write the pointer file `name` ("latest", "best"), which holds the name of a step's folder."""
     write_atomically(root / name, step_folder(root, step).name + "\n")
     fsync(root)
 
 
 def pointed(root: Path, name: str) -> int | None:
-    """The step that the pointer file `name` means, if it and the folder exist."""
+    """Return the step that the pointer file `name` means, if it and the folder exist."""
     try:
         with open_regular(root / name, follow=False) as file:
             match = _STEP.fullmatch(file.read(100).decode("ascii").strip())  # it may be no pointer, and of any size
@@ -86,7 +84,7 @@ def pointed(root: Path, name: str) -> int | None:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder, or whatever else has its name, as far as that is possible."""
+    """Delete a folder, or a file or link of that name, as far as possible."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():  # rmtree would wait for whoever writes to a FIFO
             shutil.rmtree(path, ignore_errors=True)
@@ -95,7 +93,7 @@ def remove(path: Path) -> None:
 
 
 def remove_unfinished(root: Path) -> None:
-    """Delete what interrupted saves left; only the one process that is about to write may call this."""
+    """Delete leftovers of interrupted saves; only for the one process that is about to write."""
     for path in root.glob(".step_*.tmp"):
         remove(path)
 
@@ -122,7 +120,7 @@ def prune(
 
 
 def newest_valid(root: Path, run: str | None = None) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint whose every byte is as written, and a sentence for each damaged newer one, also logged.
+    """Return the newest intact checkpoint, and a sentence for each damaged newer one, which is also logged.
 
     Raises CheckpointError where another run than `run` (None: any) wrote it.
     """
@@ -135,7 +133,7 @@ def newest_valid(root: Path, run: str | None = None) -> tuple[Path | None, list[
             raise
         except CheckpointError as error:
             damaged.append(str(error))
-            _log.warning("damaged checkpoint passed over: %s", error)
+            log.warning("damaged checkpoint passed over: %s", error)
         else:
             check_own(folder, run)
             return folder, damaged
@@ -143,11 +141,9 @@ def newest_valid(root: Path, run: str | None = None) -> tuple[Path | None, list[
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint meant by `path`: itself, or the newest valid one of a run's folder or its `checkpoints/`.
+    """Find a checkpoint: `path` itself, or the newest intact one of a run's folder or its `checkpoints/`.
 
-    A pointer file, such as `checkpoints/best`, means what it says.
-
-    Raises CheckpointError where there is none.
+    `path` may be a pointer file, such as `checkpoints/best`. Raises CheckpointError where there is none.
     """
     if path.is_file():
         if (step := pointed(path.parent, path.name)) is None:
@@ -168,7 +164,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def _plain(folder: Path) -> Path:
-    """`folder`; CheckpointError where something in it, listed or not, is a link or no file at all."""
+    """Return `folder`; raises CheckpointError where anything in it is a link, a device, a socket or a FIFO."""
     for entry in os.scandir(folder):
         if not (entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)):
             raise CheckpointError(f"{entry.path}: not a regular file, and a checkpoint has no others")

@@ -1,4 +1,7 @@
-"""Frozen parameters: a checkpoint says by a hash which they were, and they come from where they came from before."""
+"""Frozen parameters are not stored: the checkpoint has a hash of each, and they are read from pretrained weights.
+
+Loading a checkpoint fills them from there; the hashes tell whether these are the weights that the run started from.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch import Tensor
 
 from crosstrain.checkpoint.boxes import Box, Piece, Shard, whole_pieces
 from crosstrain.checkpoint.files import Reader
-from crosstrain.checkpoint.manifest import MANIFEST, Frozen
+from crosstrain.checkpoint.manifest import MANIFEST, FrozenParameter
 from crosstrain.distributed.group import Group
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.pretrained import Excerpt, Source
@@ -23,23 +26,23 @@ _WORD = (1 << 64) - 1
 
 
 @dataclass
-class Base:
-    """The pretrained folders that a model starts from."""
+class PretrainedWeights:
+    """The pretrained folders that a model starts from, and that its frozen parameters are read from."""
 
     parts: list[tuple[Source, Reader]]
 
     @staticmethod
-    def of(model: Model) -> Base:
-        """The model's, if it has any. Raises CheckpointError for a folder that is neither Hugging Face's nor ours."""
-        return Base([(source, _open(source.folder)) for source in model.pretrained_sources()])
+    def of(model: Model) -> PretrainedWeights:
+        """Open the model's folders. Raises CheckpointError for one that is no checkpoint and no Hugging Face folder."""
+        return PretrainedWeights([(source, _open(source.folder)) for source in model.pretrained_sources()])
 
     def verify(self) -> None:
-        """CheckpointError for a folder that is a checkpoint and not as it was written; others have no sums."""
+        """Raise CheckpointError for a damaged checkpoint; Hugging Face folders have no checksums."""
         for _, reader in self.parts:
             reader.verify()
 
     def covers(self, name: str) -> bool:
-        """Whether the parameter comes from one of the folders."""
+        """Return True for a parameter that comes from one of the folders."""
         return any(source.covers(name) for source, _ in self.parts)
 
     def fill(self, shards: list[Shard]) -> set[str]:
@@ -56,7 +59,7 @@ class Base:
         return filled
 
     def as_published(self, shards: list[Shard]) -> Iterator[Shard]:
-        """The same shards in fp32, one after another; what is kept in less is read again, because rounding loses it."""
+        """Yield the shards in fp32, one after another; those kept in less precision are read again."""
         for shard in shards:
             if all(p.data.dtype == torch.float32 for p in shard.pieces):
                 yield shard
@@ -72,7 +75,7 @@ def _open(folder: Path) -> Reader:
 
 
 def _as_published(shard: Shard, place: str | Excerpt) -> Shard:
-    """The same memory as a part of the tensor that a folder holds."""
+    """Describe the same memory as a part of the tensor that a folder holds."""
     if isinstance(place, str):
         return Shard(shard.kind, place, shard.shape, shard.pieces)
     pieces = [Piece(Box((p.box.offset[0] + place.first, *p.box.offset[1:]), p.box.shape), p.data) for p in shard.pieces]
@@ -80,15 +83,18 @@ def _as_published(shard: Shard, place: str | Excerpt) -> Shard:
 
 
 def load_shards(
-    reader: Reader, shards: list[Shard], base: Base | None = None, names: Collection[str] | None = None
+    reader: Reader,
+    shards: list[Shard],
+    pretrained: PretrainedWeights | None = None,
+    names: Collection[str] | None = None,
 ) -> set[str]:
-    """Fill every piece from a checkpoint, nothing is gathered; returns the parameters that came from `base`.
+    """Fill every piece from a checkpoint, frozen parameters from `pretrained`; returns the names of the latter.
 
-    `names` are the model's parameters where `shards` do not have all of them, because other ranks do. Raises
-    CheckpointError where model and checkpoint do not hold the same parameters, or a frozen one has no base to come
-    from. That the base is the right one is for `check_frozen` to say.
+    Nothing is gathered. `names` are the model's parameters, where `shards` lack those of other ranks. Raises
+    CheckpointError where model and checkpoint do not hold the same parameters, or a frozen one has no pretrained
+    weights. `check_frozen` compares the frozen ones with the checkpoint's hashes.
     """
-    base = base or Base([])
+    pretrained = pretrained or PretrainedWeights([])
     known = {s.name for s in shards if s.kind == "param"} if names is None else set(names)
     extra = (reader.names("param") | reader.frozen.keys()) - known
     if extra:
@@ -97,9 +103,9 @@ def load_shards(
             f"the one that was trained?"
         )
     borrowed = [s for s in shards if s.kind == "param" and s.name in reader.frozen]
-    if homeless := [s.name for s in borrowed if not base.covers(s.name)]:
+    if missing := [s.name for s in borrowed if not pretrained.covers(s.name)]:
         raise CheckpointError(
-            f"{reader.folder}: {homeless[0]} was frozen and is not in the checkpoint; name in `model` the "
+            f"{reader.folder}: {missing[0]} was frozen and is not in the checkpoint; name in `model` the "
             f"pretrained weights that it came from"
         )
     for shard in shards:
@@ -109,14 +115,14 @@ def load_shards(
                 f"{reader.folder}: holds no {shard.kind} of {shard.name}, so it was not trained; start the optimizer's "
                 f"state anew with run.resume_optimizer=false"
             )
-    base.fill(borrowed)
+    pretrained.fill(borrowed)
     _check_shared(reader, shards)
     reader.fill([s for s in shards if s.name not in reader.frozen])  # the state of what was frozen begins with zeros
     return {s.name for s in borrowed}
 
 
 def _check_shared(reader: Reader, shards: list[Shard]) -> None:
-    """CheckpointError where a runner keeps one number for parameters that have different ones in the checkpoint."""
+    """Raise CheckpointError where a runner keeps one number for parameters whose numbers differ in the checkpoint."""
     scalars = [s for s in shards if s.kind != "param" and s.shape == () and s.pieces]
     values = [torch.zeros_like(s.pieces[0].data, device="cpu") for s in scalars]
     copies = [Shard(s.kind, s.name, (), whole_pieces(v, ())) for s, v in zip(scalars, values, strict=True)]
@@ -132,8 +138,8 @@ def _check_shared(reader: Reader, shards: list[Shard]) -> None:
             )
 
 
-def check_frozen(reader: Reader, hashes: dict[str, Frozen]) -> None:
-    """CheckpointError for the first of these parameters that is not what it was when the checkpoint was written."""
+def check_frozen(reader: Reader, hashes: dict[str, FrozenParameter]) -> None:
+    """Raise CheckpointError for a parameter whose hash differs from the checkpoint's."""
     for name, now in hashes.items():
         if reader.frozen.get(name, now) != now:
             raise CheckpointError(
@@ -142,22 +148,22 @@ def check_frozen(reader: Reader, hashes: dict[str, Frozen]) -> None:
             )
 
 
-def fingerprints(shards: Iterable[Shard], group: Group) -> dict[str, Frozen]:
-    """Hash of every parameter in the `shards` of some rank of `group`, from the pieces that ranks hold. Collective.
+def fingerprints(shards: Iterable[Shard], group: Group) -> dict[str, FrozenParameter]:
+    """Hash every parameter that some rank of `group` holds pieces of. Collective.
 
-    The hash is the sum, modulo 2^64, over a tensor's elements of a mix of the element's position and value; so ranks
-    add up what they hold. It tells other weights from the same ones; it is not made to withstand an attacker.
+    A hash is the sum, modulo 2^64, of a mix of each element's position and value, so that ranks can add up their
+    pieces. It finds different weights; it does not withstand an attacker.
     """
     mine = {(s.name, s.shape, p.box): fingerprint(p.data, p.box, s.shape) for s in shards for p in s.pieces}
     boxes = {key: value for held in group.all_gather(mine) for key, value in held.items()}
     sums: dict[tuple[str, tuple[int, ...]], int] = {}
     for (name, shape, _), value in boxes.items():
         sums[name, shape] = (sums.get((name, shape), 0) + value) & _WORD
-    return {name: Frozen(shape, f"{value:016x}") for (name, shape), value in sums.items()}
+    return {name: FrozenParameter(shape, f"{value:016x}") for (name, shape), value in sums.items()}
 
 
 def fingerprint(data: Tensor, box: Box, shape: tuple[int, ...]) -> int:
-    """What a box adds to the hash of its tensor; `data` is compared as fp32."""
+    """Hash a box, as its share in the hash of its tensor; `data` counts as fp32."""
     total = 0
     rows = max(1, _ELEMENTS * data.shape[0] // max(1, data.numel())) if data.ndim else 1
     for start in range(0, data.shape[0] if data.ndim else 1, rows):
@@ -175,12 +181,7 @@ def fingerprint(data: Tensor, box: Box, shape: tuple[int, ...]) -> int:
 
 
 def _mix(z: Tensor) -> Tensor:
-    """The finalizer of splitmix64 (Steele, Lea & Flood, 2014), in wrapping 64-bit arithmetic."""
+    """Compute `rng.splitmix64` in torch, whose int64 wraps and whose right shift keeps the sign."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        z = (z ^ _shifted(z, shift)) * (factor - (1 << 64))
-    return z ^ _shifted(z, 31)
-
-
-def _shifted(z: Tensor, by: int) -> Tensor:
-    """Logical shift to the right; torch's keeps the sign."""
-    return (z >> by) & ((1 << (64 - by)) - 1)
+        z = (z ^ ((z >> shift) & (_WORD >> shift))) * (factor - (1 << 64))
+    return z ^ ((z >> 31) & (_WORD >> 31))

@@ -1,4 +1,4 @@
-"""Initial values of the parameters that nothing else fills."""
+"""Initialization of parameters that no checkpoint and no pretrained weights fill."""
 
 from __future__ import annotations
 

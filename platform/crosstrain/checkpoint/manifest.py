@@ -1,7 +1,7 @@
-"""What a checkpoint's JSON files may say. A checkpoint may be anybody's, so every value is checked before it is used.
+"""The manifest and the other JSON files of a checkpoint, which may be a stranger's: every value is checked before use.
 
-What passes is small enough to work with, names nothing outside its folder, says nothing that the sizes of its files
-contradict, and has names that can be printed.
+A manifest that passes is small enough to work with, names nothing outside its folder, agrees with the sizes of its
+files, and has printable names.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from crosstrain.utils.files import read_regular
 FORMAT, VERSION = "crosstrain-checkpoint", 2
 MANIFEST, STATE = "manifest.json", "state.json"
 
-# The end of a manifest's text from version 2 on, with the SHA-256 sum of every byte up to it in between.
-_SUM_KEY, _SUM_BEGINS, _SUM_ENDS = "sha256", b',\n "sha256": "', b'"\n}'
+# The end of a manifest's text from version 2 on: around the SHA-256 sum of every byte before the sum.
+_SUM_BEGINS, _SUM_ENDS = b',\n "sha256": "', b'"\n}'
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
            torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
@@ -35,22 +35,22 @@ _ITEM_SIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 # take up to 30 times the memory of their text, so they are limited too.
 _MOST_BYTES, _MOST_VALUES = 1 << 28, 1 << 24
 _LONGEST_NAME, _MOST_DIMENSIONS = 1000, 16
-_SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")  # of a file: not hidden, not in another folder
 
 
 class IncompatibleCheckpointError(CheckpointError):
-    """Not damaged but of another format or version: never to be passed over in silence, let alone replaced."""
+    """A checkpoint of another format or version: not damaged, so never passed over or replaced."""
 
 
 def box_key(kind: str, name: str, shape: tuple[int, ...], box: Box) -> str:
-    """Name of a box in its file: the tensor's where the box is all of it, and otherwise with the box's offset."""
+    """Return the name of a box in its file: the tensor's name, with the offset where the box is a part of it."""
     name = name if kind == "param" else f"{kind}/{name}"
     return name if box.shape == shape else f"{name}@{','.join(map(str, box.offset))}"
 
 
 @dataclass
 class StoredBox:
-    """Where a box of a logical tensor lies: tensor `key` of the safetensors file `file`."""
+    """Place of a box of a logical tensor: tensor `key` of the safetensors file `file`."""
 
     file: str
     key: str
@@ -65,8 +65,8 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class Frozen:
-    """A parameter that the checkpoint does not hold, because it was never trained: base.py says where it comes from."""
+class FrozenParameter:
+    """A parameter that was never trained: the checkpoint holds only its hash (see frozen.py)."""
 
     shape: tuple[int, ...]
     hash: str
@@ -76,18 +76,13 @@ Files = dict[str, dict[str, Any]]  # name -> {"bytes", "sha256"}
 Tensors = dict[tuple[str, str], StoredTensor]  # (kind, name) -> where
 
 
-def is_safe_name(name: str) -> bool:
-    """Whether a file of this name may be part of a checkpoint: plain, not hidden, not in another folder."""
-    return _SAFE_NAME.fullmatch(name) is not None
-
-
 def is_count(value: Any) -> bool:
-    """Whether a parsed value is a size, a position or a number of steps."""
+    """Return True for a parsed value that is a size, a position or a number of steps."""
     return type(value) is int and 0 <= value < 1 << 62
 
 
 def read_json(path: Path, most_bytes: int = _MOST_BYTES) -> Any:
-    """Parsed JSON; CheckpointError where the file is missing, larger than `most_bytes`, or is not JSON."""
+    """Parse a JSON file. Raises CheckpointError where it is missing, larger than `most_bytes`, or not JSON."""
     return _parse(path, _read(path, most_bytes))
 
 
@@ -108,14 +103,14 @@ def _parse(path: Path, text: bytes) -> Any:
 
 
 def manifest_text(content: dict[str, Any]) -> bytes:
-    """The text of a manifest.json of this content, which its own sum ends."""
+    """Return the text of a manifest.json with this content; its own SHA-256 sum is the last key."""
     text = json.dumps({"format": FORMAT, "version": VERSION} | content, indent=1).encode()
     body = text.removesuffix(b"\n}") + _SUM_BEGINS
     return body + hashlib.sha256(body).hexdigest().encode() + _SUM_ENDS
 
 
 def _is_intact(text: bytes) -> bool:
-    """Whether a manifest's text ends with the right sum."""
+    """Return True where a manifest's text ends with the right sum."""
     end = len(text) - len(_SUM_ENDS)
     begin = max(end - 64, 0)
     if not (text.endswith(_SUM_ENDS) and text.endswith(_SUM_BEGINS, 0, begin)):
@@ -123,8 +118,8 @@ def _is_intact(text: bytes) -> bool:
     return hashlib.sha256(memoryview(text)[:begin]).hexdigest().encode() == text[begin:end]
 
 
-def read_manifest(folder: Path) -> tuple[Files, Tensors, dict[str, Frozen]]:
-    """The files, the tensors and the frozen parameters that the manifest of `folder` lists.
+def read_manifest(folder: Path) -> tuple[Files, Tensors, dict[str, FrozenParameter]]:
+    """Return the files, the tensors and the frozen parameters that the manifest of `folder` lists.
 
     Raises CheckpointError where it is missing, differs from what was written, is malformed or names a path outside the
     folder, where the boxes of a tensor do not tile it exactly once, and where those in a file are larger than the file.
@@ -135,7 +130,7 @@ def read_manifest(folder: Path) -> tuple[Files, Tensors, dict[str, Frozen]]:
     intact = _is_intact(text)  # before anything in it is believed, its version above all
     manifest = _parse(path, text)
     try:
-        if not intact and (_SUM_KEY in manifest or (manifest["format"], manifest["version"]) != (FORMAT, 1)):
+        if not intact and ("sha256" in manifest or (manifest["format"], manifest["version"]) != (FORMAT, 1)):
             raise CheckpointError(f"{path}: contents differ from what was written (its own SHA-256 sum is wrong)")
         if intact and (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
             raise IncompatibleCheckpointError(
@@ -149,7 +144,7 @@ def read_manifest(folder: Path) -> tuple[Files, Tensors, dict[str, Frozen]]:
             for name, entry in group.items()
         }
         frozen = {
-            _name(name): Frozen(_counts(entry["shape"]), _name(entry["hash"]))
+            _name(name): FrozenParameter(_counts(entry["shape"]), _name(entry["hash"]))
             for name, entry in manifest.get("frozen", {}).items()
         }
     except ValueError as error:
@@ -189,7 +184,7 @@ def _check_boxes(path: Path, files: Files, tensors: Tensors) -> None:
 
 
 def _file(name: str, entry: Any) -> dict[str, Any]:
-    if not is_safe_name(name):
+    if not _SAFE_NAME.fullmatch(name):
         raise ValueError(f"{show(name)} is not a file name inside the checkpoint")
     return {"bytes": _count(entry["bytes"]), "sha256": _name(entry["sha256"])}
 
@@ -211,7 +206,7 @@ def _box(offset: tuple[int, ...], shape: tuple[int, ...]) -> Box:
 
 
 def _counts(values: Any) -> tuple[int, ...]:
-    """A shape or an offset, of which a tensor can be made."""
+    """Check a shape or an offset: a tensor of that size is possible."""
     if not isinstance(values, list):
         raise ValueError(f"{show(values)} is not a list")
     counts = tuple(map(_count, values))
@@ -227,7 +222,7 @@ def _count(value: Any) -> int:
 
 
 def _name(value: Any) -> str:
-    """A name that can be shown on a terminal and handed to any library; one is safetensors' own."""
+    """Check a name: printable, short, and not the one that safetensors reserves."""
     if not isinstance(value, str) or not value.isprintable() or len(value) > _LONGEST_NAME or value == "__metadata__":
         raise ValueError(f"{show(value)} is not a name")
     return value

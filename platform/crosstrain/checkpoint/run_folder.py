@@ -28,7 +28,7 @@ _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class RunFolder:
-    """Paths of a run's files. One process holds the folder, and keeps it the run's own while it trains."""
+    """Paths of a run's files. One process holds the folder, and makes sure while it trains that it stays the run's."""
 
     def __init__(self, path: str | Path) -> None:
         self.go_to(Path(path).expanduser())
@@ -40,7 +40,7 @@ class RunFolder:
         self._config: dict[str, Any] = {}
 
     def go_to(self, path: Path) -> None:
-        """Use the paths of a folder that is elsewhere now."""
+        """Use the paths of another folder."""
         self.path = path
         self.config = path / "config.yaml"
         self.log = path / "log.txt"
@@ -90,7 +90,7 @@ class RunFolder:
             self._lock = self.descriptor = None
 
     def read_id(self) -> str | None:
-        """Id of the run whose folder it is now; None where it has none."""
+        """Read the id of the run that the folder belongs to; None where it has none."""
         with suppress(FileNotFoundError, UnicodeDecodeError):
             text = (self.path / ".run_id").read_text(encoding="ascii").strip()
             return text if _RUN_ID.fullmatch(text) else None
@@ -111,10 +111,10 @@ class RunFolder:
     # ---- while training
 
     def keep(self) -> bool:
-        """Make sure that what is written next reaches this run's folder; whether that is another one than before.
+        """Make sure that the next writes reach this run's folder. Returns True where it is another one than before.
 
-        A folder that was deleted is made again at its place. One that was moved is followed; where another run has
-        taken the place of a deleted one, the first free NAME.1, NAME.2, ... is made. In both cases `lost` says so.
+        A deleted folder is made again. A moved one is followed; where another run has taken the place of a deleted one,
+        the first free NAME.1, NAME.2, ... is made. In both cases `lost` says so.
         """
         try:
             if self._is_intact():
@@ -139,7 +139,7 @@ class RunFolder:
         return _is(self.path, held) and _is(self.path / ".lock", self._lock_file)
 
     def _held_elsewhere(self) -> Path | None:
-        """The present place of the held folder if it was moved and the system tells (Linux)."""
+        """Return the present path of the held folder if it was moved and the system tells (Linux)."""
         assert self.descriptor is not None
         held = os.fstat(self.descriptor)
         with suppress(OSError):
@@ -163,7 +163,7 @@ class RunFolder:
         return True
 
     def append(self, path: Path, text: str) -> None:
-        """Append to the log or the like in the held folder, wherever that is; raises OSError where it cannot."""
+        """Append to a file of the held folder, wherever that is now; raises OSError where it cannot."""
         append(path.name, text, self.descriptor)
 
     def _lose(self, before: Path, what: str) -> None:
@@ -173,7 +173,7 @@ class RunFolder:
         )
 
     def check_shared(self, world: Group) -> None:
-        """UserError, on every rank, unless each sees the folder that rank 0 has made. Collective."""
+        """Raise UserError, on every rank, unless each sees the folder that rank 0 has made. Collective."""
         if world.size == 1:
             return
         proof = self.path / ".shared"
@@ -193,7 +193,7 @@ class RunFolder:
 
     @staticmethod
     def _holds(proof: Path, token: str) -> bool:
-        """Whether a file says `token`, which other machines may see some seconds after it was written."""
+        """Wait for a file to hold `token`, which other machines may see seconds later. Returns False after that."""
         deadline = time.monotonic() + _PATIENCE
         while True:
             try:
@@ -231,7 +231,7 @@ class RunFolder:
 
 
 def _is(path: Path, known: os.stat_result) -> bool:
-    """Whether `path` is this very file or folder."""
+    """Return True where `path` is this very file or folder."""
     try:
         return os.path.samestat(os.stat(path), known)
     except (FileNotFoundError, NotADirectoryError):

@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     from crosstrain.checkpoint.export import export
     from crosstrain.checkpoint.files import Reader
     from crosstrain.checkpoint.folders import find_checkpoint
-    from crosstrain.checkpoint.frozen import Base
+    from crosstrain.checkpoint.frozen import PretrainedWeights
     from crosstrain.engine.precision import DTYPES
     from crosstrain.inference.open_checkpoint import outline, saved_config
 
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         model = outline(saved_config(checkpoint, arguments.options, arguments.trust_data), checkpoint)
     exported = export(
         checkpoint, Path(arguments.output), dtype, limit, lambda line: print(line, flush=True),
-        None if model is None else Base.of(model), None if model is None else model.merges(),
+        None if model is None else PretrainedWeights.of(model), None if model is None else model.merges(),
     )  # fmt: skip
     opens = exported.architecture  # None: transformers has no such model
     print(

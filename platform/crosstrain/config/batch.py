@@ -20,9 +20,9 @@ class BatchPlan:
 
     @classmethod
     def of(cls, run: RunOptions, dp_size: int) -> BatchPlan:
-        """The batch arithmetic for `dp_size` data-parallel ranks; what `run` leaves open follows, or is 1.
+        """Compute the batch plan for `dp_size` data-parallel ranks; a size that is not given follows, or is 1.
 
-        Raises ConfigError when the numbers do not go together, with the nearest global batch size that would.
+        Raises ConfigError where the numbers are inconsistent, with the nearest valid global batch size.
         """
         total, micro, accumulation = run.global_batch_size, run.micro_batch_size, run.accum_grad_iters
         if total is None:

@@ -1,4 +1,4 @@
-"""Bounds of options, declared beside the type and applied by the checker.
+"""Bounds of options, declared beside their types and applied by the checker.
 
 An option's type is one of the names below, or carries constraints of `annotated_types`, whose names pydantic uses too:
 `Annotated[float, Interval(gt=0, le=1)]`, `Annotated[list[str], MinLen(1)]`. Undeclared, a number is finite and a whole
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 from typing import Annotated, Any
 
@@ -22,12 +22,12 @@ _LARGEST = 2**63 - 1
 
 @dataclass(frozen=True)
 class AllowInfinity:
-    """The number may be infinite."""
+    """Constraint: the number may be infinite."""
 
 
 @dataclass(frozen=True)
 class IsPath:
-    """The text can name a file: neither blank nor longer than file systems allow."""
+    """Constraint: the text can name a file; it is neither blank nor longer than file systems allow."""
 
 
 PositiveInt = Annotated[int, Ge(1)]
@@ -38,7 +38,6 @@ Fraction = Annotated[float, Interval(ge=0, le=1)]
 Text = Annotated[str, MinLen(1)]
 FilePath = Annotated[str, IsPath()]
 
-
 _COMPARISONS: dict[type, tuple[Callable[[Any, Any], bool], str]] = {
     Ge: (operator.ge, "of at least"),
     Gt: (operator.gt, "above"),
@@ -48,11 +47,12 @@ _COMPARISONS: dict[type, tuple[Callable[[Any, Any], bool], str]] = {
 
 
 def broken(value: Any, constraints: Iterable[Any] = ()) -> tuple[str, str] | None:
-    """The bound that `value` breaks, as words after the type and words after the value: " above 0", "".
+    """Return the bound that `value` breaks, as words after the type and words after the value: (" above 0", "").
 
-    None where it keeps them all.
+    None where it is within all bounds.
     """
-    limits = list(_flat(constraints))
+    groups: list[Any] = [c if isinstance(c, GroupedMetadata) else (c,) for c in constraints]
+    limits = [limit for group in groups for limit in group]
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isinf(value) and AllowInfinity() in limits else ("", "")
     if type(value) is int and not any(isinstance(limit, (Le, Lt)) for limit in limits) and abs(value) > _LARGEST:
@@ -66,11 +66,6 @@ def broken(value: Any, constraints: Iterable[Any] = ()) -> tuple[str, str] | Non
         if compare is not None and isinstance(value, (int, float)) and not compare(value, astuple(limit)[0]):
             return f" {said} {astuple(limit)[0]:,}", ""
     return None
-
-
-def _flat(constraints: Iterable[Any]) -> Iterator[Any]:
-    for constraint in constraints:
-        yield from constraint if isinstance(constraint, GroupedMetadata) else (constraint,)
 
 
 def _bad_text(text: str, is_path: bool) -> str:

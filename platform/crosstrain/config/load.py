@@ -1,4 +1,4 @@
-"""From YAML to one typed, checked configuration, or one sentence that says what to change.
+"""Loading of a configuration: YAML in, typed and checked options out, or one sentence for each mistake.
 
 Layers, lowest first: the defaults that components declare, `configs/`, the project file, `--options a.b=c`.
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import reduce
 from operator import getitem
@@ -30,7 +29,6 @@ from crosstrain.config.sources import (
     read_options,
     read_yaml,
     resolve,
-    resolve_at,
 )
 from crosstrain.utils import paths
 from crosstrain.utils.errors import ConfigError, UserError
@@ -44,7 +42,7 @@ _PRESETS = {"runner": "runners", "dataset": "datasets"}  # kinds whose names may
 
 @dataclass(frozen=True)
 class Config:
-    """A checked configuration. The class of a component comes from `registry.get(kind, component.name)`."""
+    """A checked configuration; `registry.get(kind, component.name)` gives the class of a component."""
 
     model: Component
     sized: Component  # the model with its preset's sizes also where a pretrained folder, which may be away, has its own
@@ -67,7 +65,7 @@ class Config:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """Everything resolved and spelled out, as config.yaml holds it; `from_plain` reads it back."""
+        """All options resolved and spelled out, as config.yaml holds them; `from_plain` reads it back."""
         variant = {} if self.model_type is None else {"model_type": self.model_type}
         model = {"arch": self.model.name, **variant, **to_plain(self.model.options)}
         return {"model": model, "datasets": to_plain(self.datasets), "run": to_plain(self.run)}
@@ -76,7 +74,7 @@ class Config:
     def from_plain(
         plain: Mapping[str, Any], options: Iterable[str] = (), label: str = "config", trust: Trust = Trust.COMMANDS
     ) -> Config:
-        """The configuration that `plain` spells out, with overrides, which alone may name presets.
+        """Read a configuration that `plain` spells out, with overrides; only the overrides may name presets.
 
         `label` names it in errors. Raises ConfigError as `load_config` does.
         """
@@ -85,7 +83,7 @@ class Config:
 
 
 def load_config(cfg_path: str | Path, options: Iterable[str] = ()) -> Config:
-    """The configuration of a project file, with `key=value` overrides from the command line.
+    """Load the configuration of a project file, with `key=value` overrides from the command line.
 
     Raises ConfigError, one sentence with file, line and key, for anything that is wrong with it, and
     UserError when a component that it names needs a package that is not installed.
@@ -94,7 +92,7 @@ def load_config(cfg_path: str | Path, options: Iterable[str] = ()) -> Config:
 
 
 class _Builder:
-    """Puts presets and defaults under the user's layers, resolves what comes out and checks it."""
+    """A builder that puts presets and defaults under the user's layers, resolves the result and checks it."""
 
     def __init__(self, base: Layer, overrides: Layer, presets: bool) -> None:
         self.base, self.overrides = base, overrides
@@ -105,7 +103,7 @@ class _Builder:
         self.tree: dict[str, Any] = reduce(merge, trees, {"run": defaults(RunOptions)})
 
     def build(self) -> Config:
-        """The checked configuration, or every mistake that does not hide others; what has one is left out meanwhile."""
+        """Return the checked configuration. Raises all mistakes at once, except those that an earlier one hides."""
         mistakes = Mistakes()
         self._check_sections(mistakes)
         try:
@@ -141,7 +139,7 @@ class _Builder:
         return self.check.component("model", {"name": tree["arch"], **options}, ("model",))
 
     def _check_sections(self, mistakes: Mistakes) -> None:
-        """Drop what is no section."""
+        """Check the sections' names, and drop unknown ones."""
         run_keys, meant = {f.name for f in fields(RunOptions)}, set[str]()
         for name in [name for name in self.tree if name not in _SECTIONS]:
             del self.tree[name]
@@ -162,36 +160,34 @@ class _Builder:
             self.tree.pop(name, None)
 
     def _components(self) -> list[tuple[str, Key]]:
-        """Kind and key of every component that may have presets."""
+        """Return kind and key of every component that may have presets."""
         found: list[tuple[str, Key]] = [("model", ("model",))] if "model" in self.tree else []
         found += [("dataset", ("datasets", label)) for label in self.tree.get("datasets", ())]
         return found + [(kind, ("run", name)) for name, kind in _RUN_COMPONENTS.items() if "run" in self.tree]
 
     def _add_plugins(self) -> None:
         key = ("run", "plugins")
-        given = resolve_at(self.tree, key, self.origins) if "run" in self.tree else []
+        given = resolve(self.tree, self.origins, key) if "run" in self.tree else []
         for i, folder in enumerate(self.check.value(list[bounds.FilePath], given, key)):
-            with self._located((*key, str(i))):
+            with self.check.located((*key, str(i))):
                 registry.add_folder(paths.find(folder))
 
-    # ---- what lies below the user's layers: presets and the defaults of components
-
     def _complete(self, kind: str, key: Key) -> None:
-        """Put the component's defaults and the presets under what the user says about it."""
+        """Put the component's defaults and the presets under the user's values."""
         *section, own = key
         parent = reduce(getitem, section, self.tree)
         given = parent[own]
         if isinstance(given, str):
-            given = resolve_at(self.tree, key, self.origins)
+            given = resolve(self.tree, self.origins, key)
         if isinstance(given, str) and kind == "dataset":
             given = {"name": given}
         if not isinstance(given, dict) and kind != "model":
             self.check.component(kind, given, key)  # which says what it may be
         parent[own] = given = self.check.value(dict[str, object], given, key)
         self._require_name(kind, key, given)
-        name = self.check.value(str, resolve_at(self.tree, (*key, head(key)), self.origins), (*key, head(key)))
+        name = self.check.value(str, resolve(self.tree, self.origins, (*key, head(key))), (*key, head(key)))
         name, presets = self._presets(kind, key, name)
-        with self._located((*key, head(key))):
+        with self.check.located((*key, head(key))):
             component = registry.get(kind, name, self._preset_files(kind, key))
             default = defaults(options_class(kind, component))
         if kind == "model":
@@ -221,7 +217,7 @@ class _Builder:
             return []
         if given.get("model_type") is None:
             return []
-        variant = self.check.value(str, resolve_at(self.tree, key, self.origins), key)
+        variant = self.check.value(str, resolve(self.tree, self.origins, key), key)
         known = _yaml_files(paths.home() / "configs" / "models" / arch)
         if variant not in known:
             near = difflib.get_close_matches(variant, known, n=1)
@@ -230,7 +226,7 @@ class _Builder:
         return [read_yaml(known[variant], ("model",))]
 
     def _presets(self, kind: str, key: Key, name: str) -> tuple[str, list[Layer]]:
-        """The component that `name` stands for, and the presets on the way to it, lowest first."""
+        """Return the component that `name` stands for, and the presets on the way to it, lowest first."""
         files = self._preset_files(kind, key)
         found: list[Layer] = []
         while file := files.pop(name, None):
@@ -240,20 +236,12 @@ class _Builder:
         return name, found
 
     def _preset_files(self, kind: str, key: Key) -> dict[str, Path]:
-        """Files in configs/ that the name of the component at `key` may stand for."""
+        """Return the presets that the name of the component at `key` may stand for."""
         return preset_files(kind) if self.presets or names_component(self.overrides.tree, key) else {}
-
-    @contextmanager
-    def _located(self, key: Key) -> Iterator[None]:
-        """Errors raised inside, with the place of `key` in front."""
-        try:
-            yield
-        except UserError as error:
-            raise type(error)(self.check.sentence(key, str(error))) from error
 
 
 def _unpublished(cls: type, below: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """`below` with defaults in the place of what the pretrained folders that `given` names say themselves."""
+    """Put defaults back in `below` for options that the pretrained folders in `given` decide."""
     out = dict(below)
     if given.get("pretrained"):
         out |= {key: value for key, value in defaults(cls).items() if key in getattr(cls, "published", ())}
@@ -268,7 +256,7 @@ def _unpublished(cls: type, below: Mapping[str, Any], given: Mapping[str, Any]) 
 
 
 def preset_files(kind: str) -> dict[str, Path]:
-    """Files in configs/ that a name of this kind of component may stand for."""
+    """Return the files in configs/ that a name of this kind of component may stand for."""
     return _yaml_files(paths.home() / "configs" / _PRESETS[kind]) if kind in _PRESETS else {}
 
 

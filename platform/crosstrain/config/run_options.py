@@ -1,7 +1,8 @@
-"""What the section `run` of a configuration may say, and the batch arithmetic that follows from it."""
+"""Options of the section `run` of a configuration."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, ClassVar, Literal
@@ -9,7 +10,6 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Gt, Interval, MinLen
 
 from crosstrain.config.bounds import FilePath, NonNegativeFloat, NonNegativeInt, PositiveInt, Text
-from crosstrain.config.curriculum import CurriculumOptions
 from crosstrain.config.schema import Component, NoOptions, OptionError
 from crosstrain.utils.errors import ConfigError
 
@@ -39,10 +39,10 @@ class AmpOptions:
 
 @dataclass
 class BadStepOptions:
-    """What to do about a bad step: `on_bad_step: skip` is short for `on_bad_step: {policy: skip}`.
+    """Handling of bad steps: `on_bad_step: skip` is short for `on_bad_step: {policy: skip}`.
 
-    Bad are a loss that is not finite; gradients that are not, unless fp16's loss scale explains it; and with `spike` a
-    loss above `spike` times the median of the last `spike_window` good steps' losses.
+    A step is bad if its loss is not finite; if its gradients are not, unless fp16's loss scale explains it; or, with
+    `spike`, if its loss exceeds `spike` times the median loss of the last `spike_window` good steps.
     """
 
     shorthand: ClassVar = "policy"
@@ -57,7 +57,7 @@ class BadStepOptions:
 
 @dataclass
 class ProfileOptions:
-    """Which steps torch's profiler looks at, and how closely."""
+    """Steps that torch's profiler records, and the details that it records."""
 
     steps: list[int] | list[list[int]]  # [first, last], or several such windows; attempted steps
     ranks: Annotated[list[NonNegativeInt], MinLen(1)] = field(default_factory=lambda: [0])  # which ranks are profiled
@@ -75,23 +75,55 @@ class ProfileOptions:
 
     @property
     def windows(self) -> list[tuple[int, ...]]:
-        """[(first, last), ...] in order."""
+        """The windows [(first, last), ...] in order."""
         several = [tuple(window) for window in self.steps if isinstance(window, list)]
         one = tuple(bound for bound in self.steps if isinstance(bound, int))
         return sorted(several or [one])
 
     def check(self, max_iters: int, world_size: int) -> None:
-        """ConfigError for a window or a rank that the run does not have."""
+        """Raise ConfigError for a window or a rank that the run does not have."""
         for first, last in self.windows:
             if last > max_iters:
-                raise ConfigError(
-                    f"run.profile.steps: the window {first} to {last} does not end before the run, whose last step is "
-                    f"{max_iters}"
-                )
-        if max(self.ranks) >= world_size:
-            raise ConfigError(
-                f"run.profile.ranks: there is no rank {max(self.ranks)}; the last one is {world_size - 1}"
-            )
+                steps = f"the window {first} to {last} does not end before the run, whose last step is {max_iters}"
+                raise ConfigError(f"run.profile.steps: {steps}")
+        if (last := max(self.ranks)) >= world_size:
+            raise ConfigError(f"run.profile.ranks: there is no rank {last}; the last one is {world_size - 1}")
+
+
+@dataclass
+class CurriculumOptions:
+    """Short sequences first: the length of the samples as a function of the step.
+
+    The lengths are the same under every runner, batch layout and after any resume.
+    """
+
+    start: PositiveInt  # tokens of a sample in the first steps
+    steps: PositiveInt  # from this step on samples are whole
+    multiple_of: PositiveInt = 8  # lengths are rounded down to it
+    # 1: the length grows linearly; 2: with the square root of the step, and so on
+    degree: Annotated[float, Interval(ge=1, le=100)] = 1.0
+
+    def __post_init__(self) -> None:
+        if self.start % self.multiple_of:
+            raise OptionError("start", f"{self.start} is not a multiple of {self.multiple_of} (multiple_of)")
+
+    def check(self, full: int | None) -> int:
+        """Return the dataset's whole length. Raises ConfigError where there is none or it is below `start`."""
+        if full is None:
+            raise ConfigError("run.curriculum: the dataset's samples have no common length, so none can be scheduled")
+        if self.start > full:
+            raise ConfigError(f"run.curriculum.start: {self.start} is more than the dataset's seq_length, {full}")
+        return full
+
+    def length(self, step: int, full: int) -> int:
+        """Return the tokens of a sample in a step, counted from 1.
+
+        As `fixed_linear` and `fixed_root` of DeepSpeed's curriculum_scheduler.py, at whose end samples are whole.
+        """
+        if step >= self.steps:
+            return full
+        grown = math.floor((step / self.steps) ** (1 / self.degree) * (full - self.start) + self.start)
+        return min(max(grown - grown % self.multiple_of, self.start), full)
 
 
 # Keys of other programs, and ours.
@@ -190,28 +222,20 @@ class RunOptions:
     def __post_init__(self) -> None:
         if "jsonl" not in (tracker.name for tracker in self.trackers):
             self.trackers = [Component("jsonl", NoOptions()), *self.trackers]
-        self._check_roll_back()
+        if self.on_bad_step.policy == "roll_back":
+            if self.save_interval is None:
+                raise OptionError("on_bad_step", "roll_back needs checkpoints: set save_interval, or use skip")
+            if not self.resume_optimizer:
+                raise OptionError("resume_optimizer", "roll_back needs the optimizer's moments: use on_bad_step=skip")
         if self.min_lr > self.init_lr:
             raise OptionError("min_lr", f"{self.min_lr} is above init_lr, {self.init_lr}")
-        if self.warmup_steps is not None and self.warmup_fraction is not None:
-            raise OptionError(
-                "warmup_fraction", "warmup_steps already says how long the warmup is; give one of the two"
-            )
-        if self.max_iters is not None and self.max_epoch is not None:
-            raise OptionError("max_epoch", "max_iters already says how long to train; give one of the two")
+        for key, other, length in (
+            ("warmup_fraction", "warmup_steps", "long the warmup is"),
+            ("max_epoch", "max_iters", "long to train"),
+        ):
+            if getattr(self, key) is not None and getattr(self, other) is not None:
+                raise OptionError(key, f"{other} already says how {length}; give one of the two")
         if self.max_iters is None and self.max_epoch is None:
             raise OptionError("max_iters", "how long to train is required: give max_iters or max_epoch")
         if self.global_batch_size is self.micro_batch_size is self.accum_grad_iters is None:
             raise OptionError("global_batch_size", "required, unless micro_batch_size or accum_grad_iters is given")
-
-    def _check_roll_back(self) -> None:
-        if self.on_bad_step.policy != "roll_back":
-            return
-        if self.save_interval is None:
-            raise OptionError(
-                "on_bad_step", "roll_back goes back to the last checkpoint: set save_interval, or use skip"
-            )
-        if not self.resume_optimizer:
-            raise OptionError(
-                "resume_optimizer", "false would go back to moments that were not to be taken: use on_bad_step=skip"
-            )

@@ -1,11 +1,11 @@
-"""Plain data against typed dataclasses: typed values come back, or one sentence that says what is wrong."""
+"""Validation of plain data against typed dataclasses: returns typed values, or raises one sentence per mistake."""
 
 from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -18,7 +18,7 @@ Key = tuple[str, ...]  # ("run", "runner", "name") is run.runner.name
 
 
 class OptionError(ConfigError):
-    """Raised by `__post_init__` of an options dataclass; the checker adds file and line of field `key`."""
+    """An error for `__post_init__` of an options dataclass; the checker adds file and line of field `key`."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(f"{key}: {message}")
@@ -26,11 +26,11 @@ class OptionError(ConfigError):
 
 
 class _OutOfBounds(ConfigError):
-    """The value is of the type, and breaks a bound of it."""
+    """A value of the right type, out of its bounds."""
 
 
 class Mistakes:
-    """Collect every UserError that is raised inside `with mistakes:`, so that one answer tells of all."""
+    """A collector of every UserError that is raised inside `with mistakes:`, to report all at once."""
 
     def __init__(self) -> None:
         self.errors: list[UserError] = []
@@ -43,7 +43,7 @@ class Mistakes:
         return isinstance(error, UserError)
 
     def end(self) -> None:
-        """Raise what was collected, if anything was: a single error as it is, several as ConfigErrors."""
+        """Raise the collected errors, if any: a single one as it is, several as ConfigErrors."""
         if len(self.errors) == 1:
             raise self.errors[0]
         if self.errors:
@@ -52,11 +52,11 @@ class Mistakes:
 
 @dataclass
 class NoOptions:
-    """Options of a component that has none.
+    """Options of a component that declares none.
 
-    Any options dataclass may have a ClassVar `elsewhere`: keys that people write there, and what to do instead. One
-    whose field may stand for the whole, as `dtype` does in `amp: bf16`, names it in a ClassVar `shorthand`. A model's
-    may have a ClassVar `published`: keys whose values in presets do not count beside a `pretrained` folder.
+    Class variables of any options dataclass: `elsewhere` maps keys of other programs to advice, `shorthand` names the
+    field that a plain value stands for, as in `amp: bf16`, and `published` lists a model's keys whose values in presets
+    do not count beside a `pretrained` folder.
     """
 
 
@@ -76,7 +76,7 @@ def one_line(text: str) -> str:
 
 
 def options_class(kind: str, component: Any) -> type:
-    """The dataclass of options that a registered class or function declares; NoOptions if none."""
+    """Return the dataclass of options that a registered class or function declares; NoOptions if none."""
     cls = getattr(component, "Options", NoOptions)
     reserved = {"arch", "model_type"} if kind == "model" else {"name"}
     whose = f"Options of {component.__module__}.{component.__qualname__}"
@@ -92,7 +92,7 @@ def options_class(kind: str, component: Any) -> type:
 
 
 def defaults(cls: type) -> dict[str, Any]:
-    """Plain default values of a dataclass, without the fields that have none."""
+    """Return the plain default values of a dataclass, without the fields that have none."""
     found = {}
     for f in fields(cls):
         if f.default is not MISSING:
@@ -103,7 +103,7 @@ def defaults(cls: type) -> dict[str, Any]:
 
 
 def to_plain(value: Any) -> Any:
-    """Dataclasses, components, tuples and paths as what YAML and JSON can hold; `Checker` reads it back."""
+    """Convert dataclasses, components, tuples and paths to values of YAML and JSON; `Checker` reads them back."""
     if isinstance(value, Component):
         return {"name": value.name, **(to_plain(value.options) or {})}
     if is_dataclass(value) and not isinstance(value, type):
@@ -116,13 +116,12 @@ def to_plain(value: Any) -> Any:
 
 
 class Checker:
-    """Checks values against types.
+    """A checker of values against types.
 
-    Understands bool, int, float, str, None, Any, object (unchecked), Path, Literal, unions, list, tuple, dict,
-    dataclasses, `Annotated[Component, kind]` and the constraints of crosstrain.config.bounds. A whole
-    number does for a float; nothing else is converted. `where(key)` says in which file and line a key stands, and shows
-    the key.
-    Every method raises ConfigError, or ConfigErrors for several mistakes at once.
+    Types: bool, int, float, str, None, Any, object (unchecked), Path, Literal, unions, list, tuple, dict, dataclasses,
+    `Annotated[Component, kind]` and the constraints of crosstrain.config.bounds. An int is accepted for a float;
+    nothing else is converted. `where(key)` returns the file, the line and the name of a key, for errors. Every method
+    raises ConfigError, or ConfigErrors for several mistakes at once.
     """
 
     def __init__(self, where: Callable[[Key], str]) -> None:
@@ -134,8 +133,16 @@ class Checker:
     def sentence(self, key: Key, message: str) -> str:
         return one_line(f"{self.where(key)}: {message}")
 
+    @contextmanager
+    def located(self, key: Key) -> Iterator[None]:
+        """Put the place of `key` in front of errors that are raised inside the block."""
+        try:
+            yield
+        except UserError as error:
+            raise type(error)(self.sentence(key, str(error))) from error
+
     def component(self, kind: str, value: Any, key: Key) -> Component:
-        """`value` is a name, or a mapping of `name` and options."""
+        """Check a component: a name, or a mapping of `name` and options."""
         if isinstance(value, str):
             value = {"name": value}
         if not isinstance(value, Mapping):
@@ -144,14 +151,12 @@ class Checker:
             names = registry.names(kind)
             self.fail((*key, "name"), f"the {kind}'s name is required; known: {', '.join(names) or 'none'}")
         name = self.value(str, value["name"], (*key, "name"))
-        try:
+        with self.located((*key, "name")):
             cls = options_class(kind, registry.get(kind, name))
-        except UserError as error:
-            raise type(error)(self.sentence((*key, "name"), str(error))) from error
         return Component(name, self.dataclass(cls, {k: v for k, v in value.items() if k != "name"}, key))
 
     def dataclass(self, cls: Any, value: Any, key: Key) -> Any:
-        """An instance of `cls` from a mapping of its fields."""
+        """Make an instance of `cls` from a mapping of its fields."""
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
@@ -191,7 +196,7 @@ class Checker:
         self.fail(key, "unknown key; " + (f"known: {', '.join(names)}" if names else "there are no options here"))
 
     def value(self, hint: Any, value: Any, key: Key) -> Any:
-        """`value` as the type `hint`."""
+        """Check `value` against the type `hint` and its bounds."""
         origin, arguments = get_origin(hint) or hint, get_args(hint)
         if origin is object:
             return value
@@ -208,7 +213,7 @@ class Checker:
         return checked
 
     def _typed(self, hint: Any, value: Any, key: Key) -> Any:
-        """`value` as the type `hint`, whatever its bounds."""
+        """Check `value` against the type `hint` without its bounds."""
         origin, arguments = get_origin(hint) or hint, get_args(hint)
         if origin in (Union, types.UnionType):
             return self._union(hint, value, key)
@@ -231,7 +236,7 @@ class Checker:
         self.fail(key, _expected(hint, value))
 
     def _anything(self, value: Any, key: Key) -> Any:
-        """`value`, if YAML can hold it; numbers may be infinite, as other libraries' options may."""
+        """Check that YAML can hold `value`; numbers may be infinite, as other libraries' options may."""
         if isinstance(value, Mapping):
             return self._mapping(Any, Any, value, key)
         if isinstance(value, (list, tuple)):
@@ -278,7 +283,7 @@ class Checker:
 
 
 def _takes(hint: Any, value: Any) -> bool:
-    """Whether `hint` is the kind of container that `value` is."""
+    """Return True where `hint` and `value` are the same kind of container."""
     origin = get_origin(hint) or hint
     if origin is Annotated:
         inner = get_args(hint)[0]
@@ -294,18 +299,13 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
 def _expected(hint: Any, value: Any) -> str:
     sentence = f"expected {_describe(hint)}, got {_show(value)}"
-    choices = [c for c in _choices(hint) if isinstance(c, str)]
-    if isinstance(value, str) and (near := difflib.get_close_matches(value, choices, n=1)):
-        return f"{sentence}; did you mean {near[0]}?"
-    if isinstance(value, str) and value.lower() == "none" and type(None) in get_args(hint):
-        return f"{sentence}; did you mean null?"
+    if isinstance(value, str):
+        literals = [member for member in (hint, *get_args(hint)) if get_origin(member) is Literal]
+        near = nearest(value, [choice for member in literals for choice in get_args(member) if isinstance(choice, str)])
+        if not near and value.lower() == "none" and type(None) in get_args(hint):
+            near = ["null"]
+        return f"{sentence}; did you mean {near[0]}?" if near else sentence
     return sentence
-
-
-def _choices(hint: Any) -> Iterable[Any]:
-    if get_origin(hint) is Literal:
-        return get_args(hint)
-    return [c for member in get_args(hint) if get_origin(member) is Literal for c in get_args(member)]
 
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}

@@ -1,20 +1,19 @@
-"""Layers of configuration: reading, merging and resolving them, and remembering where every key came from."""
+"""Sources of configuration: read, merge and resolve them, and remember the origin of every key."""
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from crosstrain.config.schema import Key, one_line
+from crosstrain.config.schema import Key, nearest, one_line
 from crosstrain.config.yaml_text import LARGEST_TREE, Unreadable, parse
 from crosstrain.utils import paths
 from crosstrain.utils.errors import ConfigError, first_line
@@ -23,18 +22,18 @@ OPTIONS = "--options"
 _LARGEST_FILE = 2**18  # bytes
 _MOST_INTERPOLATIONS = 1000
 
-# The key that says which thing a mapping is about; a plain string in the mapping's place is short for it.
+# The key that names a mapping's component; a plain string in the mapping's place is short for it.
 _HEADS = {("model",): "arch", ("run", "amp"): "dtype", ("run", "on_bad_step"): "policy"}
 
 
 def head(key: Key) -> str:
-    """The key under `key` that names the component there: `name`, for the model `arch`."""
+    """Return the key under `key` that names the component there: `name`, for the model `arch`."""
     return _HEADS.get(key, "name")
 
 
 @dataclass
 class Layer:
-    """One source of configuration. `lines` has every key in it, with its line where there are lines."""
+    """One source of configuration. `lines` has the line of every key in it, None where there are no lines."""
 
     label: str
     tree: dict[str, Any]
@@ -43,12 +42,12 @@ class Layer:
 
 @dataclass
 class Origins:
-    """Where keys of the merged configuration come from. Layers stand lowest first."""
+    """The origins of the keys in a merged configuration. The lowest layer comes first."""
 
     layers: list[Layer] = field(default_factory=list)
 
     def where(self, key: Key) -> str:
-        """`file:line: key`, from the highest layer that has `key`, or else the nearest section around it.
+        """Return `file:line: key`, from the highest layer that has `key`, or else the nearest section around it.
 
         The key is shown as it was written: `run.runner`, not `run.runner.name`, for `runner: ddp`.
         """
@@ -69,7 +68,7 @@ class Origins:
 
 
 def read_yaml(path: Path, at: Key = ()) -> Layer:
-    """The mapping in a YAML file, put under the key `at`; ConfigError with the line of what is wrong."""
+    """Read the mapping in a YAML file, put under the key `at`. Raises ConfigError with the line of the mistake."""
     label = paths.show(path)
     try:
         if path.exists() and not path.is_file():
@@ -86,16 +85,13 @@ def read_yaml(path: Path, at: Key = ()) -> Layer:
         raise ConfigError(f"{label}: the file is empty")
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{label}:{root.start_mark.line + 1}: expected a mapping of keys to values")
-    lines = dict(_lines(root, at))
-    try:
-        tree = OmegaConf.to_container(OmegaConf.create(tree))
-    except OmegaConfBaseException as error:
-        raise _unresolved(error, Origins([Layer(label, {}, lines)]), []) from error
-    return Layer(label, _under(at, cast(dict[str, Any], tree)), lines)
+    for name in reversed(at):
+        tree = {name: tree}
+    return Layer(label, tree, dict(_lines(root, at)))
 
 
 def read_options(options: Iterable[str]) -> Layer:
-    """Command-line overrides `a.b=value`, the value in YAML; of two for the same key the later one counts."""
+    """Parse command-line overrides `a.b=value`, the value in YAML; for the same key the last one counts."""
     tree: dict[str, Any] = {}
     for option in options:
         key, separator, text = option.partition("=")
@@ -112,16 +108,16 @@ def read_options(options: Iterable[str]) -> Layer:
     return plain_layer(OPTIONS, tree)
 
 
-def plain_layer(label: str, tree: dict[str, Any], at: Key = ()) -> Layer:
-    """A layer that has no lines."""
-    return Layer(label, _under(at, tree), dict.fromkeys(_keys(tree, at)))
+def plain_layer(label: str, tree: dict[str, Any]) -> Layer:
+    """Return a layer without lines."""
+    return Layer(label, tree, {key: None for key, _ in _walk(tree)})
 
 
 def merge(lower: Any, upper: Any, key: Key = (), *, names_replace: bool = True) -> Any:
-    """`upper` over `lower`, mapping by mapping.
+    """Merge `upper` over `lower`, mapping by mapping.
 
-    A string over or under a mapping that names something stands for its head: `zero2` for {name: zero2}.
-    Where the upper one names another component, the lower one's options are not meant for it and go.
+    A string over or under a mapping with a component's name stands for that name: `zero2` for {name: zero2}. Where the
+    upper one names another component, the lower one's options are dropped.
     """
     naming = head(key)
     if isinstance(upper, str) and isinstance(lower, dict) and (naming in lower or not names_replace):
@@ -140,7 +136,7 @@ def merge(lower: Any, upper: Any, key: Key = (), *, names_replace: bool = True) 
 
 
 def literal(value: Any) -> Any:
-    """`value` escaped so that `resolve` gives it back: what is resolved already may well contain ${}."""
+    """Escape ${} in `value`, so that `resolve` returns it unchanged."""
     if isinstance(value, dict):
         return {name: literal(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -149,38 +145,28 @@ def literal(value: Any) -> Any:
 
 
 def names_component(tree: Any, key: Key) -> bool:
-    """Whether `tree` itself says which component stands at `key`."""
+    """Return True where `tree` itself names the component at `key`."""
     value = _value(tree, key)
     return isinstance(value, str) or (isinstance(value, dict) and head(key) in value)
 
 
-def resolve(tree: dict[str, Any], origins: Origins) -> dict[str, Any]:
-    """`tree` with every ${interpolation} replaced by its value."""
-    try:
-        _refuse_growth(tree, origins)
-        resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise _unresolved(error, origins, [".".join(key) for key in _keys(tree)]) from error
-    return cast(dict[str, Any], resolved)
-
-
-def resolve_at(tree: dict[str, Any], key: Key, origins: Origins) -> Any:
-    """The value at `key` alone, resolved."""
+def resolve(tree: dict[str, Any], origins: Origins, key: Key = ()) -> Any:
+    """Return the value at `key`, by default the whole tree, with every ${interpolation} replaced by its value."""
     value = _value(tree, key)
-    if "${" not in str(value) and value != "???":
+    if not re.search(r"\$\{|\?\?\?", str(value)):
         return value  # OmegaConf would copy the whole tree to find out
     try:
         _refuse_growth(tree, origins)
         node: Any = OmegaConf.create(tree)
         for name in key:
             node = node[name]
-        return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+        return OmegaConf.to_container(node, resolve=True, throw_on_missing=True) if OmegaConf.is_config(node) else node
     except OmegaConfBaseException as error:
-        raise _unresolved(error, origins, [".".join(key) for key in _keys(tree)]) from error
+        raise _unresolved(error, origins, tree) from error
 
 
 def _refuse_growth(tree: dict[str, Any], origins: Origins) -> None:
-    """ConfigError where interpolations of interpolations would write out more than a configuration holds."""
+    """Raise ConfigError where interpolations of interpolations would grow beyond the bound on values."""
     values = dict(_walk(tree))
     uses = sum(value.count("${") for value in values.values() if isinstance(value, str))
     if uses > _MOST_INTERPOLATIONS:
@@ -212,7 +198,7 @@ def _refuse_growth(tree: dict[str, Any], origins: Origins) -> None:
 
 
 def _references(text: str, key: Key) -> Iterator[str]:
-    """Names of the keys that interpolations in the text at `key` may look up; * for what another one decides."""
+    """Yield the names of keys that the text at `key` interpolates; * where another interpolation decides."""
     while found := re.search(r"\$\{([^${}]*)\}", text):
         text = f"{text[: found.start()]}*{text[found.end() :]}"
         for name in re.split("[:,]", found[1]):
@@ -228,13 +214,13 @@ def _walk(tree: Any, at: Key = ()) -> Iterator[tuple[Key, Any]]:
         yield from _walk(value, (*at, str(name)))
 
 
-def _unresolved(error: OmegaConfBaseException, origins: Origins, known: list[str]) -> ConfigError:
+def _unresolved(error: OmegaConfBaseException, origins: Origins, tree: dict[str, Any]) -> ConfigError:
     key = tuple(re.findall(r"[^.\[\]]+", str(error.full_key or "")))
     reason = first_line(error)
     if "Missing mandatory value" in reason:
         reason = "required, but still ???"
     elif target := re.search(r"Interpolation key '(.+?)' not found", reason):
-        near = difflib.get_close_matches(target[1], known, n=1)
+        near = nearest(target[1], [".".join(key) for key, _ in _walk(tree)])
         reason = f"${{{target[1]}}} stands for no key" + (f"; did you mean ${{{near[0]}}}?" if near else "")
     else:
         reason = f"the interpolation cannot be resolved: {reason}"
@@ -251,16 +237,6 @@ def _value(tree: Any, key: Key) -> Any:
     for name in key:
         tree = tree.get(name) if isinstance(tree, dict) else None
     return tree
-
-
-def _under(at: Key, tree: dict[str, Any]) -> dict[str, Any]:
-    for name in reversed(at):
-        tree = {name: tree}
-    return tree
-
-
-def _keys(tree: Any, at: Key = ()) -> list[Key]:
-    return [key for key, _ in _walk(tree, at)]
 
 
 def _lines(node: yaml.Node, at: Key) -> Iterator[tuple[Key, int | None]]:

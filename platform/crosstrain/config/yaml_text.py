@@ -1,4 +1,4 @@
-"""YAML as configurations hold it: bounded in size and depth, and with numbers as people write them.
+"""A YAML parser for configurations: bounded in size and depth, and with numbers as people write them.
 
 `1e-4` is a number, as OmegaConf has it. `010`, `1:30` and dates are text, which YAML 1.1 reads as 8, 90 and a date.
 `yes`, `no`, `on` and `off` are true and false. Tags other than those of numbers, text, lists and mappings are refused.
@@ -16,7 +16,7 @@ _DEEPEST = 50
 
 
 class Unreadable(Exception):
-    """The text is no YAML, or more than a configuration holds; `line` counts from 1 and is None where none is known."""
+    """A text that is no YAML, or exceeds the bounds; `line` counts from 1, None where it is unknown."""
 
     def __init__(self, message: str, mark: yaml.Mark | None = None) -> None:
         super().__init__(message)
@@ -54,7 +54,7 @@ _Loader.add_implicit_resolver(f"{_TAG}float", re.compile(r"[-+]?\.(inf|Inf|INF)$
 
 
 def parse(text: str) -> tuple[Any, yaml.Node | None]:
-    """The value of a YAML document, and its node, None for an empty one. Raises Unreadable."""
+    """Parse a YAML document. Returns its value and its node, None for an empty one. Raises Unreadable."""
     loader = None
     try:
         loader = _Loader(text)
@@ -75,18 +75,20 @@ def parse(text: str) -> tuple[Any, yaml.Node | None]:
 
 
 def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
-    """Values and levels of a node with its aliases written out."""
+    """Count the values and levels of a node with its aliases written out; refuse duplicate keys."""
     if id(node) in known:
         if (found := known[id(node)]) is None:
             raise Unreadable("an anchor contains itself")
         return found
     known[id(node)] = None
-    children: list[yaml.Node] = []
+    children = list(node.value) if isinstance(node, yaml.SequenceNode) else []
     if isinstance(node, yaml.MappingNode):
         children = [part for pair in node.value for part in pair]
-        _refuse_duplicates(node)
-    elif isinstance(node, yaml.SequenceNode):
-        children = node.value
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if (key.tag, key.value) in seen:
+                raise yaml.MarkedYAMLError(problem=f"found duplicate key {key.value}", problem_mark=key.start_mark)
+            seen.add((key.tag, key.value))
     size, depth = 1 + (len(node.value) // 100 if isinstance(node, yaml.ScalarNode) else 0), 1
     for child in children:
         more, levels = _measure(child, known)
@@ -96,12 +98,3 @@ def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple
             raise Unreadable(f"{what}, aliases written out", node.start_mark)
     known[id(node)] = size, depth
     return size, depth
-
-
-def _refuse_duplicates(node: yaml.MappingNode) -> None:
-    seen = set()
-    for key, _ in node.value:
-        if isinstance(key, yaml.ScalarNode):
-            if (key.tag, key.value) in seen:
-                raise yaml.MarkedYAMLError(problem=f"found duplicate key {key.value}", problem_mark=key.start_mark)
-            seen.add((key.tag, key.value))

@@ -6,9 +6,9 @@ import fnmatch
 from pathlib import Path
 
 from crosstrain.checkpoint.files import Reader
-from crosstrain.checkpoint.frozen import Base, check_frozen, fingerprints, load_shards
+from crosstrain.checkpoint.frozen import PretrainedWeights, check_frozen, fingerprints, load_shards
 from crosstrain.checkpoint.initialize import fill_initial
-from crosstrain.checkpoint.manifest import Frozen
+from crosstrain.checkpoint.manifest import FrozenParameter
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
@@ -111,7 +111,9 @@ def freeze(model: Model, patterns: list[str]) -> None:
         raise ConfigError("run.freeze: every parameter is frozen, so there is nothing to train")
 
 
-def build_model(config: Config, runner: Runner, checkpoint: Path | None, *, for_training: bool) -> dict[str, Frozen]:
+def build_model(
+    config: Config, runner: Runner, checkpoint: Path | None, *, for_training: bool
+) -> dict[str, FrozenParameter]:
     """Set up the runner with the model, and the optimizer if it is to train, and fill in what it holds.
 
     Weights, and when training moments, come from `checkpoint` if given, else the model's pretrained folders, else
@@ -131,17 +133,17 @@ def build_model(config: Config, runner: Runner, checkpoint: Path | None, *, for_
     parameters = [s for s in shards if s.kind == "param"]
     kinds = set[str]().union(*runner.world.all_gather({s.kind for s in shards}))  # a rank may hold nothing that trains
     reader = Reader.open(checkpoint) if checkpoint is not None else None
-    base, borrowed = Base.of(model), set[str]()
+    pretrained, borrowed = PretrainedWeights.of(model), set[str]()
     if reader is not None:
         keep = for_training and config.run.resume_optimizer
         if keep:
             _check_optimizer(reader, kinds, config)
-        borrowed = load_shards(reader, shards if keep else parameters, base, whole.keys())
+        borrowed = load_shards(reader, shards if keep else parameters, pretrained, whole.keys())
     else:
-        published = base.fill(parameters)
+        published = pretrained.fill(parameters)
         fill_initial(model, [s for s in parameters if s.name not in published], config.run.seed)
         borrowed = published & frozen
-    hashes = fingerprints(base.as_published([s for s in parameters if s.name in borrowed]), runner.world)
+    hashes = fingerprints(pretrained.as_published([s for s in parameters if s.name in borrowed]), runner.world)
     if reader is not None:
         check_frozen(reader, hashes)
     runner.loaded()

@@ -16,7 +16,7 @@ from typing import Any
 from crosstrain.checkpoint.boxes import Shard
 from crosstrain.checkpoint.checkpointer import load_state
 from crosstrain.checkpoint.files import Reader
-from crosstrain.checkpoint.frozen import Base, load_shards
+from crosstrain.checkpoint.frozen import PretrainedWeights, load_shards
 from crosstrain.config.load import Config, load_config
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import RunOptions
@@ -143,7 +143,8 @@ def outline(config: Config, checkpoint: Path) -> Model:
         reason = "it takes too long" if isinstance(error, OutOfTime) else first_line(error)
         raise CheckpointError(f"{checkpoint}: the model of its configuration cannot be built ({reason})") from error
     shapes = {name: tuple(model.logical_shape(name, p.shape)) for name, p in model.canonical_parameters().items()}
-    load_shards(reader, [Shard("param", name, shape, []) for name, shape in shapes.items()], Base.of(model))
+    shards = [Shard("param", name, shape, []) for name, shape in shapes.items()]
+    load_shards(reader, shards, PretrainedWeights.of(model))
     built = sum(p.numel() for p in model.parameters())
     if built > 2 * sum(sizes) + _PADDING:
         raise CheckpointError(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from crosstrain.checkpoint.frozen import Base
+from crosstrain.checkpoint.frozen import PretrainedWeights
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
@@ -69,7 +69,7 @@ def preflight(config: Config, world_size: int) -> Preflight:
         model = model_on_meta(config)
     with explained("the model, its data and the run do not go together"):
         check_fit(model, dataset)
-        Base.of(model).verify()
+        PretrainedWeights.of(model).verify()
         freeze(model, run.freeze)
         runner.check_model(config.runner.options, model)
         check_trackers(run.trackers)

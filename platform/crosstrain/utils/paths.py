@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from crosstrain.utils.errors import ConfigError
@@ -29,7 +30,11 @@ def find(path: str | os.PathLike[str]) -> Path:
     for candidate in candidates:
         if os.path.exists(candidate):  # False, too, for what cannot be a name
             return candidate
-    near = [show(p) for c in candidates for p in _similar(c)]
+    near = []
+    for candidate in candidates:
+        with suppress(OSError, ValueError):
+            names = difflib.get_close_matches(candidate.name, sorted(os.listdir(candidate.parent)), n=1)
+            near += [show(candidate.parent / name) for name in names]
     hint = f"did you mean {near[0]}?" if near else "looked in " + " and ".join(str(c.absolute()) for c in candidates)
     raise ConfigError(f"{path}: no such file or folder; {hint}")
 
@@ -40,11 +45,3 @@ def show(path: Path) -> str:
         return str(path.absolute().relative_to(Path.cwd()))
     except ValueError:
         return str(path)
-
-
-def _similar(path: Path) -> list[Path]:
-    try:
-        names = sorted(os.listdir(path.parent))
-    except (OSError, ValueError):
-        return []
-    return [path.parent / name for name in difflib.get_close_matches(path.name, names, n=1)]
