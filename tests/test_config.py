@@ -16,7 +16,7 @@ from config_home import configured_home, edit, load, mistake, mistakes
 from crosstrain.config.load import Config
 from crosstrain.config.run_options import AmpOptions, RunOptions
 from crosstrain.config.schema import Component, NoOptions
-from crosstrain.config.sources import Layer, Origins, literal, resolve
+from crosstrain.config.sources import Layer, Origins, escape, resolve
 from crosstrain.utils.errors import ConfigError, UserError
 from plugin_home import forget_plugins, plugin, write
 
@@ -215,7 +215,7 @@ def test_plain_spells_everything_out_and_reads_back(home: Path) -> None:
 @given(prompt=st.text("a$\\{}: "), name=st.sampled_from(["", "${run.seed}"]))
 def test_text_that_looks_like_an_interpolation_survives(prompt: str, name: str) -> None:
     text = f"{prompt}{name}{prompt}"
-    tree = {"run": {"seed": 3, "prompt": literal(text)}}
+    tree = {"run": {"seed": 3, "prompt": escape(text)}}
     assert resolve(tree, Origins([Layer("f", tree)]))["run"]["prompt"] == text
 
 

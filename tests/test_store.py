@@ -97,8 +97,8 @@ def test_retention_keeps_the_newest_the_multiples_and_the_best(tmp_path: Path) -
         keeper.save(step, shards(), {"step": step}, best=step == 3)
     keeper.wait()
     assert folders.steps(tmp_path) == [3, 4, 8, 9]
-    assert folders.pointed(tmp_path, "best") == 3
-    assert folders.pointed(tmp_path, "latest") == 9
+    assert folders.read_pointer(tmp_path, "best") == 3
+    assert folders.read_pointer(tmp_path, "latest") == 9
 
 
 def test_a_hole_is_refused_before_the_checkpoint_appears(tmp_path: Path) -> None:

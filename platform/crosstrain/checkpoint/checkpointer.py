@@ -247,9 +247,9 @@ class Checkpointer:
         os.rename(temporary, final)
         fsync(self.root)
         try:
-            folders.point(self.root, "latest", save.step)
+            folders.write_pointer(self.root, "latest", save.step)
             if save.best:
-                folders.point(self.root, "best", save.step)
+                folders.write_pointer(self.root, "best", save.step)
             folders.prune(self.root, save.step, self.retention.keep_last, self.retention.keep_every, self.run)
         except OSError as error:  # the checkpoint is there; tidying up can wait for the next one
             log.warning("%s: pointers or old checkpoints could not be brought up to date (%s)", self.root, error)

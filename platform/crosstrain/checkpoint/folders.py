@@ -67,13 +67,13 @@ def check_own(folder: Path, run: str | None) -> None:
         )
 
 
-def point(root: Path, name: str, step: int) -> None:
+def write_pointer(root: Path, name: str, step: int) -> None:
     """Write the pointer file `name` ("latest", "best"), which holds the name of a step's folder."""
     write_atomically(root / name, step_folder(root, step).name + "\n")
     fsync(root)
 
 
-def pointed(root: Path, name: str) -> int | None:
+def read_pointer(root: Path, name: str) -> int | None:
     """Return the step that the pointer file `name` means, if it and the folder exist."""
     try:
         with open_regular(root / name, follow=False) as file:
@@ -108,7 +108,7 @@ def prune(
     """
     if keep_last is None:
         return
-    best = pointed(root, "best")
+    best = read_pointer(root, "best")
     own = [s for s in steps(root) if s <= newest and (run is None or run_of(step_folder(root, s)) in (None, run))]
     for step in own[:-keep_last]:
         if step != best and not (keep_every and step % keep_every == 0):
@@ -146,7 +146,7 @@ def find_checkpoint(path: Path) -> Path:
     `path` may be a pointer file, such as `checkpoints/best`. Raises CheckpointError where there is none.
     """
     if path.is_file():
-        if (step := pointed(path.parent, path.name)) is None:
+        if (step := read_pointer(path.parent, path.name)) is None:
             raise CheckpointError(f"{path}: not a checkpoint, and names none beside it")
         path = step_folder(path.parent, step)
     if os.path.lexists(path / MANIFEST):

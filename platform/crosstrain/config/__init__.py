@@ -1,1 +1,1 @@
-"""Configuration: where values come from, the registry of plugins, typed and bounded options."""
+"""Configuration: its sources, the registry of plugins, typed and bounded options."""

@@ -46,7 +46,7 @@ _COMPARISONS: dict[type, tuple[Callable[[Any, Any], bool], str]] = {
 }
 
 
-def broken(value: Any, constraints: Iterable[Any] = ()) -> tuple[str, str] | None:
+def violated(value: Any, constraints: Iterable[Any] = ()) -> tuple[str, str] | None:
     """Return the bound that `value` breaks, as words after the type and words after the value: (" above 0", "").
 
     None where it is within all bounds.
@@ -62,9 +62,9 @@ def broken(value: Any, constraints: Iterable[Any] = ()) -> tuple[str, str] | Non
     for limit in limits:
         if isinstance(limit, MinLen) and value is not None and len(value) < limit.min_length:
             return " that is not empty", ""
-        compare, said = _COMPARISONS.get(type(limit), (None, ""))
+        compare, words = _COMPARISONS.get(type(limit), (None, ""))
         if compare is not None and isinstance(value, (int, float)) and not compare(value, astuple(limit)[0]):
-            return f" {said} {astuple(limit)[0]:,}", ""
+            return f" {words} {astuple(limit)[0]:,}", ""
     return None
 
 

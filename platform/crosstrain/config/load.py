@@ -21,9 +21,9 @@ from crosstrain.config.schema import Checker, Component, Key, Mistakes, defaults
 from crosstrain.config.sources import (
     Layer,
     Origins,
-    head,
-    literal,
+    escape,
     merge,
+    name_key,
     names_component,
     plain_layer,
     read_options,
@@ -78,7 +78,7 @@ class Config:
 
         `label` names it in errors. Raises ConfigError as `load_config` does.
         """
-        spelled_out, overrides = plain_layer(label, literal(dict(plain))), read_options(options)
+        spelled_out, overrides = plain_layer(label, escape(dict(plain))), read_options(options)
         return replace(_Builder(spelled_out, overrides, presets=False).build(), trust=trust)
 
 
@@ -116,7 +116,7 @@ class _Builder:
             tree = resolve(self.tree, self.origins)
         except UserError as error:  # from which others may follow
             mistakes.errors.append(error)
-            mistakes.end()
+            mistakes.raise_all()
             raise
         parts: dict[str, Any] = {"datasets": {}}
         with mistakes:
@@ -131,7 +131,7 @@ class _Builder:
         with mistakes:
             if "run" in tree:
                 parts["run"] = self.check.dataclass(RunOptions, tree["run"], ("run",))
-        mistakes.end()
+        mistakes.raise_all()
         return Config(**parts)
 
     def _model(self, tree: dict[str, Any]) -> Component:
@@ -185,29 +185,29 @@ class _Builder:
             self.check.component(kind, given, key)  # which says what it may be
         parent[own] = given = self.check.value(dict[str, object], given, key)
         self._require_name(kind, key, given)
-        name = self.check.value(str, resolve(self.tree, self.origins, (*key, head(key))), (*key, head(key)))
+        name = self.check.value(str, resolve(self.tree, self.origins, (*key, name_key(key))), (*key, name_key(key)))
         name, presets = self._presets(kind, key, name)
-        with self.check.located((*key, head(key))):
+        with self.check.located((*key, name_key(key))):
             component = registry.get(kind, name, self._preset_files(kind, key))
             default = defaults(options_class(kind, component))
         if kind == "model":
             presets = self._model_preset(name, given)
         self.origins.layers[:0] = presets
         below = reduce(merge, [reduce(getitem, key, layer.tree) for layer in presets], default)
-        named = {head(key): name}
+        named = {name_key(key): name}
         if kind == "model" and (rest := _unpublished(options_class(kind, component), below, given)) != below:
             self.tree[_SIZED] = merge(below | named, given | named, key)
             below = rest
         parent[own] = merge(below | named, given | named, key)
 
     def _require_name(self, kind: str, key: Key, given: dict[str, Any]) -> None:
-        if head(key) in given:
+        if name_key(key) in given:
             return
         others = [label for label in self.tree.get("datasets", ()) if label != key[-1]]
         if kind == "dataset" and others and self.origins.only_in_options(key):  # a label that is misspelled
             self.check.unknown_key(key, others)
         names = [*registry.names(kind), *self._preset_files(kind, key)]
-        self.check.fail((*key, head(key)), f"the {kind}'s name is required; known: {', '.join(names) or 'none'}")
+        self.check.fail((*key, name_key(key)), f"the {kind}'s name is required; known: {', '.join(names) or 'none'}")
 
     def _model_preset(self, arch: str, given: dict[str, Any]) -> list[Layer]:
         key = ("model", "model_type")

@@ -146,7 +146,7 @@ _ELSEWHERE = {
 
 @dataclass
 class RunOptions:
-    """How to train. Steps are attempted optimizer steps; a sample is one row of a batch.
+    """Options of a training run. Steps are attempted optimizer steps; a sample is one row of a batch.
 
     Raises OptionError, a ConfigError, for values that cannot go together.
     """

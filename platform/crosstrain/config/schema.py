@@ -42,7 +42,7 @@ class Mistakes:
             self.errors.append(error)
         return isinstance(error, UserError)
 
-    def end(self) -> None:
+    def raise_all(self) -> None:
         """Raise the collected errors, if any: a single one as it is, several as ConfigErrors."""
         if len(self.errors) == 1:
             raise self.errors[0]
@@ -181,7 +181,7 @@ class Checker:
                         self.fail((*key, name), f"required, but missing; expected {_describe(hints[name])}")
                 elif get_args(hints[name])[:1] == (Component,) or is_dataclass(hints[name]):  # may hold components
                     arguments[name] = self.value(hints[name], defaults(cls)[name], (*key, name))
-        mistakes.end()
+        mistakes.raise_all()
         try:
             return cls(**arguments)
         except OptionError as error:
@@ -208,8 +208,9 @@ class Checker:
             return self.component(arguments[1], value, key)
         else:
             checked, constraints = self._typed(arguments[0], value, key), arguments[1:]
-        if said := bounds.broken(checked, constraints):
-            raise _OutOfBounds(self.sentence(key, f"expected {_describe(hint)}{said[0]}, got {_show(value)}{said[1]}"))
+        if words := bounds.violated(checked, constraints):
+            expected, got = f"{_describe(hint)}{words[0]}", f"{_show(value)}{words[1]}"
+            raise _OutOfBounds(self.sentence(key, f"expected {expected}, got {got}"))
         return checked
 
     def _typed(self, hint: Any, value: Any, key: Key) -> Any:
@@ -250,7 +251,7 @@ class Checker:
         for name, item in value.items():
             with mistakes:
                 checked[self.value(name_type, name, (*key, str(name)))] = self.value(item_type, item, (*key, str(name)))
-        mistakes.end()
+        mistakes.raise_all()
         return checked
 
     def _sequence(self, origin: type, arguments: tuple[Any, ...], value: Any, key: Key, hint: Any) -> Any:
@@ -264,7 +265,7 @@ class Checker:
         for i, (item_type, item) in enumerate(zip(types_, value, strict=True)):
             with mistakes:
                 checked.append(self.value(item_type, item, (*key, str(i))))
-        mistakes.end()
+        mistakes.raise_all()
         return origin(checked)
 
     def _union(self, hint: Any, value: Any, key: Key) -> Any:

@@ -23,12 +23,12 @@ _LARGEST_FILE = 2**18  # bytes
 _MOST_INTERPOLATIONS = 1000
 
 # The key that names a mapping's component; a plain string in the mapping's place is short for it.
-_HEADS = {("model",): "arch", ("run", "amp"): "dtype", ("run", "on_bad_step"): "policy"}
+_NAME_KEYS = {("model",): "arch", ("run", "amp"): "dtype", ("run", "on_bad_step"): "policy"}
 
 
-def head(key: Key) -> str:
+def name_key(key: Key) -> str:
     """Return the key under `key` that names the component there: `name`, for the model `arch`."""
-    return _HEADS.get(key, "name")
+    return _NAME_KEYS.get(key, "name")
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Origins:
         for layer in reversed(self.layers):
             if key in layer.lines:
                 return _place(layer, key, key)
-            if key[-1:] == (head(key[:-1]),) and isinstance(_value(layer.tree, key[:-1]), str):
+            if key[-1:] == (name_key(key[:-1]),) and isinstance(_value(layer.tree, key[:-1]), str):
                 return _place(layer, key[:-1], key[:-1])
         files = [layer for layer in reversed(self.layers) if layer.label != OPTIONS]
         for length in range(len(key) - 1, 0, -1):
@@ -119,7 +119,7 @@ def merge(lower: Any, upper: Any, key: Key = (), *, names_replace: bool = True) 
     A string over or under a mapping with a component's name stands for that name: `zero2` for {name: zero2}. Where the
     upper one names another component, the lower one's options are dropped.
     """
-    naming = head(key)
+    naming = name_key(key)
     if isinstance(upper, str) and isinstance(lower, dict) and (naming in lower or not names_replace):
         upper = {naming: upper}
     if isinstance(lower, str) and isinstance(upper, dict):
@@ -135,19 +135,19 @@ def merge(lower: Any, upper: Any, key: Key = (), *, names_replace: bool = True) 
     return merged
 
 
-def literal(value: Any) -> Any:
+def escape(value: Any) -> Any:
     """Escape ${} in `value`, so that `resolve` returns it unchanged."""
     if isinstance(value, dict):
-        return {name: literal(item) for name, item in value.items()}
+        return {name: escape(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [literal(item) for item in value]
+        return [escape(item) for item in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def names_component(tree: Any, key: Key) -> bool:
     """Return True where `tree` itself names the component at `key`."""
     value = _value(tree, key)
-    return isinstance(value, str) or (isinstance(value, dict) and head(key) in value)
+    return isinstance(value, str) or (isinstance(value, dict) and name_key(key) in value)
 
 
 def resolve(tree: dict[str, Any], origins: Origins, key: Key = ()) -> Any:
