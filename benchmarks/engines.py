@@ -34,7 +34,9 @@ from crosstrain.engine.build import make_model, make_runner
 from crosstrain.engine.optimizer import parameter_groups
 from crosstrain.engine.precision import DTYPES
 from crosstrain.modeling.base import Model
+from crosstrain.monitor.metrics import StepMetrics
 from crosstrain.train.trainer import Trainer
+from crosstrain.train.worker import build_trainer
 from crosstrain.utils.types import Batch
 
 
@@ -86,9 +88,9 @@ class Gate(StopRequest):
         self.trainer = trainer
         advance, paused = trainer.reporter.advance, trainer.reporter.paused
 
-        def noted(row: dict[str, Any]) -> None:
-            self.result["loss"] = row["loss"]
-            advance(row)
+        def noted(metrics: StepMetrics) -> None:
+            self.result["loss"] = metrics.loss
+            advance(metrics)
 
         @contextmanager
         def timed() -> Iterator[None]:
@@ -134,7 +136,7 @@ def platform(line: Line, project: str, options: list[str], beside: bool = False)
     runner = make_runner(config)
     runner.setup()
     gate = Gate(line)
-    trainer = Trainer(config, runner, gate)
+    trainer = build_trainer(config, runner, gate)
     gate.rival = Bare(config, runner.device) if beside else None
     gate.watch(trainer)
     trainer.fit()

@@ -146,9 +146,9 @@ def make_trainer(project: str, options: tuple[str, ...]) -> Any:
     from crosstrain.config.load import load_config
     from crosstrain.distributed.launch.signals import StopRequest
     from crosstrain.engine.build import make_runner
-    from crosstrain.train.trainer import Trainer
+    from crosstrain.train.worker import build_trainer
 
     config = load_config(project, options)
     runner = make_runner(config)
     runner.setup()
-    return Trainer(config, runner, StopRequest(True))
+    return build_trainer(config, runner, StopRequest(True))

@@ -216,9 +216,9 @@ def _peak(project: str, options: tuple[str, ...]) -> tuple[int, int, float]:
     runner.setup()
     before = memory_mb(runner.device)["memory_allocated_mb"]
     from crosstrain.distributed.launch.signals import StopRequest
-    from crosstrain.train.trainer import Trainer
+    from crosstrain.train.worker import build_trainer
 
-    trainer = Trainer(config, runner, StopRequest(True), quiet=True)
+    trainer = build_trainer(config, runner, StopRequest(True), quiet=True)
     batches = trainer.batches()
     for _ in range(2):
         trainer.train_step(batches)

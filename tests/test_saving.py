@@ -40,13 +40,13 @@ def _measure(project: str, options: tuple[str, ...]) -> dict[str, int]:
     from crosstrain.config.load import load_config
     from crosstrain.distributed.launch.signals import StopRequest
     from crosstrain.engine.build import make_runner
-    from crosstrain.train.trainer import Trainer
+    from crosstrain.train.worker import build_trainer
 
     config = load_config(project, options)
     runner = make_runner(config)
     runner.setup()
     before = _resident("VmRSS")
-    trainer = Trainer(config, runner, StopRequest(True))
+    trainer = build_trainer(config, runner, StopRequest(True))
     batches = trainer.batches()
     trainer.train_step(batches)
     out = {"training": _peak_of(lambda: trainer.train_step(batches)) - before}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from crosstrain.config.load import load_config
-from crosstrain.data.loader import MicroBatch
+from crosstrain.data.loader import MicroBatch, Step
 from crosstrain.engine.build import build_model
 from crosstrain.engine.runner import Runner, StepResult
 from crosstrain.train.bad_steps import Attempt, BadSteps
@@ -151,24 +151,26 @@ def test_a_loss_scale_leaves_gradients_as_they_are_and_an_overflow_changes_nothi
     assert all(p.grad is None for p in scaled.model.parameters())
 
 
-def account(runner: Runner, state: State, *applied: bool) -> None:
+def record(runner: Runner, state: State, *applied: bool) -> None:
     """Steps with finite losses, some of whose gradients were not finite."""
+    batch = Step()
+    batch.numbers = list(range(32, 40))
     for step in applied:
         state.step += 1
         result = StepResult(1.0 if step else math.inf, step)
-        BadSteps(runner, None, None).account(state, Attempt([], list(range(32, 40)), 1.0, None, result))
+        BadSteps(runner, None, None).record(state, Attempt(batch, 1.0, None, result))
 
 
 def test_endless_overflow_ends_with_a_diagnosis() -> None:
     runner, state = make_runner("run.amp={dtype: fp16, max_skipped: 3}"), State()
-    account(runner, state, False, True, False, False)
+    record(runner, state, False, True, False, False)
     with pytest.raises(TrainingError, match=r"step 5 \(samples 32 to 39\): 3 steps in a row overflowed"):
-        account(runner, state, False)
+        record(runner, state, False)
 
 
 def test_gradients_that_are_not_finite_stop_a_run_without_loss_scaling() -> None:
     with pytest.raises(TrainingError, match=r"step 1 \(samples 32 to 39\): the gradients are not finite"):
-        account(make_runner("run.amp=bf16"), State(), False)
+        record(make_runner("run.amp=bf16"), State(), False)
 
 
 def test_norms_and_biases_do_not_decay() -> None:

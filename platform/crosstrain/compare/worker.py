@@ -1,4 +1,4 @@
-"""A few steps under one runner, recorded: numbers, and gradients against the reference's, with nothing gathered."""
+"""Record a few steps under one runner: numbers, and gradients against the reference's, with nothing gathered."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.folders import step_folder
 from crosstrain.config.load import Config
-from crosstrain.data.loader import MicroBatch
+from crosstrain.data.loader import Step
 from crosstrain.distributed.launch.signals import StopRequest
 from crosstrain.engine.build import make_runner
-from crosstrain.engine.runner import Runner, StepResult
+from crosstrain.engine.runner import Runner
 from crosstrain.inference.perplexity import evaluate_loss
 from crosstrain.monitor.hardware import memory_mb
 from crosstrain.train.trainer import Trainer
+from crosstrain.train.worker import build_trainer
 
 Sums = tuple[float, float, float, float]  # of (g-r)^2, g*g, g*r and r*r, g a tensor here and r the reference's
 
 
 class Probe:
-    """Looks at every step between its backward and its update, and at the state before the first and after the last.
+    """Observer of every step between backward and update, and of the state before the first and after the last.
 
     The reference (`write`) leaves gradients and state in `folder`, as boxes; the others compare theirs box by box.
     """
@@ -39,17 +40,16 @@ class Probe:
         self.rates: list[float] = []
         self.gradients: list[dict[str, Sums]] = []
         self.spread: dict[str, float] = {}
-        self.seconds = 0.0  # spent with looking
+        self.seconds = 0.0  # spent here
         self.group = runner.new_group()
         self._files = {
             kind: Checkpointer(folder / kind, self.group, Retention(None), lambda _: None)
             for kind in ("gradients", "state")
         }
-        self._step = runner.optimizer_step
-        runner.optimizer_step = self._look  # type: ignore[method-assign]
         self._keep("state", 0, runner.shards())
 
-    def _look(self, apply: bool = True) -> StepResult:
+    def observe(self) -> None:
+        """Record learning rate and gradients; called after each backward."""
         started = time.perf_counter()
         optimizer = self.runner.optimizer
         assert optimizer is not None
@@ -61,10 +61,9 @@ class Probe:
         self._keep("gradients", step, shards)
         self.gradients.append(self._sums(shards, self._reader("gradients", step)))
         self.seconds += time.perf_counter() - started
-        return self._step(apply)
 
     def final_state(self) -> dict[str, Any]:
-        """The state after the last step: against the reference's, and what of that is missing here."""
+        """The state after the last step, against the reference's. Collective."""
         last, shards = len(self.rates), self.runner.shards()
         self._keep("state", last, shards)
         end, start = self._reader("state", last), self._reader("state", 0)
@@ -139,13 +138,13 @@ def _projection(tensor: Tensor) -> float:
 
 
 def compare_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
-    """What every rank of a contestant runs; rank 0 leaves what was seen in `job["result"]`."""
+    """Train a contestant on this rank and return 0 or a signal; rank 0 writes the record to `job["result"]`."""
     config = Config.from_plain(plain)
     runner = make_runner(config)
     runner.setup()
     before = memory_mb(runner.device).get("memory_peak_mb", 0.0)
     stop = StopRequest(True)
-    trainer = Trainer(config, runner, stop, quiet=True)
+    trainer = build_trainer(config, runner, stop, quiet=True)
     plain_loss = evaluate_loss(
         runner, trainer.dataset, trainer.plan.micro_batch, trainer.plan.global_batch, config.run.num_workers
     )
@@ -181,25 +180,25 @@ def compare_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
     return 0
 
 
-def _noted(steps: Iterator[list[MicroBatch]], samples: list[list[int]], reverse: bool) -> Iterator[list[MicroBatch]]:
+def _noted(steps: Iterator[Step], samples: list[list[int]], reverse: bool) -> Iterator[Step]:
     """The same steps; the first sample number of each micro batch goes into `samples`."""
-    for micro_batches in steps:
-        samples.append([micro_batch.first_sample for micro_batch in micro_batches])
-        yield micro_batches[::-1] if reverse else micro_batches
+    for step in steps:
+        samples.append([micro_batch.first_sample for micro_batch in step])
+        if reverse:
+            step.reverse()
+        yield step
 
 
-def _steps(
-    trainer: Trainer, batches: Iterator[list[MicroBatch]], probe: Probe, count: int
-) -> list[dict[str, Any]] | None:
+def _steps(trainer: Trainer, batches: Iterator[Step], probe: Probe, count: int) -> list[dict[str, Any]] | None:
     """The numbers of `count` steps; None if the process was asked to stop."""
     rows = []
     for _ in range(count):
-        started, looking = time.perf_counter(), probe.seconds
-        row = trainer.train_step(batches)
-        if row is None:
+        started, observing = time.perf_counter(), probe.seconds
+        metrics = trainer.train_step(batches, probe.observe)
+        if metrics is None:
             return None
-        kept = {key: row[key] for key in ("step", "loss", "grad_norm", "lr", "samples", "skipped_steps")}
-        rows.append(kept | {"seconds": time.perf_counter() - started - (probe.seconds - looking)})
+        kept = {key: getattr(metrics, key) for key in ("step", "loss", "grad_norm", "lr", "samples", "skipped_steps")}
+        rows.append(kept | {"seconds": time.perf_counter() - started - (probe.seconds - observing)})
     return rows
 
 

@@ -8,6 +8,7 @@ stored but the number.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -28,12 +29,21 @@ from crosstrain.utils.types import Batch, Sample
 
 @dataclass
 class MicroBatch:
-    """What one forward and backward sees."""
+    """Samples of one forward and backward."""
 
     first_sample: int  # number of its first sample; dropout is seeded with it
     data: Batch
-    num_targets: int = 0  # target tokens in it
+    num_targets: int  # target tokens in it
     numbers: tuple[int, ...] = ()  # of its samples
+
+
+class Step(list[MicroBatch]):
+    """This rank's micro batches of one step, with the sample `numbers` of all ranks."""
+
+    numbers: list[int]
+
+
+CountTargets = Callable[[Batch], int]  # target tokens of a batch: `Model.num_targets`
 
 
 class _ByNumber(torch.utils.data.Dataset):
@@ -84,31 +94,34 @@ def training_steps(
     num_workers: int = 0,
     lengths: Iterator[int] | None = None,
     left_out: Ranges | None = None,
-) -> Iterator[list[MicroBatch]]:
-    """This rank's micro batches of each step, for ever, from sample number `start` on.
+    num_targets: CountTargets = lambda _: 0,
+) -> Iterator[Step]:
+    """This rank's micro batches of each step, without end, from sample number `start` on.
 
-    lengths: to how many tokens the samples of each step are shortened; None: they stay whole.
+    lengths: tokens to which the samples of each step are shortened; None: they stay whole.
     left_out: numbers that are passed over.
     """
+    begun: deque[tuple[list[int], list[list[int]]]] = deque()  # numbers of steps that the DataLoader reads: all, ours
 
-    def numbers() -> Iterator[list[int]]:
-        following = sample_numbers(start, left_out or [])
+    def micro_batch_numbers() -> Iterator[list[int]]:
+        following, size = sample_numbers(start, left_out or []), plan.micro_batch
         while True:
-            micro_batches = [list(islice(following, plan.micro_batch)) for _ in range(plan.accumulation * plan.dp_size)]
-            yield from micro_batches[dp_rank :: plan.dp_size]
+            numbers = list(islice(following, plan.global_batch))
+            ours = [numbers[i : i + size] for i in range(dp_rank * size, len(numbers), plan.dp_size * size)]
+            begun.append((numbers, ours))
+            yield from ours
 
     dataset.begin(ReadContext(seed, start, dp_rank, plan.dp_size))
-    batches = _batches(dataset, seed, partial(dataset.training_index, seed), numbers(), num_workers)
-    mine = numbers()
+    batches = _batches(dataset, seed, partial(dataset.training_index, seed), micro_batch_numbers(), num_workers)
     while True:
         length = next(lengths) if lengths is not None else None
-        step = []
+        step = Step()
         for _ in range(plan.accumulation):
-            own = next(mine)
-            step.append(MicroBatch(own[0], next(batches), numbers=tuple(own)))
-        if length is not None:
-            for micro_batch in step:
-                micro_batch.data = dataset.shorten(micro_batch.data, length)
+            data = next(batches)
+            own = begun[0][1][len(step)]
+            data = data if length is None else dataset.shorten(data, length)
+            step.append(MicroBatch(own[0], data, num_targets(data), tuple(own)))
+        step.numbers, _ = begun.popleft()
         yield step
 
 
@@ -125,6 +138,7 @@ def evaluation_batches(
     dp_size: int,
     max_samples: int | None = None,
     num_workers: int = 0,
+    num_targets: CountTargets = lambda _: 0,
 ) -> Iterator[tuple[MicroBatch, bool]]:
     """The first `max_samples` samples in the order of evaluation, each once, as (micro batch, counts).
 
@@ -140,4 +154,4 @@ def evaluation_batches(
     order: Callable[[int], int] = int if total == len(dataset) else dataset.evaluation_index
     batches = _batches(dataset, 0, order, numbers, num_workers)
     for start, data in zip(mine, batches, strict=True):
-        yield MicroBatch(start or 0, data), start is not None
+        yield MicroBatch(start or 0, data, num_targets(data)), start is not None

@@ -101,5 +101,10 @@ class Precision:
 
     @property
     def overflows(self) -> bool:
-        """Whether gradients that are not finite are what the loss scale reckons with."""
+        """True where gradients that are not finite are expected now and then, and lower the loss scale."""
         return self.options.dtype == "fp16"
+
+    def update_scale(self, attempted: bool, applied: bool) -> None:
+        """Adapt the loss scale after a step; one that was refused for its loss does not count."""
+        if attempted and (applied or self.overflows):
+            self.scaler.update(overflow=not applied)

@@ -191,7 +191,7 @@ class Runner:
         return nullcontext()
 
     def optimizer_step(self, apply: bool = True) -> StepResult:
-        """Unscale, clip by global norm, step, zero. `apply=False` throws the gradients away."""
+        """Unscale, clip by global norm, step, zero, adapt the loss scale. `apply=False` throws the gradients away."""
         assert self.optimizer is not None
         gradients = gradients_of(self.optimizer)
         scale = self.gradient_scale
@@ -204,6 +204,7 @@ class Runner:
                 torch._foreach_mul_(gradients, clip / scale)
             self.update()
         self.model.zero_grad(set_to_none=True)  # not the optimizer's alone: it may own a share of the parameters
+        self.precision.update_scale(apply, applied)
         return StepResult(norm, applied)
 
     def update(self) -> None:

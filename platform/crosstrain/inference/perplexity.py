@@ -30,13 +30,13 @@ def evaluate_loss(
     total = targets = 0.0
     batches = evaluation_batches(
         dataset, micro_batch, dp_rank=runner.dp.rank, dp_size=runner.dp.size,
-        max_samples=max_samples, num_workers=num_workers,
+        max_samples=max_samples, num_workers=num_workers, num_targets=runner.model.num_targets,
     )  # fmt: skip
     with runner.evaluating():
         for micro, counts in batches:
             loss = runner.evaluate(micro.data).item()
             if counts:
                 total += loss
-                targets += runner.model.num_targets(micro.data)
+                targets += micro.num_targets
     total, targets = runner.dp.all_reduce_sum(total, targets)
     return LossMetrics(total / max(targets, 1), int(targets))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,40 @@ from crosstrain.utils.files import write_atomically
 from crosstrain.utils.units import finite
 
 Row = dict[str, Any]  # step, plain numbers, {"timers": {phase: ms}}, and texts: see `texts`
+
+
+@dataclass
+class StepMetrics:
+    """Numbers of one attempted step; None: not finite, or not measured."""
+
+    step: int
+    loss: float | None  # mean over target tokens
+    lr: float
+    grad_norm: float | None  # before clipping
+    loss_scale: float
+    samples: int  # sample numbers that the run has gone through
+    skipped_steps: int
+    sequence_length: int | None = None  # of a curriculum
+
+    # Measured by the reporter, over the steps since the last logged one.
+    step_ms: float = 0.0
+    tokens_per_second: float = 0.0
+    timers: dict[str, float] = field(default_factory=dict)  # phase -> ms, of this step
+    memory: dict[str, float] = field(default_factory=dict)  # memory_allocated_mb and the like
+    mfu: float | None = None  # model FLOPs utilisation
+    gpu_utilisation: float | None = None  # percent
+    loader_samples_per_second: float | None = None
+    notes: list[str] = field(default_factory=list)  # of stragglers and slow data
+
+    def row(self) -> Row:
+        """The numbers as trackers get them, without those that were not measured."""
+        out: Row = {}
+        for name, value in vars(self).items():
+            if name == "memory":
+                out |= value
+            elif value not in (None, []) or name in ("loss", "grad_norm"):
+                out[name] = value
+        return out
 
 
 def line(row: Row) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from tqdm import tqdm
+
+from crosstrain.monitor.metrics import StepMetrics
 
 
 class Progress:
@@ -16,9 +17,9 @@ class Progress:
             total=total, initial=start, unit="step", dynamic_ncols=True, disable=not (enabled and sys.stderr.isatty())
         )
 
-    def advance(self, row: dict[str, Any]) -> None:
+    def advance(self, metrics: StepMetrics) -> None:
         self._bar.set_postfix_str(
-            f"loss {_number(row['loss'], '.4f')}, {row['tokens_per_second']:.0f} tokens/s", refresh=False
+            f"loss {_number(metrics.loss, '.4f')}, {metrics.tokens_per_second:.0f} tokens/s", refresh=False
         )
         self._bar.update()
 
@@ -26,31 +27,29 @@ class Progress:
         self._bar.close()
 
 
-def log_line(row: dict[str, Any], max_iters: int) -> list[str]:
+def log_line(metrics: StepMetrics, max_iters: int) -> list[str]:
     """The two lines of a logged step, in the order and notation of Megatron's log."""
     first = [
-        f"iteration {row['step']:8d}/{max_iters:8d}",
-        f"elapsed time per iteration (ms): {row['step_ms']:.1f}",
-        f"learning rate {row['lr']:.3E}",
-        f"lm loss {_number(row['loss'], '.6E')}",
-        f"loss scale {row['loss_scale']:.1f}",
-        f"grad norm {_number(row['grad_norm'], '.3f')}",
-        f"tokens/s {row['tokens_per_second']:.0f}",
+        f"iteration {metrics.step:8d}/{max_iters:8d}",
+        f"elapsed time per iteration (ms): {metrics.step_ms:.1f}",
+        f"learning rate {metrics.lr:.3E}",
+        f"lm loss {_number(metrics.loss, '.6E')}",
+        f"loss scale {metrics.loss_scale:.1f}",
+        f"grad norm {_number(metrics.grad_norm, '.3f')}",
+        f"tokens/s {metrics.tokens_per_second:.0f}",
     ]
-    if row["skipped_steps"]:
-        first.append(f"skipped steps {row['skipped_steps']}")
-    if "mfu" in row:
-        first.append(f"MFU {100 * row['mfu']:.1f}%")
-    timers = [f"{phase}: {milliseconds:.2f}" for phase, milliseconds in row["timers"].items()]
+    if metrics.skipped_steps:
+        first.append(f"skipped steps {metrics.skipped_steps}")
+    if metrics.mfu is not None:
+        first.append(f"MFU {100 * metrics.mfu:.1f}%")
+    timers = [f"{phase}: {milliseconds:.2f}" for phase, milliseconds in metrics.timers.items()]
     return [" | ".join(first), "time (ms) | " + " | ".join(timers)]
 
 
-def memory_line(row: dict[str, Any]) -> str:
+def memory_line(metrics: StepMetrics) -> str:
     """Memory in use after the first interval, in MiB."""
-    parts = [
-        (name, row[f"memory_{name}_mb"]) for name in ("allocated", "peak", "reserved") if f"memory_{name}_mb" in row
-    ]
-    return "memory (MB) | " + " | ".join(f"{name}: {value:.1f}" for name, value in parts)
+    parts = [f"{name[len('memory_') : -len('_mb')]}: {value:.1f}" for name, value in metrics.memory.items()]
+    return "memory (MB) | " + " | ".join(parts)
 
 
 def _number(value: float | None, form: str) -> str:

@@ -10,7 +10,7 @@ from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.load import Config
 from crosstrain.engine.runner import Runner
 from crosstrain.monitor.hardware import gpu_utilisation, memory_mb, peak_flops
-from crosstrain.monitor.metrics import Row
+from crosstrain.monitor.metrics import Row, StepMetrics
 from crosstrain.monitor.progress import Progress, log_line, memory_line
 from crosstrain.monitor.stragglers import StragglerDetector
 from crosstrain.monitor.tracker import TrackedRun, Trackers
@@ -26,11 +26,15 @@ class Reporter:
         is_main = runner.world.rank == 0
         self._runner, self._max_iters, self._global_batch = runner, max_iters, global_batch
         self._components, self._config, self._folder = config.run.trackers if is_main else [], config.plain, folder
-        self._tracked_step = resumed_step
+        self._num_workers, self._is_main = config.run.num_workers, is_main
+        self._begin(resumed_step)
+
+    def _begin(self, step: int) -> None:
+        self._tracked_step = step
         self.trackers = self._start_trackers()
-        self._progress = Progress(max_iters, resumed_step, enabled=is_main)
+        self._progress = Progress(self._max_iters, step, enabled=self._is_main)
         self._memory_logged = False
-        self._stragglers = StragglerDetector(runner, config.run.num_workers)
+        self._stragglers = StragglerDetector(self._runner, self._num_workers)
         self.begin_interval()
 
     def begin_interval(self) -> None:
@@ -44,47 +48,48 @@ class Reporter:
         yield
         self._start += time.perf_counter() - started
 
-    def measure(self, tokens: int, sequence_length: int | None) -> Row:
-        """Count a step of `tokens` target tokens; returns time per step, tokens/s, memory and utilisation so far."""
+    def measure(self, metrics: StepMetrics, tokens: int, sequence_length: int | None) -> None:
+        """Count a step of `tokens` target tokens, and fill in its speed, memory and utilisation."""
         self._steps += 1
         self._tokens += tokens
         self._stragglers.add_step()
         seconds = time.perf_counter() - self._start
         device, precision = self._runner.device, self._runner.precision
-        row: Row = {
-            "step_ms": 1000 * seconds / self._steps,
-            "tokens_per_second": self._tokens / seconds,
-            "timers": {phase: 1000 * s for phase, s in self._runner.timers.seconds.items()},
-            **memory_mb(device),
-        }
+        metrics.step_ms = 1000 * seconds / self._steps
+        metrics.tokens_per_second = self._tokens / seconds
+        metrics.timers = {phase: 1000 * s for phase, s in self._runner.timers.seconds.items()}
+        metrics.memory = memory_mb(device)
         peak, flops = peak_flops(device, precision.dtype), self._runner.model.flops_per_token(sequence_length)
         if peak and flops:
-            row["mfu"] = row["tokens_per_second"] * flops / (peak * self._runner.world.size)
-        return row
+            metrics.mfu = metrics.tokens_per_second * flops / (peak * self._runner.world.size)
 
-    def advance(self, row: Row) -> None:
+    def advance(self, metrics: StepMetrics) -> None:
         """Move the progress bar by a step."""
-        self._progress.advance(row)
+        self._progress.advance(metrics)
 
-    def log(self, row: Row) -> None:
-        """Log a step, and after the first one the memory in use; begin a new interval. Collective.
+    def log(self, metrics: StepMetrics) -> None:
+        """Log a step, and after the first one the memory in use; a new interval begins. Collective.
 
-        Adds to the row what is measured in logged steps alone.
+        Fills in what only logged steps measure.
         """
-        waited, notes = self._stragglers.check(row["step"], self._steps, time.perf_counter() - self._start)
-        row |= gpu_utilisation(self._runner.device)
+        waited, metrics.notes = self._stragglers.check(metrics.step, self._steps, time.perf_counter() - self._start)
+        metrics.gpu_utilisation = gpu_utilisation(self._runner.device).get("gpu_utilisation")
         if waited > 0:
-            row["loader_samples_per_second"] = self._global_batch * self._steps / waited
-        for line in log_line(row, self._max_iters):
+            metrics.loader_samples_per_second = self._global_batch * self._steps / waited
+        for line in log_line(metrics, self._max_iters):
             log.info(line)
         if not self._memory_logged:
-            log.info(memory_line(row))
+            log.info(memory_line(metrics))
             self._memory_logged = True
-        if notes:
-            row["notes"] = notes
-            for note in notes if self._runner.world.rank == 0 else []:
+        if self._runner.world.rank == 0:
+            for note in metrics.notes:
                 log.warning(note)
         self.begin_interval()
+
+    def go_back(self, step: int) -> None:
+        """Begin anew after step `step`, to which the run went back."""
+        self.close()
+        self._begin(step)
 
     def _start_trackers(self) -> Trackers:
         return Trackers(self._components, TrackedRun(self._folder.path, self._config, self._tracked_step))

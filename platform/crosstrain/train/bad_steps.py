@@ -13,7 +13,7 @@ from typing import Any
 
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.data.dataset import Dataset
-from crosstrain.data.loader import MicroBatch, one_sample
+from crosstrain.data.loader import MicroBatch, Step, one_sample
 from crosstrain.data.skip_ranges import Ranges, leave_out, show, spans
 from crosstrain.engine.runner import Runner, StepResult
 from crosstrain.train.state import State
@@ -37,10 +37,9 @@ class RollBack(TrainingError):
 
 @dataclass
 class Attempt:
-    """A step that was made, or not: what this rank read, and what every rank knows of it."""
+    """A step that was applied or not."""
 
-    micro_batches: list[MicroBatch]
-    numbers: list[int]  # of the whole step's samples
+    batch: Step  # this rank's micro batches, and all ranks' sample numbers
     loss: float
     problem: str | None  # why it was refused
     result: StepResult
@@ -74,7 +73,7 @@ class BadSteps:
 
     # ---- judging
 
-    def judge(self, loss: float, state: State) -> str | None:
+    def check_loss(self, loss: float, state: State) -> str | None:
         """Why the step is not to be applied, from its loss; None: there is nothing against it."""
         if not math.isfinite(loss):
             return "the loss is not finite"
@@ -88,14 +87,12 @@ class BadSteps:
             return None
         return f"the loss, {loss:.4g}, is a spike above {usual:.4g}, the median of the last {len(window)}"
 
-    def account(self, state: State, attempt: Attempt) -> None:
+    def record(self, state: State, attempt: Attempt) -> None:
         """Take note of an attempted step in the state. Collective where the step was bad.
 
         Raises RollBack under that policy, and TrainingError where training is to end.
         """
         result, precision = attempt.result, self.runner.precision
-        if attempt.problem is None and (result.applied or precision.overflows):
-            precision.scaler.update(not result.applied)  # a refused step says nothing about the scale
         if result.applied:
             state.overflows_in_a_row = state.bad_in_a_row = 0
             self._remember(state, attempt.loss)
@@ -116,7 +113,7 @@ class BadSteps:
     # ---- acting
 
     def _act(self, state: State, attempt: Attempt, problem: str) -> None:
-        suspects = [] if problem is _GRADIENTS else self.suspects(attempt.micro_batches)
+        suspects = [] if problem is _GRADIENTS else self.suspects(attempt.batch)
         where, policy = self._where(state, attempt), self.options.policy
         sentence = f"{where}: {problem}{self._tell(suspects)}"
         self._write(state, attempt, problem, suspects)
@@ -127,10 +124,10 @@ class BadSteps:
                 f"run the same command again"
             )
         if policy == "roll_back":
-            raise RollBack(sentence, attempt.numbers)
+            raise RollBack(sentence, attempt.batch.numbers)
         self._warn(f"{sentence}; the step is skipped")
         state.bad_in_a_row += 1
-        state.skipped = [*state.skipped, [state.step, attempt.numbers[0], attempt.numbers[-1]]]
+        state.skipped = [*state.skipped, [state.step, attempt.batch.numbers[0], attempt.batch.numbers[-1]]]
         self._end_after(
             self.options.max_in_a_row, state.bad_in_a_row, sentence,
             "bad steps in a row were skipped (run.on_bad_step.max_in_a_row), so it is not the data alone; lower "
@@ -183,7 +180,7 @@ class BadSteps:
         return [sample for sample in alone if not math.isfinite(sample.loss)] or [suspect]
 
     def _where(self, state: State, attempt: Attempt) -> str:
-        return f"step {state.step} ({show(attempt.numbers)})"
+        return f"step {state.step} ({show(attempt.batch.numbers)})"
 
     def _tell(self, suspects: list[Suspect]) -> str:
         if not suspects:
@@ -217,7 +214,7 @@ class BadSteps:
         row: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%d %H:%M:%S"), "step": state.step, "problem": problem,
             "policy": self.options.policy, "loss": finite(attempt.loss), "grad_norm": finite(attempt.result.grad_norm),
-            "samples": spans(attempt.numbers),
+            "samples": spans(attempt.batch.numbers),
             "suspects": [
                 {
                     "samples": list(suspect.numbers), "indices": indices, "loss": finite(suspect.loss),

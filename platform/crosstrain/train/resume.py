@@ -10,7 +10,9 @@ from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.frozen import load_shards
 from crosstrain.distributed.group import Group
 from crosstrain.engine.runner import Runner
+from crosstrain.train.state import State
 from crosstrain.utils.errors import CheckpointError
+from crosstrain.utils.logging import log
 
 
 def starting_point(root: Path, resume_from: str | None, world: Group, run: str | None = None) -> Path | None:
@@ -38,6 +40,16 @@ def _newest(root: Path, resume_from: str | None, run: str | None) -> Path | None
     if newest is None and resume_from:
         newest = folders.find_checkpoint(Path(resume_from))
     return newest
+
+
+def restore(checkpoint: Path | None, runner: Runner) -> State:
+    """The run's state in a checkpoint, the runner's loss scale with it; a new one without a checkpoint."""
+    if checkpoint is None:
+        return State()
+    state = State.load(checkpoint)
+    runner.precision.scaler.load_state(state.scaler)
+    log.info("resuming %s at step %d (sample %d)", checkpoint, state.step, state.samples)
+    return state
 
 
 def reload(runner: Runner, checkpoint: Path, frozen: Collection[str]) -> None:

@@ -1,44 +1,137 @@
-"""What every training worker runs."""
+"""One training worker, from the configuration to the last checkpoint: read `build_trainer` first."""
 
 from __future__ import annotations
 
 import signal
 import textwrap
+from pathlib import Path
+from typing import Any
 
+from crosstrain.checkpoint import folders
+from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
+from crosstrain.checkpoint.run_folder import RunFolder
+from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
+from crosstrain.data.splits import open_split
 from crosstrain.distributed.group import Group
 from crosstrain.distributed.launch.cluster_env import restart_reason
 from crosstrain.distributed.launch.signals import StopRequest
-from crosstrain.engine.build import make_runner
+from crosstrain.engine.build import build_model, check_tokenizer, make_runner
+from crosstrain.engine.lr_schedule import make_schedule
+from crosstrain.engine.runner import Runner
+from crosstrain.monitor.profiler import Profiler
+from crosstrain.monitor.reporter import Reporter
+from crosstrain.train.bad_steps import BadSteps
+from crosstrain.train.prompt_samples import PromptSamples
+from crosstrain.train.resume import restore, starting_point
 from crosstrain.train.trainer import Trainer
-from crosstrain.utils.logging import log
+from crosstrain.utils.assets import TOKENIZER_FILES, copy_files, plain_files
+from crosstrain.utils.logging import log, set_up_logging
 
 
-def tell(world: Group, step: int) -> None:
-    """Log, if so, that these workers were started again, and go on from `step`. Collective."""
+def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
+    """Train on this rank; returns the signal that stopped it, or 0."""
+    stop = StopRequest(under_launcher)
+    config = Config.from_plain(plain)
+    runner = make_runner(config)
+    runner.setup()
+    trainer = build_trainer(config, runner, stop)
+    _log_restart(runner.world, trainer.state.step)
+    trainer.fit()
+    if not trainer.stopped:
+        _log_summary(trainer)
+    runner.close()
+    return int(stop.received or signal.SIGTERM) if trainer.stopped else 0  # only some ranks may know which signal
+
+
+def build_trainer(config: Config, runner: Runner, stop: StopRequest, quiet: bool = False) -> Trainer:
+    """Build the parts of a run in order: folder, data, schedule, model and optimizer, state, reports. Collective."""
+    run, rank = config.run, runner.world.rank
+    folder = _open_folder(config, runner.world, quiet)
+
+    dataset = open_split(config, "train")
+    val_dataset = open_split(config, "val") if run.eval_interval else None
+    plan = BatchPlan.of(run, runner.dp.size)
+    max_iters = plan.steps(run, len(dataset))
+    if run.curriculum is not None:
+        run.curriculum.check(dataset.sequence_length)
+    schedule = make_schedule(config, max_iters)
+
+    start = starting_point(folder.checkpoints, run.resume_from, runner.world, folder.run_id)
+    if start is not None:
+        check_tokenizer(start, dataset)
+    frozen = build_model(config, runner, start, for_training=True)  # the runner now holds model and optimizer
+    state = restore(start, runner)
+
+    tokenizer = dataset.tokenizer_path
+    tokenizer_files = plain_files(tokenizer, TOKENIZER_FILES) if tokenizer is not None else []
+
+    def write_assets(checkpoint: Path) -> None:
+        """What makes a checkpoint a Hugging Face folder."""
+        runner.model.save_config(checkpoint)
+        copy_files(tokenizer_files, checkpoint)
+
+    retention = Retention(run.keep_last, run.keep_every)
+    checkpointer = Checkpointer(folder.checkpoints, runner.new_group(), retention, write_assets, folder.run_id)
+    saved_step = state.step if start is not None and start.parent == folder.checkpoints else None
+    bad_steps = BadSteps(runner, dataset, folder if rank == 0 else None)
+    profiler = Profiler(run.profile, folder.profile, rank, runner.device)
+    reporter = Reporter(runner, config, folder, state.step, max_iters, plan.global_batch)
+    samples = PromptSamples(runner, run, tokenizer)
+    trainer = Trainer(
+        config, runner, stop, folder, dataset, val_dataset, plan, max_iters, schedule, state, frozen, checkpointer,
+        saved_step, bad_steps, reporter, profiler, samples,
+    )  # fmt: skip
+    _log_setup(trainer)
+    return trainer
+
+
+def _open_folder(config: Config, world: Group, quiet: bool) -> RunFolder:
+    """The run's folder, made and held by rank 0, and the log in it. Collective."""
+    folder, is_main = RunFolder(config.run.output_dir), world.rank == 0
+    if is_main:
+        folder.create(config.plain, folders.newest_run(folder.checkpoints))
+    folder.check_shared(world)
+    folder.run_id = world.broadcast(folder.run_id)
+    set_up_logging(folder.log if is_main else None, quiet=quiet or not is_main, write=folder.append)
+    return folder
+
+
+# ---- log lines
+
+
+def _log_setup(trainer: Trainer) -> None:
+    """Log model, runner and batch plan. Collective."""
+    runner, plan, config = trainer.runner, trainer.plan, trainer.config
+    mine = {n: (p.requires_grad, runner.full_shape(p).numel()) for n, p in runner.model.canonical_parameters().items()}
+    parameters = {name: count for held in runner.world.all_gather(mine) for name, count in held.items()}
+    log.info(
+        "%s: %s parameters (%s trainable), runner %s on %d %s worker(s), %s",
+        config.model.name,
+        f"{sum(numel for _, numel in parameters.values()):,}",
+        f"{sum(numel for trainable, numel in parameters.values() if trainable):,}",
+        config.runner.name,
+        runner.world.size,
+        runner.device.type,
+        config.run.amp.dtype,
+    )
+    log.info(
+        "global batch %d = micro %d x accumulation %d x data parallel %d; %d training samples; steps %d to %d",
+        plan.global_batch, plan.micro_batch, plan.accumulation, plan.dp_size, len(trainer.dataset),
+        trainer.state.step + 1, trainer.max_iters,
+    )  # fmt: skip
+
+
+def _log_restart(world: Group, step: int) -> None:
+    """Log why these workers were started again, if they were. Collective."""
     reasons = [reason for reason in world.all_gather(restart_reason()) if reason]
     if reasons:
         _, number, most, why = max(reasons)
         log.info("%s; all ranks started again (restart %d of %d) and go on from step %d", why, number, most, step)
 
 
-def train_worker(plain: dict, under_launcher: bool) -> int:
-    """What every worker runs; returns the signal that stopped it, or 0."""
-    stop = StopRequest(under_launcher)
-    config = Config.from_plain(plain)
-    runner = make_runner(config)
-    runner.setup()
-    trainer = Trainer(config, runner, stop)
-    tell(runner.world, trainer.state.step)
-    trainer.fit()
-    if not trainer.stopped:
-        _farewell(trainer)
-    runner.close()
-    return int(stop.received or signal.SIGTERM) if trainer.stopped else 0  # which one, only some ranks may know
-
-
-def _farewell(trainer: Trainer) -> None:
-    """How good the model is, beside what no training gives; a sample of its text; what to open next."""
+def _log_summary(trainer: Trainer) -> None:
+    """Log the final perplexity beside baselines that no training gives, samples of text, and what to open next."""
     run = trainer.run
     # A run too short for its first validation, such as a smoke run, does not end in one either.
     if trainer.val_dataset is not None and run.eval_interval is not None and run.eval_interval <= trainer.max_iters:

@@ -198,9 +198,13 @@ class DeepSpeedRunner(Runner):
         self._used.clear()
 
     def optimizer_step(self, apply: bool = True) -> StepResult:
-        result = super().optimizer_step(apply) if self.partition is None else self._zero_step(apply)
-        if self.partition is not None and not result.applied:
-            self.partition.refused()
+        if self.partition is None:
+            result = super().optimizer_step(apply)
+        else:
+            result = self._zero_step(apply)
+            if not result.applied:
+                self.partition.refused()
+            self.precision.update_scale(apply, result.applied)
         if self.options.wall_clock_breakdown:
             for name, milliseconds in self.engine.get_wall_clock_timers().items():
                 self.timers.add(f"deepspeed {name}", milliseconds / 1000)
