@@ -133,8 +133,8 @@ def test_alike_blocks_that_are_not_computed_count_as_if_they_were(
     whole = memory_trace.trace(model, batch, dtype, mode, "cpu")
     for name in ("forward_peak", "kept", "logits", "inputs", "flops"):
         assert getattr(short, name) == getattr(whole, name), name
-    for growing, outside, exchanged in ((0.0, 0.0, 0), (1.0, 1.0, 0), (0.5, 1.0, 10**7)):
-        assert short.peak(growing, outside, exchanged) == whole.peak(growing, outside, exchanged)
+    for retained, outside, exchanged in ((0.0, 0.0, 0), (1.0, 1.0, 0), (0.5, 1.0, 10**7)):
+        assert short.peak(retained, outside, exchanged) == whole.peak(retained, outside, exchanged)
 
 
 @pytest.mark.parametrize("frozen", [["vision"], [], ["language_model"], ["vision", "qformer", "language_model"]])

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     from crosstrain.data.vision.image_dataset import Annotation, ImageDataset, ImageDatasetOptions
     from crosstrain.data.vision.prompts import Example, PromptBuilder, VqaDataset
     from crosstrain.distributed.group import Group
-    from crosstrain.engine.footprint import Layout, Situation, Sizes
+    from crosstrain.engine.footprint import Layout, PlanContext, Sizes
     from crosstrain.engine.grad_norm import global_norm
     from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, check_elementwise, create_state
     from crosstrain.engine.runner import Runner, StepResult

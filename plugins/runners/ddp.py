@@ -13,7 +13,7 @@ from annotated_types import Interval
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from crosstrain import Layout, MakeOptimizer, Model, Runner, Situation, Sizes, registry
+from crosstrain import Layout, MakeOptimizer, Model, PlanContext, Runner, Sizes, registry
 from crosstrain.engine.footprint import data_parallel
 
 
@@ -32,11 +32,11 @@ class DDPRunner(Runner):
     _bucket_ready: float | None = None
 
     @classmethod
-    def layouts(cls, options: Any, at: Situation) -> list[Layout]:
+    def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
         out = data_parallel(at)
         if at.world_size > 1:
             buckets = Sizes.of(at.model).trainable  # are kept; gradients that wait for an exchange lie beside them
-            out.gradients, out.growing = buckets * (2 if at.batch.accumulation > 1 else 1), 0.0
+            out.gradients, out.retained_grad_fraction = buckets * (2 if at.batch.accumulation > 1 else 1), 0.0
         return [out]
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:

@@ -16,9 +16,9 @@ from crosstrain import (
     Layout,
     MakeOptimizer,
     Model,
+    PlanContext,
     PositiveInt,
     Runner,
-    Situation,
     Sizes,
     materialize,
     parameters_on_meta,
@@ -52,7 +52,7 @@ class FSDPRunner(Runner):
         return world_size
 
     @classmethod
-    def layouts(cls, options: Any, at: Situation) -> list[Layout]:
+    def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
         ranks = options.shard_size or at.world_size
         return [
             fully_sharded(

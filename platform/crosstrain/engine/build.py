@@ -1,4 +1,4 @@
-"""From a configuration to a runner that holds a model: what training and evaluation share."""
+"""Build the configured runner, model and optimizer, for training and for evaluation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.tokenizer import TOKENIZER, vocabulary
-from crosstrain.engine.compilation import compile_model
 from crosstrain.engine.optimizer import optimizer_factory
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling import activation_checkpointing
@@ -49,7 +48,7 @@ def model_on_meta(config: Config) -> Model:
 
 
 def batch_plan(config: Config, world_size: int) -> BatchPlan:
-    """The batch arithmetic of the configured runner on so many workers, before any of them exists.
+    """The batch arithmetic of the configured runner on `world_size` workers, before any of them exists.
 
     Raises ConfigError where the layout, the numbers or the run's other settings do not go together.
     """
@@ -59,7 +58,7 @@ def batch_plan(config: Config, world_size: int) -> BatchPlan:
 
 
 def check_fit(model: Model, dataset: Dataset) -> None:
-    """ConfigError if samples hold ids or are of a length that the model cannot take."""
+    """Raise ConfigError for samples with ids or of a length that the model cannot take."""
     if dataset.vocab_size and model.vocab_size and dataset.vocab_size > model.vocab_size:
         raise ConfigError(
             f"model.vocab_size: {model.vocab_size} is too small for the dataset, whose tokenizer has "
@@ -74,9 +73,9 @@ def check_fit(model: Model, dataset: Dataset) -> None:
 
 
 def check_tokenizer(folder: Path | None, dataset: Dataset) -> None:
-    """ConfigError if an id of the dataset is another token to the weights in `folder`, as its tokenizer.json says.
+    """Raise ConfigError where an id of the dataset is another token in the tokenizer.json of the weights' `folder`.
 
-    Tokens that the dataset's vocabulary has beyond the other's are none of that.
+    Tokens that only the dataset's vocabulary has are not compared.
     """
     ours = dataset.tokenizer_path
     if folder is None or ours is None or not all((f / TOKENIZER).is_file() for f in (folder, ours)):
@@ -124,7 +123,8 @@ def build_model(
         freeze(model, config.run.freeze)
         for blocks, mode in model.checkpointing(config.run.gradient_checkpointing):
             activation_checkpointing.apply(blocks, mode, runner.precision.autocast)
-    compile_model(model, config.run.compile)
+    for module in {"none": [], "blocks": model.blocks(), "model": [model]}[config.run.compile]:
+        module.compile()  # in place: names of parameters do not change
     whole = model.canonical_parameters()  # of which a rank may keep a part
     frozen = {name for name, p in whole.items() if not p.requires_grad}
     runner.prepare(model, optimizer_factory(config, model.lr_scale) if for_training else None)
@@ -151,7 +151,7 @@ def build_model(
 
 
 def _check_optimizer(reader: Reader, kinds: set[str], config: Config) -> None:
-    """CheckpointError unless the checkpoint holds just the kinds of state that the optimizer keeps."""
+    """Raise CheckpointError unless the checkpoint holds exactly the kinds of state that the optimizer keeps."""
     there, here = reader.kinds() - {"param"}, kinds - {"param"}
     if there != here:
         raise CheckpointError(

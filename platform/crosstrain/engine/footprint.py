@@ -1,4 +1,4 @@
-"""What a rank holds and sends, as a runner says before any rank exists."""
+"""Memory and traffic of a rank, as a runner describes them before any rank exists."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from crosstrain.utils.types import Batch
 
 
 @dataclass(frozen=True)
-class Situation:
-    """What a runner is asked about: a model on the meta device, frozen as the run freezes it, and where it trains.
+class PlanContext:
+    """A planned run: a model on the meta device, frozen as the run freezes it, and the ranks that train it.
 
-    torch's process group is a pretended one of `world_size` ranks, of which this is the first; exchanges do nothing.
+    torch's process group is a fake one of `world_size` ranks, this one the first; exchanges do nothing.
     """
 
     model: Model
@@ -31,34 +31,31 @@ class Situation:
 
 @dataclass
 class Layout:
-    """What one rank holds between steps and at the most, and sends in a step. Bytes, but for `updated`.
+    """Memory that one rank holds and bytes that it sends in a step. Fields are bytes unless they say elements."""
 
-    The defaults of what is not given are nothing.
-    """
-
-    parameters: int  # that stay on the device
-    updated: int  # elements that this rank's optimizer updates, of which it keeps state
+    parameters: int  # held on the device all the time
+    updated: int  # elements that this rank's optimizer updates, with state for each
     held: int  # elements of parameters that this rank keeps between steps, wherever they are
-    gradients: int = 0  # that exist all the time while a micro batch is computed
-    growing: float = 0.0  # and of each gradient that the backward makes, the share that stays until the step
-    growing_outside: float | None = None  # of those of parameters outside of blocks; None: the same
-    masters: int = 0  # a second copy of what is updated, for the optimizer; it is where the optimizer's state is
-    gathered: int = 0  # parameters of other ranks, at the most
-    buffers: int = 0  # of exchanges while micro batches are computed
-    gradient_buffers: int = 0  # of exchanges that begin with the first gradient of a backward; with gradients that wait
-    step_buffers: int = 0  # of exchanges between the last backward and the end of the step
-    sent: int = 0  # in a step, outside of the forward and the backward of blocks, which are traced
-    host: dict[str, int] = field(default_factory=dict)  # in host memory, by what it is; without the optimizer's state
-    optimizer: Literal["device", "host", "disk"] = "device"  # where the optimizer's state is
-    in_flight: int = 1  # micro batches whose activations are kept at the same time
-    model: Model | None = None  # what it computes with, if that is not the whole model; on the meta device
-    computes: str = ""  # equal ones compute alike, and are traced once
-    kind: str = ""  # which of several kinds of rank it is, such as the stage of a pipeline
+    gradients: int = 0  # allocated all the time while a micro batch is computed
+    retained_grad_fraction: float = 0.0  # of each gradient of the backward, kept until the step
+    retained_grad_fraction_outside: float | None = None  # outside of blocks; None: the same
+    masters: int = 0  # the optimizer's own copy of the parameters, beside its state
+    gathered: int = 0  # parameters of other ranks, at the peak
+    buffers: int = 0  # for communication while micro batches are computed
+    gradient_buffers: int = 0  # for communication from the first gradient of a backward on, waiting gradients included
+    step_buffers: int = 0  # for communication between the last backward and the end of the step
+    sent: int = 0  # in a step, beside the exchanges within forward and backward, which are traced
+    host: dict[str, int] = field(default_factory=dict)  # host memory by purpose, without optimizer state
+    optimizer: Literal["device", "host", "disk"] = "device"  # place of the optimizer state
+    in_flight: int = 1  # micro batches whose activations are kept at once
+    model: Model | None = None  # the rank's part of the model, on the meta device; None: all of it
+    computes: str = ""  # key of the trace: layouts with equal keys are traced once
+    kind: str = ""  # name of this kind of rank, such as a pipeline stage
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a model's parameters by where they are; each parameter counts once."""
+    """Bytes of a model's parameters, in and outside of blocks; a tied parameter counts once."""
 
     parameters: int
     trainable: int
@@ -66,7 +63,7 @@ class Sizes:
     elements: int
     largest_block: int
     outside_blocks: int
-    blocks: int  # how many
+    blocks: int  # number of blocks
 
     @staticmethod
     def of(model: Model) -> Sizes:
@@ -78,7 +75,7 @@ class Sizes:
 
 
 def numbers(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
-    """Bytes and elements of parameters, each of which counts once."""
+    """Bytes and elements of parameters; a tied one counts once."""
     each = {id(p): p for p in parameters}.values()
     return sum(p.numel() * p.element_size() for p in each), sum(p.numel() for p in each)
 
@@ -98,32 +95,32 @@ def share(size: int, ranks: int) -> int:
     return -(-size // ranks)
 
 
-def data_parallel(at: Situation) -> Layout:
-    """Every rank holds everything, and gradients are summed."""
+def data_parallel(at: PlanContext) -> Layout:
+    """Layout of plain data parallelism: every rank holds everything, and gradients are summed."""
     ranks = at.batch.dp_size
     return replicated(Sizes.of(at.model), ranks, ranks == 1 and at.batch.accumulation == 1)
 
 
 def replicated(sizes: Sizes, ranks: int, once: bool) -> Layout:
-    """All of `sizes` on each of `ranks` ranks, which sum gradients.
+    """Layout with all of `sizes` on each of `ranks` ranks, which sum gradients.
 
-    once: a gradient begins in the step's only backward; otherwise all are there all the time.
+    once: the step has one backward, so gradients appear one by one; otherwise all are allocated all the time.
     """
     return Layout(
         parameters=sizes.parameters,
         held=sizes.elements,
         updated=sizes.trainable_elements,
         gradients=0 if once else sizes.trainable,
-        growing=1.0 if once else 0.0,
+        retained_grad_fraction=1.0 if once else 0.0,
         sent=all_reduced(sizes.trainable, ranks),
     )
 
 
-def fully_sharded(sizes: Sizes, at: Situation, ranks: int, *, regather: bool, offload: bool, every: bool) -> Layout:
-    """torch's FSDP2 with `ranks` ranks to a copy, blocks one by one and then the rest.
+def fully_sharded(sizes: Sizes, at: PlanContext, ranks: int, *, regather: bool, offload: bool, every: bool) -> Layout:
+    """Layout of torch's FSDP2 with `ranks` ranks to a copy of the model.
 
-    While a block computes the next one is gathered; what is outside of the blocks stays gathered. `regather`: blocks
-    are given back after their forward. `every`: gradients are summed after every micro batch, not after the last alone.
+    While a block computes, the next one is gathered; parameters outside of blocks stay gathered. `regather`: blocks are
+    freed after their forward. `every`: gradients are reduced after every micro batch, not only after the last.
     """
     mine, trained = share(sizes.parameters, ranks), share(sizes.trainable, ranks)
     rounds = at.batch.accumulation
@@ -140,8 +137,8 @@ def fully_sharded(sizes: Sizes, at: Situation, ranks: int, *, regather: bool, of
         held=share(sizes.elements, ranks),
         updated=share(sizes.trainable_elements, ranks),
         gradients=sizes.trainable if waits else shares if every else 0,
-        growing=shares / max(sizes.trainable, 1) if not waits and not every else 0.0,
-        growing_outside=0.0 if waits else 1.0,  # which are summed last
+        retained_grad_fraction=shares / max(sizes.trainable, 1) if not waits and not every else 0.0,
+        retained_grad_fraction_outside=0.0 if waits else 1.0,  # which are summed last
         gathered=gathered,
         # A block's gradients are copied before they are sent, while the next block makes its own. When the rest is
         # summed, the shares of all are there.

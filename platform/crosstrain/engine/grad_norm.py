@@ -1,4 +1,4 @@
-"""The norm of all gradients, to the last digit: it is compared across runners and decides how much is clipped."""
+"""The global gradient norm, in float64, because it is compared across runners and decides how much is clipped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BLOCK = 4096
 
 
 def global_norm(tensors: list[Tensor]) -> float:
-    """2-norm of all elements of all tensors together; DTensors count once, however they are spread. Collective then."""
+    """2-norm of all elements of all tensors; DTensors count once, however they are sharded. Collective for DTensors."""
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         spread = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None

@@ -1,4 +1,4 @@
-"""What every optimizer and schedule has in common: parameter groups, state from the first step, the rate's driver."""
+"""Parameter groups and optimizer state, the same for every registered optimizer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ShapeOf = Callable[[nn.Parameter], torch.Size]
 
 
 class MakeOptimizer(Protocol):
-    """Builds the configured optimizer over whatever parameters a runner has after sharding.
+    """Build the configured optimizer over the parameters that a runner has after sharding.
 
-    `shape_of` tells a parameter's full shape where an engine keeps something else in its place.
+    `shape_of` gives a parameter's full shape where an engine keeps something else in its place.
     """
 
     def __call__(self, parameters: NamedParameters, shape_of: ShapeOf = ...) -> torch.optim.Optimizer: ...
@@ -47,7 +47,7 @@ def parameter_groups(
 
 
 def optimizer_factory(config: Config, lr_scale: Callable[[str], float] = lambda name: 1.0) -> MakeOptimizer:
-    """The configured optimizer's maker; `lr_scale` of a parameter's name multiplies its learning rate."""
+    """A function that builds the configured optimizer; `lr_scale` of a parameter's name multiplies its rate."""
     make = registry.get("optimizer", config.optimizer.name)
 
     def build(parameters: NamedParameters, shape_of: ShapeOf = lambda p: p.shape) -> torch.optim.Optimizer:
@@ -64,12 +64,11 @@ def optimizer_factory(config: Config, lr_scale: Callable[[str], float] = lambda 
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer allocate its state now, without moving a parameter.
+    """Allocate the optimizer's state now, without moving a parameter.
 
-    Optimizers allocate at their first step; a checkpoint must be loadable before it and complete even if every step so
-    far was skipped. A step with zero gradients and rate zero leaves zeros, but for the count of steps, which is taken
-    back. Raises ConfigError for an optimizer whose state starts at something else, or that keeps some in its parameter
-    groups, where no checkpoint finds it.
+    Optimizers allocate at their first step, but a checkpoint must be loadable before it and complete even if every step
+    so far was skipped. A step with zero gradients and rate zero leaves zeros; the count of steps is reset. Raises
+    ConfigError for state that does not start at zero, and for state in parameter groups, which no checkpoint holds.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters]  # an engine may keep buffers there
@@ -116,9 +115,9 @@ def gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def check_elementwise(make_optimizer: MakeOptimizer) -> None:
-    """For runners that flatten and cut parameters: ConfigError unless the optimizer updates each element by itself.
+    """Raise ConfigError unless the optimizer updates each element by itself; for runners that cut parameters.
 
-    Found out by trying: a matrix and the same numbers in two pieces must move alike.
+    Checked by a trial: a matrix and the same numbers in two pieces must move alike.
     """
     numbers = torch.randn(4, 4, 4, generator=torch.Generator().manual_seed(0))
 

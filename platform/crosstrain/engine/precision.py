@@ -25,7 +25,7 @@ class LossScaler:
         self.scale = scale
 
     def update(self, overflow: bool) -> None:
-        """Told after every attempted step whether its gradients overflowed."""
+        """Adapt the scale after a step, whose gradients did or did not `overflow`."""
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -77,7 +77,7 @@ class DynamicLossScaler(LossScaler):
 
 
 class Precision:
-    """What `run.amp` means: the autocast context and the loss scaler."""
+    """Autocast context and loss scaler of `run.amp`."""
 
     def __init__(self, options: AmpOptions, device_type: str) -> None:
         self.options = options

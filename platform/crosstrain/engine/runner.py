@@ -1,8 +1,4 @@
-"""Runner: where a training step runs. The interface that a runner plugin fills in, with torch-native defaults.
-
-A runner owns the four things in which DDP, FSDP, ZeRO and Megatron differ, and nothing else: the micro-batch loop,
-clip-and-step, the evaluation forward, and what each rank holds. The defaults are a complete single-process runner.
-"""
+"""The interface of runner plugins, with the defaults of plain torch."""
 
 from __future__ import annotations
 
@@ -14,20 +10,19 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from crosstrain.checkpoint.boxes import Piece, Shard, dtensor_pieces, whole_pieces
 from crosstrain.config.run_options import RunOptions
 from crosstrain.data.loader import MicroBatch
 from crosstrain.distributed.group import Group, choose_device, world
 from crosstrain.distributed.watchdog import watchdog
-from crosstrain.engine.footprint import Layout, Situation, data_parallel
+from crosstrain.engine.footprint import Layout, PlanContext, data_parallel
 from crosstrain.engine.grad_norm import global_norm
+from crosstrain.engine.held_state import HeldState
 from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, create_state, gradients_of
 from crosstrain.engine.precision import Precision
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.meta_init import construct
-from crosstrain.utils.errors import CheckpointError, ConfigError, first_line
+from crosstrain.utils.errors import ConfigError, first_line
 from crosstrain.utils.rng import seed_everything_for
 from crosstrain.utils.timers import Timers
 from crosstrain.utils.types import Batch
@@ -35,14 +30,18 @@ from crosstrain.utils.types import Batch
 
 @dataclass
 class StepResult:
-    """What an attempted optimizer step came to."""
+    """Result of an attempted optimizer step."""
 
     grad_norm: float  # global norm before clipping, loss scale taken out; not finite where it overflowed
     applied: bool
 
 
-class Runner:
-    """Base class of all runners. `run.runner: {name: ..., <Options>}` chooses and configures one.
+class Runner(HeldState):
+    """Base class of all runners, which Lightning and MMEngine call strategies: it decides where a training step runs.
+
+    A runner owns the four things in which DDP, FSDP, ZeRO and Megatron differ, and nothing else: the micro-batch loop,
+    clip-and-step, the evaluation forward, and what each rank holds. The defaults are a complete single-process runner.
+    `run.runner: {name: ..., <Options>}` chooses and configures one.
 
     After `setup`: `device`, `world` (all ranks), `dp` (the ranks that see different samples). After `prepare`: `model`,
     `module` (what is called to compute; the model itself unless something wraps it) and `optimizer` (None for
@@ -53,15 +52,13 @@ class Runner:
     class Options:
         """A runner without options of its own."""
 
-    needs_process_group = False  # whether the engine wants torch's process group even for a single process
-    cuts_models = False  # whether a rank may compute with a part of the model, as `layouts` then says
+    needs_process_group = False  # True: the engine needs torch's process group even for a single process
+    cuts_models = False  # True: a rank may compute with a part of the model, which `layouts` describes
 
     device: torch.device
     world: Group
     dp: Group
-    model: Model
     module: nn.Module
-    optimizer: torch.optim.Optimizer | None = None
     micro_losses: list[Tensor]  # summed, of the last step's micro batches; empty on a rank that computes none
 
     def __init__(self, options: Any, run: RunOptions) -> None:
@@ -73,20 +70,20 @@ class Runner:
 
     @classmethod
     def data_parallel_size(cls, options: Any, world_size: int) -> int:
-        """How many ranks see different samples, for batch arithmetic; ConfigError where `world_size` does not fit."""
+        """Number of ranks that see different samples; ConfigError where `world_size` does not fit the options."""
         return world_size
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
-        """Raise ConfigError for settings of the run that exclude each other under this runner; no worker exists yet."""
+        """Raise ConfigError for settings of the run that exclude each other here; called before a worker exists."""
 
     @classmethod
     def check_model(cls, options: Any, model: Model) -> None:
-        """Raise ConfigError where the model, on the meta device, cannot be laid out so; no worker exists yet."""
+        """Raise ConfigError for a model, on the meta device, that cannot be laid out so; before a worker exists."""
 
     @classmethod
-    def layouts(cls, options: Any, at: Situation) -> list[Layout]:
-        """What ranks will hold and send, one layout for each kind of rank; for the plan, before any worker exists."""
+    def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
+        """Memory and traffic of each kind of rank, for `crosstrain plan`; called before a worker exists."""
         return [data_parallel(at)]
 
     def setup(self) -> None:
@@ -133,7 +130,7 @@ class Runner:
         self.build_optimizer(make_optimizer)
 
     def build_optimizer(self, make_optimizer: MakeOptimizer | None) -> None:
-        """For `prepare`: the optimizer over the model's parameters as they are now, its state allocated."""
+        """Build the optimizer over the model's parameters as they are now, and allocate its state; for `prepare`."""
         if make_optimizer is not None:
             self.optimizer = make_optimizer(self.owned_parameters(), self.full_shape)
             try:
@@ -145,7 +142,7 @@ class Runner:
                 ) from error
 
     def owned_parameters(self) -> NamedParameters:
-        """What the optimizer is to update: the model's parameters, or what stands for this rank's part of them."""
+        """Parameters for the optimizer: the model's, or what stands for this rank's part of them."""
         return self.model.named_parameters()
 
     # ---- training
@@ -173,7 +170,7 @@ class Runner:
 
     @property
     def gradient_scale(self) -> float:
-        """What gradients are multiplied by after `forward_backward`: the loss scale, averaged where a sum is meant."""
+        """Factor on the gradients after `forward_backward`: the loss scale over `dp.size`, as engines average."""
         return self.precision.scaler.scale / self.dp.size
 
     def compute_loss(self, batch: Batch) -> Tensor:
@@ -235,7 +232,7 @@ class Runner:
             self.model.train()
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """What the model returns for a batch, valid on every rank; generation calls this too. Use in `evaluating`."""
+        """The model's output for a batch, valid on every rank; generation calls this too. Use in `evaluating`."""
         with self.precision.autocast():
             return self.model(**self.to_device(batch))
 
@@ -245,67 +242,3 @@ class Runner:
             key: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
             for key, value in batch.items()
         }
-
-    # ---- what this rank holds
-
-    def shards(self) -> list[Shard]:
-        """This rank's part of the logical state, as boxes whose memory is the live one: reading saves, writing loads.
-
-        Raises CheckpointError for optimizer state that is neither shaped like its parameter nor a scalar tensor.
-        """
-        out = []
-        for name, parameter in self.model.canonical_parameters().items():
-            shape = self.model.logical_shape(name, self.full_shape(parameter))
-            held = self.held(parameter)
-            out.append(Shard("param", name, tuple(shape), self.pieces(parameter, held, shape)))
-            for key, value in self.held_state(parameter).items():
-                if isinstance(value, Tensor) and value.shape == held.shape:
-                    out.append(Shard(key, name, tuple(shape), self.pieces(parameter, value, shape)))
-                elif isinstance(value, Tensor) and value.ndim == 0:
-                    out.append(Shard(key, name, (), whole_pieces(value, ())))
-                elif value is not None:
-                    raise CheckpointError(
-                        f"optimizer {self.run.optimizer.name} keeps {key} of {name} in a form that checkpoints "
-                        f"cannot hold ({type(value).__name__}, not a tensor shaped like the parameter or a scalar "
-                        f"tensor); use another optimizer"
-                    )
-        return out
-
-    def gradients(self) -> list[Shard]:
-        """This rank's part of the step's gradients, times `gradient_scale`, as boxes of kind "grad".
-
-        To be called between `forward_backward` and `optimizer_step`.
-        """
-        out = []
-        for name, parameter in self.model.canonical_parameters().items():
-            gradient = self.held_gradient(parameter)
-            if gradient is not None:
-                shape = self.model.logical_shape(name, self.full_shape(parameter))
-                out.append(Shard("grad", name, tuple(shape), self.pieces(parameter, gradient, shape)))
-        return out
-
-    def full_shape(self, parameter: nn.Parameter) -> torch.Size:
-        """Shape of a parameter, padding included, where an engine may have put something else in its place."""
-        return parameter.shape
-
-    def held(self, parameter: nn.Parameter) -> Tensor:
-        """The memory in which this rank holds its part of a parameter."""
-        return parameter
-
-    def held_state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """What this rank's optimizer keeps of a parameter, by the optimizer's names, laid out as `held` is."""
-        return self.optimizer.state.get(parameter, {}) if self.optimizer else {}
-
-    def held_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """This rank's part of a parameter's gradient, laid out as `held` is."""
-        return parameter.grad
-
-    def pieces(self, parameter: nn.Parameter, held: Tensor, shape: torch.Size) -> list[Piece]:
-        """Where `held`, this rank's part of `parameter` or of something shaped like it, lies in the logical `shape`.
-
-        The default is a rank that holds all of it, or its part as a DTensor.
-        """
-        return dtensor_pieces(held, tuple(shape)) if isinstance(held, DTensor) else whole_pieces(held, tuple(shape))
-
-    def loaded(self) -> None:
-        """Called after shards were filled: refresh whatever was derived from them."""

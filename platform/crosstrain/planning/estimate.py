@@ -16,7 +16,7 @@ from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
 from crosstrain.engine.build import batch_plan
-from crosstrain.engine.footprint import Layout, Situation, Sizes
+from crosstrain.engine.footprint import Layout, PlanContext, Sizes
 from crosstrain.engine.optimizer import create_state, optimizer_factory
 from crosstrain.engine.precision import DTYPES
 from crosstrain.modeling.activation_checkpointing import Mode
@@ -99,7 +99,7 @@ class Project:
             log.warning("%s cannot be checked before it runs: %s", self.config.model.name, self.problem)
 
     def _layouts(self, config: Config, world_size: int, batch: BatchPlan) -> list[Layout]:
-        at = Situation(self.model, self._batch_of(batch.micro_batch), config.run, world_size, batch, self.device)
+        at = PlanContext(self.model, self._batch_of(batch.micro_batch), config.run, world_size, batch, self.device)
         return registry.get("runner", config.runner.name).layouts(config.runner.options, at)
 
     def _batch_of(self, rows: int) -> Batch:
@@ -130,8 +130,9 @@ class Project:
         return self._traces.get(key, Trace())
 
     def _memory(self, layout: Layout, traced: Trace, mode: Mode) -> Memory:
-        outside = layout.growing if layout.growing_outside is None else layout.growing_outside
-        compute, made, exchanged = traced.peak(layout.growing, outside, layout.gradient_buffers)
+        retained, outside = layout.retained_grad_fraction, layout.retained_grad_fraction_outside
+        outside = retained if outside is None else outside
+        compute, made, exchanged = traced.peak(retained, outside, layout.gradient_buffers)
         more = layout.in_flight - 1
         # The highest moment may be one when the backward has let go of some of it.
         kept = min(traced.kept * layout.in_flight, compute + more * traced.kept - made - exchanged)
@@ -154,7 +155,7 @@ class Project:
         }
         trained = max(traced.backward, default=(0, layout.updated * _FP32))[1]
         stepping = always | {
-            "gradients": max(layout.gradients, int(layout.growing * trained)),
+            "gradients": max(layout.gradients, int(retained * trained)),
             "communication": layout.step_buffers,
         }
         host = dict(layout.host)

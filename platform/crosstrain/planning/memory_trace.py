@@ -50,15 +50,15 @@ class Trace:
     flops: int = 0
     exchanged: int = 0  # sent by this rank in exchanges within the forward and the backward
 
-    def peak(self, growing: float, outside: float, exchanged: int) -> tuple[int, int, int]:
+    def peak(self, retained: float, outside: float, exchanged: int) -> tuple[int, int, int]:
         """The most at any time, and what of it are gradients that stay, and what is for exchanging them.
 
-        Of the gradients made until then the share `growing` stays, of those outside of blocks `outside`; where there
+        Of the gradients made until then the share `retained` stays, of those outside of blocks `outside`; where there
         are any, `exchanged` is added.
         """
         moments = [(self.forward_peak, 0, 0)]
         for (inside, made), most in self.backward.items():
-            stay, sent = int(growing * inside + outside * (made - inside)), exchanged if made else 0
+            stay, sent = int(retained * inside + outside * (made - inside)), exchanged if made else 0
             moments.append((most + stay + sent, stay, sent))
         return max(moments)
 

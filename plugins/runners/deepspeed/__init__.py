@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO as a runner: `options` are what YAML may say, `partition` what a rank holds, `runner` the rest."""
+"""DeepSpeed's ZeRO as a runner: YAML keys in `options`, a rank's state in `partition`, the engine in `runner`."""
 
 import os
 

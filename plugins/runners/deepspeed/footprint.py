@@ -1,4 +1,4 @@
-"""What a rank holds and sends under ZeRO, for the plan.
+"""Memory and traffic of a rank under ZeRO, for the plan.
 
 The stages are those of Rajbhandari et al., 2020 (ZeRO), section 5. DeepSpeed keeps the optimizer's fp32 parameters as a
 copy of their own also where parameters are fp32 already, as they are here.
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from crosstrain import Layout, Situation, Sizes
+from crosstrain import Layout, PlanContext, Sizes
 from crosstrain.engine.footprint import all_reduced, data_parallel, scattered, share
 
 _FP32 = 4
 _STAGE_0_BUCKET = 500_000_000  # elements that DeepSpeed's engine sums at once without ZeRO
 
 
-def layout(options: Any, at: Situation) -> Layout:
-    """Under the options of the runner."""
+def layout(options: Any, at: PlanContext) -> Layout:
+    """The layout of every rank under the runner's options."""
     if options.stage == 0:
         plain = data_parallel(at)
         plain.step_buffers = min(Sizes.of(at.model).trainable, _STAGE_0_BUCKET * _FP32)
@@ -24,7 +24,7 @@ def layout(options: Any, at: Situation) -> Layout:
     return (_stage3 if options.stage == 3 else _stage12)(options, at)
 
 
-def _stage12(options: Any, at: Situation) -> Layout:
+def _stage12(options: Any, at: PlanContext) -> Layout:
     sizes, ranks, rounds = Sizes.of(at.model), at.world_size, at.batch.accumulation
     part, elements = share(sizes.trainable, ranks), share(sizes.trainable_elements, ranks)
     partitioned = options.stage == 2
@@ -40,7 +40,7 @@ def _stage12(options: Any, at: Situation) -> Layout:
         held=sizes.elements,
         updated=elements,
         gradients=0 if partitioned and offloads else waiting,
-        growing=1 / ranks if rounds == 1 and not offloads else 0.0,
+        retained_grad_fraction=1 / ranks if rounds == 1 and not offloads else 0.0,
         masters=part,
         buffers=bucket if always else 0,
         gradient_buffers=0 if always else bucket,
@@ -53,7 +53,7 @@ def _stage12(options: Any, at: Situation) -> Layout:
     return out
 
 
-def _stage3(options: Any, at: Situation) -> Layout:
+def _stage3(options: Any, at: PlanContext) -> Layout:
     sizes, ranks, rounds = Sizes.of(at.model), at.world_size, at.batch.accumulation
     mine, part = share(sizes.parameters, ranks), share(sizes.trainable, ranks)
     elements = share(sizes.trainable_elements, ranks)
@@ -82,7 +82,7 @@ def _stage3(options: Any, at: Situation) -> Layout:
     return out
 
 
-def _buckets(options: Any, sizes: Sizes, at: Situation, count: int) -> int:
-    """Buffers of gradients on their way. On a CPU pages that nothing is written to take no memory."""
+def _buckets(options: Any, sizes: Sizes, at: PlanContext, count: int) -> int:
+    """Bytes of `count` gradient buckets; on a CPU, pages that are never written take no memory."""
     buckets = count * int(options.reduce_bucket_size) * _FP32
     return min(buckets, sizes.trainable) if at.device == "cpu" else buckets

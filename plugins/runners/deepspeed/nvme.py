@@ -1,4 +1,4 @@
-"""What a rank holds at stage 3 when part of it lies on an NVMe device."""
+"""A rank's state at stage 3 with part of it on an NVMe device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SwapFolder:
 
 
 class SwappedStage3(Stage3):
-    """Stage 3 with NVMe: what is swapped out is staged in host memory while a checkpoint reads or writes it."""
+    """Stage 3 with NVMe: swapped tensors are staged in host memory while a checkpoint reads or writes them."""
 
     def __init__(self, zero: Any, optimizer: torch.optim.Optimizer | None) -> None:
         super().__init__(zero, optimizer)

@@ -1,4 +1,4 @@
-"""What a rank holds under ZeRO: a contiguous range of each flattened parameter, found without any communication."""
+"""A rank's state under ZeRO: a contiguous range of each flattened parameter, found without communication."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ class Stage12:
         return gradient if gradient.numel() == here.numel else gradient.narrow(0, here.start, here.numel)
 
     def begin_step(self) -> None:
-        """Gradients of the last step are gone."""
+        """Forget the last step's gradients; DeepSpeed has done so."""
 
     def refused(self) -> None:
-        """A step that is not applied leaves the parameters as they are."""
+        """Restore gathered parameters after a step that was not applied; here none are."""
 
     def loaded(self) -> None:
-        """Give every rank the whole parameters that the ranks' ranges make up."""
+        """Gather the whole parameters from the ranks' ranges."""
         self.zero.update_lp_params()
 
 
@@ -95,7 +95,7 @@ class Stage3:
             self.create_group_state(group)
 
     def create_group_state(self, group: int) -> None:
-        """As DeepSpeed steps: the optimizer sees one flat group at a time."""
+        """Allocate one flat group's state, as DeepSpeed steps: the optimizer sees one group at a time."""
         assert self.optimizer is not None
         seen = self.optimizer.param_groups[self.zero.sub_group_to_group_id[group]]
         seen["params"] = [self.zero.fp32_partitioned_groups_flat[group]]
@@ -133,7 +133,7 @@ class Stage3:
         return flat, self.optimizer.state[flat]
 
     def own_partition(self, parameter: nn.Parameter) -> Tensor:
-        """The memory of a parameter that no optimizer has."""
+        """The memory of a parameter that is in no optimizer."""
         return parameter.ds_tensor.detach()
 
     def begin_step(self) -> None:
@@ -142,7 +142,7 @@ class Stage3:
             self.zero.grad_partitions_flat_buffer.zero_()
 
     def refused(self) -> None:
-        """DeepSpeed partitions everything before a step, and forgets what stays gathered if it does not apply it."""
+        """Gather persistent parameters again, which DeepSpeed leaves partitioned after a refused step."""
         self._gather_persistent()
 
     def loaded(self) -> None:

@@ -25,9 +25,9 @@ from crosstrain import (
     MicroBatch,
     Model,
     Piece,
+    PlanContext,
     Runner,
     RunOptions,
-    Situation,
     StepResult,
     TrainingError,
     check_elementwise,
@@ -67,7 +67,7 @@ class DeepSpeedRunner(Runner):
             )
 
     @classmethod
-    def layouts(cls, options: Any, at: Situation) -> list[Layout]:
+    def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
         return [layout(options, at)]
 
     def setup(self) -> None:
@@ -188,7 +188,7 @@ class DeepSpeedRunner(Runner):
                 parameter.register_post_accumulate_grad_hook(self._used.add)
 
     def _check_all_used(self) -> None:
-        """With offloading DeepSpeed keeps an old gradient of what the last micro batch did not use, without a word."""
+        """Raise TrainingError for an unused parameter, whose old gradient DeepSpeed would keep with offloading."""
         for name, parameter in self.model.canonical_parameters().items():
             if parameter.requires_grad and parameter not in self._used:
                 raise TrainingError(
@@ -229,9 +229,9 @@ class DeepSpeedRunner(Runner):
 
     @contextmanager
     def _refusal(self) -> Iterator[list[float]]:
-        """Inside, DeepSpeed takes the gradients for overflowed and throws them away; yields their real norm in a list.
+        """Make DeepSpeed discard the gradients as overflowed inside this block; yields their real norm in a list.
 
-        Its mark for a norm that is not finite is -1.
+        DeepSpeed marks a norm that is not finite by -1.
         """
         zero, norm = self.engine.optimizer, list[float]()
         name = "_get_norm_groups" if self.options.stage == 3 else "scaled_global_norm"

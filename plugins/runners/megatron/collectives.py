@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks exchange in a forward, and the transposed exchange in its backward.
+"""Exchanges of tensor-parallel ranks in a forward, each with its transpose in the backward.
 
 The pairs are Megatron-LM's (Shoeybi et al., 2019; Korthikanti et al., 2022). Activations are [batch, length, width].
 Called through torch.distributed, so that the watchdog sees them.

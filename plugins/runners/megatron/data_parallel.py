@@ -1,7 +1,7 @@
-"""What a rank updates of the parameters that it computes with, and how gradients get there.
+"""Data-parallel strategies: the part of each parameter that a rank updates, and how gradients are reduced to it.
 
 The optimizer sees plain tensors that share memory with the model's: slices under tensor parallelism, flat ranges of
-them under ZeRO-1, rows of them under FSDP. Gradients are summed over the data-parallel ranks.
+slices under ZeRO-1, rows of slices under FSDP. Gradients are summed over the data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 
 from crosstrain import Box, Group, Model, Piece, flat_range_pieces
 
-from .shard_spec import Cut
+from .shard_spec import ShardSpec
 from .tensor_parallel import local
 
 MIB = 1 << 20
@@ -27,12 +27,12 @@ BYTES_PER_PARAMETER = 16  # weight, gradient and Adam's two moments, in fp32
 
 @dataclass
 class Share:
-    """A parameter, and what this rank updates of it."""
+    """A parameter, and the part of it that this rank updates."""
 
     name: str  # the model's own
     parameter: nn.Parameter
     shape: torch.Size  # as the model was built, without a padding for the ranks' sake
-    cut: Cut | None  # None: every tensor-parallel rank has all of it
+    cut: ShardSpec | None  # None: every tensor-parallel rank has all of it
     owned: nn.Parameter  # what the optimizer sees
     norm_weight: float  # of its squared gradient in the global norm's sum over all ranks
     summed: bool  # tensor-parallel ranks have parts of its gradient
@@ -43,8 +43,8 @@ class Share:
         return self.cut.local if self.cut else tuple(self.parameter.shape)
 
 
-class Copies:
-    """Every data-parallel rank updates everything; gradients are summed in buckets while the backward still runs."""
+class DDPStrategy:
+    """DDP: every data-parallel rank updates everything; gradients are summed in buckets while the backward runs."""
 
     gradient_divisor = 1  # gradients are divided by this where the sum over the ranks is meant
 
@@ -54,7 +54,7 @@ class Copies:
         self.buckets: list[_Bucket] = []
 
     def own(self, parameter: nn.Parameter) -> tuple[Tensor, int]:
-        """What this rank updates of a parameter, in its memory, and where in the rank's slice that begins."""
+        """The part of a parameter that this rank updates, in the same memory, and its start in the rank's slice."""
         return local(parameter.detach()), 0
 
     def pieces(self, share: Share, held: Tensor) -> list[Piece]:
@@ -62,7 +62,7 @@ class Copies:
         return [Piece(Box.whole(share.slice_shape), held.detach())]
 
     def watch(self, shares: list[Share]) -> None:
-        """Exchange the gradients of these from now on."""
+        """Register the parameters whose gradients are exchanged from now on."""
         self.shares = [share for share in shares if share.parameter.requires_grad]
         if self.group.size == 1:
             return
@@ -78,7 +78,7 @@ class Copies:
             share.parameter.register_post_accumulate_grad_hook(partial(self._accumulated, bucket))
 
     def start(self, backwards: int) -> None:
-        """A step begins that has so many backward passes."""
+        """Begin a step of `backwards` backward passes."""
         for bucket in self.buckets:
             bucket.awaited = backwards * len(bucket.shares)
             bucket.finish = None
@@ -92,7 +92,7 @@ class Copies:
                 if candidate.finish is None:
                     candidate.finish = self._exchange(candidate.shares)
 
-    def finish(self) -> None:
+    def reduce_grads(self) -> None:
         """Wait until every `owned` has its gradient."""
         if self.group.size == 1:
             for share in self.shares:
@@ -108,7 +108,7 @@ class Copies:
             finish()
 
     def _exchange(self, shares: list[Share]) -> Callable[[], None]:
-        """Begin to sum the gradients of a bucket; what is returned waits for them."""
+        """Begin to sum the gradients of a bucket; the returned function waits for them."""
         flat = torch.cat([_take_gradient(share).reshape(-1) for share in shares])
         work = dist.all_reduce(flat, group=self.group.process_group, async_op=True)
 
@@ -120,8 +120,8 @@ class Copies:
 
         return finish
 
-    def publish(self) -> None:
-        """Called after an update: what others computed with must see it."""
+    def sync_params(self) -> None:
+        """Send updated parameters to the ranks that compute with them; called after each update."""
 
 
 @dataclass
@@ -131,7 +131,7 @@ class _Bucket:
     finish: Callable[[], None] | None = None  # once the exchange has begun
 
 
-class OptimizerShards(Copies):
+class ZeRO1Strategy(DDPStrategy):
     """ZeRO-1: each data-parallel rank has the optimizer's state of a range of every flattened slice."""
 
     def _range(self, numel: int) -> tuple[int, int]:
@@ -151,9 +151,9 @@ class OptimizerShards(Copies):
             return super().pieces(share, held)
         return flat_range_pieces(held, share.slice_shape, share.start)
 
-    def finish(self) -> None:
+    def reduce_grads(self) -> None:
         if self.group.size > 1:
-            return super().finish()
+            return super().reduce_grads()
         for share in self.shares:
             gradient, share.parameter.grad = share.parameter.grad, None
             share.owned.grad = None if gradient is None else local(gradient).reshape(-1)
@@ -179,7 +179,7 @@ class OptimizerShards(Copies):
         width, _ = self._range(flat.numel())
         return nn.functional.pad(flat, (0, width * self.group.size - flat.numel())).view(self.group.size, width)
 
-    def publish(self) -> None:
+    def sync_params(self) -> None:
         for bucket in self.buckets:
             slices = [local(share.parameter.detach()) for share in bucket.shares]
             widths = [self._range(tensor.numel())[0] for tensor in slices]
@@ -210,15 +210,15 @@ def sum_gradients(gradients: list[Tensor | None], group: dist.ProcessGroup | Non
 
 
 def needs_host_memory(numel: int, free: int) -> bool:
-    """Whether the state of a rank's `numel` parameters takes over 70% of a device's `free` bytes.
+    """True where the state of a rank's `numel` parameters takes over 70% of a device's `free` bytes.
 
-    The rest is for activations and gathered blocks, which nobody knows beforehand.
+    The rest is for activations and gathered blocks, whose size is not known beforehand.
     """
     return numel * BYTES_PER_PARAMETER > 0.7 * free
 
 
 def shard_parameters(model: Model, mesh: DeviceMesh, offload: bool) -> None:
-    """Spread every block, and then what is left, over the ranks of `mesh`."""
+    """Shard every block, and then the rest of the model, over the ranks of `mesh`."""
     pin = mesh.device_type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=pin) if offload else OffloadPolicy()
     for block in model.blocks():
@@ -227,8 +227,8 @@ def shard_parameters(model: Model, mesh: DeviceMesh, offload: bool) -> None:
     fully_shard(model, mesh=mesh, offload_policy=policy)
 
 
-class FullShards(Copies):
-    """Every data-parallel rank has rows of each slice; FSDP gathers them to compute, and averages gradients."""
+class FSDPStrategy(DDPStrategy):
+    """FSDP: every data-parallel rank has rows of each slice; torch gathers them to compute, and averages gradients."""
 
     def __init__(self, group: Group, model: Model) -> None:
         super().__init__(group, bucket_mb=1)
@@ -256,7 +256,7 @@ class FullShards(Copies):
         self.model.set_requires_gradient_sync(last)
         self.model.set_is_last_backward(last)
 
-    def finish(self) -> None:
+    def reduce_grads(self) -> None:
         self.reshard()  # a frozen stage has had no backward that would
         for share in self.shares:
             share.owned.data = local(share.parameter.detach())  # FSDP may have moved it when it began
@@ -264,7 +264,7 @@ class FullShards(Copies):
             share.owned.grad = None if gradient is None else local(gradient)
 
     def reshard(self) -> None:
-        """After a forward without a backward: put what is still gathered back into its shards."""
+        """Free parameters that a forward without a backward has left gathered."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -1,4 +1,4 @@
-"""What ranks hold and send under Megatron's layouts, for the plan: the model is cut and staged as it will be."""
+"""Memory and traffic of ranks under Megatron's layouts; the plan cuts and stages the model as training does."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from crosstrain import Layout, Model, Situation, Sizes
+from crosstrain import Layout, Model, PlanContext, Sizes
 from crosstrain.engine.footprint import fully_sharded, replicated, scattered, share
 
 from .data_parallel import MIB
 from .options import Options
 from .pipeline_stages import ends_of, leave_out, spread, width_of
 from .plan import resolve
-from .rng_tracker import Randomness
+from .rng_tracker import RngTracker
 from .shard_model import cut_model
 from .tensor_parallel import TensorParallel, local
 from .vocabulary import ParallelHead
 
 
-def layouts(options: Options, at: Situation) -> list[Layout]:
-    """One for the first and one for the last stage, which hold most: activations, and the head."""
+def layouts(options: Options, at: PlanContext) -> list[Layout]:
+    """One layout for the first and one for the last stage: these hold the most activations, and the head."""
     tensor = mesh = None
     if options.tensor_parallel > 1:
         group = dist.new_group(list(range(options.tensor_parallel)))
-        tensor, mesh = _Pretended(group, options.sequence_parallel), DeviceMesh.from_group(group, "cpu")
+        tensor, mesh = _FakeTensorParallel(group, options.sequence_parallel), DeviceMesh.from_group(group, "cpu")
     stages = dict.fromkeys((0, options.pipeline_parallel - 1))
     return [_layout(options, at, tensor, mesh, stage) for stage in stages]
 
 
-class _Still(Randomness):
-    """No random numbers, because nothing has values."""
+class _NoRng(RngTracker):
+    """No random numbers, because fake tensors have no values."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"), 0)
@@ -46,13 +46,13 @@ class _Still(Randomness):
     def leave(self) -> None: ...
 
 
-class _Pretended(TensorParallel):
-    """Ranks that are not there."""
+class _FakeTensorParallel(TensorParallel):
+    """Tensor parallelism over a fake process group."""
 
     def __init__(self, group: dist.ProcessGroup, splits_sequence: bool) -> None:
-        super().__init__(group, splits_sequence, _Still())
+        super().__init__(group, splits_sequence, _NoRng())
 
-    def __deepcopy__(self, memo: Any) -> _Pretended:
+    def __deepcopy__(self, memo: Any) -> _FakeTensorParallel:
         return self
 
 
@@ -72,7 +72,7 @@ class _Head(ParallelHead):
 
 
 def _layout(
-    options: Options, at: Situation, tensor: TensorParallel | None, mesh: DeviceMesh | None, stage: int
+    options: Options, at: PlanContext, tensor: TensorParallel | None, mesh: DeviceMesh | None, stage: int
 ) -> Layout:
     model, stages, copies = copy.deepcopy(at.model), options.pipeline_parallel, at.batch.dp_size
     hidden = 0
@@ -133,8 +133,8 @@ def _plain(model: Model) -> None:
                 module._parameters[name] = made[parameter]
 
 
-def _owned(options: Options, at: Situation, sizes: Sizes, copies: int) -> Layout:
-    """What `data_parallel` does with the data-parallel ranks' parameters."""
+def _owned(options: Options, at: PlanContext, sizes: Sizes, copies: int) -> Layout:
+    """Layout of the parameters under the chosen data-parallel strategy."""
     if options.data_parallel_style == "fsdp" or options.offload == "cpu":
         return fully_sharded(sizes, at, copies, regather=True, offload=options.offload == "cpu", every=False)
     zero1 = options.data_parallel_style == "zero1"
@@ -145,14 +145,14 @@ def _owned(options: Options, at: Situation, sizes: Sizes, copies: int) -> Layout
     out.gradient_buffers = bucket
     if zero1:
         out.updated = share(sizes.trainable_elements, copies)
-        out.growing += 1 / copies if exchanged and once else 0
+        out.retained_grad_fraction += 1 / copies if exchanged and once else 0
         out.step_buffers = 2 * bucket
         out.sent = 2 * scattered(sizes.trainable, copies)
     return out
 
 
-def _pass(out: Layout, options: Options, at: Situation, stage: int, hidden: int) -> None:
-    """A pipeline: micro batches under way, and what goes from stage to stage; torch has a buffer for each of them."""
+def _pass(out: Layout, options: Options, at: PlanContext, stage: int, hidden: int) -> None:
+    """Add a pipeline's micro batches in flight and its traffic; torch has a buffer for each micro batch."""
     count, stages = at.batch.accumulation, options.pipeline_parallel
     one_f_one_b = options.pipeline_schedule == "1f1b" and count >= stages
     out.in_flight = min(count, stages - stage) if one_f_one_b else count

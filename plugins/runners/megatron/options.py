@@ -38,7 +38,7 @@ class Options:
             raise OptionError("offload", f"data_parallel_style {self.data_parallel_style} keeps parameters on devices")
 
     def copies(self, world_size: int) -> int:
-        """How many data-parallel copies `world_size` ranks hold. Raises ConfigError where the layout does not fit."""
+        """Number of data-parallel copies on `world_size` ranks. Raises ConfigError where the layout does not fit."""
         ranks = self.tensor_parallel * self.pipeline_parallel
         layout = f"tensor_parallel {self.tensor_parallel} x pipeline_parallel {self.pipeline_parallel}"
         if self.data_parallel != "auto":

@@ -1,4 +1,4 @@
-"""Micro batches through the stages of a pipeline, by torch's schedules; evaluation one stage after the other."""
+"""Run micro batches through pipeline stages by torch's schedules; evaluation runs one stage after the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from crosstrain import Batch, Group, Model, Timers
 
-from .rng_tracker import Randomness
+from .rng_tracker import RngTracker
 
 
 class Stage(nn.Module):
@@ -27,12 +27,12 @@ class Stage(nn.Module):
         self,
         model: Model,
         group: Group,
-        randomness: Randomness,
+        rng: RngTracker,
         autocast: Callable[[], AbstractContextManager[Any]],
         timers: Timers,
     ) -> None:
         super().__init__()
-        self.model, self.group, self.randomness, self.autocast, self.timers = model, group, randomness, autocast, timers
+        self.model, self.group, self.rng, self.autocast, self.timers = model, group, rng, autocast, timers
         self.is_first, self.is_last = group.rank == 0, group.rank == group.size - 1
         self.received: Tensor | None = None
         self.batch: Callable[[int], Batch]  # the micro batch of a number; on the first stage, seeds for it
@@ -42,7 +42,7 @@ class Stage(nn.Module):
             batch = self.batch(number)
             if not self.is_first:
                 self.received, state = received
-                self.randomness.set_state(state.cpu())
+                self.rng.set_state(state.cpu())
             with self.autocast():
                 out = self.model(**batch)
             self.received = None
@@ -50,15 +50,15 @@ class Stage(nn.Module):
                 return out
             # Frozen stages hand on what the next stage, as of any other, sends a gradient for.
             out = out.float() if out.requires_grad else out.float().requires_grad_()
-            return out, self.randomness.state().to(out.device)
+            return out, self.rng.state().to(out.device)
 
     def take_received(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Hook before the first block that is here: what was received instead of what stand-ins made."""
+        """Hook before this stage's first block: replace the stubs' output by the received hidden states."""
         return (self.received, *inputs[1:])
 
 
 class _TorchStage(PipelineStage):
-    """torch's stage, which tells before each backward whether it is the step's last."""
+    """torch's stage with a callback before each backward, told if it is the step's last."""
 
     before_backward: Callable[[bool], None]
     timers: Timers
@@ -109,7 +109,7 @@ class Pipeline:
         """torch's schedule for `count` micro batches; its buffers are made for one shape."""
         if (*shape, count) not in self._schedules:
             hidden = torch.empty(*shape, self.width, device="meta", requires_grad=True)
-            between = hidden, self.stage.randomness.state().to("meta")
+            between = hidden, self.stage.rng.state().to("meta")
             stage = _TorchStage(
                 self.stage, self.group.rank, self.group.size, self.device,
                 input_args=() if self.stage.is_first else between,
@@ -125,7 +125,7 @@ class Pipeline:
         return self._schedules[(*shape, count)]
 
     def evaluate(self, batch: Batch, vocab_size: int) -> Tensor:
-        """What the model returns for a batch, on every rank of the pipeline."""
+        """The model's output for a batch, on every rank of the pipeline."""
         shape = batch["input_ids"].shape
         stage, group, rank = self.stage, self.group.process_group, self.group.rank
         if not stage.is_first:

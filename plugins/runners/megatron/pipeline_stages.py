@@ -1,7 +1,7 @@
-"""A model cut into stages: an unmodified model in which what lies on other ranks is replaced by stand-ins.
+"""Pipeline stages: an unmodified model in which stubs replace the modules that lie on other ranks.
 
-So every stage runs the model's own forward, which makes masks and positions as ever. A stand-in for an embedding gives
-a tensor without memory; a hook exchanges it, before the first block that is here, for what the stage before has sent.
+So every stage runs the model's own forward, which makes masks and positions itself. The stub of an embedding returns a
+tensor without memory; before this stage's first block, a hook replaces it by what the previous stage has sent.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from crosstrain import ConfigError, Ends, Head, Model
 from .tensor_parallel import TensorParallel
 
 
-class Elsewhere(nn.Module):
-    """In the place of a module on another stage: what comes in goes out."""
+class StubBlock(nn.Module):
+    """Stub of a module on another stage: returns its input."""
 
     weight = bias = None
 
@@ -26,8 +26,8 @@ class Elsewhere(nn.Module):
         return hidden
 
 
-class FirstBlockElsewhere(Elsewhere):
-    """In the place of the first block, which models ask how many tokens a key/value cache has seen."""
+class StubFirstBlock(StubBlock):
+    """Stub of the first block; it counts tokens in the key/value cache, because models read the count there."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         for cache in (*args, *kwargs.values()):
@@ -37,8 +37,8 @@ class FirstBlockElsewhere(Elsewhere):
         return hidden
 
 
-class EmbeddingElsewhere(nn.Module):
-    """In the place of an embedding on the first stage. Keeps a weight that is tied to one of this stage."""
+class StubEmbedding(nn.Module):
+    """Stub of an embedding on the first stage. It keeps a weight that is tied to one of this stage."""
 
     def __init__(self, embedding: nn.Embedding, keep_weight: bool) -> None:
         super().__init__()
@@ -49,8 +49,8 @@ class EmbeddingElsewhere(nn.Module):
         return torch.zeros((), dtype=self.dtype, device=ids.device).expand(*ids.shape, self.width)
 
 
-class PassOn(Head):
-    """In the head's place on all stages but the last: hidden states go on as they are."""
+class StubHead(Head):
+    """Stub of the head on all stages but the last: returns the hidden states."""
 
     def __init__(self, tensor: TensorParallel | None) -> None:
         self.tensor = tensor
@@ -60,9 +60,9 @@ class PassOn(Head):
 
 
 def spread(blocks: int, stages: int, given: list[int] | None) -> list[range]:
-    """Which blocks each stage has. Earlier stages get the rest, because the last one has the head, too.
+    """Blocks of each stage. Earlier stages get the remainder, because the last one also has the head.
 
-    Raises ConfigError where they do not go round.
+    Raises ConfigError where blocks and stages do not match.
     """
     if given is None:
         if blocks < stages:
@@ -76,7 +76,7 @@ def spread(blocks: int, stages: int, given: list[int] | None) -> list[range]:
 
 
 def ends_of(model: Model, key: str) -> Ends:
-    """The model's ends. Raises ConfigError, which names the option `key`, for a model that does not tell."""
+    """The model's ends. Raises ConfigError, which names the option `key`, for a model that does not define them."""
     ends = model.ends()
     if ends is None:
         raise ConfigError(
@@ -96,21 +96,21 @@ def tied_names(model: Model, ends: Ends) -> set[str]:
 def leave_out(
     model: Model, ends: Ends, here: range, is_first: bool, is_last: bool, tensor: TensorParallel | None
 ) -> None:
-    """Replace what lies on other stages: this one has the blocks `here`."""
+    """Replace the modules on other stages by stubs; this stage has the blocks `here`."""
     names = {id(module): name for name, module in model.named_modules()}
     kept = {id(p) for name in ends.last for p in model.get_submodule(name).parameters()} if is_last else set()
     for number, block in enumerate(model.blocks()):
         if number not in here:
-            model.set_submodule(names[id(block)], Elsewhere() if number else FirstBlockElsewhere())
+            model.set_submodule(names[id(block)], StubBlock() if number else StubFirstBlock())
     for name in [] if is_first else ends.first:
         module = model.get_submodule(name)
         tied = isinstance(module, nn.Embedding) and id(module.weight) in kept
-        stand_in = EmbeddingElsewhere(module, tied) if isinstance(module, nn.Embedding) else Elsewhere()
+        stand_in = StubEmbedding(module, tied) if isinstance(module, nn.Embedding) else StubBlock()
         model.set_submodule(name, stand_in)
     for name in [] if is_last else ends.last:
-        model.set_submodule(name, Elsewhere())
+        model.set_submodule(name, StubBlock())
     if not is_last:
-        model.head = PassOn(tensor)
+        model.head = StubHead(tensor)
 
 
 def width_of(model: Model, ends: Ends) -> int:

@@ -1,4 +1,4 @@
-"""From a plan, patterns of names with styles, to how each parameter of a model is cut."""
+"""Resolve a sharding plan, patterns of names with styles, to a shard spec for each parameter of a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from crosstrain import ConfigError, Model
 from crosstrain.modeling.base import no_match
 
-from .shard_spec import Cut
+from .shard_spec import ShardSpec
 
 CUT_STYLES = {
     "column": "its output features",
@@ -62,7 +62,7 @@ def resolve(model: Model, over: dict[str, str]) -> Resolved:
     return resolved
 
 
-def cuts_of(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str], Cut]:
+def cuts_of(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str], ShardSpec]:
     """How parameters are cut for `size` ranks, by module and attribute; what is not among them every rank holds whole.
 
     Looks at nothing but names and shapes. Raises ConfigError for a plan that cuts nothing, and where something does
@@ -74,7 +74,7 @@ def cuts_of(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str], Cu
             f"run.runner.tensor_parallel: {family} has no plan that says how to cut its parameters; write one under "
             f"run.runner.plan, as docs/megatron.md shows"
         )
-    cuts: dict[tuple[str, str], Cut] = {}
+    cuts: dict[tuple[str, str], ShardSpec] = {}
     common, problem = 0, ""  # the greatest common divisor of all that ranks share
     for module_name, attribute in sorted(plan.attributes):
         value = getattr(model.get_submodule(module_name), attribute)
@@ -88,7 +88,7 @@ def cuts_of(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str], Cu
             shape = list(parameter.shape)
             if style == "vocabulary":
                 shape[0] = _padded_rows(model, parameter, size)
-                cuts[module_name, attribute] = Cut(tuple(shape), 0, size)
+                cuts[module_name, attribute] = ShardSpec(tuple(shape), 0, size)
                 continue
             if attribute == "bias" and style == "row":
                 continue
@@ -105,7 +105,7 @@ def cuts_of(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str], Cu
                     f"{style}-wise for {size} ranks, because {CUT_STYLES[style]} are {units} x {unit}"
                 )
             elif not problem:
-                cuts[module_name, attribute] = Cut(tuple(shape), dim, size, parts)
+                cuts[module_name, attribute] = ShardSpec(tuple(shape), dim, size, parts)
     if problem:
         degrees = ", ".join(str(d) for d in range(1, common + 1) if common % d == 0)
         raise ConfigError(f"run.runner.tensor_parallel: {problem}; the model allows {degrees}")

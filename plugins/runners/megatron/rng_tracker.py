@@ -1,4 +1,4 @@
-"""Random numbers that tensor-parallel ranks share, and those that they must not share.
+"""Random numbers of tensor-parallel ranks: common ones, and ones of each rank.
 
 All ranks of a tensor-parallel group are seeded alike, so dropout is the same wherever they hold the same activations.
 Where each holds its own heads or its own part of the sequence, equal masks would make the parts' noise equal.
@@ -12,7 +12,7 @@ from torch import Tensor
 from crosstrain import derive_seed
 
 
-class Randomness:
+class RngTracker:
     """The default generator of a device, and its forks by rank.
 
     A fork depends on nothing but the generator's state and the rank, so a recomputation, which begins with the state of
@@ -30,18 +30,18 @@ class Randomness:
         torch.cuda.set_rng_state(state, self.device) if self.device.type == "cuda" else torch.set_rng_state(state)
 
     def fork(self) -> None:
-        """Go on with numbers of this rank's own."""
+        """Continue with random numbers of this rank."""
         seed = derive_seed("tensor parallel", self.state().numpy().tobytes().hex(), self.rank)
         torch.cuda.manual_seed(seed) if self.device.type == "cuda" else torch.manual_seed(seed)
 
     def enter(self) -> None:
-        """Fork, to come back by `leave`."""
+        """Fork until `leave`."""
         common = self.state()
         self.fork()
         self._states = common, self.state()
 
     def leave(self) -> None:
-        """Go on with the common numbers. Without an `enter` before, nothing happens."""
+        """Continue with the common random numbers. Does nothing without an `enter` before."""
         if self._states is None:
             return
         (common, forked), self._states = self._states, None

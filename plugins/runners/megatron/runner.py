@@ -21,9 +21,9 @@ from crosstrain import (
     Model,
     NamedParameters,
     Piece,
+    PlanContext,
     Runner,
     RunOptions,
-    Situation,
     StepResult,
     check_elementwise,
     global_norm,
@@ -34,10 +34,10 @@ from crosstrain import (
 from crosstrain.utils.rng import seed_everything_for
 
 from .data_parallel import (
-    Copies,
-    FullShards,
-    OptimizerShards,
+    DDPStrategy,
+    FSDPStrategy,
     Share,
+    ZeRO1Strategy,
     free_memory,
     needs_host_memory,
     shard_parameters,
@@ -48,9 +48,9 @@ from .options import Options
 from .pipeline import Pipeline, Stage
 from .pipeline_stages import ends_of, leave_out, spread, tied_names, width_of
 from .plan import cuts_of, resolve
-from .rng_tracker import Randomness
+from .rng_tracker import RngTracker
 from .shard_model import cut_model
-from .shard_spec import Cut, inside
+from .shard_spec import ShardSpec, inside
 from .tensor_parallel import TensorParallel, local
 
 
@@ -89,7 +89,7 @@ class MegatronRunner(Runner):
             spread(len(model.blocks()), options.pipeline_parallel, options.pipeline_layers)
 
     @classmethod
-    def layouts(cls, options: Options, at: Situation) -> list[Layout]:
+    def layouts(cls, options: Options, at: PlanContext) -> list[Layout]:
         return layouts(options, at)
 
     def setup(self) -> None:
@@ -99,10 +99,10 @@ class MegatronRunner(Runner):
         shape = (options.pipeline_parallel, copies, options.tensor_parallel)
         self.mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("pipeline", "data", "tensor"))
         self.dp, self.stages = self._group("data"), self._group("pipeline")
-        self.randomness = Randomness(self.device, self.mesh.get_local_rank("tensor"))
+        self.rng = RngTracker(self.device, self.mesh.get_local_rank("tensor"))
         if options.tensor_parallel > 1:
             group = self.mesh.get_group("tensor")
-            self.tensor = TensorParallel(group, options.sequence_parallel, self.randomness)
+            self.tensor = TensorParallel(group, options.sequence_parallel, self.rng)
         self.tied_group: dist.ProcessGroup | None = None
         if options.pipeline_parallel > 1:
             ends = [[int(column[0]), int(column[-1])] for column in self.mesh.mesh.flatten(1).T]
@@ -122,20 +122,20 @@ class MegatronRunner(Runner):
         self.model = self.module = model
         shapes = {name: p.shape for name, p in model.named_parameters()}
         plan = resolve(model, self.options.plan)
-        cuts: dict[str, Cut] = {}
+        cuts: dict[str, ShardSpec] = {}
         if self.tensor is not None:
             cuts = cut_model(model, plan, self.tensor, self.mesh["tensor"])
         summed = plan.summed | self._on_split_sequences(model, cuts)
         tied = self._keep_own_stage(model)
-        self.ownership = self._ownership(model)
+        self.data_parallel = self._choose_strategy(model)
         materialize(model, torch.device("cpu") if self.offloads else self.device)
         self._hook_blocks(model)
         self.shares: dict[nn.Parameter, Share] = {}
         for name, parameter in model.named_parameters():
             cut = cuts.get(name)
-            owned, start = self.ownership.own(parameter)
+            owned, start = self.data_parallel.own(parameter)
             weight = 1.0 if cut else 1 / self.options.tensor_parallel
-            if type(self.ownership) is Copies:
+            if type(self.data_parallel) is DDPStrategy:
                 weight /= self.dp.size
             if name in tied and self.stages.rank > 0:
                 weight = 0.0  # the first stage's counts
@@ -145,13 +145,13 @@ class MegatronRunner(Runner):
             )  # fmt: skip
         self.by_owned = {share.owned: share for share in self.shares.values()}
         self.tied = [share for share in self.shares.values() if share.name in tied and share.parameter.requires_grad]
-        self.ownership.watch(list(self.shares.values()))
-        if make_optimizer is not None and (cuts or type(self.ownership) is not Copies):
+        self.data_parallel.watch(list(self.shares.values()))
+        if make_optimizer is not None and (cuts or type(self.data_parallel) is not DDPStrategy):
             check_elementwise(make_optimizer)
         self.build_optimizer(make_optimizer)
 
-    def _on_split_sequences(self, model: Model, cuts: dict[str, Cut]) -> set[str]:
-        """Names of the parameters that meet a part of the sequence on each rank."""
+    def _on_split_sequences(self, model: Model, cuts: dict[str, ShardSpec]) -> set[str]:
+        """Names of the parameters that are applied to a part of the sequence on each rank."""
         if not self.options.sequence_parallel:
             return set()
         ends = ends_of(model, "sequence_parallel")
@@ -160,7 +160,7 @@ class MegatronRunner(Runner):
         return {name for name, p in model.named_parameters() if id(p) in there and name not in cuts}
 
     def _keep_own_stage(self, model: Model) -> set[str]:
-        """Leave out what other stages have; returns the names of parameters that two stages have."""
+        """Replace other stages' modules by stubs; returns the names of parameters that two stages have."""
         self.first_block, self.last_block = model.blocks()[0], model.blocks()[-1]
         if self.options.pipeline_parallel == 1:
             return set()
@@ -168,12 +168,12 @@ class MegatronRunner(Runner):
         blocks, tied = model.blocks(), tied_names(model, ends)
         here = spread(len(blocks), self.stages.size, self.options.pipeline_layers)[self.stages.rank]
         self.first_block, self.last_block, width = blocks[here[0]], blocks[here[-1]], width_of(model, ends)
-        stage = Stage(model, self.stages, self.randomness, self.precision.autocast, self.timers)
+        stage = Stage(model, self.stages, self.rng, self.precision.autocast, self.timers)
         leave_out(model, ends, here, stage.is_first, stage.is_last, self.tensor)
         self.pipeline = Pipeline(stage, self.options.pipeline_schedule, width, self.device)
         return tied
 
-    def _ownership(self, model: Model) -> Copies:
+    def _choose_strategy(self, model: Model) -> DDPStrategy:
         style = self.options.data_parallel_style
         self.offloads = self.options.offload == "cpu"
         if self.options.offload == "auto" and self.device.type == "cuda" and style in (None, "fsdp"):
@@ -181,11 +181,11 @@ class MegatronRunner(Runner):
             self.offloads = needs_host_memory(numel, free_memory(self.device))
         if style == "fsdp" or self.offloads:
             shard_parameters(model, self.mesh["data"], self.offloads)
-            return FullShards(self.dp, model)
-        return (OptimizerShards if style == "zero1" else Copies)(self.dp, self.options.bucket_mb)
+            return FSDPStrategy(self.dp, model)
+        return (ZeRO1Strategy if style == "zero1" else DDPStrategy)(self.dp, self.options.bucket_mb)
 
     def _hook_blocks(self, model: Model) -> None:
-        """What comes before the first block of this rank; ahead of FSDP's own hook there, which looks at inputs."""
+        """Hook this rank's first and last blocks; ahead of FSDP's own pre-hook, which looks at inputs."""
         if self.pipeline is not None and not self.pipeline.stage.is_first:
             self.first_block.register_forward_pre_hook(self.pipeline.stage.take_received, prepend=True)
         elif self.tensor is not None and self.options.sequence_parallel:
@@ -207,13 +207,13 @@ class MegatronRunner(Runner):
     # ---- training
 
     def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
-        self.ownership.start(len(micro_batches))
+        self.data_parallel.start(len(micro_batches))
         if self.pipeline is None:
             loss = super().forward_backward(micro_batches, num_targets)
         else:
             loss = self._through_pipeline(self.pipeline, micro_batches, num_targets)
         with self.timers("allreduce"):
-            self.ownership.finish()
+            self.data_parallel.reduce_grads()
             if self.tensor is not None:
                 sum_gradients([s.owned.grad for s in self.shares.values() if s.summed], self.tensor.group)
             sum_gradients([share.owned.grad for share in self.tied], self.tied_group)
@@ -239,12 +239,12 @@ class MegatronRunner(Runner):
         return nullcontext()
 
     def _before_backward(self, last: bool) -> None:
-        if isinstance(self.ownership, FullShards):
-            self.ownership.before_backward(last)
+        if isinstance(self.data_parallel, FSDPStrategy):
+            self.data_parallel.before_backward(last)
 
     @property
     def gradient_scale(self) -> float:
-        return self.precision.scaler.scale / self.ownership.gradient_divisor
+        return self.precision.scaler.scale / self.data_parallel.gradient_divisor
 
     def gradient_norm(self, gradients: list[Tensor]) -> float:
         """Over all ranks, each parameter counted once, wherever copies of it are."""
@@ -261,7 +261,7 @@ class MegatronRunner(Runner):
             share.owned.grad = None
         if result.applied:
             with torch.no_grad():
-                self.ownership.publish()
+                self.data_parallel.sync_params()
         return result
 
     # ---- evaluation
@@ -277,8 +277,8 @@ class MegatronRunner(Runner):
         finally:
             if self.tensor is not None:
                 self.tensor.splits_sequence = splits
-            if isinstance(self.ownership, FullShards):
-                self.ownership.reshard()
+            if isinstance(self.data_parallel, FSDPStrategy):
+                self.data_parallel.reshard()
 
     def evaluate(self, batch: Batch) -> Tensor:
         if self.pipeline is None:
@@ -294,7 +294,7 @@ class MegatronRunner(Runner):
 
     def held(self, parameter: nn.Parameter) -> Tensor:
         share = self.shares[parameter]
-        if isinstance(self.ownership, FullShards):
+        if isinstance(self.data_parallel, FSDPStrategy):
             return local(parameter.detach())
         return share.owned.detach()
 
@@ -306,11 +306,11 @@ class MegatronRunner(Runner):
 
     def pieces(self, parameter: nn.Parameter, held: Tensor, shape: torch.Size) -> list[Piece]:
         share = self.shares[parameter]
-        pieces = self.ownership.pieces(share, held)
+        pieces = self.data_parallel.pieces(share, held)
         if share.cut is not None and self.tensor is not None:
             pieces = share.cut.whole(pieces, self.tensor.rank)
         return inside(pieces, tuple(shape))
 
     def loaded(self) -> None:
         with torch.no_grad():
-            self.ownership.publish()
+            self.data_parallel.sync_params()

@@ -1,4 +1,4 @@
-"""A model on the meta device, of which every tensor-parallel rank keeps its slices; vocabularies are padded."""
+"""Replace the parameters of a model on the meta device by this tensor-parallel rank's slices."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch.distributed.tensor import DTensor
 from crosstrain import Model
 
 from .plan import Resolved, cuts_of
-from .shard_spec import Cut
+from .shard_spec import ShardSpec
 from .tensor_parallel import TensorParallel, compute_with_slices
 from .vocabulary import ParallelHead
 
 
-def cut_model(model: Model, plan: Resolved, tensor: TensorParallel, mesh: DeviceMesh) -> dict[str, Cut]:
-    """Put this rank's slices in the place of parameters, and have the modules compute with them.
+def cut_model(model: Model, plan: Resolved, tensor: TensorParallel, mesh: DeviceMesh) -> dict[str, ShardSpec]:
+    """Replace parameters by this rank's slices, and make the modules compute with them.
 
-    Returns how parameters were cut, by the model's own names. Raises what `cuts_of` raises.
+    Returns the shard specs by the model's own names. Raises what `cuts_of` raises.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, ShardSpec] = {}
     slices: dict[nn.Parameter, nn.Parameter] = {}
     for (module_name, attribute), cut in cuts_of(model, plan, tensor.size).items():
         parameter = model.get_submodule(module_name).get_parameter(attribute)
@@ -36,7 +36,7 @@ def cut_model(model: Model, plan: Resolved, tensor: TensorParallel, mesh: Device
     return cuts
 
 
-def _slice(parameter: nn.Parameter, cut: Cut, mesh: DeviceMesh) -> nn.Parameter:
+def _slice(parameter: nn.Parameter, cut: ShardSpec, mesh: DeviceMesh) -> nn.Parameter:
     """A rank's slice of a parameter, on the meta device as that is."""
     mine = torch.empty(cut.local, dtype=parameter.dtype, device="meta")
     whole = torch.empty(cut.full, device="meta")
@@ -46,7 +46,7 @@ def _slice(parameter: nn.Parameter, cut: Cut, mesh: DeviceMesh) -> nn.Parameter:
 
 
 def _replace(model: Model, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Exchange parameters wherever they are used: tied ones stay tied."""
+    """Replace parameters in every module that uses them: tied ones stay tied."""
     for module in model.modules():
         for attribute, parameter in module._parameters.items():
             if parameter in replaced:

@@ -1,4 +1,4 @@
-"""Where a rank's slice of a cut parameter lies in the whole one."""
+"""Shard specs: the place of a rank's slice in the whole parameter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from crosstrain import Box, Piece
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSpec:
     """A parameter of shape `full` is cut along `dim` for `size` ranks.
 
     With several `parts`, as of queries, keys and values in one matrix, each part is cut by itself, and a rank holds its

@@ -1,4 +1,4 @@
-"""Cut modules that compute with what a rank has of them.
+"""Sharded modules that compute with this rank's slices.
 
 Parameters are DTensors, the arithmetic is local: a module's `forward` is replaced on the instance, and torch's
 dispatcher has no more to do than in an ordinary module.
@@ -20,7 +20,7 @@ from crosstrain import ConfigError, Model
 
 from .collectives import Copy, Gather, Reduce, ReduceScatter, Split, Unsplit
 from .plan import user_of
-from .rng_tracker import Randomness
+from .rng_tracker import RngTracker
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -29,26 +29,26 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class TensorParallel:
-    """The ranks that share every block, and how activations go between them.
+    """The ranks that share every block, and the exchanges of activations between them.
 
     `splits_sequence`: outside of the cut matrices each rank has its part of the sequence (in training alone).
     """
 
-    def __init__(self, group: dist.ProcessGroup, splits_sequence: bool, randomness: Randomness) -> None:
-        self.group, self.splits_sequence, self.randomness = group, splits_sequence, randomness
+    def __init__(self, group: dist.ProcessGroup, splits_sequence: bool, rng: RngTracker) -> None:
+        self.group, self.splits_sequence, self.rng = group, splits_sequence, rng
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._aside: Tensor | None = None
 
     def enter(self, x: Tensor) -> Tensor:
-        """What cut columns multiply: the same [batch, length, width] on every rank."""
+        """Input of column-parallel products: the same [batch, length, width] on every rank."""
         return (Gather if self.splits_sequence else Copy).apply(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """The sum of what cut rows gave."""
+        """Sum of the ranks' row-parallel products."""
         return (ReduceScatter if self.splits_sequence else Reduce).apply(x, self.group)
 
     def whole_sequence(self, x: Tensor) -> Tensor:
-        """All of it, for what every rank then does alike."""
+        """The whole sequence, for computations that every rank repeats."""
         return Unsplit.apply(x, self.group) if self.splits_sequence else x
 
     def set_aside(self, _module: nn.Module, _inputs: object, x: Tensor) -> Tensor:
@@ -62,12 +62,12 @@ class TensorParallel:
         return x.new_zeros(()).expand(x.shape[0], x.shape[1] * self.size, x.shape[2])
 
     def taken(self, x: Tensor) -> Tensor:
-        """What was set aside in the place of `x`; `x` itself if nothing was."""
+        """The part that was set aside instead of `x`; `x` itself if none was."""
         aside, self._aside = self._aside, None
         return x if aside is None else aside
 
     def split_sequence(self, x: Tensor) -> Tensor:
-        """This rank's part; dropout differs from here on, as the parts do."""
+        """This rank's part of the sequence; from here on dropout differs by rank."""
         if not self.splits_sequence:
             return x
         if x.shape[1] % self.size:
@@ -75,11 +75,11 @@ class TensorParallel:
                 f"run.runner.sequence_parallel: sequences of {x.shape[1]} tokens cannot be split for {self.size} "
                 f"ranks; make the length divisible, or switch it off"
             )
-        self.randomness.fork()
+        self.rng.fork()
         return Split.apply(x, self.group)
 
 
-class Region:
+class TPRegion:
     """Between the columns and the row of one parent module: each rank computes its own heads, or its own features.
 
     Columns that read the same input share its exchange. Where the sequence is split, the parent itself gets the whole
@@ -119,12 +119,12 @@ class Region:
     def column(self, module: nn.Module, x: Tensor) -> Tensor:
         y = _product(module, self._enter(x), module.bias)
         if module is self.last_column and self.model.training and not self.tensor.splits_sequence:
-            self.tensor.randomness.enter()  # for the dropout of attention, which comes after the projections
+            self.tensor.rng.enter()  # for the dropout of attention, which comes after the projections
         return y
 
     def row(self, module: nn.Module, x: Tensor) -> Tensor:
         if module is self.last_row and self.model.training:
-            self.tensor.randomness.leave()
+            self.tensor.rng.leave()
         self._entered.clear()
         y = self.tensor.leave(_product(module, x, None))
         return y if module.bias is None else y + module.bias.to(y.dtype)  # half under autocast, as in one process
@@ -150,8 +150,8 @@ def _embed(tensor: TensorParallel, module: nn.Embedding, ids: Tensor) -> Tensor:
 
 
 def compute_with_slices(model: Model, styles: dict[str, str], tensor: TensorParallel) -> None:
-    """Make the modules named in `styles` compute with their slices."""
-    regions: dict[nn.Module, Region] = {}
+    """Make the modules named in `styles` compute with slices."""
+    regions: dict[nn.Module, TPRegion] = {}
     blocks = set(model.blocks())
     for name, style in styles.items():
         module = model.get_submodule(name)
@@ -161,7 +161,7 @@ def compute_with_slices(model: Model, styles: dict[str, str], tensor: TensorPara
             continue
         parent = model.get_submodule(user_of(model, name))
         if parent not in regions:
-            regions[parent] = Region(tensor, model, None if parent in blocks else parent)
+            regions[parent] = TPRegion(tensor, model, None if parent in blocks else parent)
         region = regions[parent]
         forward: Callable[[nn.Module, Tensor], Tensor]
         if style == "row":

@@ -1,4 +1,4 @@
-"""A vocabulary spread over ranks: the loss without logits of all tokens anywhere, and the next token's logits."""
+"""The head of a vocabulary-parallel model: its loss, without gathering logits, and the next token's logits."""
 
 from __future__ import annotations
 
