@@ -20,7 +20,7 @@ _FLAGS = ("input", "output", "tokenizer", "train_tokenizer", "text_key", "separa
 
 @dataclass(kw_only=True)
 class Recipe(PrepareOptions):
-    """What a recipe may say: how to prepare, and where to."""
+    """Options of a recipe: how to prepare, and the output folder."""
 
     output: FilePath | None = None  # the folder to make
 

@@ -1,4 +1,4 @@
-"""What two recorded trainings have in common, and the first thing in which they differ, with a hint."""
+"""Find the first difference between two recorded trainings, with a hint at its usual cause."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Tolerance:
 
 @dataclass
 class Record:
-    """What a contestant's rank 0 wrote down; see worker.py."""
+    """The record that a contestant's rank 0 wrote; see worker.py."""
 
     name: str
     data: dict[str, Any]
@@ -46,7 +46,7 @@ class Record:
         return self.data["rows"]
 
     def sums(self, number: int) -> dict[str, Sums]:
-        """Of the `number`-th step that was compared, from 1."""
+        """Sums by parameter of the `number`-th compared step, from 1."""
         return {name: tuple(sums) for name, sums in self.data["gradients"][number - 1].items()}
 
 
@@ -68,7 +68,7 @@ def gradient_difference(sums: Sums) -> float:
 
 
 def largest(record: Record, number: int) -> tuple[float, str]:
-    """The largest gradient difference of the `number`-th step, and whose it is."""
+    """The largest gradient difference of the `number`-th step, and its parameter."""
     return max(((gradient_difference(s), name) for name, s in record.sums(number).items()), default=(0.0, ""))
 
 
@@ -228,7 +228,7 @@ def _copies(record: Record, _: Record, tolerance: Tolerance) -> str | None:
 
 
 def _state(record: Record, reference: Record, tolerance: Tolerance) -> str | None:
-    """What a checkpoint after the last step would hold."""
+    """Compare the state that a checkpoint after the last step would hold."""
     state = record.data["state"]
     if state["missing"] or state["surplus"]:
         what = f"lacks {_list(state['missing'])}" if state["missing"] else f"has {_list(state['surplus'])} besides"

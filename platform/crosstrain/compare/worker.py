@@ -90,7 +90,7 @@ class Probe:
         return Reader.open(step_folder(self._files[kind].root, step))
 
     def _sums(self, shards: list[Shard], reference: Reader) -> dict[str, Sums]:
-        """By parameter, sums over every tensor's elements, each element counted once."""
+        """Sums over the elements of every tensor, each element counted once, by parameter. Collective."""
         mine: dict[tuple[str, Box], Sums] = {}
         for shard in shards:
             theirs = [Piece(piece.box, torch.zeros(piece.box.shape)) for piece in shard.pieces]
@@ -106,7 +106,7 @@ class Probe:
         return total
 
     def _spread(self, shards: list[Shard]) -> dict[str, float]:
-        """How far replicas of a tensor are apart, relative to its size: zero where ranks hold the same."""
+        """Distance of a tensor's replicas, relative to its size: zero where ranks hold the same."""
         pieces = [(s.name, p.box, p.data.detach().cpu()) for s in shards for p in s.pieces]
         mine = {(name, box): (_dot(data, data), _projection(data)) for name, box, data in pieces}
         held: dict[Any, list[tuple[float, float]]] = {}
@@ -131,7 +131,7 @@ def _dot(a: Tensor, b: Tensor) -> float:
 
 
 def _projection(tensor: Tensor) -> float:
-    """A number that tensors share only if they are equal, but for a chance of nothing."""
+    """A random projection: different tensors almost never share it."""
     flat = tensor.double().flatten()
     signs = torch.randint(0, 2, flat.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
     return (flat * signs).sum().item()

@@ -123,8 +123,9 @@ def build_model(
         freeze(model, config.run.freeze)
         for blocks, mode in model.checkpointing(config.run.gradient_checkpointing):
             activation_checkpointing.apply(blocks, mode, runner.precision.autocast)
-    for module in {"none": [], "blocks": model.blocks(), "model": [model]}[config.run.compile]:
-        module.compile()  # in place: names of parameters do not change
+    if config.run.compile != "none":
+        for module in model.blocks() if config.run.compile == "blocks" else [model]:
+            module.compile()  # in place, so that names of parameters do not change
     whole = model.canonical_parameters()  # of which a rank may keep a part
     frozen = {name for name, p in whole.items() if not p.requires_grad}
     runner.prepare(model, optimizer_factory(config, model.lr_scale) if for_training else None)

@@ -83,15 +83,11 @@ class Precision:
         self.options = options
         self.dtype = DTYPES[options.dtype]
         self.device_type = device_type
-        self.scaler = self._make_scaler(options)
-
-    @staticmethod
-    def _make_scaler(options: AmpOptions) -> LossScaler:
-        if options.loss_scale is not None:
-            return LossScaler(options.loss_scale)
-        if options.dtype == "fp16":
-            return DynamicLossScaler(options.initial_scale, options.window, options.hysteresis, options.min_scale)
-        return LossScaler()
+        self.scaler = LossScaler(options.loss_scale or 1.0)
+        if options.loss_scale is None and options.dtype == "fp16":
+            self.scaler = DynamicLossScaler(
+                options.initial_scale, options.window, options.hysteresis, options.min_scale
+            )
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of every forward, in training, evaluation and generation alike."""

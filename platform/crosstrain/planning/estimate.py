@@ -32,7 +32,7 @@ _FP32 = 4
 
 @dataclass
 class Memory:
-    """Bytes of one rank at its fullest, by what they are for."""
+    """Peak bytes of one rank, by purpose."""
 
     kind: str  # of rank
     parameters_held: int  # elements of parameters that this rank keeps between steps
@@ -41,19 +41,19 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Of the device."""
+        """Bytes on the device."""
         return sum(self.device.values())
 
 
 @dataclass
 class Estimate:
-    """One runner on so many ranks. Bytes, operations and samples are those of a step, of all ranks if not said."""
+    """Costs of one step under one runner."""
 
     runner: str
     world_size: int
     batch: BatchPlan
     mode: Mode
-    memory: Memory  # of the rank that holds most
+    memory: Memory  # of the fullest rank
     others: list[Memory] = field(default_factory=list)  # of other kinds of rank
     sent: int = 0  # bytes by a rank
 
@@ -75,7 +75,7 @@ class Project:
         self._traces: dict[Hashable, Trace] = {}
 
     def estimate(self, label: str, config: Config, world_size: int, mode: Mode | None = None) -> Estimate:
-        """Under the runner of `config`, a configuration of the same project. Raises ConfigError where it cannot."""
+        """Estimate under the runner of `config`, a variant of the project. Raises ConfigError where it cannot train."""
         batch = batch_plan(config, world_size)
         mode = mode or config.run.gradient_checkpointing
         runner = registry.get("runner", config.runner.name)
@@ -106,7 +106,7 @@ class Project:
         return {k: v.expand(rows * len(v), *v.shape[1:]) for k, v in (self.inputs or {}).items()}
 
     def trace_of(self, layout: Layout, rows: int, mode: Mode) -> Trace:
-        """What a micro batch takes; nothing where that is not known, which `problem` then explains.
+        """The trace of a micro batch; an empty one where the forward cannot be traced, which `problem` then explains.
 
         Raises ConfigError where the layout's model cannot compute and the whole one can.
         """
@@ -172,7 +172,7 @@ class Project:
 
     @cached_property
     def state_bytes(self) -> int:
-        """Of the optimizer for each element that it updates, found out by trying."""
+        """Bytes of optimizer state for each element, measured on a trial parameter."""
         parameter = nn.Parameter(torch.zeros(8, 8))
         optimizer = optimizer_factory(self.config)([("weight", parameter)])
         create_state(optimizer)
@@ -180,7 +180,7 @@ class Project:
         return sum(v.numel() * v.element_size() for v in held) // parameter.numel()
 
     def flops(self, batch: BatchPlan, mode: Mode) -> int:
-        """Of all ranks in a step, recomputation included; matrix products and attention, as torch counts them."""
+        """FLOPs of a step on all ranks, recomputation included: matrix products and attention, as torch counts."""
         layout = Layout(0, 0, 0)
         return self.trace_of(layout, batch.micro_batch, mode).flops * batch.accumulation * batch.dp_size
 
@@ -192,7 +192,7 @@ class Project:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Parameters and the optimizer's state; frozen parameters that come from a published folder are left out."""
+        """Bytes of parameters and optimizer state, without frozen parameters from pretrained folders."""
         sources = self.model.pretrained_sources()
         size = 0
         for name, p in self.model.canonical_parameters().items():
@@ -206,7 +206,7 @@ class Project:
 def with_options(
     config: Config, micro_batch: int | None = None, mode: Mode | None = None, global_batch: int | None = None
 ) -> Config:
-    """The configuration with another micro batch, and accumulation instead, and another mode of checkpointing."""
+    """The configuration with another micro batch, balanced by accumulation, or another checkpointing mode."""
     run = config.run
     if micro_batch is not None:
         total = global_batch or run.global_batch_size

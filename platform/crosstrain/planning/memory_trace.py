@@ -51,10 +51,10 @@ class Trace:
     exchanged: int = 0  # sent by this rank in exchanges within the forward and the backward
 
     def peak(self, retained: float, outside: float, exchanged: int) -> tuple[int, int, int]:
-        """The most at any time, and what of it are gradients that stay, and what is for exchanging them.
+        """Peak memory, and the parts of it that are retained gradients and communication buffers.
 
-        Of the gradients made until then the share `retained` stays, of those outside of blocks `outside`; where there
-        are any, `exchanged` is added.
+        The fraction `retained` of gradients in blocks stays, and `outside` of all others; with the first gradient,
+        `exchanged` bytes of buffers are added.
         """
         moments = [(self.forward_peak, 0, 0)]
         for (inside, made), most in self.backward.items():
@@ -64,10 +64,10 @@ class Trace:
 
 
 def trace(model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: str) -> Trace:
-    """What a forward and a backward take of `model`, on the meta device; `dtype` is autocast's.
+    """Trace a forward and a backward of `model`, on the meta device; `dtype` is autocast's.
 
-    batch: tensors of a micro batch, whose values do not count. Raises whatever the model raises where its forward
-    looks at values.
+    batch: tensors of a micro batch; their values do not count. Raises the model's own error where its forward reads
+    values.
     """
     groups = {n: alike for n, chain in enumerate(model.chains()) if len(alike := _alike(chain)) > 2}
     middles = {n: alike[1:-1] for n, alike in groups.items()}
@@ -82,7 +82,7 @@ def trace(model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: st
 
 
 def _alike(chain: list[nn.Module]) -> list[nn.Module]:
-    """The blocks that most others equal. A parameter that two blocks share makes them unlike any other."""
+    """The largest set of equal blocks. Blocks that share a parameter equal no other."""
 
     def signature(block: nn.Module) -> tuple[Any, ...]:
         return (type(block), *((n, p.shape, p.dtype, p.requires_grad) for n, p in block.named_parameters()))
@@ -103,7 +103,7 @@ class _Measurement:
 
 
 def _extended(out: Trace, ends: _Measurement, one: _Measurement, chain: int, more: int) -> Trace:
-    """`out` with `more` blocks in the middle of a chain, each of which takes what `ends` take beyond `one`."""
+    """`out` with `more` blocks in the middle of a chain; each costs the difference of `ends` and `one`."""
     a, b = ends.trace, one.trace
     in_forward, in_backward = ends.forward_end - one.forward_end, a.kept - b.kept
     gradients = max(a.backward)[1] - max(b.backward)[1]
@@ -186,7 +186,7 @@ def _measure(
 
 
 def _pass_on(tracker: _Tracker, chain: int, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-    """In the place of a block's forward; notes when the backward comes by."""
+    """Replacement of a left-out block's forward; its hook notes when the backward passes."""
     if hidden.requires_grad:
         hidden.register_hook(lambda _: tracker.comes_by(chain))
     return hidden
@@ -198,7 +198,7 @@ def _fused_attention(attention: Callable[..., Tensor], *args: Any, dropout_p: fl
 
 
 def _give_shapes(model: Model, left_out: list[nn.Module]) -> None:
-    """Tensors of the current fake mode in the place of parameters and buffers, but for those of `left_out`."""
+    """Replace parameters and buffers by tensors of the current fake mode, except for those of `left_out`."""
     skipped = {id(module) for block in left_out for module in block.modules()}
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -217,7 +217,7 @@ def _give_shapes(model: Model, left_out: list[nn.Module]) -> None:
 
 
 class _Tracker(TorchDispatchMode):
-    """Counts what is alive."""
+    """Counts the bytes of live tensors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ _DAY = 86400.0
 
 @dataclass
 class Budget:
-    """What the user says about devices and length; numbers without a unit in their names are plain counts."""
+    """The user's figures about devices and length; None: not given."""
 
     device_memory: int | None = None  # bytes
     throughput: float | None = None  # FLOP/s of one device, recomputation included
@@ -56,7 +56,7 @@ class Plan:
         return None if each is None else each * self.chosen.batch.global_batch
 
     def days(self) -> float | None:
-        """Of the whole training at the given or measured speed."""
+        """Days of the whole training at the given or measured speed."""
         if self.steps is None:
             return None
         if self.budget.tokens_per_second and self.tokens_per_step:
@@ -117,7 +117,7 @@ class Plan:
         }
 
     def lines(self) -> list[str]:
-        """For a terminal."""
+        """The plan as lines of text."""
         project, chosen, sizes = self.project, self.chosen, self.project.sizes
         batch, flops = chosen.batch, project.flops(chosen.batch, chosen.mode)
         out = [

@@ -1,4 +1,4 @@
-"""Steps that go wrong: which are bad, whose samples those were, and what is then done."""
+"""Detect bad steps (non-finite or spiking loss), find the samples responsible, and stop, skip or roll back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GRADIENTS = "the gradients are not finite"
 
 
 class RollBack(TrainingError):
-    """Training is to go on from the last checkpoint, without the samples `numbers`."""
+    """Training must go back to the last checkpoint and leave out the samples `numbers`."""
 
     def __init__(self, message: str, numbers: Sequence[int]) -> None:
         super().__init__(message)
@@ -47,17 +47,17 @@ class Attempt:
 
 @dataclass
 class Suspect:
-    """Samples that a bad step may be due to: a micro batch, or one of its samples; mean loss per target token."""
+    """Samples that may have caused a bad step: a micro batch, or one of its samples; mean loss per target token."""
 
     numbers: tuple[int, ...]
     loss: float
 
 
 class BadSteps:
-    """What `run.on_bad_step` says. Every rank has one, and all come to the same judgement.
+    """The policy of `run.on_bad_step`. Every rank has one, and all come to the same result.
 
-    `folder` gets a file with one JSON object per bad step; None on ranks but the first.
-    Raises ConfigError where roll backs are asked for and samples have no numbers to leave out.
+    `folder` gets a file with one JSON object per bad step; None on ranks but the first. Raises ConfigError for roll
+    backs over a dataset whose samples have no numbers to leave out.
     """
 
     def __init__(self, runner: Runner, dataset: Dataset, folder: RunFolder | None) -> None:
@@ -71,10 +71,8 @@ class BadSteps:
     def rolls_back(self) -> bool:
         return self.options.policy == "roll_back"
 
-    # ---- judging
-
     def check_loss(self, loss: float, state: State) -> str | None:
-        """Why the step is not to be applied, from its loss; None: there is nothing against it."""
+        """The reason not to apply a step with this loss, or None."""
         if not math.isfinite(loss):
             return "the loss is not finite"
         if self.options.spike is None:
@@ -88,29 +86,24 @@ class BadSteps:
         return f"the loss, {loss:.4g}, is a spike above {usual:.4g}, the median of the last {len(window)}"
 
     def record(self, state: State, attempt: Attempt) -> None:
-        """Take note of an attempted step in the state. Collective where the step was bad.
+        """Record an attempted step in the state, and act on a bad one. Collective where the step was bad.
 
-        Raises RollBack under that policy, and TrainingError where training is to end.
+        Raises RollBack under that policy, and TrainingError where training must end.
         """
         result, precision = attempt.result, self.runner.precision
         if result.applied:
             state.overflows_in_a_row = state.bad_in_a_row = 0
-            self._remember(state, attempt.loss)
+            if self.options.spike is not None:
+                state.recent_losses = [*state.recent_losses, attempt.loss][-self.options.spike_window :]
         elif attempt.problem is None and precision.overflows:
             state.overflows_in_a_row += 1
-            self._end_after(
+            _end_after(
                 precision.options.max_skipped, state.overflows_in_a_row, self._where(state, attempt),
                 f"steps in a row overflowed although the loss scale fell to {precision.scaler.scale:g}, so the model "
                 f"itself is diverging; lower run.init_lr, use run.amp=bf16, or look at these samples",
             )  # fmt: skip
         else:
             self._act(state, attempt, attempt.problem or _GRADIENTS)
-
-    def _remember(self, state: State, loss: float) -> None:
-        if self.options.spike is not None:
-            state.recent_losses = [*state.recent_losses, loss][-self.options.spike_window :]
-
-    # ---- acting
 
     def _act(self, state: State, attempt: Attempt, problem: str) -> None:
         suspects = [] if problem is _GRADIENTS else self.suspects(attempt.batch)
@@ -128,17 +121,17 @@ class BadSteps:
         self._warn(f"{sentence}; the step is skipped")
         state.bad_in_a_row += 1
         state.skipped = [*state.skipped, [state.step, attempt.batch.numbers[0], attempt.batch.numbers[-1]]]
-        self._end_after(
+        _end_after(
             self.options.max_in_a_row, state.bad_in_a_row, sentence,
             "bad steps in a row were skipped (run.on_bad_step.max_in_a_row), so it is not the data alone; lower "
             "run.init_lr and resume from the last checkpoint",
         )  # fmt: skip
 
     def go_back(self, to: Path, bad: RollBack, state: State) -> Ranges:
-        """What to leave out from now on; TrainingError where that has been tried enough."""
+        """Sample numbers to leave out after going back; TrainingError after too many attempts from one checkpoint."""
         count = self._went_back[1] + 1 if self._went_back[0] == to else 1
         self._went_back = to, count
-        self._end_after(
+        _end_after(
             self.options.max_in_a_row, count, str(bad),
             f"bad steps came after {to} (run.on_bad_step.max_in_a_row), so it is not the data alone; lower "
             f"run.init_lr, or remove that checkpoint to go on from an earlier one",
@@ -150,14 +143,8 @@ class BadSteps:
         if self.runner.world.rank == 0:  # the others would say the same
             log.warning("%s", sentence)
 
-    def _end_after(self, limit: int, count: int, where: str, what: str) -> None:
-        if count >= limit:
-            raise TrainingError(f"{where}: {count} {what}")
-
-    # ---- naming
-
     def suspects(self, micro_batches: list[MicroBatch]) -> list[Suspect]:
-        """The samples whose loss is not finite, or else all micro batches, the worst first. Collective."""
+        """The samples whose loss is not finite, or else all micro batches, the highest loss first. Collective."""
         mine = {
             micro_batch.numbers: float(loss) / max(micro_batch.num_targets, 1)
             for micro_batch, loss in zip(micro_batches, self.runner.micro_losses, strict=False)
@@ -168,7 +155,7 @@ class BadSteps:
         return [sample for suspect in wrong for sample in self._narrowed(suspect, among=len(wrong))] or by_loss
 
     def _narrowed(self, suspect: Suspect, among: int) -> list[Suspect]:
-        """The samples of a micro batch whose own loss is not finite; the micro batch where that does not tell."""
+        """The samples of a micro batch whose own loss is not finite; the micro batch itself where there are none."""
         if len(suspect.numbers) == 1 or len(suspect.numbers) * among > _NARROWED or not self.dataset.indexed:
             return [suspect]
         alone = []
@@ -203,7 +190,7 @@ class BadSteps:
         return show(suspect.numbers) + (f" ({'; '.join(about)})" if about else "")
 
     def _indices(self, suspect: Suspect) -> list[int]:
-        """Where the dataset has the samples."""
+        """Indices of the samples in the dataset."""
         if not self.dataset.indexed:
             return []
         return [self.dataset.training_index(self.seed, number) for number in suspect.numbers]
@@ -228,3 +215,8 @@ class BadSteps:
             self.folder.append(self.folder.bad_steps, json.dumps(row) + "\n")
         except OSError as error:
             log.warning("%s cannot be written to (%s); training goes on", self.folder.bad_steps, error.strerror)
+
+
+def _end_after(limit: int, count: int, where: str, what: str) -> None:
+    if count >= limit:
+        raise TrainingError(f"{where}: {count} {what}")

@@ -1,4 +1,4 @@
-"""What a model makes of a run's prompts, while it trains and when it is done."""
+"""Completions of a run's prompts, drawn at each validation and at the end."""
 
 from __future__ import annotations
 

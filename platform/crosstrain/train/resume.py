@@ -1,4 +1,4 @@
-"""The checkpoint that a run goes on from, and going back to one without a new start."""
+"""Find the checkpoint that a run continues from, and go back to one within a process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def restore(checkpoint: Path | None, runner: Runner) -> State:
 
 
 def reload(runner: Runner, checkpoint: Path, frozen: Collection[str]) -> None:
-    """Fill what the runner holds of a run with an earlier state of it, but for the `frozen` parameters. Collective."""
+    """Load an earlier state of the run into the runner, except for the `frozen` parameters. Collective."""
     names = set[str]().union(*runner.world.all_gather(set(runner.model.canonical_parameters())))
     load_shards(Reader.open(checkpoint), [s for s in runner.shards() if s.name not in frozen], names=names)
     runner.loaded()

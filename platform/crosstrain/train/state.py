@@ -1,4 +1,4 @@
-"""What a run is, beside its tensors: this and the checkpoint's boxes are all that resuming needs."""
+"""The state of a run beside its tensors; with the checkpoint's boxes it is all that resuming needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LATER = {"left_out", "skipped", "bad_in_a_row", "overflows_in_a_row", "recent_l
 
 @dataclass
 class State:
-    """Where a run stands. Random numbers are functions of the sample's number, so there are none to keep."""
+    """Progress of a run. Random numbers depend on sample numbers alone, so no generator is stored."""
 
     step: int = 0  # attempted steps
     applied_steps: int = 0  # of those, the ones whose update was made; the learning rate's clock
@@ -36,19 +36,19 @@ class State:
     recent_losses: list[float] = field(default_factory=list)  # of good steps, for telling a spike
 
     def improves(self, loss: float) -> bool:
-        """Whether `loss` is the best so far; remembers it."""
+        """True, and noted, if `loss` is the best so far."""
         if not math.isfinite(loss) or (self.best_loss is not None and loss >= self.best_loss):
             return False
         self.best_loss = loss
         return True
 
     def document(self, **more: Any) -> dict[str, Any]:
-        """As a checkpoint's state.json holds it."""
+        """The content of a checkpoint's state.json."""
         return asdict(self) | more
 
     @staticmethod
     def load(checkpoint: Path) -> State:
-        """Of a checkpoint; raises CheckpointError where it is malformed."""
+        """Read a checkpoint's state; raises CheckpointError where it is malformed."""
         saved = load_state(checkpoint)
         try:
             known = {name: saved[name] for f in fields(State) if (name := f.name) in saved or name not in _LATER}
@@ -77,12 +77,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _are_rows(value: Any, width: int) -> bool:
-    """Whether it is a list of lists of so many counts."""
+    """True for a list of lists of `width` counts."""
     return isinstance(value, list) and all(
         isinstance(row, list) and len(row) == width and all(map(is_count, row)) for row in value
     )
 
 
 def _ascend(bounds: list[int]) -> bool:
-    """Whether [first, last, first, last, ...] are ranges one after the other."""
+    """True where [first, last, first, last, ...] are ranges one after the other."""
     return all(a <= b if i % 2 == 0 else a < b for i, (a, b) in enumerate(pairwise(bounds)))

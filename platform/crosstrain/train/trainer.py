@@ -190,7 +190,7 @@ class Trainer:
         return int(targets) // (world.size // dp.size), stops > 0
 
     def _logs(self, step: int) -> bool:
-        """Whether a step is logged: one in `log_interval`, and the last, so that the shortest run says something."""
+        """True for one step in `log_interval`, and for the last one, so that the shortest run logs something."""
         return step % self.run.log_interval == 0 or step == self.max_iters
 
     def _due(self, interval: int | None) -> bool:

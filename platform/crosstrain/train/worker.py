@@ -67,7 +67,7 @@ def build_trainer(config: Config, runner: Runner, stop: StopRequest, quiet: bool
     tokenizer_files = plain_files(tokenizer, TOKENIZER_FILES) if tokenizer is not None else []
 
     def write_assets(checkpoint: Path) -> None:
-        """What makes a checkpoint a Hugging Face folder."""
+        """Make a checkpoint a Hugging Face folder."""
         runner.model.save_config(checkpoint)
         copy_files(tokenizer_files, checkpoint)
 
