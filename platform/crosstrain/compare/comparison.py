@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -81,22 +82,19 @@ def _contestants(
     return out
 
 
+@dataclass
 class _Comparison:
-    """Runs the contestants one after the other and prints what they did."""
+    """Runs the contestants one after the other and prints their numbers."""
 
-    def __init__(self, scratch: Path, steps: int, configs: list[_Contestant]) -> None:
-        self.scratch, self.steps, self.configs = scratch, steps, configs
-        self.results: dict[str, Any] = {}
-
-    @property
-    def _reference(self) -> tuple[str, int, Config]:
-        label, size, config = self.configs[0]
-        assert isinstance(config, Config)
-        return label, size, config
+    scratch: Path
+    steps: int
+    contestants: list[_Contestant]
+    results: dict[str, Any] = field(default_factory=dict)  # by label
 
     def run(self) -> list[str]:
-        """Names of the contestants that failed or differ."""
-        label, size, config = self._reference
+        """Compare; returns the labels of the contestants that failed or differ."""
+        label, size, config = self.contestants[0]
+        assert isinstance(config, Config)
         try:
             reference = self._record(label, size, config, is_reference=True)
         except UserError as error:
@@ -106,19 +104,22 @@ class _Comparison:
                 f"every step of the reference {label} overflowed and was skipped, so there is nothing to compare; "
                 f"begin with a smaller loss scale, such as --options run.amp.initial_scale=1024"
             )
-        noise = self._noise(reference)
-        tolerance = Tolerance.of(config.run.amp.dtype, noise)
+        noise = 0.0
+        if reference.data["accumulation"] > 1:  # the reference against itself, its micro batches in reverse order
+            plain = config.plain
+            plain["run"]["output_dir"] += "_reversed"
+            record = self._record(f"{label} reversed", size, Config.from_plain(plain), reverse=True)
+            noise = max(number_difference(record, reference, key) for key in ("loss", "grad_norm"))
+        dtype = config.run.amp.dtype
+        tolerance = Tolerance.of(dtype, noise)
         print(
-            f"reference {label}: {self.steps} steps, {config.run.amp.dtype}; differences up to {tolerance.numbers:.1e}"
+            f"reference {label}: {self.steps} steps, {dtype}; differences up to {tolerance.numbers:.1e}\n"
+            f"in losses and norms, and {tolerance.gradients:.1e} of each gradient's norm in step 1, are rounding"
+            + (f" (noise of the reference itself: {noise:.1e})\n" if noise else "\n")
         )
-        print(
-            f"in losses and norms, and {tolerance.gradients:.1e} of each gradient's norm in step 1, are rounding",
-            end="",
-        )
-        print(f" (noise of the reference itself: {noise:.1e})\n" if noise else "\n")
         self._show(reference, reference)
         failures = []
-        for label, size, made in self.configs[1:]:
+        for label, size, made in self.contestants[1:]:
             try:
                 if isinstance(made, UserError):
                     raise made
@@ -150,16 +151,6 @@ class _Comparison:
         record = Record(label, json.loads(result.read_text()))
         self.results[label] = record.data
         return record
-
-    def _noise(self, reference: Record) -> float:
-        """Difference between the reference and itself with its micro batches in reverse order; 0 if it has but one."""
-        if reference.data["accumulation"] == 1:
-            return 0.0
-        label, size, config = self._reference
-        plain = config.plain
-        plain["run"]["output_dir"] += "_reversed"
-        record = self._record(f"{label} reversed", size, Config.from_plain(plain), reverse=True)
-        return max(number_difference(record, reference, key) for key in ("loss", "grad_norm"))
 
     def _show(self, record: Record, reference: Record) -> None:
         print(f"{record.name}")

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-Sums = tuple[float, float, float, float]
+Sums = tuple[float, float, float, float]  # of (g-r)^2, g*g, g*r and r*r, g a tensor here and r the reference's
 
 _LOUD = 1e-3  # relative; a reference with more noise than a quarter of it proves nothing about others
 _SMALL = 1e-7  # of all gradients' norm: below it a tensor's gradient is rounding alone

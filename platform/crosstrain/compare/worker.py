@@ -16,6 +16,7 @@ from crosstrain.checkpoint.boxes import Box, Piece, Shard
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.folders import step_folder
+from crosstrain.compare.diagnosis import Sums
 from crosstrain.config.load import Config
 from crosstrain.data.loader import Step
 from crosstrain.distributed.launch.signals import StopRequest
@@ -25,8 +26,6 @@ from crosstrain.inference.perplexity import evaluate_loss
 from crosstrain.monitor.hardware import memory_mb
 from crosstrain.train.trainer import Trainer
 from crosstrain.train.worker import build_trainer
-
-Sums = tuple[float, float, float, float]  # of (g-r)^2, g*g, g*r and r*r, g a tensor here and r the reference's
 
 
 class Probe:

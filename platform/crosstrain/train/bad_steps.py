@@ -44,6 +44,9 @@ class Attempt:
     problem: str | None  # why it was refused
     result: StepResult
 
+    def place(self, state: State) -> str:
+        return f"step {state.step} ({show(self.batch.numbers)})"
+
 
 @dataclass
 class Suspect:
@@ -98,7 +101,7 @@ class BadSteps:
         elif attempt.problem is None and precision.overflows:
             state.overflows_in_a_row += 1
             _end_after(
-                precision.options.max_skipped, state.overflows_in_a_row, self._where(state, attempt),
+                precision.options.max_skipped, state.overflows_in_a_row, attempt.place(state),
                 f"steps in a row overflowed although the loss scale fell to {precision.scaler.scale:g}, so the model "
                 f"itself is diverging; lower run.init_lr, use run.amp=bf16, or look at these samples",
             )  # fmt: skip
@@ -107,7 +110,7 @@ class BadSteps:
 
     def _act(self, state: State, attempt: Attempt, problem: str) -> None:
         suspects = [] if problem is _GRADIENTS else self.suspects(attempt.batch)
-        where, policy = self._where(state, attempt), self.options.policy
+        where, policy = attempt.place(state), self.options.policy
         sentence = f"{where}: {problem}{self._tell(suspects)}"
         self._write(state, attempt, problem, suspects)
         if policy == "stop":
@@ -165,9 +168,6 @@ class BadSteps:
                 loss = float(self.runner.evaluate(batch)) / max(self.runner.model.num_targets(batch), 1)
                 alone.append(Suspect((number,), loss))
         return [sample for sample in alone if not math.isfinite(sample.loss)] or [suspect]
-
-    def _where(self, state: State, attempt: Attempt) -> str:
-        return f"step {state.step} ({show(attempt.batch.numbers)})"
 
     def _tell(self, suspects: list[Suspect]) -> str:
         if not suspects:
