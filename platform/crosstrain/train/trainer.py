@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.checkpointer import Checkpointer
-from crosstrain.checkpoint.manifest import Frozen
+from crosstrain.checkpoint.manifest import FrozenParameter
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
@@ -46,7 +46,7 @@ class Trainer:
     max_iters: int
     schedule: Schedule
     state: State
-    frozen: dict[str, Frozen]  # parameters from pretrained folders, which checkpoints need not hold
+    frozen: dict[str, FrozenParameter]  # parameters from pretrained folders, which checkpoints need not hold
     checkpointer: Checkpointer
     saved_step: int | None  # the last one that the run's folder has a checkpoint of
     bad_steps: BadSteps
