@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -20,15 +21,19 @@ from crosstrain.config.load import load_config
 from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.data.vision.conversations import IMAGE_ID
 from crosstrain.engine.build import build_model, make_runner
+from crosstrain.inference import encoding
 from crosstrain.inference.contact_sheet import TILE, contact_sheet
 from crosstrain.inference.conversation import ChatSession
+from crosstrain.inference.encoding import EncodingError, open_tokenizer
 from crosstrain.inference.generation import Sampling, generate
 from crosstrain.inference.open_checkpoint import saved_config
 from crosstrain.inference.vqa import Answer, answer_questions, caption_scores, score
+from crosstrain.inference.vqa_report import answer_splits
 from crosstrain.utils.errors import ConfigError, UserError
 from ranks import mostly_slow, run_ranks, train
 from shard_home import module_of
 from sight import OPEN, build, options, picture, write_project
+from test_serving_hostile import HARMFUL, never_ends
 
 
 def write_colours(folder: Path) -> dict[str, Any]:
@@ -214,6 +219,22 @@ def test_questions_that_leave_no_room_are_refused(trained: tuple[Path, Run]) -> 
     project, run = trained
     with pytest.raises(UserError, match=r"the model takes at most 256, so there is no room for 250 more; lower --max"):
         ask(str(project), str(run.checkpoint(160)), max_new_tokens=250)
+
+
+def test_questions_that_take_too_long_to_encode_end_with_a_sentence(
+    trained: tuple[Path, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding, "_SECONDS", 1.0)
+    project, run = trained
+    words = Path(shutil.copytree(project.parent / "tokenizer", tmp_path / "words"))
+    never_ends(words)
+    asked = [{"instruction": HARMFUL, "output": "two"}] * 4
+    other = write_questions(tmp_path, words)
+    (tmp_path / "notes.json").write_text(json.dumps(asked))
+    config = load_config(other, SEES)
+    job = {"answers": ["test"], "max_samples": None, "sheet": None}
+    with pytest.raises(EncodingError, match=r"the tokenizer has no result after 1 s|crashed"):
+        answer_splits(config, build(other, *SEES), open_tokenizer(run.checkpoint(160)), job, Sampling(2), True)
 
 
 def answer(said: str, truth: str, kind: str = "caption", blind: str = "") -> Answer:

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from crosstrain.cli.main import main
 from crosstrain.data.indexed_dataset import TokenWriter, best_dtype
 from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.engine.build import build_model, make_runner
+from crosstrain.inference.encoding import open_tokenizer
 from crosstrain.inference.lm_eval_tasks import run_tasks
-from crosstrain.inference.open_checkpoint import open_tokenizer, saved_config
+from crosstrain.inference.open_checkpoint import saved_config
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.optional_deps import require
 from ranks import run_ranks, train
@@ -30,6 +32,10 @@ from served import loaded
 LENGTH, SAMPLES = 32, 20
 TASKS = ["flow", "next", "goes_on"]
 harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval")
+
+
+def encode(tokenizer: Any) -> Callable[[str], list[int]]:
+    return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +134,7 @@ def on_ranks(checkpoint: str, folder: str, runner: str) -> dict[str, Any]:
     made.setup()
     build_model(config, made, Path(checkpoint), for_training=False)
     tokenizer = open_tokenizer(Path(checkpoint))
-    results = run_tasks(made, tokenizer, TASKS, f"{folder}/tasks", None, made.world.rank == 0)
+    results = run_tasks(made, tokenizer, encode(tokenizer), TASKS, f"{folder}/tasks", None, made.world.rank == 0)
     made.close()
     return results
 
@@ -179,8 +185,9 @@ def test_tasks_that_are_not_there_are_named(place: Path, run: Run) -> None:
         ("nxt", "tasks", r"the harness has no task nxt; did you mean next\?"),
         ("next", "nowhere", "nowhere is not a folder"),
     ):
+        tokenizer = open_tokenizer(checkpoint)
         with pytest.raises(UserError, match=complaint):
-            run_tasks(runner, open_tokenizer(checkpoint), [task], str(place / folder), None, True)
+            run_tasks(runner, tokenizer, encode(tokenizer), [task], str(place / folder), None, True)
 
 
 def test_a_folder_of_tasks_alone_is_a_mistake(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

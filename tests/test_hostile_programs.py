@@ -18,7 +18,7 @@ from attacks import FEW, STEERING, entry, frugal, mutated, plant, raw, seal
 from conftest import Workspace
 from crosstrain.cli import evaluate
 from crosstrain.cli.main import main
-from crosstrain.inference.open_checkpoint import open_tokenizer
+from crosstrain.inference.encoding import open_tokenizer
 from crosstrain.utils.errors import CheckpointError
 from crosstrain.utils.logging import log, set_up_logging
 

@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 
-from crosstrain.serving import encoding
-from crosstrain.serving.api_error import ApiError
-from crosstrain.serving.encoding import Encoders, check_decoder
+from attacks import seal
+from crosstrain.cli.main import main
+from crosstrain.inference import encoding
+from crosstrain.inference.encoding import Encoders, EncodingError, check_decoder
 from crosstrain.serving.limits import Limits
 from crosstrain.utils.errors import CheckpointError
 from served import Server, served
@@ -58,6 +59,14 @@ def chat(words: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": words}]
 
 
+def never_ends(folder: Path, expression: str = "a*a*$") -> None:
+    """Give a tokenizer an expression that takes minutes for many letters a and a b."""
+    document = json.loads((folder / "tokenizer.json").read_text())
+    cut = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+    document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [cut, document["pre_tokenizer"]]}
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+
+
 def hostile(speaker: Path, folder: Path, harm: str) -> Path:
     copy = Path(shutil.copytree(speaker, folder / "step_000030"))
     (copy / "chat_template.jinja").write_text(template(harm))
@@ -72,17 +81,17 @@ def test_a_hostile_template_costs_its_own_request(
     monkeypatch.setattr(encoding, "_SECONDS", 1.0)
     encoders = Encoders(hostile(speaker, tmp_path, HARM[kind]))
     try:
-        expected = encoders.encode("chat", chat("ban"), "messages")
+        expected = encoders.encode("chat", chat("ban"))
         with ThreadPoolExecutor() as pool:
             started = time.monotonic()
-            harmed = pool.submit(encoders.encode, "chat", chat("harm"), "messages")
-            assert encoders.encode("chat", chat("ban"), "messages") == expected
-            with suppress(ApiError):  # what the sandbox renders harmlessly is fine
+            harmed = pool.submit(encoders.encode, "chat", chat("harm"))
+            assert encoders.encode("chat", chat("ban")) == expected
+            with suppress(EncodingError):  # what the sandbox renders harmlessly is fine
                 assert len(harmed.result()) < 10_000
             assert time.monotonic() - started < 3.0
         refusal = harmed.exception()
-        assert refusal is None or (isinstance(refusal, ApiError) and refusal.status == 400), refusal
-        assert encoders.encode("chat", chat("ban"), "messages") == expected
+        assert refusal is None or (isinstance(refusal, EncodingError) and refusal.code != "busy"), refusal
+        assert encoders.encode("chat", chat("ban")) == expected
     finally:
         encoders.close()
     assert not (tmp_path / "harmed").exists()
@@ -93,20 +102,56 @@ def test_a_tokenizer_whose_expression_never_ends_costs_its_own_request(
 ) -> None:
     monkeypatch.setattr(encoding, "_SECONDS", 1.0)
     copy = Path(shutil.copytree(speaker, tmp_path / "step_000030"))
-    document = json.loads((copy / "tokenizer.json").read_text())
-    cut = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
-    document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [cut, document["pre_tokenizer"]]}
-    (copy / "tokenizer.json").write_text(json.dumps(document))
+    never_ends(copy, "(a|aa)+$")
     encoders = Encoders(copy)
     try:
-        assert encoders.encode("text", "ban", "prompt")  # the host takes a while to begin
+        assert encoders.encode("text", "ban")  # the host takes a while to begin
         started = time.monotonic()
-        with pytest.raises(ApiError, match=r"no result after 1 s|crashed"):
-            encoders.encode("text", "a" * 5000 + "b", "prompt")
+        with pytest.raises(EncodingError, match=r"no result after 1 s|crashed"):
+            encoders.encode("text", "a" * 5000 + "b")
         assert time.monotonic() - started < 3.0
-        assert encoders.encode("text", "ban", "prompt")
+        assert encoders.encode("text", "ban")
     finally:
         encoders.close()
+
+
+HARMFUL = "a" * 4000 + "b"
+
+
+def test_a_tokenizer_whose_expression_never_ends_does_not_hang_evaluation(
+    speaker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(encoding, "_SECONDS", 1.0)
+    copy = Path(shutil.copytree(speaker, tmp_path / "step_000030"))
+    never_ends(copy)
+    seal(copy)
+    evaluate = ["evaluate", "--checkpoint", str(copy), "--max-new-tokens", "2"]
+    assert main([*evaluate, "--generate", "ban", HARMFUL]) == 1
+    assert "error: the tokenizer has no result after 1 s" in capsys.readouterr().err
+    typed = iter([HARMFUL, "ban", "stop"])
+    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    assert main([*evaluate, "--interactive", "--output", str(tmp_path / "said.json")]) == 0
+    assert "error: the tokenizer has no result after 1 s" in capsys.readouterr().out
+    assert [said["prompt"] for said in json.loads((tmp_path / "said.json").read_text())["completions"]] == ["ban"]
+
+
+def test_a_tokenizer_that_cannot_be_loaded_in_time_is_refused(
+    speaker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Path(shutil.copytree(speaker, tmp_path / "step_000030"))
+    document = json.loads((copy / "tokenizer.json").read_text())
+    # Added tokens are normalized while they are loaded.
+    document["normalizer"] = {"type": "Replace", "pattern": {"Regex": "a*a*$"}, "content": "x"}
+    token = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
+    document["added_tokens"].append(token | {"id": 10_000, "content": HARMFUL})
+    (copy / "tokenizer.json").write_text(json.dumps(document))
+    monkeypatch.setattr(encoding, "_LOADING", 3.0)
+    encoders = Encoders(copy)
+    started = time.monotonic()
+    with pytest.raises(CheckpointError, match="its tokenizer cannot be loaded"):
+        encoders.load()
+    assert time.monotonic() - started < 5.0
+    encoders.close()
 
 
 def test_a_decoder_that_lets_text_grow_is_refused(speaker: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from crosstrain.utils.units import finite
 if TYPE_CHECKING:
     from crosstrain.engine.runner import Runner
     from crosstrain.inference.conversation import ChatSession
+    from crosstrain.inference.encoding import Encoders
     from crosstrain.inference.generation import Sampling
 
 _MICRO_BATCH = 8  # samples per forward where the run has no number; the result does not depend on it
@@ -53,11 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Evaluate a checkpoint; returns the exit code."""
     from crosstrain.checkpoint.folders import find_checkpoint
     from crosstrain.data.splits import open_split, prepare_data
-    from crosstrain.inference.open_checkpoint import check_model, check_ranks, chosen_config
+    from crosstrain.inference.open_checkpoint import check_model, check_ranks, open_config
 
     a = arguments
     checkpoint = find_checkpoint(Path(a.checkpoint))
-    config = chosen_config(checkpoint, a)
+    config = open_config(checkpoint, a.cfg_path, a.options, a.trust_data)
     how = Launch.detect(a.nproc_per_node, config.run.device)
     if a.interactive and how.world_size > 1:
         raise UserError("--interactive: prompts are typed into one process; use --nproc-per-node 1")
@@ -88,9 +90,9 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
     from crosstrain.data.splits import open_split
     from crosstrain.engine.build import build_model, check_fit, make_runner
     from crosstrain.inference.conversation import ChatSession
+    from crosstrain.inference.encoding import Encoders
     from crosstrain.inference.generation import Sampling
     from crosstrain.inference.lm_eval_tasks import run_tasks
-    from crosstrain.inference.open_checkpoint import open_tokenizer
     from crosstrain.inference.perplexity import evaluate_loss
     from crosstrain.inference.vqa_report import answer_splits
 
@@ -102,6 +104,8 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
     runner.setup()
     is_main = runner.world.rank == 0
     set_up_logging(None, quiet=not is_main)
+    with_text = job["answers"] or job["tasks"] or job["generate"] or job["interactive"]
+    encoders = Encoders(checkpoint) if with_text else None
     build_model(config, runner, checkpoint, for_training=False)
     results: dict[str, Any] = {"checkpoint": str(checkpoint), "splits": {}, "completions": []}
     micro_batch = config.run.micro_batch_size or _MICRO_BATCH
@@ -117,21 +121,23 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
             "%s | loss %.6f | perplexity %.4f (%d tokens)", split, metrics.loss, metrics.perplexity, metrics.targets
         )
 
-    if job["answers"]:
-        results["answers"] = answer_splits(config, runner, open_tokenizer(checkpoint), job, sampling, is_main)
-    if job["tasks"]:
-        results["tasks"] = run_tasks(
-            runner, open_tokenizer(checkpoint), job["tasks"], job["task_path"], job["max_samples"], is_main
-        )
-    if job["generate"] or job["interactive"]:
-        tokenizer = open_tokenizer(checkpoint)
-        talk = ChatSession.about(job["image"], config, checkpoint) if job["image"] else None
+    if encoders is not None:
+        tokenizer = encoders.load()
+        if job["answers"]:
+            results["answers"] = answer_splits(config, runner, tokenizer, job, sampling, is_main)
+        if job["tasks"]:
+            encode = partial(encoders.encode, "text")
+            results["tasks"] = run_tasks(
+                runner, tokenizer, encode, job["tasks"], job["task_path"], job["max_samples"], is_main
+            )
+        talk = ChatSession.about(job["image"], config, checkpoint, encoders) if job["image"] else None
         for prompt in job["generate"]:
-            texts = _complete(runner, tokenizer, prompt, sampling, show=is_main, talk=talk)
+            texts = _complete(runner, tokenizer, encoders, prompt, sampling, show=is_main, talk=talk)
             results["completions"].append({"prompt": prompt, "completions": texts})
         if job["interactive"]:
-            chat = talk or ChatSession.possible(config, checkpoint)
-            _converse(runner, tokenizer, sampling, results["completions"], chat)
+            talk = talk or ChatSession.possible(config, checkpoint, encoders)
+            _converse(runner, tokenizer, encoders, sampling, results["completions"], talk)
+        encoders.close()
     if job["output"] and is_main:
         Path(job["output"]).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         log.info("results are in %s", job["output"])
@@ -140,10 +146,11 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
 
 
 def _complete(
-    runner: Runner, tokenizer: Any, prompt: str, sampling: Sampling, *, show: bool, talk: ChatSession | None
-) -> list[str]:
+    runner: Runner, tokenizer: Any, encoders: Encoders, prompt: str, sampling: Sampling, *, show: bool,
+    talk: ChatSession | None,
+) -> list[str]:  # fmt: skip
     """Completions of a prompt, or answers to it where it is about images; a single one is shown as it grows."""
-    from crosstrain.inference.generation import generate
+    from crosstrain.inference.generation import as_prompt, generate
 
     streaming = show and sampling.num_completions == 1
 
@@ -151,10 +158,10 @@ def _complete(
         sys.stdout.write(printable(piece))
         sys.stdout.flush()
 
-    asked = prompt if talk is None else talk.ask(prompt)
+    end = tokenizer.eos_token_id if talk is None else talk.prompt_builder.end_id
+    asked = as_prompt(encoders.encode("text", prompt), end) if talk is None else talk.ask(prompt)
     if streaming:
         sys.stdout.write(prompt if talk is None else f"{prompt}\n")
-    end = None if talk is None else talk.prompt_builder.end_id
     texts = generate(runner, tokenizer, asked, sampling, on_text if streaming else None, end)
     if streaming:
         sys.stdout.write("\n")
@@ -165,8 +172,9 @@ def _complete(
 
 
 def _converse(
-    runner: Runner, tokenizer: Any, sampling: Sampling, completions: list[dict[str, Any]], talk: ChatSession | None
-) -> None:
+    runner: Runner, tokenizer: Any, encoders: Encoders, sampling: Sampling, completions: list[dict[str, Any]],
+    talk: ChatSession | None,
+) -> None:  # fmt: skip
     """Complete the prompts that are typed, until `stop` or the end of the input."""
     about = "" if talk is None else "; `image FILE` adds an image, `new` starts over"
     print(f"type a prompt, or `stop` to end{about}")
@@ -180,7 +188,7 @@ def _converse(
         try:
             if talk is not None and talk.command(prompt):
                 continue
-            texts = _complete(runner, tokenizer, prompt, sampling, show=True, talk=talk)
+            texts = _complete(runner, tokenizer, encoders, prompt, sampling, show=True, talk=talk)
         except UserError as error:  # too long a prompt should not end the conversation
             print(f"error: {sentence(error)}")
             continue

@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve a checkpoint until a signal comes; returns the exit code."""
     from crosstrain.checkpoint.folders import find_checkpoint
-    from crosstrain.inference.open_checkpoint import check_model, check_ranks, chosen_config, open_tokenizer
-    from crosstrain.serving.encoding import check_decoder
+    from crosstrain.inference.encoding import check_stored
+    from crosstrain.inference.open_checkpoint import check_model, check_ranks, open_config
     from crosstrain.serving.limits import Limits
     from crosstrain.serving.server import ServerOptions, serve_worker
 
@@ -51,12 +51,12 @@ def run(arguments: argparse.Namespace) -> int:
     place = ServerOptions(checkpoint, arguments.name or _name(checkpoint), arguments.host, arguments.port, key)
     if not 0 <= place.port < 65536:
         raise UserError(f"--port: {place.port} is not between 0 and 65535")
-    config = chosen_config(checkpoint, arguments)
+    config = open_config(checkpoint, arguments.cfg_path, arguments.options, arguments.trust_data)
     place = replace(place, trust=config.trust)
     how = Launch.detect(arguments.nproc_per_node, config.run.device)
     check_ranks(config, how.world_size)
     check_model(config, checkpoint)
-    check_decoder(open_tokenizer(checkpoint), checkpoint)
+    check_stored(checkpoint)
     code = launch(serve_worker, (config.plain, place, limits, how.starts_workers), how)
     return 0 if code > 128 else code  # a signal is how a server ends
 

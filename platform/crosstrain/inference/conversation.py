@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from crosstrain.config.load import Config
 from crosstrain.data.splits import training_dataset
 from crosstrain.data.vision.conversations import IMAGE, Message
 from crosstrain.data.vision.prompts import PromptBuilder, prompt_builder
+from crosstrain.inference.encoding import Encoders
 from crosstrain.utils.errors import ConfigError, UserError, first_line
 from crosstrain.utils.files import open_regular
 from crosstrain.utils.optional_deps import require
@@ -27,10 +29,12 @@ class ChatSession:
     history: list[Message] = field(default_factory=list)
 
     @staticmethod
-    def about(files: list[str], config: Config, checkpoint: Path) -> ChatSession:
-        """One that begins with these image files, asked as the configured dataset asks.
+    def about(
+        files: list[str], config: Config, checkpoint: Path, encoders: Encoders | None = None
+    ) -> ChatSession:  # fmt: skip
+        """A session that begins with these image files, in the configured dataset's format.
 
-        Raises UserError where the dataset has no conversations, or cannot say how they go.
+        Raises UserError where the dataset has no conversations, or no usable format.
         """
         component = training_dataset(config)
         try:
@@ -40,13 +44,15 @@ class ChatSession:
             raise
         except Exception as error:  # of processors that are none for images, or values that no library takes
             raise ConfigError(f"{checkpoint}: its dataset {component.name} cannot ask ({first_line(error)})") from error
+        if encoders is not None:
+            builder.encoder.encode_text = partial(encoders.encode, "words")
         return ChatSession(builder, [_open(file) for file in files], len(files))
 
     @staticmethod
-    def possible(config: Config, checkpoint: Path) -> ChatSession | None:
-        """One without an image so far; None where the model was not trained on conversations."""
+    def possible(config: Config, checkpoint: Path, encoders: Encoders) -> ChatSession | None:
+        """A session without images so far; None where the model was not trained on conversations."""
         try:
-            return ChatSession.about([], config, checkpoint)
+            return ChatSession.about([], config, checkpoint, encoders)
         except UserError:
             return None
 

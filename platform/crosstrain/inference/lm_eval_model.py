@@ -5,6 +5,7 @@ Needs the package lm_eval. Every rank of a runner is asked the same and comes to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,15 +21,16 @@ from crosstrain.utils.types import IGNORE_INDEX
 
 _LENGTH = 2048  # tokens, where the model has no limit
 _NEW = 256  # tokens of a text, where the task does not say
+Encode = Callable[[str], list[int]]  # a text's token ids
 _KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
 
 
 class HarnessModel(TemplateLM):
     """Sums of log-probabilities are minus the loss that the model is trained with. To be used in `evaluating`."""
 
-    def __init__(self, runner: Runner, tokenizer: Any, quiet: bool) -> None:
+    def __init__(self, runner: Runner, tokenizer: Any, encode: Encode, quiet: bool) -> None:
         super().__init__()
-        self._runner, self.tokenizer, self._quiet = runner, tokenizer, quiet
+        self._runner, self.tokenizer, self._encode, self._quiet = runner, tokenizer, encode, quiet
         self._length = runner.model.max_length or _LENGTH
 
     @property
@@ -41,7 +43,7 @@ class HarnessModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Token ids of a text; never with tokens that mark its beginning, as in training."""
-        return self.tokenizer(string, add_special_tokens=False)["input_ids"]
+        return self._encode(string)
 
     # ---- what tasks ask for
 

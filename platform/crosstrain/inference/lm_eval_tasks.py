@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ _BOOTSTRAPS = 1000  # draws for standard errors that have no formula
 
 
 def run_tasks(
-    runner: Runner, tokenizer: Any, tasks: list[str], folder: str | None, limit: int | None, is_main: bool
-) -> dict[str, Any]:
+    runner: Runner, tokenizer: Any, encode: Callable[[str], list[int]], tasks: list[str], folder: str | None,
+    limit: int | None, is_main: bool,
+) -> dict[str, Any]:  # fmt: skip
     """Metrics by task. Collective; all ranks compute the same. UserError for tasks that are not there or not to be had.
 
     `folder` has task files beside those that the harness brings; `limit`: documents of each task.
@@ -38,7 +40,7 @@ def run_tasks(
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]}?" if near else "--task-path names a folder with others"
             raise UserError(f"--tasks: the harness has no task {name}; {hint}")
-    model = HarnessModel(runner, tokenizer, quiet=not is_main)
+    model = HarnessModel(runner, tokenizer, encode, quiet=not is_main)
     with runner.evaluating():
         try:
             found = evaluator.simple_evaluate(

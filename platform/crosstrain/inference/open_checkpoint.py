@@ -1,8 +1,7 @@
-"""What is stored with a checkpoint, which may be anybody's: configuration, model, tokenizer."""
+"""Open a checkpoint, which a stranger may have made: its configuration and its model."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -21,7 +20,6 @@ from crosstrain.config.load import Config, load_config
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import RunOptions
 from crosstrain.config.yaml_text import LARGEST_TREE
-from crosstrain.data.tokenizer import CONFIG, stored_tokenizer
 from crosstrain.engine.build import make_model
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.meta_init import parameters_on_meta
@@ -97,11 +95,9 @@ def _texts(tree: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
-def chosen_config(checkpoint: Path, arguments: argparse.Namespace) -> Config:
-    """The run's own configuration; a project file replaces it, --options override either."""
-    if arguments.cfg_path:
-        return load_config(arguments.cfg_path, arguments.options)
-    return saved_config(checkpoint, arguments.options, arguments.trust_data)
+def open_config(checkpoint: Path, cfg_path: str | None, options: list[str], trust_data: bool) -> Config:
+    """The project file `cfg_path`, or else the checkpoint's own configuration, with overrides by `options`."""
+    return load_config(cfg_path, options) if cfg_path else saved_config(checkpoint, options, trust_data)
 
 
 def check_ranks(config: Config, world_size: int) -> None:
@@ -152,19 +148,3 @@ def outline(config: Config, checkpoint: Path) -> Model:
             f"{sum(sizes)}"
         )
     return model
-
-
-def open_tokenizer(checkpoint: Path) -> Any:
-    """The tokenizer that is stored with a checkpoint; UserError where there is none, or it cannot be loaded."""
-    from transformers import PreTrainedTokenizerFast
-
-    if not (checkpoint / CONFIG).is_file():
-        raise ConfigError(
-            f"{checkpoint}: no tokenizer is stored with it, so text is not possible; train with one "
-            f"(datasets.<name>.tokenizer)"
-        )
-    try:
-        # Not AutoTokenizer, which opens whatever files and imports whatever class the folder's own files name.
-        return PreTrainedTokenizerFast(**stored_tokenizer(checkpoint))
-    except Exception as error:  # of many kinds, from Python and from Rust
-        raise CheckpointError(f"{checkpoint}: its tokenizer cannot be loaded ({first_line(error)})") from error

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from crosstrain.config.load import Config
 from crosstrain.data.splits import open_split, training_dataset
+from crosstrain.data.vision.image_dataset import ImageDataset
 from crosstrain.data.vision.prompts import VqaDataset, prompt_builder
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.contact_sheet import contact_sheet
+from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.generation import Sampling
 from crosstrain.inference.vqa import Answer, answer_questions, score
 from crosstrain.utils.logging import log
@@ -30,9 +33,15 @@ def answer_splits(
         assert dataset.tokenizer_path is not None
         end = prompt_builder(component, dataset.tokenizer_path).end_id
         assert isinstance(dataset, VqaDataset)
+        encoders = None
+        if isinstance(dataset, ImageDataset):  # a plugin's own kind encodes by itself
+            encoders = Encoders(dataset.tokenizer_path)
+            dataset.encoder.encode_text = partial(encoders.encode, "words")
         answers, silent = answer_questions(
             runner, tokenizer, end, dataset, job["max_samples"], sampling.max_new_tokens, _BATCH
         )  # fmt: skip
+        if encoders is not None:
+            encoders.close()
         scores = score(answers)
         _say(split, scores, silent)
         results[split] = {

@@ -10,7 +10,7 @@ import numpy as np
 
 from crosstrain.data.vision.conversations import IMAGE, Message
 from crosstrain.data.vision.prompts import PromptBuilder
-from crosstrain.serving.encoding import Encoders
+from crosstrain.inference.encoding import Encoders
 from crosstrain.utils.types import Sample
 
 
@@ -59,9 +59,8 @@ class Trained:
     sees = True
     name = "as in training"
 
-    def __init__(self, builder: PromptBuilder, encoders: Encoders) -> None:
+    def __init__(self, builder: PromptBuilder) -> None:
         self._builder = builder
-        builder.encoder.encode_text = lambda text: encoders.encode("words", text, "messages")
 
     def __call__(self, turns: Sequence[Turn]) -> Prompt:
         messages = []
@@ -83,7 +82,7 @@ class Template:
 
     def __call__(self, turns: Sequence[Turn]) -> Prompt:
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
-        return _prompt(self._encoders.encode("chat", messages, "messages"), self._end)
+        return _prompt(self._encoders.encode("chat", messages), self._end)
 
 
 class Plain:
@@ -98,20 +97,20 @@ class Plain:
 
     def __call__(self, turns: Sequence[Turn]) -> Prompt:
         lines = [f"{self._NAMES[turn.role]}: {turn.text.strip()}\n" for turn in turns]
-        ids = self._encoders.encode("text", "".join([*lines, "Assistant:"]), "messages")
+        ids = self._encoders.encode("text", "".join([*lines, "Assistant:"]))
         return _prompt(ids, self._end, tuple(f"\n{name}:" for name in self._NAMES.values()), strip=True)
 
 
 def chat_format(tokenizer: Any, builder: PromptBuilder | None, encoders: Encoders) -> ChatFormat:
     """As in training if there were conversations, else the tokenizer's template, else plain turns."""
     if builder is not None:
-        return Trained(builder, encoders)
+        return Trained(builder)
     return (Template if tokenizer.chat_template else Plain)(encoders, tokenizer.eos_token_id)
 
 
 def completion_prompt(encoders: Encoders, given: str | list[int], end: int) -> Prompt:
     """A text, or its tokens, to go on from; nothing is the end of a text, after which another begins."""
-    return _prompt(encoders.encode("text", given, "prompt") if isinstance(given, str) else given, end)
+    return _prompt(encoders.encode("text", given) if isinstance(given, str) else given, end)
 
 
 def _prompt(ids: list[int], end: int, stops: tuple[str, ...] = (), strip: bool = False) -> Prompt:

@@ -16,9 +16,7 @@ from crosstrain.config.load import Config
 from crosstrain.distributed.launch.signals import StopRequest, exit_after_signal
 from crosstrain.engine.build import build_model, make_runner
 from crosstrain.inference.conversation import ChatSession
-from crosstrain.inference.open_checkpoint import open_tokenizer
-from crosstrain.serving.api_error import ApiError
-from crosstrain.serving.encoding import Encoders
+from crosstrain.inference.encoding import Encoders, EncodingError
 from crosstrain.serving.limits import Limits
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.logging import log, set_up_logging
@@ -78,9 +76,9 @@ def run_server(
     from crosstrain.serving.service import Service
 
     encoders = Encoders(options.checkpoint)
-    tokenizer = open_tokenizer(options.checkpoint)  # decodes
-    talk = ChatSession.possible(config, options.checkpoint)
-    chats = chat_format(tokenizer, None if talk is None else talk.prompt_builder, encoders)
+    tokenizer = encoders.load()
+    session = ChatSession.possible(config, options.checkpoint, encoders)
+    chats = chat_format(tokenizer, None if session is None else session.prompt_builder, encoders)
     service = Service(options.name, runner.model, tokenizer, chats, encoders, limits)
     scheduler = Scheduler(decoder, group, tokenizer, limits)
     web = Web(service, scheduler, tokenizer, options.key, options.host)
@@ -93,8 +91,8 @@ def run_server(
         timeout_graceful_shutdown=int(limits.finish_seconds),
     )  # fmt: skip
     server = uvicorn.Server(settings)
-    with suppress(ApiError):
-        encoders.encode("text", "", "prompt")  # so that the first client does not wait for the processes to begin
+    with suppress(EncodingError):
+        encoders.encode("text", "")  # so that the first client does not wait for the processes to begin
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
     thread.start()
     if not is_loopback(options.host) and options.key is None:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from crosstrain.inference.encoding import Encoders, EncodingError
 from crosstrain.inference.generation import Sampling, room_after
 from crosstrain.modeling.base import Model
 from crosstrain.serving.api_error import ApiError
 from crosstrain.serving.chat_format import ChatFormat, Prompt, Turn, completion_prompt
-from crosstrain.serving.encoding import Encoders
 from crosstrain.serving.images import picture
 from crosstrain.serving.jobs import Event, Job
 from crosstrain.serving.limits import Limits
@@ -62,7 +62,10 @@ class Service:
         for number, one in enumerate(prompts):
             self._known(one)
             self._short("prompt", len(one) if isinstance(one, str) else 0)
-            prompt = completion_prompt(self.encoders, one, self._tokenizer.eos_token_id)
+            try:
+                prompt = completion_prompt(self.encoders, one, self._tokenizer.eos_token_id)
+            except EncodingError as error:
+                raise _not_encoded("prompt", error) from None
             room = self._room(prompt, "prompt", least=min(wanted, 1))
             new = min(wanted, room) if request.max_tokens is None else self._fits(wanted, room, prompt, "max_tokens")
             jobs += self._jobs(request, prompt, new, request.logprobs, score, number * n, deliver)
@@ -87,6 +90,8 @@ class Service:
         self._short("messages", sum(len(p.text) for m in request.messages for p in m.parts if isinstance(p, TextPart)))
         try:
             prompt = self.chat_format(self._turns(request))
+        except EncodingError as error:
+            raise _not_encoded("messages", error) from None
         except UserError as error:
             raise _wrong("messages", sentence(error)) from None
         room = self._room(prompt, "messages", least=1)
@@ -184,6 +189,11 @@ class Service:
 
 def _or(value: float | None, default: float) -> float:
     return default if value is None else value
+
+
+def _not_encoded(param: str, error: EncodingError) -> ApiError:
+    status, retry = (503, 5) if error.code == "busy" else (400, None)
+    return ApiError(status, f"{param}: {error}", param, error.code, retry)
 
 
 def _wrong(param: str, what: str) -> ApiError:

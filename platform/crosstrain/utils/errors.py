@@ -86,7 +86,7 @@ def printable(text: str) -> str:
     return _STEERS_A_TERMINAL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
