@@ -1,4 +1,4 @@
-"""The server: routes, who may ask, how much at once, and streams that end when their reader goes."""
+"""The HTTP application: routes, authorization, limits, and streams that end when their reader leaves."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from starlette.types import Receive, Scope, Send
 from crosstrain.serving.api_error import ApiError
 from crosstrain.serving.jobs import Event, Job
 from crosstrain.serving.requests import ChatRequest, CompletionRequest, parse
-from crosstrain.serving.responses import Answer, ChatAnswer, CompletionAnswer
+from crosstrain.serving.responses import ChatResponse, CompletionResponse, ResponseBuilder
 from crosstrain.serving.scheduler import Scheduler
-from crosstrain.serving.service import Call, Service
+from crosstrain.serving.service import RequestPlan, Service
 
 log = logging.getLogger("crosstrain")
 T = TypeVar("T")
@@ -44,7 +44,7 @@ _PAGE_HEADERS = {
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address means this machine, for programs on it alone."""
+    """True for a host's name or address that only programs on this machine can reach."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -55,17 +55,18 @@ class Web:
     """The HTTP application in front of a scheduler."""
 
     def __init__(self, service: Service, scheduler: Scheduler, tokenizer: Any, key: str | None, host: str) -> None:
-        """`host`: where it listens. Where only this machine can reach that, other hosts' names are not answered to."""
+        """`host`: the address that it listens on. If it is a loopback address, requests to other names are refused."""
         self._service, self._scheduler, self._tokenizer = service, scheduler, tokenizer
         self._key = None if key is None else key.encode()
         self._loopback = is_loopback(host)
         self._since = int(time.time())
-        # Chats that hang delay no completions. Images take memory, so few requests that may have them are read at once.
+        # Chats that hang delay no completions. Images take memory, so few requests with images are read at once.
+        chats = 2 if service.chat_format.takes_images else service.limits.encoders
         self._encoding: dict[Any, ThreadPoolExecutor] = {
             CompletionRequest: ThreadPoolExecutor(service.limits.encoders, "encoding"),
-            ChatRequest: ThreadPoolExecutor(2 if service.chat_format.sees else service.limits.encoders, "encoding"),
+            ChatRequest: ThreadPoolExecutor(chats, "encoding"),
         }
-        self._requests, self._bytes = 0, 0  # that are being answered
+        self._requests, self._bytes = 0, 0  # now being answered, and being received
         self.app = Starlette(
             routes=[
                 Route("/", self._page),
@@ -101,21 +102,21 @@ class Web:
         return JSONResponse(self._description())
 
     async def _completions(self, request: Request) -> Response:
-        return await self._answer(request, CompletionRequest, self._service.completion, CompletionAnswer)
+        return await self._answer(request, CompletionRequest, self._service.completion, CompletionResponse)
 
     async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, ChatRequest, self._service.chat, ChatAnswer)
+        return await self._answer(request, ChatRequest, self._service.chat, ChatResponse)
 
     def _description(self) -> dict[str, Any]:
         return {
             "id": self._service.name, "object": "model", "created": self._since, "owned_by": "crosstrain",
-            "max_model_len": self._service.model.max_length, "images": self._service.chat_format.sees,
+            "max_model_len": self._service.model.max_length, "images": self._service.chat_format.takes_images,
         }  # fmt: skip
 
-    # ---- who may ask
+    # ---- authorization
 
     def _check_host(self, request: Request) -> None:
-        """A page on another site may have its own name lead here; a browser still tells that name."""
+        """Refuse a page of another site whose name leads here: a browser still sends that name."""
         try:
             host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
         except ValueError:
@@ -135,7 +136,7 @@ class Web:
     # ---- completions
 
     async def _answer(
-        self, request: Request, kind: Any, understand: Callable[..., Call], answer: Callable[..., Answer]
+        self, request: Request, kind: Any, plan: Callable[..., RequestPlan], builder: Callable[..., ResponseBuilder]
     ) -> Response:
         self._admit(request)
         try:
@@ -152,26 +153,26 @@ class Web:
             loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
             def deliver(event: Event) -> None:
-                with suppress(RuntimeError):  # the loop has ended before what is computed has
+                with suppress(RuntimeError):  # the loop has ended before the computation
                     loop.call_soon_threadsafe(events.put_nowait, event)
 
             try:
                 asked = parse(body, kind)
-                call = await loop.run_in_executor(self._encoding[kind], understand, asked, deliver)
+                planned = await loop.run_in_executor(self._encoding[kind], plan, asked, deliver)
             finally:
                 self._bytes -= len(body)
-            jobs = call.jobs
+            jobs = planned.jobs
             self._scheduler.submit([job for job in jobs if not job.finish_at_once()])
-            told = answer(self._service.name, call, self._tokenizer)
+            response = builder(self._service.name, planned, self._tokenizer)
             if asked.stream:
                 first = await _unless_gone(request, events.get())
                 if isinstance(first, ApiError):
                     raise first
-                stream = self._stream(told, first, events, asked.wants_usage)
+                stream = _stream(response, first, events, asked.wants_usage)
                 streaming = True
                 return _Stream(stream, self._service.limits.seconds + 60, lambda: self._end(jobs))
-            await _unless_gone(request, _collect(told, events))
-            return JSONResponse(told.whole())
+            await _unless_gone(request, _collect(response, events))
+            return JSONResponse(response.whole())
         except ClientDisconnect:
             return Response(status_code=499)  # which nobody reads
         finally:
@@ -188,27 +189,8 @@ class Web:
         self._requests -= 1
         self._scheduler.cancel(jobs)
 
-    async def _stream(
-        self, told: Answer, first: Event, events: asyncio.Queue[Event], usage: bool
-    ) -> AsyncIterator[str]:
-        for opening in told.openings():
-            yield _event(told.chunk(opening, usage))
-        event = first
-        while not isinstance(event, ApiError):
-            told.hear(event)
-            yield _event(told.chunk([told.part(event)], usage))
-            if told.done:
-                break
-            event = await events.get()
-        if isinstance(event, ApiError):  # the status has been sent
-            yield _event(event.document)
-            return
-        if usage:
-            yield _event(told.last())
-        yield "data: [DONE]\n\n"
-
     async def _body(self, request: Request) -> bytes:
-        """The whole body, whose bytes count from now on. ApiError 415, 413, 408 or 503."""
+        """Receive the body, whose bytes count from now on. Raises ApiError 415, 413, 408 or 503."""
         limits = self._service.limits
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "send JSON, with Content-Type: application/json", code="unsupported_media_type")
@@ -237,7 +219,7 @@ class Web:
 
 
 class _Stream(StreamingResponse):
-    """Events, as long as they are read; `at_end` is called however it ends."""
+    """A stream of events that ends if it is read too slowly; `at_end` is called in any case."""
 
     def __init__(self, content: AsyncIterator[str], seconds: float, at_end: Callable[[], None]) -> None:
         super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
@@ -248,21 +230,39 @@ class _Stream(StreamingResponse):
             async with asyncio.timeout(self._seconds):
                 await super().__call__(scope, receive, send)
         except TimeoutError:
-            log.warning("a reader was too slow and is left")
+            log.warning("a client read its stream too slowly and was disconnected")
         finally:
             self._at_end()
 
 
-async def _collect(told: Answer, events: asyncio.Queue[Event]) -> None:
-    while not told.done:
+async def _stream(
+    response: ResponseBuilder, event: Event, events: asyncio.Queue[Event], with_usage: bool
+) -> AsyncIterator[str]:
+    usage = {"usage": None} if with_usage else {}
+    for opening in response.openings():
+        yield _event(response.chunk([opening], **usage))
+    while not isinstance(event, ApiError):
+        response.add(event)
+        yield _event(response.chunk([response.part(event)], **usage))
+        if response.done:
+            if with_usage:
+                yield _event(response.chunk([], usage=response.usage()))
+            yield "data: [DONE]\n\n"
+            return
+        event = await events.get()
+    yield _event(event.document)  # too late for a status
+
+
+async def _collect(response: ResponseBuilder, events: asyncio.Queue[Event]) -> None:
+    while not response.done:
         event = await events.get()
         if isinstance(event, ApiError):
             raise event
-        told.hear(event)
+        response.add(event)
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`; ClientDisconnect where the client leaves before."""
+    """The result of `work`; ClientDisconnect if the client leaves before."""
 
     async def leaving() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -291,13 +291,13 @@ def _refused(_: Request, error: Exception) -> Response:
 
 def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    told = {
+    known = {
         404: (f"there is no {request.url.path[:200]}", "not_found"),
         405: (f"{request.method[:20]} is not allowed here", "method_not_allowed"),
     }
-    message, code = told.get(error.status_code, (error.detail, None))
-    refusal = ApiError(error.status_code, message, code=code)
-    return JSONResponse(refusal.document, refusal.status, headers=error.headers)
+    message, code = known.get(error.status_code, (error.detail, None))
+    document = ApiError(error.status_code, message, code=code).document
+    return JSONResponse(document, error.status_code, headers=error.headers)
 
 
 def _broken(_: Request, error: Exception) -> Response:

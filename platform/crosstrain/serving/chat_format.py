@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import numpy as np
+from functools import partial
+from typing import Any
 
 from crosstrain.data.vision.conversations import IMAGE, Message
 from crosstrain.data.vision.prompts import PromptBuilder
 from crosstrain.inference.encoding import Encoders
+from crosstrain.inference.generation import as_prompt
 from crosstrain.utils.types import Sample
+
+_NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}  # of plain turns
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A sample without labels, and what ends the text that follows."""
+    """A sample without labels, and the end of the text that follows it."""
 
     sample: Sample
     ends: frozenset[int]  # tokens
@@ -30,88 +32,60 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Turn:
-    """Somebody's words, with images (PIL) where they stand among them."""
+    """A message, with images (PIL) among its words."""
 
     role: str  # system, user or assistant
     parts: list[Any] = field(default_factory=list)  # texts and images
-
-    @property
-    def images(self) -> list[Any]:
-        return [part for part in self.parts if not isinstance(part, str)]
 
     @property
     def text(self) -> str:
         return "".join(part for part in self.parts if isinstance(part, str))
 
 
-class ChatFormat(Protocol):
-    """How a conversation becomes a prompt. Raises ApiError where it cannot."""
+@dataclass(frozen=True)
+class ChatFormat:
+    """The form of a conversation as a prompt. `make` raises UserError where a conversation has none."""
 
-    sees: bool
     name: str
-
-    def __call__(self, turns: Sequence[Turn]) -> Prompt: ...
-
-
-class Trained:
-    """As the model was asked in training, images among the words. Written marks of images are only text."""
-
-    sees = True
-    name = "as in training"
-
-    def __init__(self, builder: PromptBuilder) -> None:
-        self._builder = builder
-
-    def __call__(self, turns: Sequence[Turn]) -> Prompt:
-        messages = []
-        for turn in turns:
-            words = [part.replace(IMAGE, "") if isinstance(part, str) else IMAGE for part in turn.parts]
-            messages.append(Message(turn.role, "".join(words)))  # type: ignore[arg-type]
-        sample = self._builder.ask(messages, [image for turn in turns for image in turn.images])
-        return Prompt(sample, frozenset({self._builder.end_id}), strip=True)
-
-
-class Template:
-    """The tokenizer's own chat template, which transformers renders in a sandbox."""
-
-    sees = False
-    name = "the tokenizer's template"
-
-    def __init__(self, encoders: Encoders, end: int) -> None:
-        self._encoders, self._end = encoders, end
-
-    def __call__(self, turns: Sequence[Turn]) -> Prompt:
-        messages = [{"role": turn.role, "content": turn.text} for turn in turns]
-        return _prompt(self._encoders.encode("chat", messages), self._end)
-
-
-class Plain:
-    """For models that know no conversations: `User: ...` and `Assistant: ...` on lines of their own."""
-
-    sees = False
-    name = "plain turns"
-    _NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
-
-    def __init__(self, encoders: Encoders, end: int) -> None:
-        self._encoders, self._end = encoders, end
-
-    def __call__(self, turns: Sequence[Turn]) -> Prompt:
-        lines = [f"{self._NAMES[turn.role]}: {turn.text.strip()}\n" for turn in turns]
-        ids = self._encoders.encode("text", "".join([*lines, "Assistant:"]))
-        return _prompt(ids, self._end, tuple(f"\n{name}:" for name in self._NAMES.values()), strip=True)
+    takes_images: bool
+    make: Callable[[Sequence[Turn]], Prompt]
 
 
 def chat_format(tokenizer: Any, builder: PromptBuilder | None, encoders: Encoders) -> ChatFormat:
-    """As in training if there were conversations, else the tokenizer's template, else plain turns."""
+    """The training format of a model trained on conversations, else the tokenizer's template, else plain turns."""
+    end = tokenizer.eos_token_id
     if builder is not None:
-        return Trained(builder)
-    return (Template if tokenizer.chat_template else Plain)(encoders, tokenizer.eos_token_id)
+        return ChatFormat("as in training", True, partial(_as_trained, builder))
+    if tokenizer.chat_template:
+        return ChatFormat("the tokenizer's template", False, partial(_from_template, encoders, end))
+    return ChatFormat("plain turns", False, partial(_plain_turns, encoders, end))
 
 
 def completion_prompt(encoders: Encoders, given: str | list[int], end: int) -> Prompt:
-    """A text, or its tokens, to go on from; nothing is the end of a text, after which another begins."""
-    return _prompt(encoders.encode("text", given) if isinstance(given, str) else given, end)
+    """A text, or its tokens, to continue."""
+    ids = encoders.encode("text", given) if isinstance(given, str) else given
+    return Prompt(as_prompt(ids, end), frozenset({end}))
 
 
-def _prompt(ids: list[int], end: int, stops: tuple[str, ...] = (), strip: bool = False) -> Prompt:
-    return Prompt({"input_ids": np.array(ids or [end], np.int64)}, frozenset({end}), stops, strip)
+def _as_trained(builder: PromptBuilder, turns: Sequence[Turn]) -> Prompt:
+    """Images among the words. Placeholders of images that a client writes are only text."""
+    messages = []
+    for turn in turns:
+        words = [part.replace(IMAGE, "") if isinstance(part, str) else IMAGE for part in turn.parts]
+        messages.append(Message(turn.role, "".join(words)))  # type: ignore[arg-type]
+    images = [part for turn in turns for part in turn.parts if not isinstance(part, str)]
+    return Prompt(builder.ask(messages, images), frozenset({builder.end_id}), strip=True)
+
+
+def _from_template(encoders: Encoders, end: int, turns: Sequence[Turn]) -> Prompt:
+    """The tokenizer's own template, which transformers renders in a sandbox."""
+    ids = encoders.encode("chat", [{"role": turn.role, "content": turn.text} for turn in turns])
+    return Prompt(as_prompt(ids, end), frozenset({end}))
+
+
+def _plain_turns(encoders: Encoders, end: int, turns: Sequence[Turn]) -> Prompt:
+    """`User: ...` and `Assistant: ...` on lines of their own, for models that know no conversations."""
+    lines = [f"{_NAMES[turn.role]}: {turn.text.strip()}\n" for turn in turns]
+    ids = encoders.encode("text", "".join([*lines, "Assistant:"]))
+    stops = tuple(f"\n{name}:" for name in _NAMES.values())
+    return Prompt(as_prompt(ids, end), frozenset({end}), stops, strip=True)

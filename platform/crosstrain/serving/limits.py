@@ -1,4 +1,4 @@
-"""What a server takes on, at most."""
+"""Limits of a server; those of a single request's parameters are in `requests`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from crosstrain.utils.errors import UserError
 
 @dataclass(frozen=True)
 class Limits:
-    """Whatever is beyond one of these is refused, with a status that says so."""
+    """Limits beyond which a request is refused, with a status of its own."""
 
     batch: int = 8  # sequences that are computed together
     waiting: int = 512  # completions that wait for a place; more are refused with 429
@@ -19,12 +19,7 @@ class Limits:
     header_seconds: float = 10.0  # for a request's headers to arrive
     body_seconds: float = 30.0  # for a request's body to arrive
     body_bytes: int = 32 << 20
-    prompts: int = 64  # in one request for completions
     tokens: int = 4096  # new ones of a completion, where the model has no limit
-    stops: int = 16  # stop strings
-    stop_characters: int = 256
-    logprobs: int = 20  # likeliest tokens that are told of
-    messages: int = 1000
     images: int = 8  # in one request
     image_pixels: int = 1 << 24
     finish_seconds: float = 8.0  # for what runs when the server is asked to stop

@@ -1,8 +1,8 @@
-"""Requests as OpenAI's interface has them, checked: what is not understood is refused, never left out of account."""
+"""OpenAI's request schemas. Unknown parameters are refused, never ignored."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
@@ -15,7 +15,7 @@ _FAR = 2**31 - 1
 
 
 def _only(*values: Any) -> Any:
-    """The type of a parameter that this server has no more than these values of, which change nothing."""
+    """The type of a parameter for which this server takes these values alone, which change nothing."""
 
     def check(given: Any) -> Any:
         if given is not None and all(given != value or isinstance(given, bool) != isinstance(value, bool)
@@ -26,9 +26,12 @@ def _only(*values: Any) -> Any:
     return Annotated[Any, AfterValidator(check)]
 
 
+_Stop = Annotated[str, Field(min_length=1, max_length=256)]
+_Many = Field(max_length=64)
+_Likeliest = Annotated[int, Field(ge=0, le=20)]
 _NoPenalty = _only(0)
 _Nothing = _only()
-_Label = str | None  # who asks, and for what; nothing here depends on it
+_Label = str | None  # of the client; nothing depends on it
 
 
 class _Strict(BaseModel):
@@ -40,8 +43,8 @@ class StreamOptions(_Strict):
     include_obfuscation: _only(False) = None  # type: ignore[valid-type]
 
 
-class _Asking(_Strict):
-    """What both kinds of request have."""
+class TextRequest(_Strict):
+    """Parameters of both kinds of request."""
 
     model: str
     max_tokens: int | None = Field(None, ge=0, le=_FAR)
@@ -50,7 +53,7 @@ class _Asking(_Strict):
     top_k: int | None = Field(None, ge=0, le=_FAR)  # not OpenAI's
     n: int | None = Field(None, ge=1, le=_FAR)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    stop: str | list[str] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: _Label = None
@@ -67,14 +70,19 @@ class _Asking(_Strict):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class CompletionRequest(_Asking):
+class CompletionRequest(TextRequest):
     """POST /v1/completions"""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Annotated[list[str], _Many] | list[int] | Annotated[list[list[int]], _Many]
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0)
+    logprobs: _Likeliest | None = None
     best_of: _only(1) = None  # type: ignore[valid-type]
     suffix: _only("") = None  # type: ignore[valid-type]
+
+    @property
+    def prompts(self) -> list[Any]:
+        many = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
+        return self.prompt if many else [self.prompt]  # type: ignore[return-value]
 
 
 class ImageUrl(_Strict):
@@ -110,13 +118,14 @@ class ChatMessage(_Strict):
         return [TextPart(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
 
-class ChatRequest(_Asking):
+class ChatRequest(TextRequest):
     """POST /v1/chat/completions"""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=1000)
+    max_tokens: int | None = Field(None, ge=1, le=_FAR)
     max_completion_tokens: int | None = Field(None, ge=1, le=_FAR)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0)
+    top_logprobs: _Likeliest | None = None
     response_format: _only({"type": "text"}) = None  # type: ignore[valid-type]
     tools: _only([]) = None  # type: ignore[valid-type]
     tool_choice: _only("none", "auto") = None  # type: ignore[valid-type]
@@ -141,7 +150,7 @@ Request = TypeVar("Request", CompletionRequest, ChatRequest)
 
 
 def parse(body: bytes, kind: type[Request]) -> Request:
-    """The request that a body is; ApiError 400 naming the parameter that is wrong."""
+    """Check a request's body. Raises ApiError 400 that names the wrong parameter."""
     try:
         document = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -151,28 +160,27 @@ def parse(body: bytes, kind: type[Request]) -> Request:
     try:
         request = kind.model_validate(document)
     except ValidationError as error:
-        raise _refusal(error, document) from None
+        raise _api_error(error, document) from None
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options: only with stream", "stream_options", "invalid_value")
     return request
 
 
-def _refusal(error: ValidationError, document: Mapping[str, Any]) -> ApiError:
-    # Where there are alternatives, the one that the value was nearest to failed deepest in it.
-    worst = max(error.errors(include_url=False, include_input=False, include_context=False), key=_depth(document))
-    param = _param(worst["loc"], document)
-    known = {"extra_forbidden": ("is not a parameter", "unknown_parameter"), "missing": ("is required", None)}
-    message, code = known.get(worst["type"], (worst["msg"], None))
-    code = code or ("unsupported_parameter" if worst["type"] == "unsupported" else "invalid_value")
+def _api_error(error: ValidationError, document: dict[str, Any]) -> ApiError:
+    # Of several alternatives, the value was meant for the one whose error is about more than its type, or lies deepest.
+    found = [(_steps(e["loc"], document), e) for e in error.errors(include_url=False, include_input=False)]
+    steps, worst = max(found, key=lambda pair: (not pair[1]["type"].endswith("_type"), len(pair[0])))
+    param = "".join(f"[{s}]" if isinstance(s, int) else f".{s[:64]}" for s in steps).removeprefix(".")
+    known = {
+        "extra_forbidden": ("is not a parameter", "unknown_parameter"), "missing": ("is required", "invalid_value"),
+        "unsupported": (worst["msg"], "unsupported_parameter"),
+    }  # fmt: skip
+    message, code = known.get(worst["type"], (worst["msg"], "invalid_value"))
     return ApiError(400, f"{param}: {message[:1].lower()}{message[1:]}", param, code)
 
 
-def _depth(document: Mapping[str, Any]) -> Any:
-    return lambda error: len(_steps(error["loc"], document))
-
-
 def _steps(where: Sequence[str | int], document: Any) -> list[str | int]:
-    """The keys and indices among what pydantic says of a place, which also has names of alternatives."""
+    """The keys and indices in pydantic's location, which also has names of alternatives."""
     steps: list[str | int] = []
     for number, part in enumerate(where):
         inside = isinstance(document, dict) and part in document
@@ -183,8 +191,3 @@ def _steps(where: Sequence[str | int], document: Any) -> list[str | int]:
             continue
         steps.append(part)
     return steps
-
-
-def _param(where: Sequence[str | int], document: Any) -> str:
-    steps = _steps(where, document)
-    return "".join(f"[{s}]" if isinstance(s, int) else f".{s[:64]}" for s in steps).removeprefix(".")
