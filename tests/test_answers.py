@@ -22,13 +22,12 @@ from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.data.vision.conversations import IMAGE_ID
 from crosstrain.engine.build import build_model, make_runner
 from crosstrain.inference import encoding
-from crosstrain.inference.contact_sheet import TILE, contact_sheet
 from crosstrain.inference.conversation import ChatSession
 from crosstrain.inference.encoding import EncodingError, open_tokenizer
 from crosstrain.inference.generation import Sampling, generate
 from crosstrain.inference.open_checkpoint import saved_config
 from crosstrain.inference.vqa import Answer, answer_questions, caption_scores, score
-from crosstrain.inference.vqa_report import answer_splits
+from crosstrain.inference.vqa_report import TILE, answer_splits, contact_sheet
 from crosstrain.utils.errors import ConfigError, UserError
 from ranks import mostly_slow, run_ranks, train
 from shard_home import module_of

@@ -90,7 +90,7 @@ def test_features_equal_those_of_transformers_blip2(published: Path, encoder: st
             query_embeds=theirs.query_tokens.expand(3, -1, -1), encoder_hidden_states=seen
         ).last_hidden_state
         assert (ours.vision(images) - seen).abs().max() < 1e-5
-        assert (ours.look(images) - ours.projector(answered)).abs().max() < 1e-5
+        assert (ours.encode_images(images) - ours.projector(answered)).abs().max() < 1e-5
     assert seen.std() > 0.1, "nothing was compared"
 
 

@@ -35,10 +35,9 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     from crosstrain.engine.grad_norm import global_norm
     from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, check_elementwise, create_state
     from crosstrain.engine.runner import Runner, StepResult
-    from crosstrain.modeling.base import Ends, Merge, Model
+    from crosstrain.modeling.base import Ends, LanguageModel, Merge, Model
     from crosstrain.modeling.cross_entropy import Head, Logits, token_cross_entropy
     from crosstrain.modeling.hf_causal_lm import TransformersModel
-    from crosstrain.modeling.language_model import LanguageModel
     from crosstrain.modeling.meta_init import has_values, materialize, parameters_on_meta
     from crosstrain.modeling.pretrained import Excerpt, Source, pretrained_folder
     from crosstrain.monitor.metrics import Row, flat, scalars, texts

@@ -17,31 +17,25 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from crosstrain import ConfigError, OptionError, Text, TransformersModel, UserError, pretrained_folder, registry
 from crosstrain.config.schema import nearest, one_line
-from crosstrain.modeling.hf_causal_lm import (
-    LARGEST_SIZE,
-    MOST_LAYERS,
-    Size,
-    check_published,
-    padded,
-    without_initial_values,
-)
+from crosstrain.modeling.hf_causal_lm import LARGEST_SIZE, MOST_LAYERS, Size, check_published
+from crosstrain.modeling.hf_internals import padded, without_initial_values
 
-# What weights of another size are not weights of, under the names that every configuration knows.
+# Sizes of weights, under the names that every configuration knows.
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "tie_word_embeddings",
 )  # fmt: skip
-# What PreTrainedConfig takes and a model that is trained does not use.
+# Keys of PreTrainedConfig that training does not use.
 _NOT_OF_TRAINING = {"name_or_path", "attn_implementation", "_commit_hash"}
 
 
 @registry.register_model("causal_lm")
 class CausalLM(TransformersModel):
-    """Whatever transformers' AutoModelForCausalLM knows: Llama, GPT-Neo, OPT and many more."""
+    """Any model of transformers' AutoModelForCausalLM: Llama, GPT-Neo, OPT and many more."""
 
     @dataclass
     class Options:
-        """Either `config` or `pretrained` says which model it is."""
+        """The model is given by `config` or `pretrained`."""
 
         pretrained: Text | None = None  # a Hugging Face name or folder to start from
         config: dict[str, Any] = field(default_factory=dict)  # of transformers, with model_type; or what differs
@@ -60,8 +54,8 @@ class CausalLM(TransformersModel):
             config = _config(options, source)
             with without_initial_values():
                 lm = AutoModelForCausalLM.from_config(
-                    padded(config, options.make_vocab_size_divisible_by), attn_implementation=options.attention,
-                    dtype=torch.float32, trust_remote_code=False,
+                    padded(config, options.make_vocab_size_divisible_by, options.attention),
+                    attn_implementation=options.attention, dtype=torch.float32, trust_remote_code=False,
                 )  # fmt: skip
         except UserError:
             raise
@@ -95,7 +89,7 @@ def _config(options: CausalLM.Options, source: Path | None) -> PreTrainedConfig:
 
 
 def _check_values(given: Mapping[str, Any], config: PreTrainedConfig) -> None:
-    """ConfigError for values that models are built with and cannot compute with."""
+    """Raise ConfigError for values that a model can be built with but not run with."""
     named = {config.attribute_map.get(key, key) for key in given}
     for key in (*_SIZES, "max_position_embeddings"):
         if config.attribute_map.get(key, key) not in named:
@@ -112,7 +106,7 @@ def _check_values(given: Mapping[str, Any], config: PreTrainedConfig) -> None:
 
 
 def _check_keys(family: str, config: Mapping[str, Any]) -> None:
-    """OptionError for a key that transformers' configuration of this model_type would store and never read."""
+    """Raise OptionError for a key that transformers' configuration of this model_type would store and never read."""
     if str(family) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         near = nearest(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
         hint = f"did you mean {near[0]}?" if near else "transformers' documentation lists them"
@@ -139,7 +133,7 @@ def _check_keys_of(cls: type[PreTrainedConfig], given: Mapping[str, Any], at: st
 
 
 def _check_rope(given: Mapping[str, Any], at: str) -> None:
-    """One mapping for all layers, or one for each type of layer."""
+    """Check a mapping of rotary parameters, or one such mapping for each type of layer."""
     known = {*RopeParameters.__annotations__, "type"}
     for key, value in given.items():
         if key in ALLOWED_LAYER_TYPES and isinstance(value, Mapping):

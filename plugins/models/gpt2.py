@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from crosstrain import ConfigError, Ends, Text, TransformersModel, pretrained_folder, registry
-from crosstrain.modeling.hf_causal_lm import DropRate, Layers, Size, check_published, padded, without_initial_values
+from crosstrain.modeling.hf_causal_lm import DropRate, Layers, Size, check_published
+from crosstrain.modeling.hf_internals import padded, without_initial_values
 
 
 @registry.register_model("gpt2")
@@ -45,8 +46,7 @@ class GPT2(TransformersModel):
         config = GPT2Config.from_pretrained(source, **given) if source else GPT2Config(**given)
         if config.n_embd % config.n_head:
             raise ConfigError(f"model.n_head: {config.n_head} heads do not divide n_embd={config.n_embd} evenly")
-        made = padded(config, options.make_vocab_size_divisible_by)
-        made._attn_implementation = options.attention
+        made = padded(config, options.make_vocab_size_divisible_by, options.attention)
         # The same function as gelu_new, as one operator: less time and a third of the MLP's activations.
         if made.activation_function == "gelu_new":
             made.activation_function = "gelu_pytorch_tanh"
@@ -62,7 +62,7 @@ class GPT2(TransformersModel):
         return Ends(first, ["lm.transformer.ln_f", "lm.lm_head"])
 
     def tensor_parallel_plan(self) -> dict[str, str]:
-        """Megatron-LM's (Shoeybi et al., 2019, section 3): heads and the MLP's width are cut, and the vocabulary."""
+        """Megatron-LM's plan (Shoeybi et al., 2019, section 3): shard heads, the MLP's width and the vocabulary."""
         return {
             "transformer.wte": "vocabulary",
             "transformer.h.*.attn.c_attn": "fused_qkv",

@@ -10,7 +10,8 @@ from torch import nn
 from transformers import PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from crosstrain import ConfigError, OptionError, PositiveFloat, Text, TransformersModel, pretrained_folder, registry
-from crosstrain.modeling.hf_causal_lm import DropRate, Layers, Size, check_published, padded, without_initial_values
+from crosstrain.modeling.hf_causal_lm import DropRate, Layers, Size, check_published
+from crosstrain.modeling.hf_internals import padded, without_initial_values
 
 _FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[nn.Module]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -59,8 +60,7 @@ class Qwen(TransformersModel):
     def __init__(self, options: Options) -> None:
         source = pretrained_folder(options.pretrained) if options.pretrained else None
         config = _config(options, source)
-        made = padded(config, options.make_vocab_size_divisible_by)
-        made._attn_implementation = options.attention
+        made = padded(config, options.make_vocab_size_divisible_by, options.attention)
         with without_initial_values():
             lm = _FAMILIES[config.model_type][1](made)
         super().__init__(options, config, lm, source)

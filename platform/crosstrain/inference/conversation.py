@@ -25,7 +25,7 @@ class ChatSession:
 
     prompt_builder: PromptBuilder
     images: list[Any]
-    waiting: int  # images that the next words are the first to be about
+    waiting: int  # images that no message has mentioned
     history: list[Message] = field(default_factory=list)
 
     @staticmethod
@@ -61,12 +61,12 @@ class ChatSession:
         return self.prompt_builder.ask([*self.history, self._message(text)], self.images)
 
     def remember(self, text: str, answer: str) -> None:
-        """What was said, for what follows."""
+        """Add an exchange to the history."""
         self.history += [self._message(text), Message("assistant", answer)]
         self.waiting = 0
 
     def command(self, text: str) -> bool:
-        """Do what is not a question; whether it was none."""
+        """Run the command that `text` is; False if it is none."""
         word, _, rest = text.strip().partition(" ")
         if word == "image" and rest:
             self.images.append(_open(rest))

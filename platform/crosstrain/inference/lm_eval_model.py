@@ -1,6 +1,6 @@
-"""A model as lm-evaluation-harness (Gao et al., 2021-) asks for one, under whatever runner holds it.
+"""The model interface of lm-evaluation-harness (Gao et al., 2021-), under any runner.
 
-Needs the package lm_eval. Every rank of a runner is asked the same and comes to the same.
+Needs the package lm_eval. Every rank of a runner computes the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
 
 
 class HarnessModel(TemplateLM):
-    """Sums of log-probabilities are minus the loss that the model is trained with. To be used in `evaluating`."""
+    """Log-likelihoods are minus the training loss. Use it inside `runner.evaluating()`."""
 
     def __init__(self, runner: Runner, tokenizer: Any, encode: Encode, quiet: bool) -> None:
         super().__init__()
@@ -42,10 +42,10 @@ class HarnessModel(TemplateLM):
         return "checkpoint"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids of a text; never with tokens that mark its beginning, as in training."""
+        """Token ids of a text, without a token for its beginning, as in training."""
         return self._encode(string)
 
-    # ---- what tasks ask for
+    # ---- requests of tasks
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
@@ -57,7 +57,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Every token of a text once, in windows of the model's length, the first after the end of another text."""
+        """Log-likelihood of each text, in windows of the model's length; an end-of-text token comes first."""
         found = []
         for request in tqdm(requests, disable=disable_tqdm or self._quiet):
             tokens = self.tok_encode(request.args[0])
@@ -66,7 +66,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy texts, unless a task asks for others; UserError for what a task asks for that is not known here."""
+        """Greedy texts, unless a task samples; UserError for a task's unknown setting."""
         found = []
         for request in tqdm(requests, disable=disable_tqdm or self._quiet):
             context, given = request.args
@@ -83,17 +83,17 @@ class HarnessModel(TemplateLM):
             found += generate(self._runner, self.tokenizer, prompt, sampling, stops=stops)
         return found
 
-    # ---- what the model computes
+    # ---- computation
 
     def _likelihood(self, context: list[int], continuation: list[int]) -> float:
-        """log p(continuation | context), whose beginning is cut off where both are longer than the model takes."""
+        """log p(continuation | context); the beginning is cut off where both exceed the model's length."""
         ids = (context + continuation)[-(self._length + 1) :]
         labels = torch.tensor([ids[1:]])
         labels[0, : max(0, len(ids) - 1 - len(continuation))] = IGNORE_INDEX
         return -float(self._runner.evaluate({"input_ids": torch.tensor([ids[:-1]]), "labels": labels}))
 
     def _is_greedy(self, context: list[int], continuation: list[int]) -> bool:
-        """Whether every token of the continuation is the likeliest in its place; ends at the first that is not."""
+        """True if every token of the continuation is the likeliest one in its place."""
         before = context[max(0, len(context) + len(continuation) - self._length - 1) :]
         if not before:
             return False

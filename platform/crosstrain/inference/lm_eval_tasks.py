@@ -1,4 +1,4 @@
-"""For `crosstrain evaluate --tasks`: lm-evaluation-harness over a checkpoint."""
+"""Tasks of lm-evaluation-harness, for `crosstrain evaluate --tasks`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def run_tasks(
     runner: Runner, tokenizer: Any, encode: Callable[[str], list[int]], tasks: list[str], folder: str | None,
     limit: int | None, is_main: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Metrics by task. Collective; all ranks compute the same. UserError for tasks that are not there or not to be had.
+    """Metrics by task. Collective; all ranks compute the same. UserError for unknown tasks and missing data.
 
-    `folder` has task files beside those that the harness brings; `limit`: documents of each task.
+    `folder` has task files beyond the harness's own; `limit`: documents of each task.
     """
     evaluator = require("lm_eval.evaluator", "--tasks")
     from lm_eval.tasks import TaskManager

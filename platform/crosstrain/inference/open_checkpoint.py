@@ -27,16 +27,16 @@ from crosstrain.utils.errors import CheckpointError, ConfigError, UserError, fir
 from crosstrain.utils.resource_limits import OutOfTime, at_most
 from crosstrain.utils.trust import Trust, check_source, is_own, limited_to
 
-# What the constructor of a model may take. Address space beside the largest parameter; of it little is touched.
+# Limits of a model's constructor. The address space, beside the largest parameter, is hardly touched.
 _BUILDING_BYTES, _BUILDING_SECONDS = 1 << 30, 10.0
 _PADDING = 1 << 26  # elements beyond twice the checkpoint's that padded vocabularies may have
 
 
 def saved_config(checkpoint: Path, options: list[str], trust_data: bool = False) -> Config:
-    """The configuration in a checkpoint's state, with overrides, which are the user's own words.
+    """The configuration in a checkpoint's state, with the user's overrides.
 
-    It is trusted with data if this user trained with it, or says so by `trust_data`. Raises CheckpointError where there
-    is none, and ConfigError for what it may not say or the installation cannot do.
+    It is trusted with data if this user trained with it, or by `trust_data`. Raises CheckpointError where there is
+    none, and ConfigError for values that it must not have or that this installation does not support.
     """
     state = load_state(checkpoint)
     saved = state.get("config")
@@ -53,16 +53,16 @@ def saved_config(checkpoint: Path, options: list[str], trust_data: bool = False)
         raise CheckpointError(f"{checkpoint}: its configuration is nested too deep") from None
 
 
-# Of `run`, what a checkpoint decides; the rest has its default, and what no release knows is refused.
+# Options of `run` that a checkpoint decides; the others have their defaults, and unknown ones are refused.
 _FROM_ANYBODY = {"device", "amp"}
 _FROM_ITS_USER = _FROM_ANYBODY | {"runner", "micro_batch_size", "num_workers"}
 _NO_TRAINING = {"output_dir": "none", "max_iters": 1, "accum_grad_iters": 1}  # required, and not used
 
 
 def _for_evaluation(saved: dict[str, Any], checkpoint: Path, own: bool) -> dict[str, Any]:
-    """A checkpoint's configuration, whose section `run` is reduced to what evaluation needs of it.
+    """Reduce section `run` of a checkpoint's configuration to the options of evaluation.
 
-    `own`: the user who evaluates it has trained with it.
+    `own`: the current user has trained with it.
     """
     run, datasets = saved.get("run"), saved.get("datasets")
     if isinstance(run, dict):
@@ -101,7 +101,7 @@ def open_config(checkpoint: Path, cfg_path: str | None, options: list[str], trus
 
 
 def check_ranks(config: Config, world_size: int) -> None:
-    """ConfigError, with the way out, where the runner cannot be laid out over so many ranks."""
+    """Raise ConfigError if the runner does not support this number of ranks."""
     try:
         registry.get("runner", config.runner.name).data_parallel_size(config.runner.options, world_size)
     except ConfigError as error:
@@ -117,7 +117,7 @@ def check_model(config: Config, checkpoint: Path) -> None:
 
 
 def outline(config: Config, checkpoint: Path) -> Model:
-    """The configured model with its parameters on the meta device, no larger than the checkpoint's tensors say.
+    """Build the configured model on the meta device, no larger than the checkpoint's tensors.
 
     Raises CheckpointError where it cannot be built, in little time and memory, or has other parameters.
     """

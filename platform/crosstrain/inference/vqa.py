@@ -1,4 +1,4 @@
-"""What a model answers to questions whose answers are known, how often it is right, and what it would guess blind."""
+"""Visual question answering: a model's answers to questions with known answers, and its guesses without the image."""
 
 from __future__ import annotations
 
@@ -8,42 +8,43 @@ from typing import Any
 
 import numpy as np
 
-from crosstrain.data.vision.prompts import VqaDataset
-from crosstrain.distributed.group import Group
+from crosstrain.data.vision.prompts import Example, VqaDataset
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.detokenizer import TextStream
-from crosstrain.inference.generation import Sampling, Sequence, decode
+from crosstrain.inference.generation import Sampling, Sequence, as_prompt, decode
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.optional_deps import require
 from crosstrain.utils.types import Sample
 
-_LONG = 4  # words: longer answers are judged as captions too
-_BLOCK = 32  # samples in a row that one rank asks about; batches do not reach beyond, whatever the number of ranks
+_LONG = 4  # words: longer answers are also scored as captions
+_BLOCK = 32  # consecutive samples of one rank; batches do not cross blocks, so they do not depend on the ranks
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was answered to a question about sample `sample` of a split. Small: ranks send it to each other."""
+    """An answer to a question about sample `sample` of a split. Small: ranks exchange answers."""
 
     sample: int
     kind: str
     question: str
     truth: str
     text: str
-    blind: str  # with the images' pixels zero
+    text_only: str  # the answer where all pixels are zero
 
     @property
     def right(self) -> bool:
         return _same(self.text, self.truth)
 
     @property
-    def right_blind(self) -> bool:
-        return _same(self.blind, self.truth)
+    def right_text_only(self) -> bool:
+        return _same(self.text_only, self.truth)
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
-        said = {"answer": self.text, "truth": self.truth, "right": self.right, "blind": self.blind}
-        return {"sample": self.sample, "kind": self.kind, "question": self.question, **said}
+        """The answer as JSON."""
+        return {
+            "sample": self.sample, "kind": self.kind, "question": self.question, "answer": self.text,
+            "truth": self.truth, "right": self.right, "blind": self.text_only,
+        }  # fmt: skip
 
 
 def _same(a: str, b: str) -> bool:
@@ -51,66 +52,46 @@ def _same(a: str, b: str) -> bool:
 
 
 def answer_questions(
-    runner: Runner,
-    tokenizer: Any,
-    end: int,
-    dataset: VqaDataset,
-    max_samples: int | None,
-    max_new_tokens: int,
+    runner: Runner, tokenizer: Any, end: int, dataset: VqaDataset, max_samples: int | None, max_new_tokens: int,
     batch: int,
-) -> tuple[list[Answer], int]:
-    """Greedy answers to what a split's first samples ask, and of how many of these samples nothing can be asked.
+) -> tuple[list[Answer], int]:  # fmt: skip
+    """Greedy answers to the questions about a split's first samples, and the number of samples without questions.
 
-    Collective: the ranks share the work and all get all answers, which do not depend on their number. Raises UserError
-    where a question leaves no room for `max_new_tokens`.
+    Collective: the ranks share the work, and all get all answers, which do not depend on the number of ranks. Raises
+    UserError where a question leaves no room for `max_new_tokens`.
     """
     total = len(dataset) if max_samples is None else min(max_samples, len(dataset))
-    work = _Work(dataset, total, batch, runner.dp)
-    batches, mine = work.batches(), list[Answer]()
+    mine, silent = list[Answer](), 0
+
+    def batches() -> Iterator[list[tuple[int, Example]]]:
+        nonlocal silent
+        for first in range(runner.dp.rank * _BLOCK, total, runner.dp.size * _BLOCK):
+            block: list[tuple[int, Example]] = []
+            for index in range(first, min(first + _BLOCK, total)):
+                found = dataset.examples(index)
+                silent += not found
+                block += [(index, example) for example in found]
+            for start in range(0, len(block), batch):
+                yield block[start : start + batch]
+
+    work = batches()
     with runner.evaluating():
         while True:
-            questions = next(batches, [])
+            questions = next(work, [])
             if not runner.dp.all_reduce_sum(len(questions))[0]:
                 break
-            # A forward may be a collective: a rank that has no question left asks nothing, as often as the others.
-            prompts = [q.prompt for q in questions] or [{"input_ids": np.array([end], np.int64)}]
-            said, blind = (
+            # A forward may be a collective: a rank without questions computes something, as often as the others.
+            prompts = [example.prompt for _, example in questions] or [as_prompt([], end)]
+            answers, guesses = (
                 _greedy(runner, tokenizer, end, prompts, max_new_tokens, text_only) for text_only in (False, True)
             )
             mine += [
-                Answer(q.sample, q.kind, q.question, q.truth, *texts)
-                for q, *texts in zip(questions, said, blind, strict=False)
+                Answer(sample, e.kind, e.question, e.answer, *texts)
+                for (sample, e), *texts in zip(questions, answers, guesses, strict=False)
             ]
-    answers = [answer for part in runner.dp.all_gather(mine) for answer in part]
-    silent = int(runner.dp.all_reduce_sum(work.silent)[0])
-    return sorted(answers, key=lambda answer: answer.sample), silent  # stable: the order within a sample is kept
-
-
-@dataclass(frozen=True)
-class _Question:
-    sample: int
-    kind: str
-    question: str
-    truth: str
-    prompt: Sample
-
-
-class _Work:
-    """The questions that are this rank's, in batches."""
-
-    def __init__(self, dataset: VqaDataset, total: int, size: int, dp: Group) -> None:
-        self.dataset, self.total, self.size, self.dp = dataset, total, size, dp
-        self.silent = 0  # samples so far that ask nothing
-
-    def batches(self) -> Iterator[list[_Question]]:
-        for first in range(self.dp.rank * _BLOCK, self.total, self.dp.size * _BLOCK):
-            block: list[_Question] = []
-            for index in range(first, min(first + _BLOCK, self.total)):
-                found = self.dataset.examples(index)
-                self.silent += not found
-                block += [_Question(index, e.kind, e.question, e.answer, e.prompt) for e in found]
-            for start in range(0, len(block), self.size):
-                yield block[start : start + self.size]
+    everyone = [answer for part in runner.dp.all_gather(mine) for answer in part]
+    # The sort is stable: the order within a sample is kept.
+    return sorted(everyone, key=lambda answer: answer.sample), int(runner.dp.all_reduce_sum(silent)[0])
 
 
 def _greedy(
@@ -132,7 +113,7 @@ def _greedy(
 
 
 def score(answers: list[Answer]) -> dict[str, dict[str, float]]:
-    """By kind of question: how many, the share answered exactly right, the share that is right without images.
+    """Scores by kind of question: their number, the share of right answers, and that share without the images.
 
     Kinds whose answers are long also have BLEU-4 (Papineni et al., 2002) and CIDEr-D (Vedantam et al., 2015) by
     pycocoevalcap, the code of the COCO caption challenge; with `_blind`, without images.
@@ -145,20 +126,20 @@ def score(answers: list[Answer]) -> dict[str, dict[str, float]]:
         scores[kind] = {
             "questions": float(len(group)),
             "right": sum(a.right for a in group) / len(group),
-            "right_blind": sum(a.right_blind for a in group) / len(group),
+            "right_blind": sum(a.right_text_only for a in group) / len(group),
         }
         truths = [a.truth for a in group]
         if sum(len(truth.split()) for truth in truths) / len(group) > _LONG:
             scores[kind] |= caption_scores([a.text for a in group], truths)
-            blind = caption_scores([a.blind for a in group], truths)
-            scores[kind] |= {f"{name}_blind": value for name, value in blind.items()}
+            guessed = caption_scores([a.text_only for a in group], truths)
+            scores[kind] |= {f"{name}_blind": value for name, value in guessed.items()}
     return scores
 
 
-def caption_scores(said: list[str], truths: list[str]) -> dict[str, float]:
-    """CIDEr-D and BLEU-4 of captions against one true caption each; words are what spaces separate."""
+def caption_scores(captions: list[str], truths: list[str]) -> dict[str, float]:
+    """CIDEr-D and BLEU-4 of captions against one true caption each; words are separated by spaces."""
     bleu = require("pycocoevalcap.bleu.bleu", "BLEU")
     cider = require("pycocoevalcap.cider.cider", "CIDEr")
-    true, made = ({i: [" ".join(text.lower().split())] for i, text in enumerate(texts)} for texts in (truths, said))
-    scores = {"cider": float(cider.Cider().compute_score(true, made)[0])}
-    return scores | {"bleu4": float(bleu.Bleu(4).compute_score(true, made, verbose=0)[0][3])}
+    true, found = ({i: [" ".join(t.lower().split())] for i, t in enumerate(texts)} for texts in (truths, captions))
+    scores = {"cider": float(cider.Cider().compute_score(true, found)[0])}
+    return scores | {"bleu4": float(bleu.Bleu(4).compute_score(true, found, verbose=0)[0][3])}

@@ -1,7 +1,8 @@
-"""For `crosstrain evaluate`: questions about images, those of a split and those that somebody types."""
+"""Scores, predictions and a contact sheet of visual question answering, for `crosstrain evaluate --answers`."""
 
 from __future__ import annotations
 
+import textwrap
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,23 @@ from crosstrain.data.splits import open_split, training_dataset
 from crosstrain.data.vision.image_dataset import ImageDataset
 from crosstrain.data.vision.prompts import VqaDataset, prompt_builder
 from crosstrain.engine.runner import Runner
-from crosstrain.inference.contact_sheet import contact_sheet
 from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.generation import Sampling
 from crosstrain.inference.vqa import Answer, answer_questions, score
 from crosstrain.utils.logging import log
+from crosstrain.utils.optional_deps import require
 
 _BATCH = 64  # questions that are answered together
-_ON_SHEET = 48
+_ON_SHEET = 48  # images
+_SIDE, _COLUMNS = 144, 6  # pixels of an image, images in a row
+_LINES, _WIDTH, _HEIGHT = 2, 24, 13  # lines of each text, letters in a line, pixels of a line
+TILE = (_SIDE + 8, _SIDE + 3 * _LINES * _HEIGHT + 8)  # pixels of an image with its texts
 
 
 def answer_splits(
     config: Config, runner: Runner, tokenizer: Any, job: dict[str, Any], sampling: Sampling, is_main: bool
 ) -> dict[str, Any]:
-    """Scores and predictions of each split that the job names; draws the sheet that it asks for. Collective."""
+    """Scores and predictions of each split in `job["answers"]`; draws the contact sheet `job["sheet"]`. Collective."""
     component = training_dataset(config)
     results: dict[str, Any] = {}
     pictures: list[tuple[Answer, Any]] = []
@@ -73,7 +77,7 @@ def _say(split: str, scores: dict[str, dict[str, float]], silent: int) -> None:
 
 
 def _pictures(dataset: VqaDataset, answers: list[Answer], most: int) -> list[tuple[Answer, Any]]:
-    """Some of the answers, spread over all, with the pictures that they are about; one answer for each picture."""
+    """Some answers from all of the split, one for each image, with their images."""
     about = {answer.sample: answer for answer in answers[:: max(1, len(answers) // max(1, most))]}
     found = []
     for sample, answer in about.items():
@@ -81,3 +85,25 @@ def _pictures(dataset: VqaDataset, answers: list[Answer], most: int) -> list[tup
         if picture is not None:
             found.append((answer, picture))
     return found[:most]
+
+
+def contact_sheet(shown: list[tuple[Answer, Any]], path: Path) -> None:
+    """Draw answers with their PIL images: a right answer is green, a wrong one red, the truth below it grey.
+
+    Long texts are cut; the predictions in JSON are whole.
+    """
+    image, draw_module = require("PIL.Image", "--sheet"), require("PIL.ImageDraw", "--sheet")
+    rows = max(1, -(-len(shown) // _COLUMNS))
+    sheet = image.new("RGB", (_COLUMNS * TILE[0], rows * TILE[1]), "white")
+    draw = draw_module.Draw(sheet)
+    for i, (answer, picture) in enumerate(shown):
+        x, y = i % _COLUMNS * TILE[0] + 4, i // _COLUMNS * TILE[1]
+        sheet.paste(picture.resize((_SIDE, _SIDE), image.NEAREST), (x, y + 2))
+        y += _SIDE + 4
+        question = answer.question.replace("<image>", "").strip()
+        text = (answer.text or "(nothing)", "darkgreen" if answer.right else "red")
+        for words, colour in ((question, "black"), text, (answer.truth, "grey")):
+            for line in textwrap.wrap(words, _WIDTH, max_lines=_LINES, placeholder=" ..."):
+                draw.text((x, y), line, fill=colour)
+                y += _HEIGHT
+    sheet.save(path)

@@ -33,7 +33,7 @@ _KEPT = {
 
 
 def apply(blocks: list[nn.Module], mode: Mode, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Make every block keep less for its backward.
+    """Make every block keep fewer activations for its backward.
 
     - full: only the block's input; everything inside is computed a second time.
     - selective: also the results of matrix products and attention; the rest is computed again.

@@ -1,4 +1,4 @@
-"""What a model owes the platform."""
+"""The base classes of models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from crosstrain.utils.types import IGNORE_INDEX, Batch
 
 @dataclass(frozen=True)
 class Ends:
-    """Modules of a model outside of its blocks, by their names in it; all that have parameters are among them."""
+    """Names of a model's modules outside of its blocks, including all that have parameters."""
 
     first: list[str]  # run before the first block
     last: list[str]  # run after the last one; the last of them is the head, whose weight `Model.head` is given
@@ -28,31 +28,31 @@ class Ends:
 
 @dataclass(frozen=True)
 class Merge:
-    """A parameter that an exported folder holds together with others, which it then leaves out."""
+    """A parameter that export combines with others, which the exported folder then leaves out."""
 
     others: tuple[str, ...]  # canonical names
     combine: Callable[..., Tensor]  # of the parameter and the others, all fp32 and whole
 
 
 def no_match(pattern: str, names: Iterable[str]) -> str:
-    """The sentence about a pattern of parameter names that matches none of `names`."""
+    """Describe a pattern of parameter names that matches none of `names`."""
     near = difflib.get_close_matches(pattern, list(names), n=3, cutoff=0.0)
     return f"{pattern!r} matches no parameter; names are like {', '.join(near)}"
 
 
 class Model(nn.Module, ABC):
-    """A module that turns a batch into a loss, and says what a platform must know about it.
+    """A module that turns a batch into a loss, and describes its parameters and structure.
 
-    Subclasses hold unmodified library modules. *Canonical* names and *logical* shapes are the ones that Hugging Face
-    uses for the same weights: they, not ours, are what checkpoints and initial values are keyed by.
+    Subclasses hold unmodified library modules. *Canonical* names and *logical* shapes are those that Hugging Face uses
+    for the same weights. Checkpoints and initial values are keyed by them.
     """
 
     @dataclass
     class Options:
         """A model without options of its own."""
 
-    takes_positions = False  # whether `forward` takes position_ids and attention_mask, as `LanguageModel` says
-    head: Head = Head()  # what a language model's forward ends in; a runner may put another in its place
+    takes_positions = False  # True: `forward` takes position_ids and attention_mask, see `LanguageModel.forward`
+    head: Head = Head()  # the end of a language model's forward; a runner may replace it
 
     def __init__(self, options: Any) -> None:
         super().__init__()
@@ -80,22 +80,22 @@ class Model(nn.Module, ABC):
         """The repeated blocks, in order: the unit of gradient checkpointing, compilation, sharding and pipelining."""
 
     def ends(self) -> Ends | None:
-        """What runs before and after the blocks, so that stages of a pipeline can leave it out; None: not known.
+        """Modules before and after the blocks, which some pipeline stages leave out; None: not known.
 
-        A model that has ends calls its blocks in order, each with the one before's hidden states [batch, length, H]
+        A model that has ends calls its blocks in order, each with the previous one's hidden states [batch, length, H]
         as first argument and result, and closes with `head`.
         """
         return None
 
     def chains(self) -> list[list[nn.Module]]:
-        """Blocks called each with the one before's result (a tensor) as first argument; a plan computes few of them."""
+        """Lists of blocks that take the previous one's result (a tensor) first; a plan computes few of each list."""
         return [self.blocks()] if self.ends() is not None else []
 
     def tensor_parallel_plan(self) -> dict[str, str]:
-        """How parameters may be cut over ranks: pattern of canonical names -> style. Plain data; YAML can override it.
+        """Styles of tensor parallelism by pattern of canonical names. Plain data, which YAML can override.
 
-        A pattern (`transformer.h.*.mlp.c_fc`) matches names of parameters, or of modules. What none matches is
-        replicated. The styles are those of the runner that cuts.
+        A pattern (`transformer.h.*.mlp.c_fc`) matches names of parameters, or of modules; others are replicated. The
+        styles are the runner's.
         """
         return {}
 
@@ -128,10 +128,7 @@ class Model(nn.Module, ABC):
         return name
 
     def pretrained_sources(self) -> list[Source]:
-        """Every folder that parameters start from; those that none covers get initial values.
-
-        By default `pretrained_weights`, for all of them.
-        """
+        """Every folder that parameters start from, by default `pretrained_weights`; others get initial values."""
         folder = self.pretrained_weights()
         return [] if folder is None else [Source(folder, self.pretrained_name)]
 
@@ -142,7 +139,7 @@ class Model(nn.Module, ABC):
         return 1.0
 
     def checkpointing(self, mode: Mode) -> list[tuple[list[nn.Module], Mode]]:
-        """Blocks and how their activations are kept; `mode` is what the run says."""
+        """Lists of blocks with a mode for each, by default the run's `mode`."""
         return [(self.blocks(), mode)]
 
     # ---- arithmetic
@@ -152,7 +149,7 @@ class Model(nn.Module, ABC):
         return None
 
     def memory_formulas(self, micro_batch: int, sequence_length: int | None) -> dict[str, int]:
-        """Published estimates of memory for models of this kind, by what they say: bytes, to stand beside the plan."""
+        """Published estimates of memory for models of this kind: bytes by formula, to compare with the plan."""
         return {}
 
     # ---- life after training
@@ -169,10 +166,10 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def save_config(self, folder: Path) -> None:
-        """Write what, beside the weights, makes `folder` a Hugging Face model folder."""
+        """Write the files that a Hugging Face model folder has besides the weights."""
 
     def merges(self) -> dict[str, Merge]:
-        """What export takes into one parameter, by its canonical name; nothing by default."""
+        """Merges that export makes, by canonical name; none by default."""
         return {}
 
     def new_cache(self) -> Any:
@@ -184,3 +181,26 @@ class Model(nn.Module, ABC):
     def canonical_parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter once (a tied one under its first name), by canonical name."""
         return {self.canonical_name(name): parameter for name, parameter in self.named_parameters()}
+
+
+class LanguageModel(Model):
+    """A causal language model that takes embeddings in place of tokens, so that others can put theirs among them."""
+
+    @abstractmethod
+    def forward(self, **batch: Any) -> Tensor:
+        """As `Model.forward`, for either `input_ids` [batch, length] or `inputs_embeds` [batch, length, hidden_size].
+
+        Also takes, each of them optional: `labels` [batch, length], the target at each position or -100; `cache`;
+        `attention_mask`, [batch, past + length] and nonzero for what may be seen, or boolean or additive
+        [batch, 1, length, past + length], by default all earlier positions; `position_ids` [batch, length], by
+        default counted from the start.
+        """
+
+    @abstractmethod
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Embeddings [*, hidden_size] of tokens [*]."""
+
+    @property
+    @abstractmethod
+    def hidden_size(self) -> int:
+        """Width of an embedding."""

@@ -114,7 +114,7 @@ def token_cross_entropy(
 
 
 class Head:
-    """What a language model ends in: its loss, or the logits of the next token.
+    """The end of a language model: its loss, or the logits of the next token.
 
     A model calls its `head`, so that a runner that spreads the vocabulary over ranks can put another in its place.
     """

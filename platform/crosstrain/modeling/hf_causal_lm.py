@@ -1,25 +1,23 @@
-"""What the platform's language models of transformers have in common: the module is transformers' own, unmodified."""
+"""The base class of transformers' causal language models, whose modules are unmodified."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
-from unittest.mock import patch
 
 import torch
 from annotated_types import Interval
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from crosstrain.modeling import hf_rules
-from crosstrain.modeling.base import Ends
+from crosstrain.modeling import hf_internals
+from crosstrain.modeling.base import Ends, LanguageModel
 from crosstrain.modeling.cross_entropy import Logits
-from crosstrain.modeling.language_model import LanguageModel
 from crosstrain.utils.assets import GENERATION_CONFIG, copy_files, plain_files
 from crosstrain.utils.errors import ConfigError, DataError
 
@@ -28,29 +26,15 @@ Size = Annotated[int, Interval(ge=1, le=LARGEST_SIZE)]  # of a vocabulary, a wid
 Layers = Annotated[int, Interval(ge=1, le=MOST_LAYERS)]
 DropRate = Annotated[float, Interval(ge=0, lt=1)]
 
-# How transformers calls the styles of `Model.tensor_parallel_plan`.
+# transformers' names for the styles of `Model.tensor_parallel_plan`.
 _STYLES = {
     "colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "summed",
     "embedding_rowwise": "vocabulary",  # of tied embeddings, in older transformers
 }  # fmt: skip
 
 
-def padded(config: PreTrainedConfig, multiple: int) -> PreTrainedConfig:
-    """The configuration with a vocabulary of a multiple of so many tokens."""
-    config = copy.deepcopy(config)
-    config.vocab_size = -(-config.vocab_size // multiple) * multiple
-    return config
-
-
-@contextmanager
-def without_initial_values() -> Iterator[None]:
-    """Let constructors tie weights but fill none: zeroing the row of a pad token fails where other ranks hold it."""
-    with patch.object(PreTrainedModel, "initialize_weights", lambda self: None):
-        yield
-
-
 def check_published(published: PreTrainedConfig, given: Mapping[str, Any], source: Path) -> None:
-    """ConfigError where one of these sizes is not what the configuration of the folder `source` says."""
+    """Raise ConfigError for a size that differs from the configuration of the folder `source`."""
     for key, value in given.items():
         if (theirs := getattr(published, key, None)) != value:
             raise ConfigError(f"model: {key} is {value}, and the weights in {source} have {theirs}; leave it out")
@@ -59,8 +43,7 @@ def check_published(published: PreTrainedConfig, given: Mapping[str, Any], sourc
 class TransformersModel(LanguageModel):
     """A `...ForCausalLM`, made from a `padded` configuration.
 
-    Subclasses make it and say what transformers does not: `blocks`. Their options have
-    `make_vocab_size_divisible_by` and `attention`.
+    Subclasses construct it and implement `blocks`. Their options have `make_vocab_size_divisible_by` and `attention`.
     """
 
     lm: PreTrainedModel
@@ -81,7 +64,7 @@ class TransformersModel(LanguageModel):
             raise ConfigError("model: output_router_logits adds a loss of the experts' balance, which is not computed")
         vocabularies = ((name, module) for name, module in lm.named_modules() if module in words)
         self._vocabulary = {f"{name}.{own}" for name, m in vocabularies for own, _ in m.named_parameters(recurse=False)}
-        self.scale, self.softcap = hf_rules.measured_logits(lm)
+        self.scale, self.softcap = hf_internals.measured_logits(lm)
 
     # ---- compute
 
@@ -127,7 +110,7 @@ class TransformersModel(LanguageModel):
         return Ends(own[:at], [*own[at + 1 :], f"lm.{head}"])
 
     def tensor_parallel_plan(self) -> dict[str, str]:
-        """transformers' own, with the vocabulary cut; empty where it has none, or other styles than those above."""
+        """transformers' own plan, with the vocabulary sharded; empty where it has none, or other styles than ours."""
         theirs = self.lm.config.base_model_tp_plan or {}
         if not theirs or not set(theirs.values()) <= _STYLES.keys():
             return {}
@@ -148,17 +131,17 @@ class TransformersModel(LanguageModel):
 
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
         """transformers' own initial values."""
-        hf_rules.initialize(self._skeleton, name, value, rng)
+        hf_internals.initialize(self._skeleton, name, value, rng)
 
     @cached_property
     def _skeleton(self) -> PreTrainedModel:
-        return hf_rules.skeleton(self.lm, self.config)
+        return hf_internals.skeleton(self.lm, self.config)
 
     def pretrained_weights(self) -> Path | None:
         return self.source
 
     def pretrained_name(self, name: str, available: set[str]) -> str:
-        """Folders of the bare transformer, as GPT-2 is published, name its weights without the prefix."""
+        """The name with or without the base model's prefix: GPT-2 is published without."""
         return name if name in available else name.removeprefix(f"{self.lm.base_model_prefix}.")
 
     # ---- arithmetic
@@ -176,7 +159,7 @@ class TransformersModel(LanguageModel):
         return getattr(self.config, "max_position_embeddings", None)
 
     def memory_formulas(self, micro_batch: int, sequence_length: int | None) -> dict[str, int]:
-        """Of a GPT with blocks of 12 h^2 parameters in half precision, on one device.
+        """Estimates for a GPT with blocks of 12 h^2 parameters in half precision, on one device.
 
         20 bytes for each: weight and gradient in fp16, and both and Adam's moments in fp32. Activations without
         checkpointing: Korthikanti et al., 2022, equation 1, which is about eager attention.

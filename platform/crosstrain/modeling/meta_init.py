@@ -1,4 +1,4 @@
-"""Building a model without computing initial values that would be thrown away.
+"""Build a model without computing initial values that would be thrown away.
 
 Weights come from a checkpoint, a pretrained folder, or `Model.initialize`, each addressed by canonical name; what the
 libraries draw in their constructors is never used, and on the meta device it costs nothing.
@@ -23,7 +23,7 @@ M = TypeVar("M", bound=nn.Module)
 def parameters_on_meta(
     at_most: int | None = None, seconds: float = math.inf, but: Callable[[nn.Parameter], bool] = lambda _: False
 ) -> Iterator[None]:
-    """Every parameter registered inside, `but` those, lands on the meta device; buffers are real.
+    """Put every parameter registered inside, `but` those, on the meta device; buffers are real.
 
     Registering more than `at_most`, or for longer than `seconds`, is a ValueError: a model may be described by somebody
     who wants it never to end.
@@ -73,5 +73,5 @@ def construct(make_model: Callable[[], M], device: torch.device) -> M:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether there is memory behind a tensor: a model must not look at values where a plan follows its forward."""
+    """False for a tensor without memory, whose values a model must not look at: a plan traces the forward with such."""
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"

@@ -12,7 +12,7 @@ from crosstrain.utils.trust import check_source
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Where a parameter is a part of a published tensor: its rows from `first` on, of `rows` altogether."""
+    """The part of a published tensor that a parameter is: its rows from `first` on, of `rows` in all."""
 
     name: str
     first: int

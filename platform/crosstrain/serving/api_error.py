@@ -1,4 +1,4 @@
-"""A request that is not answered: the status and the document that say why, as OpenAI's interface has them."""
+"""OpenAI's error documents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
-    """An HTTP status, a sentence, the parameter that is to blame, a code, and after how long to try again."""
+    """An HTTP status, a sentence, the wrong parameter, OpenAI's code, and the seconds to wait before another try."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, retry: int | None = None

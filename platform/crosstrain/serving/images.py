@@ -15,7 +15,7 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
 
 def picture(url: str, most_pixels: int, param: str) -> Any:
-    """The RGB PIL image of a `data:` URL in base64; ApiError 400 for any other URL, and for what is no such image."""
+    """The RGB PIL image of a `data:` URL in base64; ApiError 400 for any other URL, and for unreadable images."""
     head, comma, data = url.partition(",")
     if not head.lower().startswith("data:") or not comma:
         raise ApiError(

@@ -1,4 +1,4 @@
-"""Completions that were asked for, and what is told of them as they come."""
+"""Jobs of the scheduler, and the events that it delivers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from crosstrain.utils.types import Sample
 Reason = Literal["stop", "length"]
 
 
-_LEAST = -9999.0  # the smallest that is told of: JSON has no infinity
+_LEAST = -9999.0  # the lowest log-probability in a response: JSON has no infinity
 
 
 @dataclass(frozen=True)
 class Score:
-    """A token, the logarithm of its probability (None: nothing comes before it), and the likeliest ones in its place.
+    """A token, its log-probability (None for the first token of all), and the likeliest tokens in its place.
 
     Probabilities are the model's own, before temperature, top_k and top_p.
     """
@@ -52,7 +52,7 @@ class Finish:
     tokens: int
 
 
-Event = Piece | Finish | ApiError  # the last of which ends everything
+Event = Piece | Finish | ApiError  # an error ends the request
 
 
 @dataclass(eq=False)
@@ -63,9 +63,9 @@ class Job:
     sampling: Sampling
     max_new_tokens: int  # 0: the prompt alone is scored
     stops: tuple[str, ...]
-    logprobs: int | None  # how many of the likeliest tokens to tell of; None: no probabilities
+    logprobs: int | None  # number of likeliest tokens in the response; None: no log-probabilities
     score_prompt: bool
-    completions: dict[int, int]  # number of the completion, of which its random numbers are a function: its choice
+    completions: dict[int, int]  # number of the completion, for its random numbers: index of its choice
     deliver: Callable[[Event], None]
     deadline: float  # of time.monotonic
     cancelled: bool = False  # nobody waits for it any more
@@ -76,7 +76,7 @@ class Job:
 
     @property
     def sample(self) -> Sample:
-        """What is computed first: the prompt, or its first token where the others are to be scored one by one."""
+        """The prompt, or its first token if the others are scored one by one."""
         return {"input_ids": self.prompt.sample["input_ids"][:1]} if self.score_prompt else self.prompt.sample
 
     @property
@@ -97,7 +97,7 @@ class Job:
 
 
 class JobSequence(Sequence):
-    """One completion of a job. It chooses its tokens, or is given those of a prompt that is to be scored."""
+    """One completion of a job, whose prompt's tokens are first scored one by one if the job asks for it."""
 
     def __init__(self, job: Job, number: int, tokenizer: object) -> None:
         text = TextStream(tokenizer, job.stops, job.prompt.strip)
@@ -108,7 +108,7 @@ class JobSequence(Sequence):
             self._tell("", [Score(job.prompt.ids[0], None)])
 
     def advance(self, logits: Tensor) -> int | None:
-        """Take the next token by its logits [vocabulary], and tell of it; None at the end."""
+        """Choose the next token by its logits [vocabulary], and deliver its text; None at the end."""
         if logits.isnan().any():
             raise ValueError("the model's logits are not numbers")
         if self._given:

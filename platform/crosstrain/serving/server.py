@@ -1,4 +1,4 @@
-"""The server's ranks: rank 0 listens, the others follow."""
+"""The server's processes: rank 0 serves HTTP and plans, the other ranks follow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from crosstrain.utils.trust import Trust
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What is served, and where."""
+    """Options of a server."""
 
     checkpoint: Path
     name: str
@@ -39,7 +39,7 @@ class ServerOptions:
 
 
 def serve_worker(plain: dict[str, Any], options: ServerOptions, limits: Limits, under_launcher: bool) -> int:
-    """What every worker runs."""
+    """Serve on this rank."""
     from crosstrain.inference.decoder import Decoder
     from crosstrain.serving.scheduler import run_follower
 
@@ -66,7 +66,7 @@ def run_server(
     config: Config, runner: Any, decoder: Any, group: Any, options: ServerOptions, limits: Limits,
     listener: socket.socket, stop: StopRequest,
 ) -> None:  # fmt: skip
-    """HTTP in a thread beside this one, which computes."""
+    """Serve HTTP in another thread, and compute in this one, until a signal comes."""
     import uvicorn
 
     from crosstrain.serving.app import Web, is_loopback
@@ -119,7 +119,7 @@ def run_server(
 
 
 def listen(options: ServerOptions) -> socket.socket:
-    """A socket that listens; UserError where the address is not ours to take."""
+    """A listening socket; UserError where the address cannot be used."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
         listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
@@ -132,7 +132,7 @@ def listen(options: ServerOptions) -> socket.socket:
 
 
 def allow_open_files(wanted: int) -> None:
-    """Let this process have that many files and connections open, or as many as it may."""
+    """Raise the limit of open files and connections to `wanted`, or as far as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < wanted:
         log.warning("warning: no more than %d connections are possible here; `ulimit -Hn` has to allow more", hard)

@@ -18,9 +18,9 @@ _ADAPTER = "default"
 
 
 def add_adapters(model: nn.Module, options: Lora, trained: bool) -> None:
-    """Put adapters on the named linear maps; with `trained` the rest goes on being trained too.
+    """Add adapters to the named linear maps; with `trained` the other parameters are trained too.
 
-    Raises ConfigError where a name matches nothing that can have one.
+    Raises ConfigError for a name that matches no linear map.
     """
     config = LoraConfig(
         r=options.rank, lora_alpha=options.alpha, lora_dropout=options.dropout, target_modules=options.targets
@@ -34,19 +34,19 @@ def add_adapters(model: nn.Module, options: Lora, trained: bool) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter belongs to an adapter."""
+    """True for the name of an adapter's parameter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def canonical(name: str) -> str:
-    """A parameter's name without what peft put into it."""
+    """A parameter's name without peft's additions."""
     return name.replace(".base_layer.", ".").replace(f".{_ADAPTER}.weight", ".weight")
 
 
 def tensor_parallel_plan(plan: dict[str, str], names: Iterable[str]) -> dict[str, str]:
-    """How adapters are cut beside linear maps that `plan` cuts; `names` are canonical.
+    """Styles of adapters on linear maps that `plan` shards; `names` are canonical.
 
-    B of a map whose output features are cut gives that rank's, and A of one whose input features are cut takes them.
+    B is sharded like a map's output features, A like its input features.
     """
     modules = {name.rpartition(".")[0] for name in names}
     sides = {"column": "lora_B", "fused_qkv": "lora_B", "row": "lora_A"}
@@ -64,6 +64,6 @@ def initialize(name: str, value: Tensor, rng: torch.Generator) -> None:
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, *, options: Lora, transposed: bool) -> Tensor:
-    """A linear map's weight [out, in], or `transposed`, with its adapter a [rank, in], b [out, rank] taken into it."""
+    """Merge an adapter, a [rank, in] and b [out, rank], into a linear map's weight [out, in], or `transposed`."""
     change = (b @ a) * (options.alpha / options.rank)
     return weight + (change.T if transposed else change)

@@ -1,4 +1,4 @@
-"""BLIP-2's way of giving a language model eyes: a vision transformer, a Q-Former, a projection, a language model."""
+"""BLIP-2 (Li et al., 2023): a vision transformer, a Q-Former and a projection in front of a language model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from crosstrain.utils.files import write_json
 from . import lora, vision, weights
 from .options import Language, Part, Projector, QFormer, Vision
 
-# The module of each part, and what its parameters' canonical names begin with. Those are the names of transformers'
-# Blip2ForConditionalGeneration, but for the vision transformer's own, which are timm's.
+# By part, which is also the name of its module, the prefix of its parameters' canonical names. These are the names of
+# transformers' Blip2ForConditionalGeneration, but inside the vision transformer they are timm's.
 _PREFIXES = {
     "vision": "vision_model.", "qformer": "qformer.", "projector": "language_projection.",
     "language_model": "language_model.",
@@ -34,7 +34,7 @@ _QUERIES = "query_tokens"
 
 @registry.register_model("blip2_qwen")
 class Blip2Qwen(Model):
-    """EVA-ViT-g, BLIP-2's Q-Former and a projection before Qwen; by default only the projection is trained."""
+    """EVA-ViT-g, BLIP-2's Q-Former and a projection in front of Qwen; by default only the projection is trained."""
 
     @dataclass
     class Options:
@@ -84,60 +84,57 @@ class Blip2Qwen(Model):
         attention_mask: Tensor | None = None,
         cache: Any = None,
     ) -> Tensor:
-        """As `Model.forward`. input_ids [batch, length] holds `IMAGE_ID` where an embedding of an image stands.
+        """As `Model.forward`. input_ids [batch, length] has `IMAGE_ID` as a placeholder for each embedding of an image.
 
         pixel_values [images, 3, H, W]: the images of all samples, in the order of their placeholders. segments
-        [batch, length]: tokens see those of their own segment and of segment `SHARED`, none that come later.
-        position_ids, attention_mask: see `LanguageModel.forward`. Raises DataError where placeholders and images
-        do not go together.
+        [batch, length]: a token sees earlier tokens of its own segment and of segment `SHARED`. position_ids,
+        attention_mask: see `LanguageModel.forward`. Raises DataError unless images and placeholders match.
         """
-        with self._computing("language_model", input_ids.device):
+        with self._precision("language_model", input_ids.device):
             embeddings = self.language_model.embed(input_ids.clamp(min=0))
         if pixel_values is not None or labels is not None or cache is None or not cache.get_seq_length():
-            images = self._blank(embeddings) if pixel_values is None else pixel_values
-            features = self.look(images).to(embeddings.dtype)
+            blank = embeddings.new_zeros((1, 3, *vision.image_size(self.vision)), dtype=torch.float32)
+            images = blank if pixel_values is None else pixel_values
+            features = self.encode_images(images).to(embeddings.dtype)
             if pixel_values is None:
-                # Every rank computes and reduces the same parameters, also one whose batch is text alone.
+                # A rank whose batch has no image must still compute and reduce the same parameters as the others.
                 embeddings = embeddings + 0.0 * features.sum()
             else:
-                embeddings = _put(embeddings, input_ids == IMAGE_ID, features)
+                embeddings = _insert(embeddings, input_ids == IMAGE_ID, features)
         if segments is not None:
-            attention_mask = _seen(segments)
-        with self._computing("language_model", input_ids.device):
+            attention_mask = _segment_mask(segments)
+        with self._precision("language_model", input_ids.device):
             return self.language_model(
                 inputs_embeds=embeddings, labels=labels, cache=cache, attention_mask=attention_mask,
                 position_ids=position_ids,
             )  # fmt: skip
 
-    def look(self, images: Tensor) -> Tensor:
+    def encode_images(self, images: Tensor) -> Tensor:
         """Embeddings [images, num_query_tokens, language model's width] of images [images, 3, H, W]."""
-        with self._untouched("vision"), self._computing("vision", images.device):
+        with self._without_gradients("vision"), self._precision("vision", images.device):
             seen = self.vision(images).float()
-        with self._untouched("vision", "qformer"), self._computing("qformer", images.device):
+        with self._without_gradients("vision", "qformer"), self._precision("qformer", images.device):
             queries = self.query_tokens.expand(len(images), -1, -1)
             answered = self.qformer(query_embeds=queries, encoder_hidden_states=seen).last_hidden_state.float()
-        with self._computing("projector", images.device):
+        with self._precision("projector", images.device):
             return self.projector(answered)
 
-    def _untouched(self, *parts: str) -> AbstractContextManager[Any]:
-        """Without gradients, if nothing in these parts, the first ones, is trained."""
+    def _without_gradients(self, *parts: str) -> AbstractContextManager[Any]:
+        """torch.no_grad() if nothing in these parts, which come first, is trained."""
         return torch.no_grad() if all(getattr(self.options, part).freeze for part in parts) else nullcontext()
 
     @contextmanager
-    def _computing(self, part: str, device: torch.device) -> Iterator[None]:
-        """In the precision that the part asks for, if it does."""
+    def _precision(self, part: str, device: torch.device) -> Iterator[None]:
+        """Autocast to the part's own precision, if it has one."""
         precision = getattr(self.options, part).precision
         if precision is None:
             yield
-        else:
-            with torch.autocast(device.type, DTYPES[precision] if precision != "fp32" else None, precision != "fp32"):
-                yield
-
-    def _blank(self, like: Tensor) -> Tensor:
-        return torch.zeros((1, 3, *vision.image_size(self.vision)), device=like.device)
+            return
+        with torch.autocast(device.type, DTYPES[precision] if precision != "fp32" else None, precision != "fp32"):
+            yield
 
     def train(self, mode: bool = True) -> Blip2Qwen:
-        """Frozen parts stay in eval mode: no dropout, no stochastic depth."""
+        """As in torch, but frozen parts stay in eval mode: no dropout, no stochastic depth."""
         super().train(mode)
         for part in _PREFIXES:
             if getattr(self.options, part).freeze:
@@ -151,7 +148,7 @@ class Blip2Qwen(Model):
     # ---- structure
 
     def _part(self, name: str) -> Part:
-        """The options of the part that a parameter belongs to."""
+        """Options of the part that has a parameter."""
         return getattr(self.options, "qformer" if name == _QUERIES else name.partition(".")[0])
 
     def _blocks(self) -> dict[str, list[nn.Module]]:
@@ -182,7 +179,7 @@ class Blip2Qwen(Model):
 
     @property
     def head(self) -> Head:  # type: ignore[override]
-        """The language model's."""
+        """The language model's head."""
         return self.language_model.head
 
     @head.setter
@@ -194,7 +191,7 @@ class Blip2Qwen(Model):
         return self.language_model.vocabulary_multiple
 
     def tensor_parallel_plan(self) -> dict[str, str]:
-        """The language model's and its adapters'; every rank has all of what sees."""
+        """The plan of the language model and its adapters; the other parts are replicated."""
         plan = {
             _PREFIXES["language_model"] + key: style
             for key, style in self.language_model.tensor_parallel_plan().items()
@@ -206,7 +203,7 @@ class Blip2Qwen(Model):
         return shape if inner == name else self.language_model.logical_shape(inner, shape)
 
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
-        """timm's, transformers' and peft's initial values for their parts."""
+        """Initial values of timm, transformers and peft for their parts."""
         prefix = next((p for p in _PREFIXES.values() if name.startswith(p)), "")
         inner = name.removeprefix(prefix)
         if name == _QUERIES:
@@ -229,7 +226,7 @@ class Blip2Qwen(Model):
     # ---- life after training
 
     def merges(self) -> dict[str, Merge]:
-        """Adapters go into the linear maps that they belong to."""
+        """Merges of adapters into their linear maps."""
         options = self.options.language_model.lora
         if options is None:
             return {}
@@ -275,8 +272,8 @@ def _projector(options: Projector, width: int, out: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, out), nn.GELU(), nn.Linear(out, out))
 
 
-def _put(embeddings: Tensor, places: Tensor, features: Tensor) -> Tensor:
-    """Features of images [images, queries, width], in order, at the places [batch, length]."""
+def _insert(embeddings: Tensor, places: Tensor, features: Tensor) -> Tensor:
+    """Replace embeddings at `places` [batch, length] by features of images [images, queries, width], in order."""
     expected = features.shape[0] * features.shape[1]
     if has_values(places) and expected != (found := int(places.sum())):
         raise DataError(
@@ -286,8 +283,8 @@ def _put(embeddings: Tensor, places: Tensor, features: Tensor) -> Tensor:
     return embeddings.masked_scatter(places[..., None], features.reshape(-1, features.shape[-1]))
 
 
-def _seen(segments: Tensor) -> Tensor:
-    """Boolean mask [batch, 1, length, length]: which tokens each token sees."""
+def _segment_mask(segments: Tensor) -> Tensor:
+    """Boolean attention mask [batch, 1, length, length]: True where a token sees another."""
     earlier = torch.ones(segments.shape[1], segments.shape[1], dtype=torch.bool, device=segments.device).tril()
     own = segments[:, :, None] == segments[:, None, :]
     return ((own | (segments == SHARED)[:, None, :]) & earlier)[:, None]

@@ -1,4 +1,4 @@
-"""What a project file may say about the parts of the model."""
+"""Options of the model's parts."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from crosstrain.modeling.hf_causal_lm import DropRate, Layers, Size
 
 @dataclass(kw_only=True)
 class Part:
-    """What can be said about every part."""
+    """Options of every part."""
 
     freeze: bool = True  # not trained: eval mode, no gradient, no optimizer state
-    precision: Literal["fp32", "bf16", "fp16"] | None = None  # what it computes in; None: as the run
-    weights: Literal["bf16", "fp16"] | None = None  # what its matrices are kept in while frozen; None: fp32
+    precision: Literal["fp32", "bf16", "fp16"] | None = None  # of computation; None: as the run
+    weights: Literal["bf16", "fp16"] | None = None  # dtype of its frozen matrices; None: fp32
     lr_scale: PositiveFloat = 1.0  # factor on run.init_lr
     gradient_checkpointing: Literal["none", "full", "selective", "offload"] | None = None  # None: as the run
 
     def __post_init__(self) -> None:
         if self.weights is not None and not self.freeze:
-            raise OptionError("weights", f"what is trained is kept in fp32; {self.weights} needs freeze: true")
+            raise OptionError("weights", f"trained weights are kept in fp32; {self.weights} needs freeze: true")
         if self.weights is not None and self.precision != self.weights:
             raise OptionError("weights", f"{self.weights} needs precision: {self.weights}, to be computed in")
 
@@ -56,7 +56,7 @@ class QFormer(Part):
     num_hidden_layers: Layers = 12
     num_attention_heads: Size = 12
     intermediate_size: Size = 3072
-    cross_attention_frequency: Size = 2  # every so many layers, the first one too, look at the image
+    cross_attention_frequency: Size = 2  # each n-th layer, from the first one on, attends to the image
     dropout: DropRate = 0.1
     layer_norm_eps: PositiveFloat = 1e-12
     initializer_range: PositiveFloat = 0.02  # standard deviation of the initial values of matrices
@@ -73,7 +73,7 @@ class QFormer(Part):
 
 @dataclass(kw_only=True)
 class Projector(Part):
-    """From the Q-Former's width to the language model's."""
+    """The projection from the Q-Former's width to the language model's."""
 
     freeze: bool = False
     pretrained: Text | None = None  # a run's folder or a checkpoint that has it
@@ -83,7 +83,7 @@ class Projector(Part):
 
 @dataclass
 class Lora:
-    """Low-rank adapters (Hu et al., 2021) through peft; they are trained, whether or not the rest is."""
+    """Low-rank adapters (Hu et al., 2021) by peft; they are always trained."""
 
     rank: Size = 8
     alpha: PositiveFloat = 16.0  # the adapters' output is scaled by alpha / rank
@@ -95,7 +95,7 @@ class Lora:
 
 @dataclass(kw_only=True)
 class Language(Part):
-    """A causal language model of the registry, which says itself what it starts from."""
+    """A causal language model of the registry, with its own `pretrained`."""
 
     model: Annotated[Component, "model"] = field(default_factory=lambda: Component("qwen"))
     lora: Lora | None = None

@@ -1,4 +1,4 @@
-"""Vision transformers of timm: how they are made, initialised, and named in Hugging Face's BLIP-2."""
+"""Vision transformers of timm: construction, initial values, and names in Hugging Face's BLIP-2."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .options import Vision
 
 _SIZES = ("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "class_token")
 
-# timm's names against transformers', which are alike for ViT and EVA but for the biases of EVA's attention.
+# timm's names and transformers', which are the same for ViT and EVA except for the biases of EVA's attention.
 _BLIP2 = {
     "cls_token": "embeddings.class_embedding",
     "pos_embed": "embeddings.position_embedding",
@@ -86,9 +86,9 @@ def initialize(name: str, value: Tensor, rng: torch.Generator, options: Vision) 
 
 
 def blip2_place(name: str, width: int) -> str | Excerpt:
-    """Where transformers' BLIP-2 keeps the encoder's parameter of this timm name.
+    """The name in transformers' BLIP-2 of the encoder's parameter with this timm name.
 
-    It has one bias of queries, keys and values, of which EVA has no keys' (they cancel in the softmax).
+    BLIP-2 has one bias for queries, keys and values; EVA has none for keys (it cancels in the softmax).
     """
     if found := re.match(r"blocks\.(\d+)\.attn\.([qv])_bias$", name):
         bias = f"vision_model.encoder.layers.{found[1]}.self_attn.qkv.bias"

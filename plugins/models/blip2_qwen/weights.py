@@ -1,4 +1,4 @@
-"""Where the weights of each part come from, and under which names they are kept there."""
+"""Pretrained weights of each part: their folders, and their names there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _QUERIES = "query_tokens"
 
 
 def folders(encoder: Vision, qformer: QFormer, projector: Projector) -> dict[str, Path]:
-    """By part, the folder that it starts from, where it starts from one. ConfigError for one of another kind."""
+    """Folders of pretrained weights by part; ConfigError for a folder of another kind."""
     found = {}
     if encoder.pretrained is not None:
         found["vision"] = pretrained_folder(encoder.pretrained)
@@ -38,9 +38,9 @@ def _is_blip2(folder: Path) -> bool:
 
 
 def sources(found: dict[str, Path], prefixes: dict[str, str], width: int, language: LanguageModel) -> list[Source]:
-    """The parts' folders, and the language model's own. `prefixes` begin the parts' canonical names.
+    """Sources of all parts, the language model's own included.
 
-    width: the vision transformer's.
+    prefixes: of the parts' canonical names. width: the vision transformer's.
     """
     out = []
     for part, folder in found.items():
@@ -56,10 +56,10 @@ def sources(found: dict[str, Path], prefixes: dict[str, str], width: int, langua
 
 
 def keep_matrices_in(dtype: torch.dtype, part: nn.Module) -> None:
-    """Give the frozen matrices of linear maps and convolutions the type that autocast would convert them to.
+    """Store the frozen matrices of linear maps and convolutions in the dtype that autocast would convert them to.
 
-    So what is computed is the same to the bit. Embeddings, norms and whatever else is read in fp32 stay as they are,
-    and so do biases, which not every runner's linear map rounds before it adds them.
+    Results are the same to the bit. Embeddings and norms, which are read in fp32, stay as they are, and so do biases,
+    which not every runner's linear map rounds before it adds them.
     """
     looked_up = {module.weight for module in part.modules() if isinstance(module, nn.Embedding)}
     for module in part.modules():
@@ -82,7 +82,7 @@ def _blip2(prefix: str, width: int) -> Callable[[str, set[str]], str | Excerpt]:
 
 
 def _under(prefix: str, source: Source) -> Source:
-    """A language model's source, by the names that its parameters have here; adapters come from nowhere."""
+    """A language model's source, by its parameters' names in the whole model; adapters have no source."""
 
     def covers(name: str) -> bool:
         return name.startswith(prefix) and not lora.is_adapter(name) and source.covers(name.removeprefix(prefix))

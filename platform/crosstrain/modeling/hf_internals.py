@@ -1,13 +1,15 @@
-"""Logits and initial values of transformers' models, found by running transformers' own code.
+"""Everything that touches private parts of transformers (seen with 5.23; at least 5.15).
 
-Neither stands in a configuration in one form for all families: scales and softcaps have many names, and initial values
-are in `_init_weights` alone.
+- `_attn_implementation` of a configuration, and `initialize_weights`, which constructors call.
+- The logits' scale and softcap have other names in each family, so they are measured by the model's own forward.
+- Initial values are in `_init_weights` alone, so it is run.
 """
 
 from __future__ import annotations
 
 import copy
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -21,8 +23,23 @@ from crosstrain.modeling.meta_init import parameters_on_meta
 from crosstrain.utils.errors import ConfigError
 
 
+def padded(config: PreTrainedConfig, multiple: int, attention: str) -> PreTrainedConfig:
+    """The configuration with a vocabulary padded to a multiple of `multiple`, and an attention implementation."""
+    config = copy.deepcopy(config)
+    config.vocab_size = -(-config.vocab_size // multiple) * multiple
+    config._attn_implementation = attention
+    return config
+
+
+@contextmanager
+def without_initial_values() -> Iterator[None]:
+    """Let constructors tie weights but fill none: zeroing a pad token's row fails where other ranks hold it."""
+    with patch.object(PreTrainedModel, "initialize_weights", lambda self: None):
+        yield
+
+
 class _Hidden:
-    """Output of a base model of which hidden states alone are known."""
+    """A base model's output with hidden states alone."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -35,10 +52,7 @@ class _Hidden:
 
 
 class _Products(nn.Module):
-    """A head with the rows of few tokens, which it repeats for all others.
-
-    Its values are no parameters, so that no context that moves or cuts parameters sees them.
-    """
+    """A head with few rows, repeated for all tokens. They are no parameters, so that nothing moves or shards them."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, tokens: int) -> None:
         super().__init__()
@@ -49,18 +63,18 @@ class _Products(nn.Module):
 
 
 def measured_logits(lm: PreTrainedModel) -> tuple[float, float | None]:
-    """Scale and softcap of the model's logits, as in `Logits`, measured by its own forward with known hidden states.
+    """Measure scale and softcap of the model's logits, as in `Logits`, by its own forward with known hidden states.
 
-    Raises ConfigError where its logits are another function of the head's products, or its loss is not that of the
-    next token.
+    Raises ConfigError for logits that are another function of the head's products, and for a loss that is not the next
+    token's.
     """
     family, head = lm.config.model_type, lm.get_output_embeddings()
-    refusal = ConfigError(
+    unknown = ConfigError(
         f"model: the logits of {family} are more than a matrix product with a bias, a scale and a softcap, and no "
         f"other head can be trained"
     )
     if type(head) is not nn.Linear or lm.base_model is lm:
-        raise refusal
+        raise unknown
     rng = torch.Generator().manual_seed(0)
     weight = torch.randn(8, head.in_features, generator=rng).double()
     bias = None if head.bias is None else torch.randn(8, generator=rng).double()
@@ -89,12 +103,12 @@ def measured_logits(lm: PreTrainedModel) -> tuple[float, float | None]:
         alike = scale > 0 and torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-7)
         of_next = torch.isclose(loss.double(), nn.functional.cross_entropy(expected[0, :-1], labels[0, 1:]), rtol=1e-5)
     except Exception as error:  # whatever a forward does with a head that it was not written for
-        raise refusal from error
+        raise unknown from error
     finally:
         lm.set_submodule(name, head)
         logging.set_verbosity(verbosity)
     if not alike:
-        raise refusal
+        raise unknown
     decodes = getattr(lm.config, "is_decoder", None)
     sees_all = any(getattr(module, "is_causal", None) is False for module in lm.modules())
     if not decodes and (sees_all or not of_next):  # decoders of translators leave it to others to shift the labels
@@ -113,10 +127,10 @@ def skeleton(lm: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def initialize(skeleton: PreTrainedModel, name: str, value: Tensor, rng: torch.Generator) -> None:
-    """Fill `value` with what transformers would begin with in the parameter `name` of a model like `skeleton`.
+    """Fill `value` with transformers' initial value of the parameter `name` of a model like `skeleton`.
 
-    Runs the rules of the module that has the parameter and of those around it, with random numbers from `rng`. What
-    none of them fills has its constructor's value, or is drawn from N(0, initializer_range) if it is a matrix.
+    Runs the rules of the module that has the parameter and of those around it, with random numbers from `rng`. A part
+    that none of them fills gets its constructor's value, or is drawn from N(0, initializer_range) if it is a matrix.
     """
     *path, attribute = name.split(".")
     around = [skeleton.get_submodule(".".join(path[:n])) for n in range(len(path) + 1)]
