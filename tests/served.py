@@ -16,7 +16,6 @@ from openai import OpenAI
 from crosstrain.config.load import Config
 from crosstrain.engine.build import build_model
 from crosstrain.engine.runner import Runner
-from crosstrain.inference.decoder import Decoder
 from crosstrain.inference.open_checkpoint import saved_config
 from crosstrain.serving.limits import Limits
 from crosstrain.serving.server import ServerOptions, listen, run_server
@@ -86,8 +85,7 @@ def served(
 
     def compute() -> None:
         with runner.evaluating():
-            decoder = Decoder(runner, limits.batch)
-            run_server(config, runner, decoder, runner.new_group(), server, limits, listener, stop)
+            run_server(config, runner, server, limits, listener, stop)
 
     thread = threading.Thread(target=compute)
     thread.start()

@@ -48,16 +48,16 @@ def run(arguments: argparse.Namespace) -> int:
     key = os.environ.get(_KEY) if arguments.api_key is None else arguments.api_key
     if key is not None and not key.strip():
         raise UserError(f"--api-key, ${_KEY}: an empty key lets nobody in; leave it out to need none")
-    place = ServerOptions(checkpoint, arguments.name or _name(checkpoint), arguments.host, arguments.port, key)
-    if not 0 <= place.port < 65536:
-        raise UserError(f"--port: {place.port} is not between 0 and 65535")
+    server = ServerOptions(checkpoint, arguments.name or _name(checkpoint), arguments.host, arguments.port, key)
+    if not 0 <= server.port < 65536:
+        raise UserError(f"--port: {server.port} is not between 0 and 65535")
     config = open_config(checkpoint, arguments.cfg_path, arguments.options, arguments.trust_data)
-    place = replace(place, trust=config.trust)
+    server = replace(server, trust=config.trust)
     how = Launch.detect(arguments.nproc_per_node, config.run.device)
     check_ranks(config, how.world_size)
     check_model(config, checkpoint)
     check_stored(checkpoint)
-    code = launch(serve_worker, (config.plain, place, limits, how.starts_workers), how)
+    code = launch(serve_worker, (config.plain, server, limits, how.starts_workers), how)
     return 0 if code > 128 else code  # a signal is how a server ends
 
 

@@ -12,7 +12,7 @@ from crosstrain.data.splits import training_dataset
 from crosstrain.data.vision.conversations import IMAGE, Message
 from crosstrain.data.vision.prompts import PromptBuilder, prompt_builder
 from crosstrain.inference.encoding import Encoders
-from crosstrain.utils.errors import ConfigError, UserError, first_line
+from crosstrain.utils.errors import UserError, explained
 from crosstrain.utils.files import open_regular
 from crosstrain.utils.optional_deps import require
 from crosstrain.utils.trust import limited_to
@@ -37,13 +37,9 @@ class ChatSession:
         Raises UserError where the dataset has no conversations, or no usable format.
         """
         component = training_dataset(config)
-        try:
-            with limited_to(config.trust):
-                builder = prompt_builder(component, checkpoint)
-        except UserError:
-            raise
-        except Exception as error:  # of processors that are none for images, or values that no library takes
-            raise ConfigError(f"{checkpoint}: its dataset {component.name} cannot ask ({first_line(error)})") from error
+        # Processors may be none for images, or have values that no library takes.
+        with explained(f"{checkpoint}: its dataset {component.name} cannot ask"), limited_to(config.trust):
+            builder = prompt_builder(component, checkpoint)
         if encoders is not None:
             builder.encoder.encode_text = partial(encoders.encode, "words")
         return ChatSession(builder, [_open(file) for file in files], len(files))

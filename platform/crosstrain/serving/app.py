@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -61,20 +62,21 @@ class Web:
         self._loopback = is_loopback(host)
         self._since = int(time.time())
         # Chats that hang delay no completions. Images take memory, so few requests with images are read at once.
-        chats = 2 if service.chat_format.takes_images else service.limits.encoders
-        self._encoding: dict[Any, ThreadPoolExecutor] = {
-            CompletionRequest: ThreadPoolExecutor(service.limits.encoders, "encoding"),
-            ChatRequest: ThreadPoolExecutor(chats, "encoding"),
-        }
+        threads = {CompletionRequest: service.limits.encoders, ChatRequest: service.limits.encoders}
+        if service.chat_format.takes_images:
+            threads[ChatRequest] = 2
+        self._encoding: dict[Any, Any] = {kind: ThreadPoolExecutor(n, "encoding") for kind, n in threads.items()}
         self._requests, self._bytes = 0, 0  # now being answered, and being received
+        completions = partial(self._answer, CompletionRequest, service.completion, CompletionResponse)
+        chats = partial(self._answer, ChatRequest, service.chat, ChatResponse)
         self.app = Starlette(
             routes=[
                 Route("/", self._page),
                 Route("/health", self._health),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
-                Route("/v1/completions", self._completions, methods=["POST"]),
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/completions", completions, methods=["POST"]),
+                Route("/v1/chat/completions", chats, methods=["POST"]),
             ],
             exception_handlers={ApiError: _refused, HTTPException: _http, Exception: _broken},
         )
@@ -100,12 +102,6 @@ class Web:
         if request.path_params["name"] != self._service.name:
             raise ApiError(404, f"there is no such model here, only {self._service.name!r}", "model", "model_not_found")
         return JSONResponse(self._description())
-
-    async def _completions(self, request: Request) -> Response:
-        return await self._answer(request, CompletionRequest, self._service.completion, CompletionResponse)
-
-    async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, ChatRequest, self._service.chat, ChatResponse)
 
     def _description(self) -> dict[str, Any]:
         return {
@@ -136,7 +132,7 @@ class Web:
     # ---- completions
 
     async def _answer(
-        self, request: Request, kind: Any, plan: Callable[..., RequestPlan], builder: Callable[..., ResponseBuilder]
+        self, kind: Any, plan: Callable[..., RequestPlan], builder: Callable[..., ResponseBuilder], request: Request
     ) -> Response:
         self._admit(request)
         try:

@@ -15,9 +15,12 @@ from typing import Any
 from crosstrain.config.load import Config
 from crosstrain.distributed.launch.signals import StopRequest, exit_after_signal
 from crosstrain.engine.build import build_model, make_runner
+from crosstrain.engine.runner import Runner
 from crosstrain.inference.conversation import ChatSession
+from crosstrain.inference.decoder import Decoder
 from crosstrain.inference.encoding import Encoders, EncodingError
 from crosstrain.serving.limits import Limits
+from crosstrain.serving.scheduler import Scheduler, run_follower
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.logging import log, set_up_logging
 from crosstrain.utils.trust import Trust
@@ -34,15 +37,9 @@ class ServerOptions:
     key: str | None
     trust: Trust = Trust.COMMANDS  # of the configuration
 
-    def url(self, port: int) -> str:
-        return f"http://[{self.host}]:{port}" if ":" in self.host else f"http://{self.host}:{port}"
-
 
 def serve_worker(plain: dict[str, Any], options: ServerOptions, limits: Limits, under_launcher: bool) -> int:
     """Serve on this rank."""
-    from crosstrain.inference.decoder import Decoder
-    from crosstrain.serving.scheduler import run_follower
-
     stop = StopRequest(under_launcher)
     exit_after_signal(limits.grace_seconds)
     config = Config.from_plain(plain, trust=options.trust)
@@ -52,38 +49,35 @@ def serve_worker(plain: dict[str, Any], options: ServerOptions, limits: Limits, 
     set_up_logging(None, quiet=not first)
     listener = listen(options) if first else None
     build_model(config, runner, options.checkpoint, for_training=False)
-    decoder, group = Decoder(runner, limits.batch), runner.new_group()
     with runner.evaluating():
         if listener is None:
-            run_follower(decoder, group)
+            run_follower(Decoder(runner, limits.batch), runner.new_group())
         else:
-            run_server(config, runner, decoder, group, options, limits, listener, stop)
+            run_server(config, runner, options, limits, listener, stop)
     runner.close()
     return 0
 
 
 def run_server(
-    config: Config, runner: Any, decoder: Any, group: Any, options: ServerOptions, limits: Limits,
-    listener: socket.socket, stop: StopRequest,
-) -> None:  # fmt: skip
+    config: Config, runner: Runner, options: ServerOptions, limits: Limits, listener: socket.socket, stop: StopRequest
+) -> None:
     """Serve HTTP in another thread, and compute in this one, until a signal comes."""
     import uvicorn
 
     from crosstrain.serving.app import Web, is_loopback
     from crosstrain.serving.chat_format import chat_format
     from crosstrain.serving.connections import Connection
-    from crosstrain.serving.scheduler import Scheduler
     from crosstrain.serving.service import Service
 
-    encoders = Encoders(options.checkpoint)
+    group, encoders = runner.new_group(), Encoders(options.checkpoint)
     tokenizer = encoders.load()
     session = ChatSession.possible(config, options.checkpoint, encoders)
     chats = chat_format(tokenizer, None if session is None else session.prompt_builder, encoders)
     service = Service(options.name, runner.model, tokenizer, chats, encoders, limits)
-    scheduler = Scheduler(decoder, group, tokenizer, limits)
+    scheduler = Scheduler(Decoder(runner, limits.batch), group, tokenizer, limits)
     web = Web(service, scheduler, tokenizer, options.key, options.host)
     allow_open_files(2 * limits.all_connections)
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # errors are told by `Web`
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # `Web` logs errors
     settings = uvicorn.Config(
         web.app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
         http=partial(Connection, limits, {}),  # type: ignore[arg-type]
@@ -92,16 +86,17 @@ def run_server(
     )  # fmt: skip
     server = uvicorn.Server(settings)
     with suppress(EncodingError):
-        encoders.encode("text", "")  # so that the first client does not wait for the processes to begin
+        encoders.encode("text", "")  # start a process, so that the first client does not wait for it
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
     thread.start()
     if not is_loopback(options.host) and options.key is None:
         log.warning(
             "warning: everybody who reaches %s may use this model; --api-key asks them for a key", options.host
         )  # fmt: skip
+    host = f"[{options.host}]" if ":" in options.host else options.host
     log.info(
-        "serving %s (%s) on %s; chats are %s; Ctrl-C ends",
-        options.name, options.checkpoint, options.url(listener.getsockname()[1]), service.chat_format.name,
+        "serving %s (%s) on http://%s:%d; chats are %s; Ctrl-C ends",
+        options.name, options.checkpoint, host, listener.getsockname()[1], chats.name,
     )  # fmt: skip
 
     def stopping() -> bool:
@@ -126,7 +121,7 @@ def listen(options: ServerOptions) -> socket.socket:
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UserError(f"--host {options.host} --port {options.port}: cannot listen there ({reason})") from None
-    # Connections inherit it, and asyncio leaves it to whoever made the socket: else a text's beginning waits 40 ms.
+    # Connections inherit this option, which asyncio does not set: without it, a text's beginning waits 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
