@@ -25,3 +25,8 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         wanted = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
         return wanted if self.retry is None else {"Retry-After": str(self.retry)}
+
+
+def wrong(param: str, problem: str, code: str | None = "invalid_value") -> ApiError:
+    """The error 400 of a parameter."""
+    return ApiError(400, f"{param}: {problem}", param, code)

@@ -6,41 +6,42 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from crosstrain.serving.api_error import ApiError
+from crosstrain.serving.api_error import ApiError, wrong
 
 _FAR = 2**31 - 1
 
 
 def _only(*values: Any) -> Any:
-    """The type of a parameter for which this server takes these values alone, which change nothing."""
-
-    def check(given: Any) -> Any:
-        if given is not None and all(given != value or isinstance(given, bool) != isinstance(value, bool)
-                                     for value in values):  # fmt: skip
-            raise PydanticCustomError("unsupported", "is not supported by this server; leave it out")
-        return given
-
-    return Annotated[Any, AfterValidator(check)]
+    """A parameter for which this server takes these values alone, which change nothing."""
+    return Field(None, json_schema_extra={"only": list(values)})
 
 
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
 _Many = Field(max_length=64)
 _Likeliest = Annotated[int, Field(ge=0, le=20)]
-_NoPenalty = _only(0)
-_Nothing = _only()
-_Label = str | None  # of the client; nothing depends on it
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
+    @field_validator("*")
+    @classmethod
+    def _check_only(cls, value: Any, info: ValidationInfo) -> Any:
+        extra = cls.model_fields[str(info.field_name)].json_schema_extra
+        if value is None or not isinstance(extra, dict):
+            return value
+        for known in extra["only"]:  # type: ignore[union-attr]
+            if value == known and isinstance(value, bool) == isinstance(known, bool):
+                return value
+        raise PydanticCustomError("unsupported", "is not supported by this server; leave it out")
+
 
 class StreamOptions(_Strict):
     include_usage: bool | None = None
-    include_obfuscation: _only(False) = None  # type: ignore[valid-type]
+    include_obfuscation: Any = _only(False)
 
 
 class TextRequest(_Strict):
@@ -56,10 +57,10 @@ class TextRequest(_Strict):
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: _Label = None
-    frequency_penalty: _NoPenalty = None  # type: ignore[valid-type]
-    presence_penalty: _NoPenalty = None  # type: ignore[valid-type]
-    logit_bias: _only({}) = None  # type: ignore[valid-type]
+    user: str | None = None  # nothing depends on it
+    frequency_penalty: Any = _only(0)
+    presence_penalty: Any = _only(0)
+    logit_bias: Any = _only({})
 
     @property
     def stops(self) -> list[str]:
@@ -76,8 +77,8 @@ class CompletionRequest(TextRequest):
     prompt: str | Annotated[list[str], _Many] | list[int] | Annotated[list[list[int]], _Many]
     echo: bool | None = None
     logprobs: _Likeliest | None = None
-    best_of: _only(1) = None  # type: ignore[valid-type]
-    suffix: _only("") = None  # type: ignore[valid-type]
+    best_of: Any = _only(1)
+    suffix: Any = _only("")
 
     @property
     def prompts(self) -> list[Any]:
@@ -87,7 +88,7 @@ class CompletionRequest(TextRequest):
 
 class ImageUrl(_Strict):
     url: str
-    detail: _only("auto") = None  # type: ignore[valid-type]
+    detail: Any = _only("auto")
 
 
 class TextPart(_Strict):
@@ -106,12 +107,12 @@ Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 class ChatMessage(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Part]
-    name: _Nothing = None  # type: ignore[valid-type]
-    refusal: _Nothing = None  # type: ignore[valid-type]
-    audio: _Nothing = None  # type: ignore[valid-type]
-    annotations: _only([]) = None  # type: ignore[valid-type]
-    function_call: _Nothing = None  # type: ignore[valid-type]
-    tool_calls: _only([]) = None  # type: ignore[valid-type]
+    name: Any = _only()
+    refusal: Any = _only()
+    audio: Any = _only()
+    annotations: Any = _only([])
+    function_call: Any = _only()
+    tool_calls: Any = _only([])
 
     @property
     def parts(self) -> list[TextPart | ImagePart]:
@@ -126,24 +127,25 @@ class ChatRequest(TextRequest):
     max_completion_tokens: int | None = Field(None, ge=1, le=_FAR)
     logprobs: bool | None = None
     top_logprobs: _Likeliest | None = None
-    response_format: _only({"type": "text"}) = None  # type: ignore[valid-type]
-    tools: _only([]) = None  # type: ignore[valid-type]
-    tool_choice: _only("none", "auto") = None  # type: ignore[valid-type]
-    parallel_tool_calls: _only(True, False) = None  # type: ignore[valid-type]
-    functions: _only([]) = None  # type: ignore[valid-type]
-    function_call: _only("none", "auto") = None  # type: ignore[valid-type]
-    modalities: _only(["text"]) = None  # type: ignore[valid-type]
-    audio: _Nothing = None  # type: ignore[valid-type]
-    prediction: _Nothing = None  # type: ignore[valid-type]
-    reasoning_effort: _only("none") = None  # type: ignore[valid-type]
-    verbosity: _only("medium") = None  # type: ignore[valid-type]
-    web_search_options: _Nothing = None  # type: ignore[valid-type]
-    moderation: _Nothing = None  # type: ignore[valid-type]
-    service_tier: _only("auto", "default") = None  # type: ignore[valid-type]
-    store: _only(False) = None  # type: ignore[valid-type]
-    metadata: _only({}) = None  # type: ignore[valid-type]
-    prompt_cache_key: _Label = None
-    safety_identifier: _Label = None
+    response_format: Any = _only({"type": "text"})
+    tools: Any = _only([])
+    tool_choice: Any = _only("none", "auto")
+    parallel_tool_calls: Any = _only(True, False)
+    functions: Any = _only([])
+    function_call: Any = _only("none", "auto")
+    modalities: Any = _only(["text"])
+    audio: Any = _only()
+    prediction: Any = _only()
+    reasoning_effort: Any = _only("none")
+    verbosity: Any = _only("medium")
+    web_search_options: Any = _only()
+    moderation: Any = _only()
+    service_tier: Any = _only("auto", "default")
+    store: Any = _only(False)
+    metadata: Any = _only({})
+    # Labels of the client, which nothing depends on.
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
 
 
 Request = TypeVar("Request", CompletionRequest, ChatRequest)
@@ -162,7 +164,7 @@ def parse(body: bytes, kind: type[Request]) -> Request:
     except ValidationError as error:
         raise _api_error(error, document) from None
     if request.stream_options is not None and not request.stream:
-        raise ApiError(400, "stream_options: only with stream", "stream_options", "invalid_value")
+        raise wrong("stream_options", "only with stream")
     return request
 
 
@@ -176,7 +178,7 @@ def _api_error(error: ValidationError, document: dict[str, Any]) -> ApiError:
         "unsupported": (worst["msg"], "unsupported_parameter"),
     }  # fmt: skip
     message, code = known.get(worst["type"], (worst["msg"], "invalid_value"))
-    return ApiError(400, f"{param}: {message[:1].lower()}{message[1:]}", param, code)
+    return wrong(param, message[:1].lower() + message[1:], code)
 
 
 def _steps(where: Sequence[str | int], document: Any) -> list[str | int]:

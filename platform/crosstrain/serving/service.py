@@ -11,7 +11,7 @@ from typing import Any
 from crosstrain.inference.encoding import Encoders, EncodingError
 from crosstrain.inference.generation import Sampling, room_after
 from crosstrain.modeling.base import Model
-from crosstrain.serving.api_error import ApiError
+from crosstrain.serving.api_error import ApiError, wrong
 from crosstrain.serving.chat_format import ChatFormat, Prompt, Turn, completion_prompt
 from crosstrain.serving.images import picture
 from crosstrain.serving.jobs import Event, Job
@@ -19,6 +19,7 @@ from crosstrain.serving.limits import Limits
 from crosstrain.serving.requests import ChatRequest, CompletionRequest, ImagePart, TextPart, TextRequest
 from crosstrain.utils.errors import UserError, sentence
 
+_TOO_LONG = "context_length_exceeded"
 _USUAL_TOKENS = 16  # of a completion for which max_tokens is not given; OpenAI's number
 
 Deliver = Callable[[Event], None]
@@ -49,7 +50,7 @@ class Service:
         self._check(request, len(prompts))
         wanted = _USUAL_TOKENS if request.max_tokens is None else request.max_tokens
         if not wanted and not request.echo:
-            raise _wrong("max_tokens", "0 gives nothing unless the prompt is asked for with echo")
+            raise wrong("max_tokens", "0 gives nothing unless the prompt is asked for with echo")
         plan = RequestPlan()
         for given in prompts:
             prompt = self._completion_prompt(given)
@@ -64,10 +65,10 @@ class Service:
         """The jobs of a chat request."""
         self._check(request, 1)
         if request.top_logprobs is not None and not request.logprobs:
-            raise _wrong("top_logprobs", "only with logprobs")
+            raise wrong("top_logprobs", "only with logprobs")
         both = {request.max_tokens, request.max_completion_tokens} - {None}
         if len(both) > 1:
-            raise _wrong("max_tokens", "is the former name of max_completion_tokens; give one of them")
+            raise wrong("max_tokens", "is the former name of max_completion_tokens; give one of them")
         self._check_length(
             "messages", sum(len(p.text) for m in request.messages for p in m.parts if isinstance(p, TextPart))
         )
@@ -76,7 +77,7 @@ class Service:
         except EncodingError as error:
             raise _not_encoded("messages", error) from None
         except UserError as error:
-            raise _wrong("messages", sentence(error)) from None
+            raise wrong("messages", sentence(error)) from None
         room = self._room(prompt, "messages", least=1)
         param = "max_completion_tokens" if request.max_tokens is None else "max_tokens"
         new = _fits(both.pop() or 0, room, prompt, param) if both else room
@@ -91,14 +92,14 @@ class Service:
                 404, f"there is no model {request.model[:200]!r} here, only {self.name!r}", "model", "model_not_found"
             )
         if (count := prompts * (request.n or 1)) > self.limits.waiting:
-            raise _wrong("n", f"{count} completions; at most {self.limits.waiting} are taken")
+            raise wrong("n", f"{count} completions; at most {self.limits.waiting} are taken")
 
     def _completion_prompt(self, given: str | list[int]) -> Prompt:
         size = self.model.vocab_size
         if isinstance(given, str):
             self._check_length("prompt", len(given))
         elif any(not 0 <= i < (size or i + 1) for i in given):
-            raise _wrong("prompt", f"a token is not one of the model's, which are 0 to {(size or 0) - 1}")
+            raise wrong("prompt", f"a token is not one of the model's, which are 0 to {(size or 0) - 1}")
         try:
             return completion_prompt(self.encoders, given, self._tokenizer.eos_token_id)
         except EncodingError as error:
@@ -107,9 +108,9 @@ class Service:
     def _turns(self, request: ChatRequest) -> list[Turn]:
         images = sum(isinstance(part, ImagePart) for message in request.messages for part in message.parts)
         if images and not self.chat_format.takes_images:
-            raise _wrong("messages", f"{self.name} takes no images")
+            raise wrong("messages", f"{self.name} takes no images")
         if images > self.limits.images:
-            raise _wrong("messages", f"{images} images; at most {self.limits.images} are taken")
+            raise wrong("messages", f"{images} images; at most {self.limits.images} are taken")
         turns = []
         for i, message in enumerate(request.messages):
             turn = Turn("system" if message.role == "developer" else message.role)
@@ -126,7 +127,7 @@ class Service:
         """Refuse a text that has too many tokens in any case, without the time to count them."""
         limit = self.model.max_length
         if limit is not None and characters > limit * self._longest:
-            raise _too_long(param, f"{characters} characters are more than the model's {limit} tokens")
+            raise wrong(param, f"{characters} characters are more than the model's {limit} tokens", _TOO_LONG)
 
     def _room(self, prompt: Prompt, param: str, least: int) -> int:
         """Number of tokens that the model can add; ApiError if it is below `least`."""
@@ -136,7 +137,7 @@ class Service:
         try:
             return min(room_after(self.model, prompt.sample), self.limits.tokens if limit is None else limit)
         except UserError as error:
-            raise _too_long(param, sentence(error)) from None
+            raise wrong(param, sentence(error), _TOO_LONG) from None
 
     def _plan(
         self, plan: RequestPlan, request: TextRequest, prompt: Prompt, new: int, logprobs: int | None,
@@ -162,20 +163,11 @@ class Service:
 
 def _fits(wanted: int, room: int, prompt: Prompt, param: str) -> int:
     if wanted > room:
-        raise _too_long(
-            param, f"{wanted} new tokens do not fit after the prompt's {len(prompt.ids)}; at most {room} do"
-        )
+        problem = f"{wanted} new tokens do not fit after the prompt's {len(prompt.ids)}; at most {room} do"
+        raise wrong(param, problem, _TOO_LONG)
     return wanted
 
 
-def _too_long(param: str, problem: str) -> ApiError:
-    return ApiError(400, f"{param}: {problem}", param, "context_length_exceeded")
-
-
-def _wrong(param: str, problem: str) -> ApiError:
-    return ApiError(400, f"{param}: {problem}", param, "invalid_value")
-
-
 def _not_encoded(param: str, error: EncodingError) -> ApiError:
-    status, retry = (503, 5) if error.code == "busy" else (400, None)
-    return ApiError(status, f"{param}: {error}", param, error.code, retry)
+    busy = ApiError(503, str(error), param, "busy", retry=5)
+    return busy if error.code == "busy" else wrong(param, str(error), error.code)
