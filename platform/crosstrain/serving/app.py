@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -78,7 +78,7 @@ class Web:
                 Route("/v1/completions", completions, methods=["POST"]),
                 Route("/v1/chat/completions", chats, methods=["POST"]),
             ],
-            exception_handlers={ApiError: _refused, HTTPException: _http, Exception: _broken},
+            exception_handlers={ApiError: _refused, HTTPException: _http, ClientDisconnect: _gone, Exception: _broken},
         )
 
     # ---- routes
@@ -135,17 +135,14 @@ class Web:
         self, kind: Any, plan: Callable[..., RequestPlan], builder: Callable[..., ResponseBuilder], request: Request
     ) -> Response:
         self._admit(request)
-        try:
-            body = await self._body(request)
-        except ClientDisconnect:
-            return Response(status_code=499)  # which nobody reads
+        body = await self._body(request)
         if self._requests >= self._service.limits.requests:
             self._bytes -= len(body)
             raise ApiError(429, "too many requests at once; try again later", code="too_many_requests", retry=5)
         self._requests += 1
         jobs: list[Job] = []
-        streaming = False
-        try:
+        with ExitStack() as end:
+            end.callback(self._end, jobs)
             loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
             def deliver(event: Event) -> None:
@@ -157,23 +154,17 @@ class Web:
                 planned = await loop.run_in_executor(self._encoding[kind], plan, asked, deliver)
             finally:
                 self._bytes -= len(body)
-            jobs = planned.jobs
+            jobs += planned.jobs
             self._scheduler.submit([job for job in jobs if not job.finish_at_once()])
             response = builder(self._service.name, planned, self._tokenizer)
-            if asked.stream:
-                first = await _unless_gone(request, events.get())
-                if isinstance(first, ApiError):
-                    raise first
-                stream = _stream(response, first, events, asked.wants_usage)
-                streaming = True
-                return _Stream(stream, self._service.limits.seconds + 60, lambda: self._end(jobs))
-            await _unless_gone(request, _collect(response, events))
-            return JSONResponse(response.whole())
-        except ClientDisconnect:
-            return Response(status_code=499)  # which nobody reads
-        finally:
-            if not streaming:
-                self._end(jobs)
+            if not asked.stream:
+                await _unless_gone(request, _collect(response, events))
+                return JSONResponse(response.whole())
+            first = await _unless_gone(request, events.get())
+            if isinstance(first, ApiError):
+                raise first
+            stream = _stream(response, first, events, asked.wants_usage)
+            return _Stream(stream, self._service.limits.seconds + 60, end.pop_all().close)
 
     def close(self) -> None:
         """Encode nothing more."""
@@ -294,6 +285,10 @@ def _http(request: Request, error: Exception) -> Response:
     message, code = known.get(error.status_code, (error.detail, None))
     document = ApiError(error.status_code, message, code=code).document
     return JSONResponse(document, error.status_code, headers=error.headers)
+
+
+def _gone(_: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # which nobody reads
 
 
 def _broken(_: Request, error: Exception) -> Response:
