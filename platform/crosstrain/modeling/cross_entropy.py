@@ -67,16 +67,14 @@ def token_cross_entropy(
 ) -> Tensor:
     """Sum over target tokens of -log softmax(hidden @ weight.T)[label], an fp32 scalar (fp64 for fp64 inputs).
 
-    `logits` says what is done to the products before the softmax.
+    hidden [*, H]; weight [V, H] of the head, whose rows from `vocab_size` on are padding without probability; labels
+    [*] int64, IGNORE_INDEX where there is no target; `logits` turns the products into logits. Matrix products are in
+    autocast's dtype where it is enabled, the softmax and the sums over chunks in fp32 or better. Memory beyond the
+    gradients: one chunk's logits, `chunk_tokens` x V, and the same again with a softcap.
 
-    hidden [*, H]; weight [V, H], the head's, of which rows from `vocab_size` on are padding that no probability goes
-    to; labels [*] int64, IGNORE_INDEX where there is no target. Matrix products are in autocast's dtype where it
-    is enabled, the softmax and the sums over chunks in fp32 or better. Memory beyond the gradients: one chunk's
-    logits, `chunk_tokens` x V, and as much again with a softcap.
-
-    With a `group`, `weight` is this rank's share of the rows: of P ranks, rank r holds [V/P, H] from row r V/P on, and
-    of a bias the same. Two numbers per token are exchanged, never logits. Every rank returns the loss; the gradient of
-    `hidden` is this rank's part, and the sum over the ranks is the whole. Collective.
+    With a `group` of P ranks, rank r holds the rows [V/P, H] of `weight` from r V/P on, and the same part of a bias.
+    Two numbers per token are exchanged, never logits. Every rank returns the loss; its gradient of `hidden` is one term
+    of the sum over the ranks. Collective.
 
     `traced_rows` is for tracing memory without values: of each chunk only so many rows go through the softmax, all at
     once, because the memory of all others is the same after the first ones' is free.
@@ -98,19 +96,9 @@ def token_cross_entropy(
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     return _TokenCrossEntropy.apply(
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight,
-        labels.reshape(-1),
-        rows,
-        chunk_tokens,
-        dtype,
-        needed,
-        first,
-        group,
-        logits,
-        traced_rows,
-        logits.bias,
-    )
+        hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), rows, chunk_tokens, dtype, needed, first,
+        group, logits, traced_rows, logits.bias,
+    )  # fmt: skip
 
 
 class Head:
@@ -141,20 +129,10 @@ class Head:
 class _TokenCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        rows: int,
-        chunk_tokens: int,
-        dtype: torch.dtype,
-        needed: tuple[bool, ...],
-        first: int,
-        group: dist.ProcessGroup | None,
-        head: Logits,
-        traced_rows: int | None,
-        _bias: Tensor | None,  # of `head`, to be differentiated by
-    ) -> Tensor:
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, chunk_tokens: int, dtype: torch.dtype,
+        needed: tuple[bool, ...], first: int, group: dist.ProcessGroup | None, head: Logits, traced_rows: int | None,
+        _bias: Tensor | None,  # of `head`, so that it has a gradient
+    ) -> Tensor:  # fmt: skip
         ctx.lift = _FP16_LIFT if dtype == torch.float16 else 1.0
         ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype
         exact = torch.promote_types(dtype, torch.float32)  # of the softmax and of sums
@@ -212,7 +190,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
 
 
 def _losses_and_gradient(logits: Tensor, targets: Tensor, lift: float | None, rows: int) -> Tensor:
-    """Loss of each row of `logits`; unless `lift` is None they become `lift` x the gradient of the losses' sum.
+    """Loss of each row of `logits`, which become `lift` x the gradient of the losses' sum unless `lift` is None.
 
     logits [n, V]; targets [n, 1], each in range(V); `rows` go through the softmax at once.
     """
@@ -231,7 +209,7 @@ def _losses_and_gradient(logits: Tensor, targets: Tensor, lift: float | None, ro
 def _losses_and_gradient_of_share(
     logits: Tensor, targets: Tensor, lift: float | None, rows: int, group: dist.ProcessGroup
 ) -> Tensor:
-    """`_losses_and_gradient` where each rank of `group` has its share of the columns.
+    """`_losses_and_gradient` for columns that are sharded over `group`.
 
     logits [n, V/P]; targets [n, 1], relative to this share's first column, and so outside of it on all ranks but one.
     """

@@ -93,8 +93,9 @@ class Blip2Qwen(Model):
         with self._precision("language_model", input_ids.device):
             embeddings = self.language_model.embed(input_ids.clamp(min=0))
         if pixel_values is not None or labels is not None or cache is None or not cache.get_seq_length():
-            blank = embeddings.new_zeros((1, 3, *vision.image_size(self.vision)), dtype=torch.float32)
-            images = blank if pixel_values is None else pixel_values
+            images = pixel_values
+            if images is None:
+                images = torch.zeros((1, 3, *vision.image_size(self.vision)), device=input_ids.device)
             features = self.encode_images(images).to(embeddings.dtype)
             if pixel_values is None:
                 # A rank whose batch has no image must still compute and reduce the same parameters as the others.
