@@ -221,7 +221,7 @@ def test_every_runner_keeps_frozen_matrices_in_bf16(published: Path, low: Run, n
     ("given", "sentence"),
     [
         ("model.vision.weights=bf16", "bf16 needs precision: bf16, to be computed in"),
-        ("model.projector={weights: bf16, precision: bf16}", "what is trained is kept in fp32"),
+        ("model.projector={weights: bf16, precision: bf16}", "trained weights are kept in fp32"),
     ],
 )
 def test_weights_are_kept_in_less_only_where_it_changes_nothing(published: Path, given: str, sentence: str) -> None:
