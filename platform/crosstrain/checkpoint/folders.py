@@ -94,7 +94,7 @@ def remove(path: Path) -> None:
 
 def remove_unfinished(root: Path) -> None:
     """Delete leftovers of interrupted saves; only for the one process that is about to write."""
-    for path in root.glob(".step_*.tmp"):
+    for path in root.glob(".*.tmp"):
         remove(path)
 
 
