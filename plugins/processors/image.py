@@ -83,7 +83,7 @@ class ImageTrain(_Transform):
 
     @dataclass
     class Options(_Options):
-        """As BLIP-2 is trained: half the area at least, mirrored every other time, colours kept."""
+        """Options; the defaults are BLIP-2's: at least half the area, mirrored half the time, colours kept."""
 
         scale: tuple[Share, Share] = (0.5, 1.0)  # least and largest share of the area that is kept
         ratio: tuple[PositiveFloat, PositiveFloat] = (3 / 4, 4 / 3)  # least and largest width / height of the part
@@ -114,7 +114,7 @@ class ImageEval(_Transform):
 
     @dataclass
     class Options(_Options):
-        """The whole image, squeezed to the encoder's size, as BLIP-2 sees it; or its middle."""
+        """Options; the default is BLIP-2's: the whole image, squeezed to the encoder's size."""
 
         crop_mode: Literal["squash", "center"] = "squash"  # center: keeps the proportions, and loses the edges
         crop_pct: Annotated[float, Interval(ge=0.25, le=1)] = 1.0  # share of the height and width that is kept

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import time
 import urllib.error
 import urllib.parse
@@ -45,7 +46,7 @@ def download(url: str, folder: Path, progress: bool, patience: float = 1.0, time
     if target.exists():
         return target
     partial, tries = target.with_name(name + ".part"), 0
-    while not target.exists():
+    while True:
         before = partial.stat().st_size if partial.exists() else 0
         try:
             _transfer(url, target, partial, progress, timeout)
@@ -58,7 +59,7 @@ def download(url: str, folder: Path, progress: bool, patience: float = 1.0, time
                 raise  # an error of the disk, not of the network
             reason = getattr(error, "reason", None) or error
         else:
-            break
+            return target
         tries = 0 if partial.exists() and partial.stat().st_size > before else tries + 1
         if tries >= _TRIES:
             raise DataError(
@@ -66,7 +67,6 @@ def download(url: str, folder: Path, progress: bool, patience: float = 1.0, time
             )
         _log.warning("fetching %s broke off (%s); trying again", url, reason)
         time.sleep(patience * 2 ** max(tries - 1, 0))
-    return target
 
 
 def _transfer(url: str, target: Path, partial: Path, progress: bool, timeout: float) -> None:
@@ -77,7 +77,7 @@ def _transfer(url: str, target: Path, partial: Path, progress: bool, timeout: fl
         with suppress(OSError, ValueError, KeyError, TypeError):
             validator = json.loads(notes.read_text())["validator"]
     headers = {"User-Agent": AGENT}
-    if start and validator:
+    if validator:
         headers |= {"Range": f"bytes={start}-", "If-Range": validator}
     try:
         answer = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout)
@@ -87,23 +87,15 @@ def _transfer(url: str, target: Path, partial: Path, progress: bool, timeout: fl
         partial.unlink(missing_ok=True)
         raise EOFError("the part that is here does not fit the file") from None
     with answer:
-        resumed = answer.status == 206
-        start = start if resumed else 0
-        if not resumed:
-            etag = answer.headers.get("ETag")
+        if answer.status != 206:  # from the beginning
+            start, etag = 0, answer.headers.get("ETag")
             strong = etag if etag and not etag.startswith("W/") else None
             notes.write_text(json.dumps({"validator": strong or answer.headers.get("Last-Modified")}))
         length = answer.headers.get("Content-Length")
         total = start + int(length) if length else None
-        with (
-            open(partial, "ab" if resumed else "wb") as file,
-            tqdm(
-                desc=f"fetch {target.name}", total=total, initial=start, unit="B", unit_scale=True, disable=not progress
-            ) as bar,
-        ):
-            while block := answer.read(_BLOCK):
-                file.write(block)
-                bar.update(len(block))
+        bar = {"desc": f"fetch {target.name}", "total": total, "initial": start, "disable": not progress}
+        with open(partial, "ab" if start else "wb") as file, tqdm.wrapattr(answer, "read", **bar) as stream:
+            shutil.copyfileobj(stream, file, _BLOCK)
             file.flush()
             os.fsync(file.fileno())
             if total is not None and file.tell() < total:

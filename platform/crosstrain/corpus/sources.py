@@ -74,9 +74,11 @@ def _resolve(item: str | Component, settings: dict[str, Any]) -> Iterator[InputS
         options = {key: value for key, value in settings.items() if key in shared}
         return InputSource(name, options if path is None else {"path": path} | options, item, files)
 
-    if item in registry.names("reader") and not _takes_path(registry.get("reader", item)):
-        yield source(item, None)
-        return
+    if item in registry.names("reader"):
+        options_of = fields(options_class("reader", registry.get("reader", item)))
+        if "path" not in {field.name for field in options_of}:
+            yield source(item, None)
+            return
     if is_url(item):
         name = Path(urlsplit(item).path)
         readers = _readers().items()
@@ -114,7 +116,3 @@ def _readers() -> dict[str, type[Reader]]:
         except UserError:
             continue
     return found
-
-
-def _takes_path(cls: type[Reader]) -> bool:
-    return "path" in {field.name for field in fields(options_class("reader", cls))}

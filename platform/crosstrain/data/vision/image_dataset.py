@@ -84,12 +84,12 @@ class ImageDatasetOptions:
     image_tokens: Annotated[int, Interval(ge=1, le=2**16)] = 32
     vis_processor: Processors  # of images
     text_processor: Processors  # of annotations, to conversations
-    max_length: PositiveInt | None = None  # tokens; longer samples are
-    too_long: Literal["skip", "truncate", "error"] = "skip"  # skipped, cut at the end, or the end of training
-    # share of samples that may be skipped, for whatever reason, before training ends: of those that a process has
-    # tried, and of a thousand, or all, as long as it has tried fewer
+    max_length: PositiveInt | None = None  # tokens of a sample
+    too_long: Literal["skip", "truncate", "error"] = "skip"  # longer samples are skipped, cut at the end, or an error
+    # largest share of skipped samples among those that a process has tried; while it has tried fewer than a thousand,
+    # among a thousand or all
     max_skipped: Annotated[float, Interval(ge=0, lt=1)] = 0.01
-    blind: bool = False  # images are all zero: what a model learns from the text alone
+    blind: bool = False  # images are all zero, to measure what the text alone teaches
 
 
 class ImageDataset(VqaDataset):

@@ -29,7 +29,7 @@ class Example:
 
 
 class PromptBuilder:
-    """Turns a conversation about images into a prompt, as the evaluation splits of a dataset do.
+    """A builder of prompts from conversations about images, in the form of a dataset's evaluation splits.
 
     image_processor: see `crosstrain.data.vision.image_dataset.ImageProcessor`.
     """
@@ -39,7 +39,7 @@ class PromptBuilder:
         self.end_id = encoder.end_id  # the token that ends an answer
 
     def ask(self, conversation: Conversation, images: list[Any]) -> Sample:
-        """The sample, without labels, that the assistant's next words follow.
+        """Return a sample without labels that ends where the assistant's next words begin.
 
         images: PIL images, one for each placeholder in the conversation. Raises UserError where the numbers differ.
         """
@@ -53,23 +53,23 @@ class PromptBuilder:
 
 
 class VqaDataset(Dataset):
-    """A dataset that can be asked: `evaluate --answers` and chats about images need one."""
+    """A dataset with questions and prompts about images, for `evaluate --answers` and for chats."""
 
     @abstractmethod
     def examples(self, index: int) -> list[Example]:
-        """Questions about sample `index` whose answers are known."""
+        """Return questions about sample `index` with known answers."""
 
     @classmethod
     @abstractmethod
     def prompt_builder(cls, options: Any, tokenizer: Path) -> PromptBuilder:
-        """The prompt builder for a model trained on such data. The data need not exist.
+        """Make the prompt builder for a model trained on such data. The data need not exist.
 
         tokenizer: folder of a checkpoint's tokenizer. Raises UserError where there are no conversations.
         """
 
 
 def prompt_builder(dataset: Component, tokenizer: Path) -> PromptBuilder:
-    """The prompt builder of a configured dataset. Raises UserError where it has no conversations about images."""
+    """Make the prompt builder of a configured dataset. Raises UserError if it has no conversations about images."""
     kind = registry.get("dataset", dataset.name)
     if not issubclass(kind, VqaDataset):
         raise UserError(f"{kind.__name__} has no conversations, so questions about images cannot be asked")
