@@ -1,9 +1,9 @@
 """Batches of an endless stream of samples, cut for one data-parallel rank.
 
-Sample number n of a run is a pure function of (seed, n); step after step takes the next `global_batch` numbers, but
-those that the run leaves out. Micro batch m of a step goes to rank m mod dp_size, so its first sample number, and with
-it its dropout, is the same for every number of ranks. Starting anywhere is seeking: nothing is replayed, nothing is
-stored but the number.
+Sample number n of a run is a pure function of (seed, n). Each step takes the next `global_batch` numbers, except those
+that the run skips. Micro batch m of a step goes to rank m mod dp_size, so its first sample number, and with it its
+dropout, is the same for every number of ranks. Starting anywhere is seeking: nothing is replayed, only the number is
+stored.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CountTargets = Callable[[Batch], int]  # target tokens of a batch: `Model.num_ta
 
 
 class _ByNumber(torch.utils.data.Dataset):
-    """A map-style view for torch's DataLoader: sample number -> sample."""
+    """A map-style view of a dataset for torch's DataLoader, by sample number."""
 
     def __init__(self, dataset: Dataset, seed: int, index_of: Callable[[int], int]) -> None:
         self.dataset, self.seed, self.index_of = dataset, seed, index_of
@@ -55,7 +55,7 @@ class _ByNumber(torch.utils.data.Dataset):
     def __getitem__(self, number: int) -> Sample | UserError:
         try:
             return self.dataset.get(self.index_of(number), sample_rng(self.seed, number))
-        except UserError as error:  # handed on as it is: out of another process it would come as a traceback
+        except UserError as error:  # returned, because an exception in another process arrives as a traceback
             return error
 
     def collate(self, samples: list[Sample | UserError]) -> Batch | UserError:
@@ -96,10 +96,10 @@ def training_steps(
     left_out: Ranges | None = None,
     num_targets: CountTargets = lambda _: 0,
 ) -> Iterator[Step]:
-    """This rank's micro batches of each step, without end, from sample number `start` on.
+    """Yield this rank's micro batches of each step, without end, from sample number `start` on.
 
     lengths: tokens to which the samples of each step are shortened; None: they stay whole.
-    left_out: numbers that are passed over.
+    left_out: sample numbers to skip.
     """
     begun: deque[tuple[list[int], list[list[int]]]] = deque()  # numbers of steps that the DataLoader reads: all, ours
 
@@ -126,7 +126,7 @@ def training_steps(
 
 
 def one_sample(dataset: Dataset, seed: int, number: int) -> Batch:
-    """Sample `number` of a run alone, as training saw it. Not for a dataset whose samples have no index."""
+    """Return a batch of a run's sample `number` alone, as training saw it. Not for a streamed dataset."""
     return dataset.collate([dataset.get(dataset.training_index(seed, number), sample_rng(seed, number))])
 
 
@@ -140,10 +140,10 @@ def evaluation_batches(
     num_workers: int = 0,
     num_targets: CountTargets = lambda _: 0,
 ) -> Iterator[tuple[MicroBatch, bool]]:
-    """The first `max_samples` samples in the order of evaluation, each once, as (micro batch, counts).
+    """Yield the first `max_samples` samples in the order of evaluation, each once, as (micro batch, counts).
 
-    Every rank gets the same number of micro batches, because a forward may be a collective; where the samples do not
-    go round, a rank repeats its share's first one with `counts` false.
+    Every rank gets the same number of micro batches, because a forward may be a collective. A rank that has too few
+    samples repeats its first ones with `counts` false.
     """
     dataset.begin(ReadContext(0, 0, dp_rank, dp_size))
     total = len(dataset) if max_samples is None else min(max_samples, len(dataset))

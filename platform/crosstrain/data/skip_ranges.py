@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 
 Ranges = list[list[int]]  # [first, last] of each range, ascending, without overlap
 
@@ -17,11 +16,6 @@ def numbers(start: int, left_out: Ranges) -> Iterator[int]:
     while True:
         yield start
         start += 1
-
-
-def take(start: int, count: int, left_out: Ranges) -> list[int]:
-    """Return the first `count` of `numbers`."""
-    return list(islice(numbers(start, left_out), count))
 
 
 def leave_out(left_out: Ranges, more: Sequence[int]) -> Ranges:
