@@ -1,4 +1,4 @@
-"""`crosstrain prepare`: text in, memory-mapped tokens out; or whatever a named dataset makes."""
+"""`crosstrain prepare`: turn text into tokens, or make the files of a named dataset."""
 
 from __future__ import annotations
 
