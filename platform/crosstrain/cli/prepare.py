@@ -11,7 +11,9 @@ from crosstrain.config.bounds import FilePath
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Checker, OptionError, defaults, options_class
 from crosstrain.config.sources import Origins, merge, plain_layer, read_options, read_yaml, resolve
+from crosstrain.corpus import tools
 from crosstrain.corpus.options import PrepareOptions
+from crosstrain.corpus.prepare import prepare
 from crosstrain.utils import paths
 from crosstrain.utils.errors import UserError, printable
 
@@ -58,8 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prepare, inspect, merge or split; returns the exit code."""
-    from crosstrain.corpus.prepare import prepare
-
     verbs = {"inspect": _inspect, "merge": _merge, "split": _split}
     if arguments.dataset in verbs:
         return verbs[arguments.dataset](arguments)
@@ -99,8 +99,6 @@ def _output(arguments: argparse.Namespace) -> str:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from crosstrain.corpus import tools
-
     if not arguments.paths:
         raise UserError("prepare inspect: name a prepared folder, or a Megatron prefix")
     for path in arguments.paths:
@@ -109,8 +107,6 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _merge(arguments: argparse.Namespace) -> int:
-    from crosstrain.corpus import tools
-
     if len(arguments.paths) < 2:
         raise UserError("prepare merge: name two prepared folders or more")
     output = _output(arguments)
@@ -120,8 +116,6 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _split(arguments: argparse.Namespace) -> int:
-    from crosstrain.corpus import tools
-
     if len(arguments.paths) != 1 or not arguments.shares:
         raise UserError("prepare split: name one prepared folder, and --shares such as 90 10")
     made = tools.split(arguments.paths[0], Path(_output(arguments)), arguments.shares)

@@ -106,15 +106,10 @@ def _log_setup(trainer: Trainer) -> None:
     mine = {n: (p.requires_grad, runner.full_shape(p).numel()) for n, p in runner.model.canonical_parameters().items()}
     parameters = {name: count for held in runner.world.all_gather(mine) for name, count in held.items()}
     log.info(
-        "%s: %s parameters (%s trainable), runner %s on %d %s worker(s), %s",
-        config.model.name,
-        f"{sum(numel for _, numel in parameters.values()):,}",
-        f"{sum(numel for trainable, numel in parameters.values() if trainable):,}",
-        config.runner.name,
-        runner.world.size,
-        runner.device.type,
-        config.run.amp.dtype,
-    )
+        "%s: %s parameters (%s trainable), runner %s on %d %s worker(s), %s", config.model.name,
+        f"{sum(n for _, n in parameters.values()):,}", f"{sum(n for trains, n in parameters.values() if trains):,}",
+        config.runner.name, runner.world.size, runner.device.type, config.run.amp.dtype,
+    )  # fmt: skip
     log.info(
         "global batch %d = micro %d x accumulation %d x data parallel %d; %d training samples; steps %d to %d",
         plan.global_batch, plan.micro_batch, plan.accumulation, plan.dp_size, len(trainer.dataset),
