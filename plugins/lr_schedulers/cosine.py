@@ -1,4 +1,4 @@
-"""Cosine decay, in two versions that differ in where the angle begins."""
+"""Cosine decay, in two versions that differ in the angle's denominator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Cosine:
 
 @registry.register_lr_scheduler("cosine_megatron_v1")
 class CosineMegatronV1(Cosine):
-    """Angle pi*(n-w)/D, as Megatron-LM's first release had it: at step D it has not quite reached `min_lr`."""
+    """Angle pi*(n-w)/D, as in Megatron-LM's first release: above `min_lr` at step D unless w is 0."""
 
     def __call__(self, applied: float) -> float:
         return cosine((applied - self.warmup_steps) / self.decay_steps)

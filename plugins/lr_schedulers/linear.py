@@ -1,4 +1,4 @@
-"""Linear decay, and none."""
+"""Linear decay and a constant rate."""
 
 from __future__ import annotations
 

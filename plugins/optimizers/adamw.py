@@ -15,11 +15,11 @@ Beta = Annotated[float, Interval(ge=0, lt=1)]
 
 @registry.register_optimizer("adamw")
 class AdamW(torch.optim.AdamW):
-    """Adam with decoupled weight decay (Loshchilov & Hutter, 2019), as torch's fused kernel."""
+    """Adam with decoupled weight decay (Loshchilov & Hutter, 2019), with torch's fused kernel."""
 
     @dataclass
     class Options:
-        """Options of `run.optimizer`; rate and decay are `run.init_lr` and `run.weight_decay`."""
+        """Options of `run.optimizer`; learning rate and decay are `run.init_lr` and `run.weight_decay`."""
 
         betas: tuple[Beta, Beta] = (0.9, 0.999)
         eps: Annotated[float, Interval(gt=0, le=1)] = 1e-8

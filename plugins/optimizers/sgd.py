@@ -13,11 +13,11 @@ from crosstrain import OptionError, registry
 
 @registry.register_optimizer("sgd")
 class SGD(torch.optim.SGD):
-    """Plain or with momentum. Unlike Adam its steps show the scale of gradients, so it is the sharper test."""
+    """SGD, plain or with momentum. Its steps scale with the gradients, unlike Adam's, so it is the sharper test."""
 
     @dataclass
     class Options:
-        """Options of `run.optimizer`; rate and decay are `run.init_lr` and `run.weight_decay`."""
+        """Options of `run.optimizer`; learning rate and decay are `run.init_lr` and `run.weight_decay`."""
 
         momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.0
         nesterov: bool = False

@@ -7,8 +7,8 @@ from typing import Any
 
 from crosstrain import Row, Text, TrackedRun, Tracker, flat, registry, require, scalars, texts
 
-_LONGEST = 500  # characters of a parameter's value, which every MLflow server takes
-_AT_ONCE = 100  # parameters per request, of which servers take no more
+_MAX_VALUE = 500  # characters of a parameter's value that every MLflow server accepts
+_MAX_BATCH = 100  # parameters that servers accept per request
 
 
 @registry.register_tracker("mlflow")
@@ -19,7 +19,7 @@ class MlflowTracker(Tracker):
 
     @dataclass
     class Options:
-        uri: Text | None = None  # None: as MLFLOW_TRACKING_URI says, or a SQLite file in the run's folder
+        uri: Text | None = None  # None: MLFLOW_TRACKING_URI, or a SQLite file in the run's folder
         experiment: Text = "crosstrain"
         run_name: Text | None = None  # None: the name of the run's folder
 
@@ -44,17 +44,17 @@ class MlflowTracker(Tracker):
             self._id = self._create(f"file://{folder}/artifacts" if self._uri == ours else None)
             remembered.write_text(self._id, encoding="utf-8")
         known = self._client.get_run(self._id).data.metrics
-        self._last = int(known.get("step", 0))  # the last one that it has: no step stands twice
+        self._last = int(known.get("step", 0))  # the last step that the server has: none is sent twice
 
     def _create(self, artifacts: str | None) -> str:
-        """A run's id, its hyper-parameters set."""
+        """Create a run with its hyper-parameters; returns its id."""
         client, options = self._client, self.options
         experiment = client.get_experiment_by_name(options.experiment)
         number = experiment.experiment_id if experiment else client.create_experiment(options.experiment, artifacts)
         run_id = client.create_run(number, run_name=options.run_name or self.run.name).info.run_id
-        parameters = [self._entities.Param(k, str(v)[:_LONGEST]) for k, v in flat(self.run.config)]
-        for start in range(0, len(parameters), _AT_ONCE):
-            client.log_batch(run_id, params=parameters[start : start + _AT_ONCE])
+        parameters = [self._entities.Param(k, str(v)[:_MAX_VALUE]) for k, v in flat(self.run.config)]
+        for start in range(0, len(parameters), _MAX_BATCH):
+            client.log_batch(run_id, params=parameters[start : start + _MAX_BATCH])
         return run_id
 
     def log(self, row: Row) -> None:

@@ -1,4 +1,4 @@
-"""TensorBoard, for eyes."""
+"""TensorBoard event files."""
 
 import os
 import socket
@@ -25,7 +25,7 @@ class TensorBoardTracker(Tracker):
         self._folder.mkdir(exist_ok=True)
         self._file = self._folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._write(file_version="brain.Event:2")
-        # Curves of an earlier start are cut from here on.
+        # TensorBoard hides the points of an earlier start from here on.
         self._write(step=run.resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
         if not run.resumed_step:
             self._summarize(0, _text("config", yaml.safe_dump(run.config, sort_keys=False)))
@@ -49,7 +49,7 @@ class TensorBoardTracker(Tracker):
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        # torch's SummaryWriter opens its file anew in a thread, at a path where another run's folder may be by then.
+        # torch's SummaryWriter opens its file in a thread, when another run's folder may already be at the path.
         RecordWriter(self).write(Event(wall_time=time.time(), **event).SerializeToString())
 
     def write(self, record: bytes) -> None:
@@ -60,5 +60,5 @@ class TensorBoardTracker(Tracker):
 def _text(tag: str, content: str) -> Any:
     from torch.utils.tensorboard.summary import text
 
-    # TensorBoard reads Markdown, in which four spaces make code: nothing in the text is markup.
+    # TensorBoard reads Markdown; indented by four spaces, nothing in the text is markup.
     return text(tag, textwrap.indent(content, "    ", lambda _: True))

@@ -23,7 +23,7 @@ class WandbTracker(Tracker):
         run_name: Text | None = None  # None: the name of the run's folder
         group: Text | None = None
         tags: list[Text] = field(default_factory=list)
-        mode: Literal["online", "offline"] | None = None  # None: as the environment variable WANDB_MODE says, or online
+        mode: Literal["online", "offline"] | None = None  # None: WANDB_MODE, or online
 
     @classmethod
     def check(cls, options: Options) -> None:
@@ -46,12 +46,12 @@ class WandbTracker(Tracker):
             project=options.project, entity=options.entity, name=options.run_name or run.name, group=options.group,
             tags=options.tags or None, mode=options.mode, config=run.config, dir=str(run.folder.resolve()),
             id=_remembered_id(folder / "run_id"), resume="allow", reinit="create_new",
-            # Lines on the console are log.txt's, and other people's programs have no business in a model's folder.
+            # log.txt has the console's lines, and the project's code is none of a tracker's business.
             settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
         )  # fmt: skip
 
     def log(self, row: Row) -> None:
-        # A step that the interrupted run had sent already is passed over there: no step stands twice.
+        # wandb ignores a step that the interrupted run has already sent.
         pages = {tag: self._wandb.Html(f"<pre>{escape(text)}</pre>") for tag, text in texts(row)}
         self._run.log(dict(scalars(row)) | pages, step=row["step"])
 
@@ -64,7 +64,7 @@ class WandbTracker(Tracker):
 
 
 def _remembered_id(file: Path) -> str:
-    """The id by which a resumed run goes on as itself, from a file in the run's folder."""
+    """Return the id by which a resumed run continues the same run, from a file in the run's folder."""
     if not file.exists():
         file.write_text(secrets.token_hex(4), encoding="utf-8")
     return file.read_text(encoding="utf-8").strip()
