@@ -25,7 +25,7 @@ from plotly.offline import get_plotlyjs
 from conftest import ENVIRONMENT, Workspace
 from crosstrain.cli.main import main
 from crosstrain.monitor import report
-from crosstrain.monitor.report.downsample import smooth, thin
+from crosstrain.monitor.report.downsample import downsample, smooth
 from crosstrain.monitor.report.page import page
 from crosstrain.monitor.report.read_run import Curve, read_runs
 from crosstrain.utils.errors import UserError
@@ -304,9 +304,9 @@ def test_a_missing_package_is_named_with_its_extra(
 
 
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=2000), st.integers(1, 40), st.integers(1, 9))
-def test_thinning_keeps_ends_and_extremes(values: list[float], buckets: int, every: int) -> None:
+def test_downsampling_keeps_ends_and_extremes(values: list[float], buckets: int, every: int) -> None:
     steps = list(range(7, 7 + every * len(values), every))
-    points = thin(steps, values, buckets)
+    points = downsample(steps, values, buckets)
     assert len(points) <= max(2 * buckets + 2, 2)
     assert points[0] == (steps[0], values[0])
     assert points[-1] == (steps[-1], values[-1])

@@ -1,9 +1,12 @@
 """metrics.jsonl, for programs; resuming and `crosstrain report` rely on it."""
 
-from crosstrain import TrackedRun, Tracker, registry
+import json
+from pathlib import Path
+
+from crosstrain import Row, TrackedRun, Tracker, registry
 from crosstrain.checkpoint.run_folder import RunFolder
-from crosstrain.monitor import metrics
-from crosstrain.utils.files import append
+from crosstrain.utils.files import append, write_atomically
+from crosstrain.utils.units import finite
 
 
 @registry.register_tracker("jsonl")
@@ -13,10 +16,24 @@ class JsonlTracker(Tracker):
     def __init__(self, options: Tracker.Options, run: TrackedRun) -> None:
         super().__init__(options, run)
         self._path = RunFolder(run.folder).metrics
-        metrics.cut_back(self._path, run.resumed_step)
+        if self._path.exists():
+            _cut_back(self._path, run.resumed_step)
 
-    def log(self, row: metrics.Row) -> None:
-        append(self._path, metrics.line(row))
+    def log(self, row: Row) -> None:
+        append(self._path, json.dumps({key: finite(value) for key, value in row.items()}) + "\n")
 
     def place(self) -> str:
         return str(self._path)
+
+
+def _cut_back(path: Path, step: int) -> None:
+    """Drop the rows after `step`, and the unfinished line that a kill may leave."""
+    kept, lines = [], path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for text in lines:
+        try:
+            if text.endswith("\n") and json.loads(text)["step"] <= step:
+                kept.append(text)
+        except ValueError:
+            continue
+    if kept != lines:
+        write_atomically(path, "".join(kept))

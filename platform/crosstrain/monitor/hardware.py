@@ -1,4 +1,4 @@
-"""Memory in use, and how much arithmetic a device can do."""
+"""Memory in use, utilisation and peak throughput of a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 MIB = 1 << 20
 
-# Dense bf16/fp16 matrix throughput in FLOP/s from the vendors' data sheets, by a part of the device's name.
+# Dense bf16/fp16 FLOP/s from the vendors' data sheets, by a part of the device's name.
 _PEAK_HALF = {
     "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "A800": 312e12, "H800": 989e12,
     "L40S": 362e12, "L4": 121e12, "A10": 125e12, "V100": 125e12, "T4": 65e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
@@ -18,7 +18,7 @@ _PEAK_HALF = {
 
 
 def memory_mb(device: torch.device) -> dict[str, float]:
-    """MiB in use: of the GPU (allocated, peak, reserved), or of this process (resident, peak)."""
+    """Return MiB in use: of the GPU (allocated, peak, reserved), or of this process (resident, peak)."""
     if device.type == "cuda":
         return {
             "memory_allocated_mb": torch.cuda.memory_allocated(device) / MIB,
@@ -35,17 +35,17 @@ def memory_mb(device: torch.device) -> dict[str, float]:
 
 
 def gpu_utilisation(device: torch.device) -> dict[str, float]:
-    """Percent of the last moments in which the GPU was at work, where there is one and nvidia-ml-py can tell."""
+    """Return the percentage of recent time in which the GPU was busy; empty without a GPU or nvidia-ml-py."""
     if device.type != "cuda":
         return {}
     try:
         return {"gpu_utilisation": float(torch.cuda.utilization(device))}
-    except Exception:  # no nvidia-ml-py, or a driver that does not tell, each with errors of its own
+    except Exception:  # nvidia-ml-py and each driver raise their own errors
         return {}
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak matrix FLOP/s of the device in this precision, where it is known (half precisions of common GPUs)."""
+    """Return the peak FLOP/s of the device in this precision; None unless it is a known GPU in half precision."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     name = torch.cuda.get_device_name(device)

@@ -1,15 +1,10 @@
-"""metrics.jsonl: a run's numbers, one JSON object a line; and how rows name what is in them to trackers."""
+"""Numbers of a step, rows of metrics.jsonl, and their numbers and texts under the tags that all trackers use."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-from crosstrain.utils.files import write_atomically
-from crosstrain.utils.units import finite
 
 Row = dict[str, Any]  # step, plain numbers, {"timers": {phase: ms}}, and texts: see `texts`
 
@@ -38,7 +33,7 @@ class StepMetrics:
     notes: list[str] = field(default_factory=list)  # of stragglers and slow data
 
     def row(self) -> Row:
-        """The numbers as trackers get them, without those that were not measured."""
+        """Return the row for trackers, without numbers that were not measured."""
         out: Row = {}
         for name, value in vars(self).items():
             if name == "memory":
@@ -48,28 +43,8 @@ class StepMetrics:
         return out
 
 
-def line(row: Row) -> str:
-    """A row as the file holds it."""
-    return json.dumps({key: finite(value) for key, value in row.items()}) + "\n"
-
-
-def cut_back(path: Path, step: int) -> None:
-    """Drop the rows after `step` from a file, and what a kill left unfinished; nothing if there is no file."""
-    if not path.exists():
-        return
-    kept, lines = [], path.read_text(encoding="utf-8").splitlines(keepends=True)
-    for text in lines:
-        try:
-            if text.endswith("\n") and json.loads(text)["step"] <= step:
-                kept.append(text)
-        except ValueError:
-            continue
-    if kept != lines:
-        write_atomically(path, "".join(kept))
-
-
 def scalars(row: Row) -> Iterator[tuple[str, float]]:
-    """The numbers of a row under the tags that every tracker gives them: train/loss, val/loss, timers_ms/forward."""
+    """Yield the numbers of a row under tags such as train/loss, val/loss and timers_ms/forward."""
     for key, value in row.items():
         if key == "timers":
             for phase, milliseconds in value.items():
@@ -80,17 +55,24 @@ def scalars(row: Row) -> Iterator[tuple[str, float]]:
 
 
 def texts(row: Row) -> Iterator[tuple[str, str]]:
-    """The texts of a row under their tags: generated/0 and so on, a prompt with its continuation; notes."""
+    """Yield the texts of a row: prompts with their continuations under generated/0 and so on; notes."""
     for number, sample in enumerate(row.get("generated", [])):
         yield f"generated/{number}", sample["prompt"] + sample["text"]
     if row.get("notes"):
         yield "notes", "\n".join(row["notes"])
 
 
-def flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
-    """Keys of a configuration as run.optimizer.name; values that are neither numbers nor texts as text."""
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{key}.")
+def flat(config: dict[str, Any]) -> Iterator[tuple[str, bool | int | float | str]]:
+    """Yield the keys of a configuration as run.optimizer.name, with values that are no number as text."""
+    for key, value in leaves(config):
+        if value != {}:
+            yield key, value if isinstance(value, bool | int | float | str) else str(value)
+
+
+def leaves(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings under dotted keys; an empty mapping is a value."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", value if isinstance(value, bool | int | float | str) else str(value)
+            yield f"{prefix}{key}", value

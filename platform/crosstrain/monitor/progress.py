@@ -1,4 +1,4 @@
-"""What a person sees while a run goes: log lines, kept in log.txt too, and a progress bar on a terminal."""
+"""Lines of the log in Megatron's notation, and the progress bar."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from crosstrain.monitor.metrics import StepMetrics
 
 
 class Progress:
-    """A bar with loss, tokens/s and time left; silent where stderr is not a terminal, whose log has the lines."""
+    """A bar with loss, tokens/s and time left; silent where stderr is not a terminal."""
 
     def __init__(self, total: int, start: int, enabled: bool) -> None:
         self._bar = tqdm(
@@ -28,7 +28,7 @@ class Progress:
 
 
 def log_line(metrics: StepMetrics, max_iters: int) -> list[str]:
-    """The two lines of a logged step, in the order and notation of Megatron's log."""
+    """Return the two lines of a logged step, in the order and notation of Megatron's log."""
     first = [
         f"iteration {metrics.step:8d}/{max_iters:8d}",
         f"elapsed time per iteration (ms): {metrics.step_ms:.1f}",
@@ -47,7 +47,7 @@ def log_line(metrics: StepMetrics, max_iters: int) -> list[str]:
 
 
 def memory_line(metrics: StepMetrics) -> str:
-    """Memory in use after the first interval, in MiB."""
+    """Return the line about memory in use, in MiB."""
     parts = [f"{name[len('memory_') : -len('_mb')]}: {value:.1f}" for name, value in metrics.memory.items()]
     return "memory (MB) | " + " | ".join(parts)
 

@@ -6,6 +6,7 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,6 @@ class TrackedRun:
 
     @property
     def name(self) -> str:
-        """The folder's name."""
         return self.folder.resolve().name
 
 
@@ -154,11 +154,8 @@ class _Background(_Isolated):
             self.warn(f"is more than {_MAX_BACKLOG} rows behind; training goes on, and it loses rows")
 
     def join(self) -> None:
-        try:
+        with suppress(queue.Full):
             self._work.put(None, timeout=_CLOSE_SECONDS)
-        except queue.Full:
-            pass
-        else:
             self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():
             self._warned = False

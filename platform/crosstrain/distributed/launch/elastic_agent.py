@@ -41,26 +41,6 @@ class _Stopped(BaseException):
     """A signal to stop came while no worker ran."""
 
 
-class _Stop:
-    """The signals to stop that came, and the workers that know of it. False until one comes."""
-
-    def __init__(self) -> None:
-        self.signals: list[int] = []
-        self._told: set[int | None] = set()
-
-    def __bool__(self) -> bool:
-        return bool(self.signals)
-
-    def tell_workers(self) -> bool:
-        """Send SIGUSR1 to each worker once; returns False if there is no worker."""
-        workers = multiprocessing.active_children()
-        for worker in workers:
-            if worker.pid is not None and worker.pid not in self._told:
-                self._told.add(worker.pid)
-                os.kill(worker.pid, signal.SIGUSR1)
-        return bool(workers)
-
-
 def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> int:
     """Run `worker(*args)` in processes of this machine, together with the other nodes'; returns the exit code.
 
@@ -68,12 +48,16 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
     """
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # errors are shown once, by the caller
-    stop = _Stop()
+    stop: list[int] = []
     agent: _Agent | None = None
 
     def forward(number: int, _frame: Any) -> None:
-        stop.signals.append(number)
-        if not stop.tell_workers() and (agent is None or not agent.succeeded):
+        stop.append(number)
+        children = multiprocessing.active_children()
+        for child in children:
+            if child.pid is not None:
+                os.kill(child.pid, signal.SIGUSR1)
+        if not children and (agent is None or not agent.succeeded):
             raise _Stopped
 
     handlers = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
@@ -94,7 +78,7 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
                         raise
                     restarts_left -= 1
     except _Stopped:
-        return 128 + stop.signals[0]  # before workers could listen; there was nothing to save
+        return 128 + stop[0]  # before workers could listen; there was nothing to save
     except (RendezvousConnectionError, DistError) as error:
         raise UserError(f"the nodes lost their rendezvous ({error}); start the same command on all of them") from error
     except RendezvousClosedError:
@@ -113,7 +97,7 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
 class _Agent(LocalElasticAgent):
     """The agent of one machine. It starts workers again unless a failure is final or a stop was asked for."""
 
-    def __init__(self, spec: WorkerSpec, restarts_left: int, stop: _Stop) -> None:
+    def __init__(self, spec: WorkerSpec, restarts_left: int, stop: list[int]) -> None:
         super().__init__(spec, DefaultLogsSpecs(), shutdown_timeout=_SHUTDOWN_TIMEOUT)
         self._remaining_restarts = restarts_left
         self._stop = stop
@@ -132,16 +116,14 @@ class _Agent(LocalElasticAgent):
         if result is None:  # this node was one too many, and the others have finished
             return 0
         if self.succeeded:
-            signals = list(filter(None, result.return_values.values()))
-            return 128 + (self._stop.signals or signals)[0] if signals else 0
+            signals = [number for number in result.return_values.values() if number]
+            return 128 + (self._stop or signals)[0] if signals else 0
         if self._stop and all(f.exitcode == -signal.SIGUSR1 for f in result.failures.values()):
-            return 128 + self._stop.signals[0]  # stopped before the workers could listen; there was nothing to save
+            return 128 + self._stop[0]  # stopped before the workers could listen; there was nothing to save
         assert self._failure is not None
         raise self._failure.error
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._stop:  # it came while workers started, at a place where libraries swallow exceptions
-            self._stop.tell_workers()
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
             failure = self._failure = first_failure(result.failures)

@@ -30,9 +30,7 @@ class Launch:
     max_restarts: int = 0
 
     @staticmethod
-    def detect(
-        nproc_per_node: int | None, device: str, nodes: Nodes | None = None, max_restarts: int = 0
-    ) -> Launch:  # fmt: skip
+    def detect(nproc_per_node: int | None, device: str, nodes: Nodes | None = None, max_restarts: int = 0) -> Launch:
         """Read the environment, or else count `nproc_per_node`, the visible GPUs and the nodes."""
         # A process per machine, with the flags of its node, starts workers itself, whoever started it: srun, or
         # Kubeflow, which calls the machine's number RANK and sets no LOCAL_RANK.

@@ -37,7 +37,10 @@ class Nodes:
         rdzv_conf: str | None = None,
     ) -> Nodes | None:  # fmt: skip
         """Parse the command line's flags; None for one node. Raises ConfigError."""
-        least, most = _node_counts(nnodes or "1")
+        found = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes or "1")
+        least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= least <= most:
+            raise ConfigError(f"--nnodes: {nnodes!r} is not a number of nodes, such as 2, or a range, such as 1:2")
         if most == 1:
             return None
         if rdzv_endpoint is None:
@@ -50,10 +53,7 @@ class Nodes:
         conf = _RDZV_CONF | _parse_conf(rdzv_conf)
         address = _own_address(local_addr) if local_addr else _address_towards(host, port, conf["join_timeout"])
         if _is_loopback(address) and not _is_loopback(host):
-            raise ConfigError(
-                f"--local-addr: {host} is {address} on this machine, which others cannot reach; give an address that "
-                f"they can"
-            )
+            raise ConfigError(f"--local-addr: {host} is {address} here, which others cannot reach; give one they can")
         return Nodes(least, most, node_rank, host, port, address, conf)
 
     @property
@@ -80,14 +80,6 @@ class Nodes:
                         f"start node 0 there with the same command and --node-rank 0"
                     ) from None
                 time.sleep(0.5)
-
-
-def _node_counts(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-    if not 1 <= least <= most:
-        raise ConfigError(f"--nnodes: {text!r} is not a number of nodes, such as 2, or a range, such as 1:2")
-    return least, most
 
 
 def _endpoint(text: str) -> tuple[str, int]:

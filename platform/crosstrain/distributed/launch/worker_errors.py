@@ -42,7 +42,7 @@ def run_worker(worker: Callable[..., int], args: tuple[Any, ...]) -> int:
     try:
         result = worker(*args)
         if launcher is not None:
-            threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
+            threading.Thread(target=_exit_with, args=(launcher,), daemon=True).start()
         return result
     except Exception as error:
         if _is_lost_peer(str(error)):
@@ -51,8 +51,8 @@ def run_worker(worker: Callable[..., int], args: tuple[Any, ...]) -> int:
         os._exit(1)  # whatever other threads wait for
 
 
-def _end_with(launcher: Any) -> NoReturn:
-    """End this process, which has done its work, with the launcher: torch would wait forever for its answer."""
+def _exit_with(launcher: Any) -> NoReturn:
+    """Exit with the launcher: after a worker's end, torch would wait forever for a dead launcher's answer."""
     launcher.join()
     os._exit(1)
 
@@ -85,9 +85,7 @@ def exit_silently(seconds: float) -> NoReturn:
 
 
 def _is_lost_peer(text: str) -> bool:
-    return any(
-        sign in text for sign in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
-    )
+    return any(s in text for s in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL"))
 
 
 # ---- in the launcher

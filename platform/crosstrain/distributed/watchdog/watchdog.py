@@ -144,10 +144,8 @@ class Watchdog:
     def _report(self, depth: int) -> RankReport:
         location, external_caller = locate(sys._current_frames()[self._main])
         waiting, histories = self._recorder.waiting(self._main), self._recorder.histories(self._main, depth)
-        idle = self._idle_seconds()
-        return RankReport(
-            self._rank, self._question, location, external_caller, idle, is_aborting(), waiting, histories
-        )  # fmt: skip
+        idle, aborting = self._idle_seconds(), is_aborting()
+        return RankReport(self._rank, self._question, location, external_caller, idle, aborting, waiting, histories)
 
     # ---- messages between the ranks' watchdogs
 

@@ -1,4 +1,4 @@
-"""Charts as plotly.js draws them: the curves of several runs over the steps."""
+"""Charts for plotly.js: the curves of several runs over the steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from crosstrain.monitor.report.downsample import smooth, thin
+from crosstrain.monitor.report.downsample import downsample, smooth
 from crosstrain.monitor.report.read_run import ReadRun
 from crosstrain.utils.errors import printable
 from crosstrain.utils.units import finite
@@ -26,39 +26,39 @@ class Chart:
 
 
 def chart(runs: Sequence[ReadRun], key: str, title: str, unit: str = "", smoothed: bool = False) -> Chart:
-    """The curves named `key` of all runs that have one; at least one has.
+    """Draw the curves named `key` of all runs that have one; at least one has.
 
-    `smoothed`: a moving average in front, the values themselves faintly behind it.
+    `smoothed`: a moving average in front, the values faintly behind it.
     """
     traces: list[dict[str, Any]] = []
     heights: list[float] = []
     for number, run in enumerate(runs):
         if (curve := run.curves.get(key)) is None:
             continue
-        points = thin(curve.steps, curve.values)
+        points = downsample(curve.steps, curve.values)
         heights += [value for _, value in points]
         average = smoothed and len(curve.steps) > 2 * _DOTS
         line = {"color": COLOURS[number % len(COLOURS)], "width": 1 if average else 1.6}
         line |= {"dash": "dash"} if number // len(COLOURS) % 2 else {}
         mode = "lines+markers" if len(points) <= _DOTS else "lines"
         name = escape(printable(run.name), quote=False)  # plotly reads some HTML in names
-        traces.append({"name": name, "mode": mode, "line": line, "opacity": 0.3 if average else 1, **_places(points)})
+        traces.append({"name": name, "mode": mode, "line": line, "opacity": 0.3 if average else 1, **_xy(points)})
         if average:
-            mean = _places(thin(curve.steps, smooth(curve.values, len(curve.values) // 100 + 1)))
+            mean = _xy(downsample(curve.steps, smooth(curve.values, len(curve.values) // 100 + 1)))
             traces.append({"mode": "lines", "line": line | {"width": 1.6}, "hoverinfo": "skip", **mean})
-    axis, remark = _value_axis(heights)
-    across = {"range": [0, max(run.last_step for run in runs) or 1]}
+    y_axis, remark = _y_axis(heights)
+    x_axis = {"range": [0, max(run.last_step for run in runs) or 1]}
     remarks = ", ".join(filter(None, (unit, remark)))
-    return Chart(title, remarks, {"data": traces, "layout": {"xaxis": across, "yaxis": axis}})
+    return Chart(title, remarks, {"data": traces, "layout": {"xaxis": x_axis, "yaxis": y_axis}})
 
 
-def _places(points: Iterable[tuple[int, float]]) -> dict[str, list[Any]]:
+def _xy(points: Iterable[tuple[int, float]]) -> dict[str, list[Any]]:
     steps, values = zip(*points, strict=True)
     return {"x": list(steps), "y": [finite(float(f"{value:.6g}")) for value in values]}
 
 
-def _value_axis(values: Sequence[float]) -> tuple[dict[str, Any], str]:
-    """An axis, logarithmic where the values span decades, without a few outliers at its end; and a remark on it."""
+def _y_axis(values: Sequence[float]) -> tuple[dict[str, Any], str]:
+    """Return an axis and a remark on it: logarithmic for values over decades; a few outliers at the end are cut off."""
     ordered = sorted(values)
     low, high = ordered[0], ordered[-1]
     axis: dict[str, Any] = {"exponentformat": "SI" if high >= 1 else "e"}

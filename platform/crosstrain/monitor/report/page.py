@@ -1,10 +1,11 @@
-"""The report's page: summary, curves, timings, memory, differences, events and texts of one or several runs."""
+"""The page of a report: summary, curves, timings, memory, differences, events and texts of one or several runs."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 
@@ -34,16 +35,17 @@ _CURVES = {
 }
 _NO_CURVE = {"samples"}
 _ONLY_IF_THEY_CHANGE = {"loss_scale", "skipped_steps"}
-_EVALUATIONS = 12  # of which generated texts are shown, the last one among them
+_EVALUATIONS = 12  # whose generated texts are shown
 _EVENTS = 200
 _NONE = "–"  # noqa: RUF001 - a dash where there is no value
 
+_last = itemgetter(-1)
 _Table = dict[str, list[str]]  # by title, a cell for each run
 _Texts = tuple[int, list[tuple[str, str]]]  # step, prompts with what was generated
 
 
 def page(runs: Sequence[ReadRun]) -> str:
-    """One HTML page about these runs, complete in itself. UserError where plotly or jinja2 is not installed."""
+    """Render one HTML page that needs no other file. Raises UserError without plotly or jinja2."""
     jinja2 = require("jinja2", "crosstrain report")
     library = require("plotly.offline", "crosstrain report").get_plotlyjs()
     here = Path(__file__).parent
@@ -57,7 +59,7 @@ def page(runs: Sequence[ReadRun]) -> str:
     return environment.get_template("page.html.j2").render(
         version=__version__, runs=runs, colours=COLOURS,
         style=markup(style), scripts=[markup(library), markup(script)],
-        # Whatever came into the page by the runs' files, a browser runs these two scripts and fetches nothing.
+        # Whatever the runs' files hold, a browser runs these two scripts and fetches nothing.
         hashes=[base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (library, script)],
         summary=_summary(runs), curves=_curves(runs), phases=_phases(runs), memory=_memory(runs),
         differences=_differences(runs), generated=[_spread(run.generated) for run in runs],
@@ -92,13 +94,8 @@ def _column(runs: Sequence[ReadRun], key: str, pick: Callable[[Sequence[float]],
     return [form.format(pick(run.curves[key].values)) if key in run.curves else _NONE for run in runs]
 
 
-def _last(values: Sequence[float]) -> float:
-    return values[-1]
-
-
 def _best_validation(run: ReadRun) -> str:
-    curve = run.curves.get("val_loss")
-    if curve is None:
+    if (curve := run.curves.get("val_loss")) is None:
         return _NONE
     loss, step = min(zip(curve.values, curve.steps, strict=True))
     return f"{loss:.4f} (step {step:,})"
@@ -109,30 +106,31 @@ def _used(table: _Table) -> _Table:
 
 
 def _curves(runs: Sequence[ReadRun]) -> list[Chart]:
-    """Charts of the numbers that we know, in their order, and of all others as the runs tell them."""
-    hidden = _NO_CURVE | {key for key in _ONLY_IF_THEY_CHANGE if len(_values(runs, key)) < 2}
+    """Chart the known numbers in the order of `_CURVES`, then all others in the order of the rows."""
+    hidden = _NO_CURVE | {
+        key for key in _ONLY_IF_THEY_CHANGE
+        if len({value for run in runs if key in run.curves for value in run.curves[key].values}) < 2
+    }  # fmt: skip
     keys = [key for key in _keys(runs) if key not in hidden and not key.startswith("timers/")]
     return [chart(runs, key, *_CURVES.get(key, (key,))) for key in dict.fromkeys([*_CURVES, *keys]) if key in keys]
 
 
-def _values(runs: Sequence[ReadRun], key: str) -> set[float]:
-    return {value for run in runs if key in run.curves for value in run.curves[key].values}
-
-
 def _phases(runs: Sequence[ReadRun]) -> list[tuple[Chart, list[tuple[str, float]]]]:
-    """For each timed phase a chart, and for each run the median as text and as percent of the longest one."""
-    phases = [key for key in _keys(runs) if key.startswith("timers/")]
-    medians = {key: _medians(runs, key) for key in phases}
-    longest = max((value for found in medians.values() for value in found if value is not None), default=0) or 1
-    cells = {
-        key: [
-            (_NONE, 0.0) if ms is None
-            else (f"{ms:.2f} ms" + (f" ({ms / step:.0%})" if step and step > 0 else ""), max(0.0, 100 * (ms / longest)))
-            for ms, step in zip(found, _medians(runs, "step_ms"), strict=True)
-        ]
+    """Return for each timed phase a chart and, for each run, the median as text and as percent of the longest one."""
+    medians = {key: _medians(runs, key) for key in _keys(runs) if key.startswith("timers/")}
+    longest = max((ms for found in medians.values() for ms in found if ms is not None), default=0) or 1
+
+    def cell(ms: float | None, step_ms: float | None) -> tuple[str, float]:
+        if ms is None:
+            return _NONE, 0.0
+        share = f" ({ms / step_ms:.0%})" if step_ms and step_ms > 0 else ""
+        return f"{ms:.2f} ms{share}", max(0.0, 100 * (ms / longest))
+
+    return [
+        (chart(runs, key, key.removeprefix("timers/"), "ms", smoothed=True),
+         list(map(cell, found, _medians(runs, "step_ms"))))
         for key, found in medians.items()
-    }  # fmt: skip
-    return [(chart(runs, key, key.removeprefix("timers/"), "ms", smoothed=True), cells[key]) for key in phases]
+    ]  # fmt: skip
 
 
 def _medians(runs: Sequence[ReadRun], key: str) -> list[float | None]:
@@ -140,7 +138,6 @@ def _medians(runs: Sequence[ReadRun], key: str) -> list[float | None]:
 
 
 def _keys(runs: Sequence[ReadRun]) -> list[str]:
-    """Keys of curves in the order in which runs tell them."""
     return list(dict.fromkeys(key for run in runs for key in run.curves))
 
 
@@ -151,6 +148,6 @@ def _differences(runs: Sequence[ReadRun]) -> _Table:
 
 
 def _spread(generated: list[_Texts]) -> list[_Texts]:
-    """A few of the evaluations at even distances, the last one among them."""
+    """Choose a few evaluations at even distances, the last one among them."""
     every = -(-len(generated) // _EVALUATIONS) or 1
     return generated[::-every][::-1]

@@ -1,4 +1,4 @@
-"""A run's folder as a report needs it. It may be anybody's, half written or damaged: what can be read counts."""
+"""Reading of run folders for a report. They may be hostile, half written or damaged: whatever can be read is used."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from typing import Any
 import yaml
 
 from crosstrain.checkpoint.run_folder import RunFolder
+from crosstrain.monitor.metrics import leaves
 from crosstrain.utils.errors import UserError, first_line
 from crosstrain.utils.files import open_regular, read_regular
 
 _MOST_BYTES = 1 << 27  # of metrics.jsonl
-_LONGEST_LINE = 1 << 20  # bytes of a row; longer ones are passed over
+_LONGEST_LINE = 1 << 20  # bytes of a row; longer ones are skipped
 _MOST_CURVES = 200
 _MOST_EVENTS = 500
 _MOST_SAMPLES = 200  # evaluations whose generated text is kept
@@ -28,7 +29,7 @@ _LOG_LINES, _LOG_BYTES = 200, 1 << 16  # of the end of log.txt
 
 @dataclass
 class Curve:
-    """Values by step, in the order of steps; none stands twice."""
+    """Values by step, each step once and in order after `put_in_order`."""
 
     steps: array = field(default_factory=lambda: array("q"))
     values: array = field(default_factory=lambda: array("d"))
@@ -38,7 +39,7 @@ class Curve:
         self.values.append(value)
 
     def put_in_order(self) -> bool:
-        """Sort, the later of two values for a step counting; whether that was necessary."""
+        """Sort by step, keeping the later of two values; returns True if that was necessary."""
         if all(a < b for a, b in zip(self.steps, self.steps[1:], strict=False)):
             return False
         ordered = sorted(dict(zip(self.steps, self.values, strict=True)).items())
@@ -48,7 +49,7 @@ class Curve:
 
 @dataclass
 class ReadRun:
-    """What was found of one run."""
+    """The contents of a run's folder."""
 
     folder: Path
     name: str = ""
@@ -64,7 +65,7 @@ class ReadRun:
 
 
 def read_runs(folders: list[str]) -> list[ReadRun]:
-    """The runs in these folders, each with a name of its own. UserError for one that is no run's folder."""
+    """Read runs, each with a name of its own. Raises UserError for a folder without metrics.jsonl."""
     runs = [_read(Path(folder).expanduser()) for folder in folders]
     for run, name in zip(runs, _names([run.folder for run in runs]), strict=True):
         run.name = name
@@ -72,7 +73,7 @@ def read_runs(folders: list[str]) -> list[ReadRun]:
 
 
 def _names(folders: list[Path]) -> list[str]:
-    """The shortest ends of the paths that tell them apart."""
+    """Return the shortest ends of the paths that are distinct."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(p[-length:]) for p in parts]
@@ -84,7 +85,7 @@ def _names(folders: list[Path]) -> list[str]:
 def _read(folder: Path) -> ReadRun:
     paths = RunFolder(folder)
     if not paths.metrics.exists():
-        raise UserError(f"{folder}: there is no metrics.jsonl, so this is no run's folder, or nothing was logged yet")
+        raise UserError(f"{folder}: there is no metrics.jsonl; name a run's folder in which a step was logged")
     run = ReadRun(folder)
     try:
         with open_regular(paths.metrics, follow=False) as file:
@@ -120,7 +121,7 @@ def _read_rows(run: ReadRun, file: Any) -> None:
         run.last_step = max(run.last_step, step)
         _add(run, step, row)
         _note_events(run, step, row, before)
-        before = before | {key: row.get(key) for key in ("skipped_steps", "loss_scale") if key in row}
+        before |= {key: row[key] for key in ("skipped_steps", "loss_scale") if key in row}
     if damaged:
         where = "the last line" if damaged == [number] else f"{len(damaged)} lines, the first of them {damaged[0]},"
         run.problems.append(
@@ -129,7 +130,7 @@ def _read_rows(run: ReadRun, file: Any) -> None:
 
 
 def _lines(file: Any) -> Iterator[bytes]:
-    """Lines, or nothing in place of one that is too long."""
+    """Yield lines, empty in place of one that is too long."""
     while file.tell() < _MOST_BYTES and (line := file.readline(_LONGEST_LINE)):
         too_long = len(line) == _LONGEST_LINE and not line.endswith(b"\n")
         while too_long and not line.endswith(b"\n") and line:
@@ -138,22 +139,18 @@ def _lines(file: Any) -> Iterator[bytes]:
 
 
 def _add(run: ReadRun, step: int, row: dict[str, Any]) -> None:
-    timers = row.get("timers")
-    numbers = {str(key): value for key, value in row.items() if key not in ("step", "timers")}
-    if isinstance(timers, dict):
+    numbers = {key: value for key, value in row.items() if key not in ("step", "timers")}
+    if isinstance(timers := row.get("timers"), dict):
         numbers |= {f"timers/{phase}": value for phase, value in timers.items()}
     for key, value in numbers.items():
         if (number := _number(value)) is None:
             continue
-        if key not in run.curves:
-            if len(run.curves) == _MOST_CURVES:
-                problem = f"metrics.jsonl has more than {_MOST_CURVES} kinds of numbers; the first ones are shown"
-                run.problems += [problem] if problem not in run.problems else []
-                continue
-            run.curves[key] = Curve()
-        run.curves[key].add(step, number)
-    generated = row.get("generated")
-    if isinstance(generated, list) and len(run.generated) < _MOST_SAMPLES:
+        if key not in run.curves and len(run.curves) == _MOST_CURVES:
+            problem = f"metrics.jsonl has more than {_MOST_CURVES} kinds of numbers; the first ones are shown"
+            run.problems += [problem] if problem not in run.problems else []
+            continue
+        run.curves.setdefault(key, Curve()).add(step, number)
+    if isinstance(generated := row.get("generated"), list) and len(run.generated) < _MOST_SAMPLES:
         pairs = [(str(s.get("prompt")), str(s.get("text"))) for s in generated if isinstance(s, dict)]
         run.generated += [(step, pairs)] if pairs else []
 
@@ -179,15 +176,15 @@ def _note_events(run: ReadRun, step: int, row: dict[str, Any], before: dict[str,
     now, was = _number(row.get("loss_scale")), _number(before.get("loss_scale"))
     if None not in (now, was) and now != was:
         run.events.append((step, f"loss scale {was:g} became {now:g}"))
-    notes = row.get("notes")
-    run.events += [(step, str(note)) for note in notes] if isinstance(notes, list) else []
+    if isinstance(notes := row.get("notes"), list):
+        run.events += [(step, str(note)) for note in notes]
 
 
 # ---- config.yaml and log.txt
 
 
 class _NoAliases(yaml.SafeLoader):
-    """Without anchors that stand for others, by which a few lines can spell out gigabytes."""
+    """Refuses aliases, by which a few lines can expand to gigabytes."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -200,19 +197,10 @@ def _read_config(run: ReadRun, path: Path) -> None:
         run.config_text = read_regular(path, _LONGEST_CONFIG, follow=False).decode(errors="replace")
         tree = yaml.load(run.config_text, Loader=_NoAliases)
         if not isinstance(tree, dict):
-            raise ValueError("it is no mapping")
-        run.config = dict(_spelled_out(tree))
+            raise ValueError("it is not a mapping")
+        run.config = {key: v if isinstance(v, str) else json.dumps(v, default=str) for key, v in leaves(tree)}
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         run.problems.append(f"config.yaml could not be read ({first_line(error)})")
-
-
-def _spelled_out(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Keys as run.optimizer.name, and values as YAML has them."""
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _spelled_out(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _read_log(run: ReadRun, path: Path) -> None:
