@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -160,6 +161,12 @@ def test_every_public_name_exists() -> None:
         assert getattr(crosstrain, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'Rnner'"):
         crosstrain.Rnner  # noqa: B018
+
+
+def test_the_architecture_page_names_files_that_exist() -> None:
+    named = set(re.findall(r"`((?:[a-z_0-9]+/)*[a-z_0-9]+\.py)`", (ROOT / "ARCHITECTURE.md").read_text()))
+    assert len(named) > 50
+    assert [name for name in named if not (CORE / name).exists() and not (ROOT / name).exists()] == []
 
 
 def imported_by(program: str) -> set[str]:
