@@ -186,7 +186,7 @@ def logged_step(folder: Path) -> int:
 @pytest.fixture(scope="session")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shapes' tokenizer, of whole words."""
-    from shard_home import module_of
+    from fixtures_shards import module_of
 
     folder = tmp_path_factory.mktemp("words")
     module_of("shapes").write_tokenizer(folder)
@@ -203,7 +203,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="session")
 def speaker(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Path:
     """A checkpoint of a tiny GPT-2 whose every id has text."""
-    from ranks import train
+    from fixtures_ranks import train
 
     workspace = Workspace(tmp_path_factory.mktemp("speaker"), dataset)
     sizes = ("model.n_positions=128", "model.vocab_size=303", "run.max_iters=30")

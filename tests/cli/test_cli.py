@@ -1,0 +1,189 @@
+"""A user's mistake is one sentence and exit code 1; what works prints what a stranger needs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conftest import Workspace, write_text
+from crosstrain.cli.main import main
+from fixtures_tampering import seal
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a mistaken command prints."""
+    assert main(list(arguments)) == 1
+    captured = capsys.readouterr()
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("error: ")
+    assert "Traceback" not in captured.err + captured.out
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["run.max_iter=5"], "max_iters"),
+        (["run.runner=dpp"], "ddp"),
+        (["run.runner={name: ddp, bucket_cap: 3}"], "bucket_cap_mb"),
+        (["run.optimizer=adamW2"], "adamw"),
+        (["run.lr_sched=cosin"], "cosine"),
+        (["run.amp=fp8"], "fp8"),
+        (["run.gradient_checkpointing=ful"], "full"),
+        (["run.global_batch_size=9"], "nearest valid global_batch_size"),
+        (["run.init_lr=fast"], "init_lr"),
+        (["run.max_iters=2.5"], "max_iters"),
+        (["run.warmup_steps=50"], "warmup"),
+        (["run.plugins=[nowhere]"], "nowhere"),
+        (["model.arch=gpt3"], "gpt2"),
+        (["model.n_layers=3"], "n_layer"),
+        (["model.model_type=346m"], "345m"),
+        (["datasets.tiny.path=nowhere"], "nowhere"),
+        (["datasets.tiny.split=[100, 0, 0]", "run.eval_interval=5"], "val split"),
+        (["datasets.tiny.seq_length=1000000"], "seq_length"),
+        (["datasets.tiny.name=txt"], "text"),
+        (["datasets.other={name: text, path: x, seq_length: 8}"], "exactly one dataset"),
+        (["model.vocab_size=100"], "model.vocab_size=3"),
+        (["model.n_head=3"], "n_embd=32"),
+        (["model.n_positions=16"], "at most 16"),
+        (["run.output_dir=/dev/null/x"], "output_dir"),
+        (["run.resume_from=nowhere"], "nowhere"),
+        (["run.seed"], "key=value"),
+    ],
+)
+def test_mistakes_in_options(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    options: list[str], expected: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(workspace.path)
+    line = complaint(capsys, "train", "--cfg-path", "project.yaml", "--nproc-per-node", "1", "--options", *options)
+    assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["train"], "--cfg-path"),
+        (["train", "--cfg-path", "projects/quikstart.yaml"], "quickstart.yaml"),
+        (["tran"], "train"),
+        (["train", "--cfg-path", "x.yaml", "--nproc-per-node", "two"], "two"),
+        (["evaluate", "--checkpoint", "nowhere"], "nowhere"),
+        (["evaluate", "--checkpoint", "."], "not a checkpoint"),
+        (["list", "runers"], "runner"),
+        (["prepare", "--input", "nowhere", "--output", "x", "--train-tokenizer", "300"], "nowhere"),
+        (["prepare", "--input", "stdlib", "--output", "x"], "tokenizer"),
+    ],
+)
+def test_mistakes_on_the_command_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    arguments: list[str], expected: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert expected in complaint(capsys, *arguments)
+
+
+def test_a_checkpoint_cannot_make_evaluation_import_code(workspace: Workspace) -> None:
+    workspace.train("out", "run.max_iters=1")
+    plugins = workspace.path / "trap"
+    plugins.mkdir()
+    (plugins / "trap.py").write_text(
+        "from pathlib import Path\nfrom crosstrain import registry\nPath('sprung').touch()\n"
+        "@registry.register_model('trap')\nclass Trap:\n    pass\n"
+    )
+    state_file = workspace.path / "out" / "checkpoints" / "step_000001" / "state.json"
+    state = json.loads(state_file.read_text())
+    state["config"]["run"]["plugins"] = [str(plugins)]
+    state["config"]["model"] = {"arch": "trap"}
+    state_file.write_text(json.dumps(state))
+    seal(state_file.parent)
+
+    evaluated = workspace.evaluate("--checkpoint", "out")
+    assert evaluated.code == 1
+    assert "not imported on a checkpoint's word" in evaluated.err
+    assert "Traceback" not in evaluated.err
+    assert not (workspace.path / "sprung").exists()
+
+
+@pytest.mark.slow
+def test_two_trainings_in_one_folder_are_refused(workspace: Workspace) -> None:
+    from filelock import FileLock
+
+    (workspace.path / "out").mkdir()
+    with FileLock(workspace.path / "out" / ".lock"):
+        run = workspace.train("out", "run.max_iters=1", fails=True)
+    assert run.code == 1
+    assert "another process is training" in run.err
+
+
+def test_list_shows_every_kind_with_its_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    out = capsys.readouterr().out
+    for name in ("runner:", "ddp", "gpt2", "adamw", "cosine_megatron_v1", "plugins/models/gpt2.py"):
+        assert name in out
+
+
+def test_prepare_says_what_it_made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = write_text(tmp_path / "a.jsonl", documents=5)
+    assert main(["prepare", "--input", str(text), "--train-tokenizer", "300", "--output", str(tmp_path / "out")]) == 0
+    assert "5 documents" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "dataset.json").read_text())["documents"] == 5
+
+
+def test_a_run_from_nothing_to_text(workspace: Workspace) -> None:
+    """Prepares its data, trains, validates, evaluates and generates, as the quickstart does."""
+    text = write_text(workspace.path / "text.jsonl")
+    workspace.config["datasets"]["tiny"] |= {
+        "path": "data/new", "prepare": {"input": str(text), "train_tokenizer": 300},
+    }  # fmt: skip
+    workspace.project.write_text(yaml.safe_dump(workspace.config))
+    run = workspace.train(
+        "out", "run.max_iters=60", "run.eval_interval=30", "run.save_interval=30", "run.log_interval=10",
+        "run.sample_prompts=['ban ']",
+    )  # fmt: skip
+    for expected in ("learning rate", "time (ms)", "validation perplexity", "of the unigram model", "open next:"):
+        assert expected in run.out
+    assert "| ban " in run.out
+    assert run.column("step") == [10, 20, 30, 40, 50, 60]
+    assert {"loss", "lr", "grad_norm", "loss_scale", "tokens_per_second", "timers"} <= run.rows[0].keys()
+    assert run.rows[-1]["val_loss"] < run.rows[2]["val_loss"]
+
+    arguments = ["--checkpoint", "out", "--splits", "train", "val", "test", "--output", "results.json"]
+    evaluated = workspace.evaluate(*arguments, "--generate", "ban", "--max-new-tokens", "8", "--num-completions", "2")
+    assert evaluated.code == 0, evaluated.err
+    results = json.loads((workspace.path / "results.json").read_text())
+    assert set(results["splits"]) == {"train", "val", "test"}
+    assert results["splits"]["val"]["perplexity"] < 100
+    assert len(results["completions"][0]["completions"]) == 2
+
+    two = workspace.evaluate(
+        *arguments[:-1], "two.json", "--nproc-per-node", "2", "--options", "run.micro_batch_size=3"
+    )
+    assert two.code == 0, two.err
+    other = json.loads((workspace.path / "two.json").read_text())
+    for split, numbers in results["splits"].items():
+        # Sums of fp32 losses over other groups of samples.
+        assert other["splits"][split]["loss"] == pytest.approx(numbers["loss"], rel=1e-6)
+        assert other["splits"][split]["tokens"] == numbers["tokens"]
+
+
+@pytest.mark.slow
+def test_conversation_ends_at_stop(workspace: Workspace) -> None:
+    import subprocess
+    import sys
+
+    from conftest import ENVIRONMENT, ROOT
+
+    workspace.train("out", "run.max_iters=2")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "evaluate.py"), "--checkpoint", "out", "--interactive", "--max-new-tokens", "4"],
+        input="ban\n" + "ban " * 200 + "\nstop\nnot read\n", cwd=workspace.path, env=ENVIRONMENT,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "`stop` to end" in done.stdout
+    assert "shorten it" in done.stdout
+    assert "not read" not in done.stdout

@@ -1,0 +1,172 @@
+"""Pages and files from a server: which are asked for, how politely, and that an interruption loses nothing."""
+
+from __future__ import annotations
+
+import bz2
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crosstrain.config.schema import Checker
+from crosstrain.corpus.download import download
+from crosstrain.corpus.options import PrepareOptions
+from crosstrain.corpus.prepare import prepare
+from crosstrain.corpus.reader import Reader
+from crosstrain.corpus.sources import InputSource
+from crosstrain.data.prepared import Summary
+from crosstrain.utils.errors import ConfigError, DataError
+from fixtures_web import Server
+
+PROSE = "The lighthouse stands on a cliff above the harbour, and {0} ships pass it every night on their way south. "
+
+
+def page(number: int) -> tuple[int, str, bytes]:
+    article = "".join(f"<p>{PROSE.format(number) * 3}</p>" for _ in range(3))
+    html = f"<html><body><nav><a href='/'>Menu</a></nav><article>{article}</article></body></html>"
+    return 200, "text/html; charset=utf-8", html.encode()
+
+
+def reader(path: Path, **more: Any) -> Reader:
+    return InputSource("urls", {"path": str(path), "delay": 0.0, "retries": 1, **more}, "urls").open()
+
+
+def read(found: Reader) -> dict[str, str]:
+    return {document.source: document.text for task in found.tasks() for document in found.read(task)}
+
+
+def test_the_main_text_of_the_pages_of_a_list(server: Server, tmp_path: Path) -> None:
+    for n in range(5):
+        server.content[f"/{n}"] = page(n)
+    server.content["/plain"] = 200, "text/plain", b"Just text."
+    urls = [server.url(f"/{n}") for n in range(5)]
+    (tmp_path / "list.txt.bz2").write_bytes(
+        bz2.compress("\n".join([*urls, "", urls[0] + "#part", server.url("/plain")]).encode())
+    )
+    found = reader(tmp_path / "list.txt.bz2")
+    found.fetch(tmp_path / "fetched", False)
+    texts = read(found)
+    assert list(texts) == [*urls, server.url("/plain")]
+    assert texts[urls[3]].startswith("The lighthouse stands on a cliff above the harbour, and 3 ships")
+    assert "Menu" not in texts[urls[3]]
+    assert found.fetch_counts == {"ok": 6, "named more than once": 1}
+    assert sorted(server.paths()) == sorted([f"/{n}" for n in range(5)] + ["/plain"])
+
+
+def test_only_what_the_recipe_and_the_host_allow_is_asked_for(server: Server, tmp_path: Path) -> None:
+    server.content |= {"/robots.txt": (200, "text/plain", b"User-agent: *\nDisallow: /private"), "/a": page(1)}
+    lines = [
+        server.url("/a"), server.url("/private/b"), server.url("/photo.JPG"), server.url("/a", "localhost"), "ftp://x/y",
+        "no address", server.url("/missing"), "http://[broken",
+    ]  # fmt: skip
+    (tmp_path / "urls").mkdir()
+    (tmp_path / "urls" / "list.txt").write_text("\n".join(lines))
+    found = reader(tmp_path / "urls", blocked_domains=["localhost"])
+    found.fetch(tmp_path / "fetched", False)
+    assert sorted(server.paths()) == ["/a", "/missing"]
+    assert found.fetch_counts == {
+        "blocked ending": 1, "blocked domain": 1, "no valid URL": 3, "ok": 1, "robots.txt does not allow it": 1,
+        "the server says 404": 1,
+    }  # fmt: skip
+    only = reader(tmp_path / "urls", domains=["example.org"])
+    with pytest.raises(DataError, match=r"gave no page: .*4 other domain"):
+        only.fetch(tmp_path / "fetched", False)
+
+
+def test_a_host_is_asked_one_thing_at_a_time_and_again_after_an_error(server: Server, tmp_path: Path) -> None:
+    for n in range(4):
+        server.content[f"/{n}"] = page(n)
+    server.failures["/2"] = 1
+    (tmp_path / "list.txt").write_text("\n".join(server.url(f"/{n}") for n in range(4)))
+    found = reader(tmp_path / "list.txt", delay=0.05, hosts=8)
+    found.fetch(tmp_path / "fetched", False)
+    assert found.fetch_counts == {"ok": 4}
+    assert server.most_at_once == 1
+    times = [when for _, when in server.seen]
+    assert min(b - a for a, b in pairwise(times)) >= 0.05
+    assert server.paths().count("/2") == 2
+
+
+def test_an_interrupted_crawl_goes_on(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n in range(6):
+        server.content[f"/{n}"] = page(n)
+    (tmp_path / "list.txt").write_text("\n".join(server.url(f"/{n}") for n in range(6)))
+    found = reader(tmp_path / "list.txt")
+    crawl = __import__(type(found).__module__.rpartition(".")[0] + ".crawl", fromlist=["PageStore"])
+    settle, settled = crawl.PageStore.settle, []
+
+    def until_three(self: Any, number: int, *rest: Any) -> None:
+        if len(settled) == 3:
+            raise KeyboardInterrupt
+        settled.append(number)
+        settle(self, number, *rest)
+
+    monkeypatch.setattr(crawl.PageStore, "settle", until_three)
+    with pytest.raises(KeyboardInterrupt):
+        found.fetch(tmp_path / "fetched", False)
+    monkeypatch.undo()
+    again = reader(tmp_path / "list.txt")
+    again.fetch(tmp_path / "fetched", False)
+    assert again.fetch_counts == {"ok": 6}
+    assert sorted(server.paths()) == sorted([*(f"/{n}" for n in range(6)), "/3"])  # the one that was under way
+    assert len(read(again)) == 6
+
+
+def test_a_host_whose_rules_cannot_be_had_is_left_alone(server: Server, tmp_path: Path) -> None:
+    server.failures["/robots.txt"] = 9
+    server.content["/a"] = page(1)
+    (tmp_path / "list.txt").write_text(server.url("/a"))
+    with pytest.raises(DataError, match=r"gave no page: 1 robots\.txt does not allow it"):
+        reader(tmp_path / "list.txt").fetch(tmp_path / "fetched", False)
+    assert server.paths() == []
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match="hosts: expected a whole number of at least 1, got 0"):
+        InputSource("urls", {"path": "x", "hosts": 0}, "urls").open()
+
+
+# ---- files
+
+
+def test_a_broken_transfer_fetches_only_what_is_missing(server: Server, tmp_path: Path) -> None:
+    content = bytes(range(256)) * 40
+    server.content["/dump.bin"] = 200, "application/octet-stream", content
+    server.cut = 3000
+    path = download(server.url("/dump.bin"), tmp_path, False, patience=0.0)
+    assert path.read_bytes() == content
+    assert len(server.seen) == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["dump.bin"]
+    assert download(server.url("/dump.bin"), tmp_path, False) == path
+    assert len(server.seen) == 2
+
+
+def test_another_file_under_the_same_address_is_fetched_from_its_beginning(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "dump.bin.part").write_bytes(b"of the old one")
+    (tmp_path / "dump.bin.json").write_text('{"validator": "\\"old\\""}')
+    server.content["/dump.bin"] = 200, "application/octet-stream", b"the new one"
+    assert download(server.url("/dump.bin"), tmp_path, False).read_bytes() == b"the new one"
+
+
+def test_a_server_that_refuses_or_never_finishes_is_named(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DataError, match=r"/none cannot be fetched: the server says 404"):
+        download(server.url("/none"), tmp_path, False)
+    server.failures["/busy"] = 99
+    with pytest.raises(DataError, match=r"/busy cannot be fetched \(503 Service Unavailable\): what arrived is kept"):
+        download(server.url("/busy"), tmp_path, False, patience=0.0)
+
+
+def test_an_address_is_an_input(server: Server, tmp_path: Path) -> None:
+    lines = "".join(f'{{"text": "{PROSE.format(n)}"}}\n' for n in range(30))
+    server.content["/files/all.jsonl.bz2"] = 200, "application/octet-stream", bz2.compress(lines.encode())
+    options = Checker(lambda key: ".".join(key)).dataclass(
+        PrepareOptions,
+        {"input": server.url("/files/all.jsonl.bz2"), "train_tokenizer": 300, "downloads": str(tmp_path / "kept")},
+        (),
+    )
+    assert prepare(options, tmp_path / "out", False).documents == 30
+    assert (tmp_path / "kept" / "all.jsonl.bz2").exists()
+    assert Summary.read(tmp_path / "out").options["input"] == server.url("/files/all.jsonl.bz2")

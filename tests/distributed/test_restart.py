@@ -1,0 +1,110 @@
+"""Workers that die are replaced, and nothing differs from the run in which none did."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from conftest import Run, Workspace, logged_step, wait_until
+from fixtures_kill import INTERVALS, assert_same_weights, dying, numbers, workers
+from fixtures_ranks import mostly_slow
+
+SENTENCE = "; all ranks started again (restart {number} of {most}) and go on from step {step}"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shared_workspace: Workspace) -> dict[int, Run]:
+    """By number of workers."""
+    return {nproc: shared_workspace.train(f"undisturbed{nproc}", *INTERVALS, nproc=nproc) for nproc in (1, 2)}
+
+
+def assert_undisturbed(run: Run, undisturbed: Run) -> None:
+    assert numbers(run) == numbers(undisturbed)
+    assert_same_weights(run.checkpoint(20), undisturbed.checkpoint(20))
+
+
+@pytest.mark.parametrize("nproc", mostly_slow([1, 2], [1]))
+@pytest.mark.parametrize("how", mostly_slow(["kill", "raise"], ["kill"]))
+def test_a_dead_worker_is_replaced(
+    shared_workspace: Workspace, undisturbed: dict[int, Run], tmp_path: Path, nproc: int, how: str
+) -> None:
+    rank = nproc - 1
+    # The first start ends at its fourth step, before anything is saved; the second at its tenth.
+    deaths = dying(tmp_path, f"4:{rank}:{how}", f"10:{rank}:{how}")
+    options = (*INTERVALS, "run.max_restarts=2", "run.save_in_background=false", *deaths)
+    run = shared_workspace.train(f"{how}{nproc}", *options, nproc=nproc)
+    assert_undisturbed(run, undisturbed[nproc])
+    what = "was killed by SIGKILL" if how == "kill" else "failed with ZeroDivisionError: a bug in a plugin"
+    told = [line for line in (run.folder / "log.txt").read_text().splitlines() if "started again" in line]
+    assert [line.split(" ", 2)[2] for line in told] == [
+        f"rank {rank} {what}" + SENTENCE.format(number=1, most=2, step=0),
+        f"rank {rank} {what}" + SENTENCE.format(number=2, most=2, step=8),
+    ]
+    assert run.err.count("Traceback") == (2 if how == "raise" else 0), "each is shown where it happens"
+
+
+@pytest.mark.slow
+def test_restarts_end(workspace: Workspace) -> None:
+    options = (
+        "run.max_restarts=2", "run.save_interval=2", "run.save_in_background=false",
+        *dying(workspace.path, "3:1:always-kill"),
+    )  # fmt: skip
+    run = workspace.train("out", *options, nproc=2, fails=True)
+    assert run.code == 1
+    assert "rank 1 was killed by SIGKILL" in run.err
+    assert run.out.count("started again") == 2
+    assert (run.folder / "checkpoints" / "latest").read_text().strip() == "step_000006", "each start got two steps on"
+
+
+@pytest.mark.slow
+def test_a_users_mistake_is_not_tried_again(workspace: Workspace) -> None:
+    run = workspace.train("out", "run.max_restarts=5", *dying(workspace.path, "2:0:user"), fails=True)
+    assert run.code == 1
+    assert run.err.strip() == "error: the moon is in the wrong phase; wait a week"
+    assert "started again" not in run.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_stop_is_no_failure(workspace: Workspace, nproc: int, number: signal.Signals) -> None:
+    folder = workspace.path / "out"
+    process = workspace.start("out", "run.max_iters=1000000", "run.max_restarts=3", nproc=nproc)
+    wait_until(lambda: logged_step(folder) >= 3, process)
+    process.send_signal(number)
+    out = process.communicate(timeout=60)[0]
+    assert process.returncode == 128 + number, out
+    assert "started again" not in out
+    assert (folder / "checkpoints" / "latest").read_text().strip() == f"step_{logged_step(folder):06d}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_while_workers_start(workspace: Workspace, number: signal.Signals) -> None:
+    """There is nothing to save yet, whatever the launcher is at."""
+    for delay in (0.5, 2.0, 4.0, 6.0):
+        process = workspace.start("out", "run.max_iters=1000000", "run.max_restarts=3", nproc=2)
+        try:
+            process.wait(timeout=delay)
+        except Exception:
+            process.send_signal(number)
+        out = process.communicate(timeout=60)[0]
+        assert process.returncode in (128 + number, -number), out
+        assert "started again" not in out
+
+
+@pytest.mark.slow
+def test_a_worker_killed_again_and_again(shared_workspace: Workspace, undisturbed: dict[int, Run]) -> None:
+    """From outside and at any moment, also while the others are being started."""
+    process = shared_workspace.start("again", *INTERVALS, "run.max_restarts=6", nproc=2)
+    folder = shared_workspace.path / "again"
+    for step in (2, 6, 10, 14):
+        wait_until(lambda step=step: logged_step(folder) >= step, process)
+        os.kill(workers(process.pid)[step % 4 // 2], signal.SIGKILL)
+    out = process.communicate(timeout=240)[0]
+    assert process.returncode == 0, out
+    assert out.count("started again") >= 4
+    assert_undisturbed(Run(folder), undisturbed[2])

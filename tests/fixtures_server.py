@@ -1,0 +1,127 @@
+"""A server in this process, on a port of its own, with a real checkpoint behind it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from conftest import ENVIRONMENT
+from crosstrain.config.load import Config
+from crosstrain.engine.build import build_model
+from crosstrain.engine.runner import Runner
+from crosstrain.inference.open_checkpoint import saved_config
+from crosstrain.serving.limits import Limits
+from crosstrain.serving.server import ServerOptions, listen, run_server
+
+
+class Stop:
+    """Set from the test where a signal would come."""
+
+    wanted = False
+
+    def __bool__(self) -> bool:
+        return self.wanted
+
+
+@dataclass
+class Server:
+    """Where it listens, and the runner behind it."""
+
+    port: int
+    runner: Runner
+    checkpoint: Path
+    key: str | None = None
+
+    def client(self, **more: Any) -> OpenAI:
+        return OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=self.key or "any", max_retries=0, **more)
+
+    def send(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, seconds: float = 60
+    ) -> tuple[int, Any, dict[str, str]]:
+        """Status, document and headers of an answer; `body` as it stands if it is bytes, else as JSON."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
+        try:
+            data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+            sent = {"Content-Type": "application/json"} | (headers or {})
+            connection.request(method, path, data, sent)
+            answer = connection.getresponse()
+            text = answer.read()
+            kind = answer.getheader("content-type", "")
+            document = json.loads(text) if kind.startswith("application/json") else text.decode()
+            return answer.status, document, {k.lower(): v for k, v in answer.getheaders()}
+        finally:
+            connection.close()
+
+    def health(self) -> dict[str, Any]:
+        return self.send("GET", "/health")[1]
+
+
+def loaded(checkpoint: Path, *options: str) -> tuple[Config, Runner]:
+    """A single-process runner with a checkpoint's model."""
+    config = saved_config(checkpoint, list(options))
+    runner = Runner(None, config.run)
+    runner.setup()
+    build_model(config, runner, checkpoint, for_training=False)
+    return config, runner
+
+
+@contextmanager
+def served(
+    checkpoint: Path, *options: str, limits: Limits | None = None, key: str | None = None, name: str = "tiny"
+) -> Iterator[Server]:
+    """A server of a checkpoint under one process; what it computes in is another thread."""
+    limits = limits or Limits(batch=4)
+    config, runner = loaded(checkpoint, *options)
+    server = ServerOptions(checkpoint, name, "127.0.0.1", 0, key)
+    listener, stop = listen(server), Stop()
+    port = listener.getsockname()[1]
+
+    def compute() -> None:
+        with runner.evaluating():
+            run_server(config, runner, server, limits, listener, stop)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        yield Server(port, runner, checkpoint, key)
+    finally:
+        stop.wanted = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def program(checkpoint: Path, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The program itself; its URL."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "crosstrain", "serve", "--checkpoint", str(checkpoint), "--port", "0", *arguments],
+        env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said = ""
+        assert process.stdout is not None
+        for line in process.stdout:
+            said += line
+            if found := re.search(r"^serving .* on (http://\S+);", line):
+                break
+        else:
+            pytest.fail(said)
+        yield found[1], process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,130 @@
+"""Families of transformers under causal_lm: initial values, losses and gradients are transformers' own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from crosstrain.checkpoint.boxes import Shard, whole_pieces
+from crosstrain.checkpoint.initialize import fill_initial
+from crosstrain.config.registry import registry
+from crosstrain.modeling.base import Model
+from crosstrain.modeling.meta_init import construct
+from crosstrain.utils.errors import ConfigError
+from fixtures_families import FAMILIES, tiny
+
+QUICK = ["llama", "gemma2", "phi", "cohere", "mamba", "opt", "rwkv", "openai-gpt", "apertus"]
+# Families that sizes which fit most do not make small: they hold several models, or name their sizes otherwise.
+NOT_TINY = [
+    "blt", "cohere_compass_text", "dbrx", "dots3_note", "dots3_note_text", "emu3", "fuyu", "gemma3", "gemma3n",
+    "gemma3n_text", "gemma4", "gemma4_assistant", "gemma4_unified", "gemma4_unified_assistant", "git", "got_ocr2",
+    "llama4", "mllama", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "phi4_multimodal", "qwen3_5",
+    "qwen3_5_moe", "qwen4_exp", "qwen4_exp_text", "reformer", "zamba",
+]  # fmt: skip
+HEAD, NEXT, ROWS = "the logits of .* are more", "does not predict the next token", "embeds more than the tokens"
+REFUSED = {
+    "bert": HEAD, "bert-generation": NEXT, "big_bird": HEAD, "camembert": HEAD, "cpmant": ROWS, "data2vec-text": HEAD,
+    "electra": HEAD, "ernie": HEAD, "llama4_text": HEAD, "megatron-bert": HEAD, "modernbert-decoder": HEAD,
+    "moshi": ROWS, "prophetnet": HEAD, "rembert": HEAD, "roberta": HEAD, "roberta-prelayernorm": HEAD,
+    "roc_bert": HEAD, "roformer": HEAD, "whisper": NEXT, "xlm": NEXT, "xlm-roberta": HEAD, "xlm-roberta-xl": HEAD,
+    "xlnet": NEXT, "xmod": HEAD,
+}  # fmt: skip
+
+BUILDS = [family for family in FAMILIES if family not in NOT_TINY]
+TRAINS = [
+    pytest.param(family, marks=[] if family in QUICK else pytest.mark.slow)
+    for family in BUILDS
+    if family not in REFUSED
+]
+
+
+def theirs(family: str, seed: int) -> PreTrainedModel:
+    config = tiny(family)
+    torch.manual_seed(seed)
+    made = AutoConfig.for_model(config.pop("model_type"), **config)
+    return AutoModelForCausalLM.from_config(made, attn_implementation="eager", dtype=torch.float32)
+
+
+def ours(seed: int = 1, **options: Any) -> Model:
+    kind = registry.get("model", "causal_lm")
+    model = construct(lambda: kind(kind.Options(**options)), torch.device("cpu"))
+    shapes = {name: tuple(model.logical_shape(name, p.shape)) for name, p in model.canonical_parameters().items()}
+    values = {name: p.data[tuple(map(slice, shapes[name]))] for name, p in model.canonical_parameters().items()}
+    shards = [Shard("param", name, shapes[name], whole_pieces(v, shapes[name])) for name, v in values.items()]
+    fill_initial(model, shards, seed)
+    return model
+
+
+def logical(model: Model, gradients: bool = False) -> dict[str, Tensor]:
+    """Parameters, or their gradients, without padding."""
+    found = {}
+    for name, p in model.canonical_parameters().items():
+        value = (torch.zeros_like(p) if p.grad is None else p.grad) if gradients else p.detach()
+        found[name] = value[tuple(map(slice, model.logical_shape(name, p.shape)))]
+    return found
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """The largest difference between the distribution functions of two samples (Kolmogorov and Smirnov)."""
+    a, b = a.flatten().sort().values, b.flatten().sort().values
+    both = torch.cat([a, b])
+    shares = [torch.searchsorted(x, both, right=True) / len(x) for x in (a, b)]
+    return (shares[0] - shares[1]).abs().max().item()
+
+
+@pytest.mark.parametrize("family", TRAINS)
+def test_a_family_begins_and_trains_as_in_transformers(family: str) -> None:
+    reference = theirs(family, 0)
+    others = [dict(theirs(family, seed).named_parameters()) for seed in (1, 2)]
+    model = ours(config=tiny(family))
+    values = logical(model)
+    assert values.keys() == dict(reference.named_parameters()).keys()
+    for name, parameter in reference.named_parameters():
+        value, expected = values[name], parameter.detach()
+        fixed = (expected == others[0][name]) & (expected == others[1][name])  # what no random number makes
+        assert torch.equal(value[fixed], expected[fixed]), name
+        drawn = int((~fixed).sum())
+        if drawn:
+            # Two samples of n from one distribution are so far apart once in 2 exp(-2 * 3^2) = 3e-8.
+            assert distance(value[~fixed], expected[~fixed]) < 3 * math.sqrt(2 / drawn), name
+        with torch.no_grad():
+            parameter.copy_(value)
+
+    ids = torch.randint(3, 120, (2, 12), generator=torch.Generator().manual_seed(3))
+    labels = torch.cat([ids[:, 1:], ids.new_full((2, 1), -100)], 1)
+    reference.eval(), model.eval()
+    logits = reference(input_ids=ids, use_cache=False).logits
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+    loss = model(input_ids=ids, labels=labels)
+    loss.backward(), expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    gradients = logical(model, gradients=True)
+    norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
+    for name, parameter in reference.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        # Sums in another order; recurrences of many steps round more.
+        assert (gradients[name] - gradient).norm().item() < 1e-5 * norm, name
+    assert torch.allclose(model(input_ids=ids), logits[:, -1].float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", NOT_TINY)
+def test_what_is_not_built_tiny(family: str) -> None:
+    """So that the list does not outlive its reasons."""
+    with torch.device("meta"):
+        try:
+            model = theirs(family, 0)
+        except Exception:
+            return
+    assert sum(p.numel() for p in model.parameters()) > 3e7
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_cannot_be_trained_is_refused_in_a_sentence(family: str) -> None:
+    with pytest.raises(ConfigError, match=REFUSED[family]):
+        ours(config=tiny(family))

@@ -1,0 +1,156 @@
+"""Ranks that hold the others up are named in the log, seldom enough to be read."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from conftest import ROOT, Workspace
+from crosstrain.distributed.group import Group
+from crosstrain.monitor import stragglers
+from crosstrain.monitor.stragglers import StragglerDetector
+from fixtures_ranks import make_trainer, mostly_slow, run_ranks
+
+
+class Together(Group):
+    """The ranks of a world as one of them sees it: `others` are the numbers that the others contribute."""
+
+    def __init__(self, rank: int, others: list[list[float]]) -> None:
+        super().__init__()
+        self.rank, self.size, self.others = rank, len(others), others
+
+    def all_reduce_sum(self, *values: float) -> list[float]:
+        width = len(values) // self.size
+        foreign = [x for rank, row in enumerate(self.others) for x in (row if rank != self.rank else [0.0] * width)]
+        return [a + b for a, b in zip(values, foreign, strict=True)]
+
+
+def detector(others: list[list[float]]) -> StragglerDetector:
+    """Rank 0 of a world in which rank r waits, computes forward and backward, and is at a dp rank: others[r]."""
+    waited, forward, backward, dp_rank = others[0]
+    seconds = {"data loader": waited, "forward": forward, "backward": backward}
+    runner: Any = SimpleNamespace(
+        world=Together(0, others), dp=SimpleNamespace(rank=int(dp_rank)), timers=SimpleNamespace(seconds=seconds)
+    )
+    return StragglerDetector(runner, num_workers=2)
+
+
+def notes_of(ours: StragglerDetector, intervals: int = 1, seconds: float = 1.0) -> list[str]:
+    """What is said in the last of so many intervals of one step."""
+    notes: list[str] = []
+    for step in range(1, intervals + 1):
+        ours.begin_interval()
+        ours.add_step()
+        notes = ours.check(step * 10, 1, seconds)[1]
+    return notes
+
+
+EVEN = [0.0, 0.1, 0.2]
+
+
+def test_a_slow_rank_is_named_when_it_was_slow_twice() -> None:
+    ours = detector([[*EVEN, 0], [*EVEN, 1], [0.0, 0.2, 0.37, 2], [*EVEN, 3]])
+    assert notes_of(ours) == []
+    assert notes_of(ours, 1) == [
+        "rank 2 is a straggler: at step 10, as at the logged one before, its forward and backward take 1.9x the median "
+        "of the other ranks (570 ms against 300 ms)"
+    ]
+
+
+def test_where_the_backward_waits_the_forward_tells() -> None:
+    (note,) = notes_of(detector([[0, 0.1, 0.9, 0], [0, 0.5, 0.5, 1]]), 2)
+    assert "rank 1 is a straggler" in note
+    assert "its forward takes 5.0x the median of the other ranks (500 ms against 100 ms)" in note
+
+
+def test_only_ranks_that_do_the_same_are_compared() -> None:
+    """Two stages of a pipeline, the second of which has more to do on both data-parallel ranks."""
+    assert notes_of(detector([[0, 0.1, 0.1, 0], [0, 0.4, 0.4, 0], [0, 0.1, 0.1, 1], [0, 0.4, 0.4, 1]]), 5) == []
+    (note,) = notes_of(detector([[0, 0.1, 0.1, 0], [0, 0.4, 0.4, 0], [0, 0.1, 0.1, 1], [0, 0.9, 0.9, 1]]), 2)
+    assert note.startswith("rank 3 is a straggler")
+
+
+@pytest.mark.parametrize("busy", [[0.1, 0.14], [0.001, 0.004], [0.0, 0.0]])
+def test_small_differences_are_nobodys_fault(busy: list[float]) -> None:
+    assert notes_of(detector([[0, busy[0], 0, 0], [0, busy[1], 0, 1]]), 5) == []
+
+
+def test_the_same_is_said_the_first_the_tenth_and_the_hundredth_time() -> None:
+    ours = detector([[*EVEN, 0], [0.0, 0.5, 0.5, 1]])
+    said = [note for _ in range(1, 202) for note in notes_of(ours)]
+    assert len(said) == 3
+    assert said[1].endswith("(for the 10th time)")
+    assert said[2].endswith("(for the 100th time)")
+
+
+def test_waiting_for_data_is_named_with_the_rank_and_the_remedy() -> None:
+    ours = detector([[0.1, 0.1, 0.2, 0], [0.38, 0.1, 0.2, 1]])
+    assert notes_of(ours) == []  # the loader's processes started in this one
+    ours.begin_interval()
+    ours.add_step()
+    waited, notes = ours.check(50, 10, 1.0)
+    assert waited == pytest.approx(0.38)
+    assert notes == ["steps 41 to 50 waited 38% of their time for data on rank 1; raise run.num_workers, now 2"]
+
+
+@pytest.mark.parametrize("wait", [0.24, 0.0])
+def test_a_little_waiting_is_not_worth_a_word(wait: float) -> None:
+    assert notes_of(detector([[wait, 0.1, 0.1, 0]]), 3) == []
+
+
+def held_up(project: str, options: tuple[str, ...], fault: str) -> list[str]:
+    """For ranks: train with rank 1 at fault; the notes in the rows."""
+    trainer = make_trainer(project, options)
+    if trainer.runner.world.rank == 1:
+        if fault == "compute":
+            compute = trainer.runner.compute_loss
+
+            def slowly(batch: Any) -> Any:
+                time.sleep(0.3)
+                return compute(batch)
+
+            trainer.runner.compute_loss = slowly
+        else:
+            get = trainer.dataset.get
+
+            def late(index: int, rng: Any) -> Any:
+                time.sleep(0.3)
+                return get(index, rng)
+
+            trainer.dataset.get = late
+    trainer.fit()
+    trainer.runner.close()
+    return []
+
+
+@pytest.mark.parametrize("runner", mostly_slow(["ddp", "zero1", "zero2"], quick=["ddp"]))
+@pytest.mark.parametrize("fault", mostly_slow(["compute", "data"], ["compute"]))
+def test_a_rank_at_fault_is_named_in_the_log(workspace: Workspace, fault: str, runner: str) -> None:
+    """Real ranks; what rank 1 sleeps is far more than a tiny model takes, also on a busy machine."""
+    options = ("run.output_dir=out", "run.max_iters=6", "run.log_interval=2", f"run.runner={runner}")
+    project = str(workspace.project)
+    options = (*options, f"run.output_dir={workspace.path}/out", "run.micro_batch_size=1", "run.global_batch_size=4")
+    run_ranks(2, held_up, project, options, fault)
+    log = (workspace.path / "out" / "log.txt").read_text().splitlines()
+    straggler = [line for line in log if "rank 1 is a straggler" in line]
+    waiting = [line for line in log if "of their time for data on rank 1" in line]
+    if fault == "compute":
+        assert len(straggler) == 1
+        assert "x the median of the other ranks" in straggler[0]
+    else:
+        assert len(waiting) == 1
+        assert re.search(r"steps \d to \d waited \d+% of their time", waiting[0])
+        assert "raise run.num_workers, now 0" in waiting[0]
+    noted = [json.loads(line).get("notes", []) for line in (workspace.path / "out" / "metrics.jsonl").open()]
+    assert (straggler + waiting)[0].endswith(next(note for notes in noted for note in notes if "rank 1" in note))
+
+
+def test_the_thresholds_are_the_documented_ones() -> None:
+    documented = (ROOT / "docs" / "monitoring.md").read_text()
+    assert f"{stragglers.SLOWER} times the median" in documented
+    assert f"{stragglers.WAITING:.0%} of" in documented
