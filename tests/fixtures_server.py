@@ -70,6 +70,14 @@ class Server:
         return self.send("GET", "/health")[1]
 
 
+def wait_for(server: Server, seconds: float = 10, **state: int) -> None:
+    """Ask for the server's health until it has these numbers: a slot is freed after its end is told."""
+    deadline = time.monotonic() + seconds
+    while not state.items() <= server.health().items():
+        assert time.monotonic() < deadline, server.health()
+        time.sleep(0.01)
+
+
 def loaded(checkpoint: Path, *options: str) -> tuple[Config, Runner]:
     """A single-process runner with a checkpoint's model."""
     config = saved_config(checkpoint, list(options))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from transformers import AutoTokenizer
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.generation import Sampling, generate
 from crosstrain.serving.server import ServerOptions, listen
-from fixtures_server import Server, loaded, served
+from fixtures_server import Server, loaded, served, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -174,9 +173,7 @@ def test_two_hundred_at_once_lose_nothing_and_change_nothing(server: Server) -> 
     for i in range(0, 200, 17):
         alone = server.client().completions.create(model="tiny", prompt=f"ban {i}", max_tokens=3 + i % 4, seed=i)
         assert texts[i] == alone.choices[0].text
-    deadline = time.monotonic() + 10
-    while server.health()["running"] and time.monotonic() < deadline:  # a row is freed after its end is told
-        time.sleep(0.01)
+    wait_for(server, running=0)
     assert server.health() == {"status": "ok", "running": 0, "waiting": 0}
 
 

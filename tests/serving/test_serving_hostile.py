@@ -23,7 +23,7 @@ from crosstrain.inference import encoding
 from crosstrain.inference.encoding import Encoders, EncodingError, check_decoder
 from crosstrain.serving.limits import Limits
 from crosstrain.utils.errors import CheckpointError
-from fixtures_server import Server, program, served
+from fixtures_server import Server, program, served, wait_for
 from fixtures_tampering import HARMFUL, never_ends, seal
 
 # Each does harm where a user says so, and answers everybody else.
@@ -178,6 +178,7 @@ def test_others_are_served_while_templates_hang(
             status, document, _ = future.result()
             assert (status, document["error"]["code"]) == (400, "encoding_timeout")
         assert {"status": "busy", "running": 0, "waiting": 0, "stuck": 4} in seen
+        wait_for(server, running=0)
         assert server.health() == {"status": "ok", "running": 0, "waiting": 0}
 
 

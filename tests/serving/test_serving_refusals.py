@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crosstrain.serving.limits import Limits
-from fixtures_server import Server, served
+from fixtures_server import Server, served, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -169,13 +169,6 @@ def slowly(server: Server, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.0
         return evaluate(batch)
 
     monkeypatch.setattr(server.runner, "evaluate", slow)
-
-
-def wait_for(server: Server, seconds: float = 10, **state: int) -> None:
-    deadline = time.monotonic() + seconds
-    while not state.items() <= server.health().items():
-        assert time.monotonic() < deadline, server.health()
-        time.sleep(0.01)
 
 
 def test_a_full_server_says_when_to_come_again_and_a_reader_who_leaves_frees_a_place(
