@@ -17,7 +17,9 @@ from crosstrain.corpus.reader import Reader
 from crosstrain.corpus.sources import InputSource
 from crosstrain.data.prepared import Summary
 from crosstrain.utils.errors import ConfigError, DataError
-from fixtures_web import Server
+from fixtures_web import Server, server
+
+__all__ = ["server"]  # a fixture
 
 PROSE = "The lighthouse stands on a cliff above the harbour, and {0} ships pass it every night on their way south. "
 
