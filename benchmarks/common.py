@@ -1,4 +1,4 @@
-"""What the benchmarks share: a project to train, interleaved rounds, and ratios with their spread."""
+"""Shared by the benchmarks: a project to train, interleaved rounds, and ratios with their spread."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def _run(project: Path, ranks: int, modules: Path) -> int:
 
 
 def rank_of(project: str, modules: Path) -> None:
-    """What every rank does: import everything, then train, then print its peak."""
+    """Import everything, train, and print this rank's peak."""
     known = modules.exists()
     for name in json.loads(modules.read_text()) if known else ():
         with contextlib.suppress(Exception):  # such as those that others make as they go

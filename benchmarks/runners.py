@@ -41,7 +41,7 @@ WARM_UP = 3  # turns
 
 
 class Benchmark:
-    """What the command line asked for, and the contestants that follow from it."""
+    """The command line's request, and the contestants that follow from it."""
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.arguments, self.folder = arguments, folder

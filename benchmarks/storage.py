@@ -57,7 +57,7 @@ def storage(line: Line, project: str, options: list[str]) -> None:
         load_shards(Reader.open(checkpoint), runner.shards())
 
     def read() -> None:
-        """As many bytes as this rank's state has, from its own plain file on, as far as needed."""
+        """Read as many bytes as this rank's state has, from its own plain file on."""
         free = memoryview(room)
         for path in plain[rank:] + plain[:rank]:
             part = free[: path.stat().st_size]

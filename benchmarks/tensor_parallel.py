@@ -1,4 +1,4 @@
-"""What tensor parallelism gains, and what it costs to do it with torch's own styles.
+"""The gain of tensor parallelism, and its cost with torch's own styles.
 
     python benchmarks/tensor_parallel.py [--pairs 20]
     python benchmarks/tensor_parallel.py --quick    # a tiny model: does it run?

@@ -62,7 +62,7 @@ def write_images(folder: Path, count: int) -> None:
 
 
 class Files(torch.utils.data.Dataset):
-    """What anyone would write."""
+    """A dataset of plain files, as anyone would write it."""
 
     def __init__(self, folder: Path, transform: Any, tokenizer: Any) -> None:
         self.paths, self.transform, self.tokenizer = sorted(folder.glob("*.jpg")), transform, tokenizer

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names for mypy and editors
-    from crosstrain.checkpoint.boxes import Box, Piece, Shard, dtensor_pieces, flat_range_pieces, whole_pieces
+    from crosstrain.checkpoint.boxes import (
+        Box,
+        Piece,
+        Shard,
+        dtensor_pieces,
+        flat_range_pieces,
+        whole_pieces,
+        without_padding,
+    )
     from crosstrain.config.bounds import (
         AllowInfinity,
         FilePath,

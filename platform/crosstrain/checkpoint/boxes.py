@@ -84,7 +84,7 @@ class Shard:
 
 def whole_pieces(tensor: Tensor, shape: tuple[int, ...]) -> list[Piece]:
     """Return the one piece of a rank that holds all of a tensor; padding beyond the logical `shape` is cut off."""
-    return _cut([Piece(Box.whole(tuple(tensor.shape)), tensor.detach())], shape)
+    return without_padding([Piece(Box.whole(tuple(tensor.shape)), tensor.detach())], shape)
 
 
 def flat_range_pieces(
@@ -98,17 +98,17 @@ def flat_range_pieces(
         Piece(box, flat.detach()[first - start : first - start + box.numel].view(box.shape))
         for box, first in _range_boxes(tuple(padded or shape), start, start + flat.numel())
     ]
-    return _cut(pieces, shape)
+    return without_padding(pieces, shape)
 
 
 def dtensor_pieces(tensor: DTensor, shape: tuple[int, ...]) -> list[Piece]:
     """Return the piece of a rank that holds the local part of a DTensor."""
     local_shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     local = tensor.to_local().detach()
-    return _cut([Piece(Box(tuple(offset), tuple(local_shape)), local)], shape)
+    return without_padding([Piece(Box(tuple(offset), tuple(local_shape)), local)], shape)
 
 
-def _cut(pieces: list[Piece], shape: tuple[int, ...]) -> list[Piece]:
+def without_padding(pieces: list[Piece], shape: tuple[int, ...]) -> list[Piece]:
     """Cut off padding beyond the logical `shape`."""
     logical = Box.whole(tuple(shape))
     if logical.numel == 0:  # every rank holds all of nothing

@@ -188,7 +188,7 @@ class LanguageModel(Model):
 
     @abstractmethod
     def forward(self, **batch: Any) -> Tensor:
-        """As `Model.forward`, for either `input_ids` [batch, length] or `inputs_embeds` [batch, length, hidden_size].
+        """Implement `Model.forward` for `input_ids` [batch, length] or `inputs_embeds` [batch, length, hidden_size].
 
         Also takes, each of them optional: `labels` [batch, length], the target at each position or -100; `cache`;
         `attention_mask`, [batch, past + length] and nonzero for what may be seen, or boolean or additive

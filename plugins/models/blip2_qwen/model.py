@@ -84,7 +84,7 @@ class Blip2Qwen(Model):
         attention_mask: Tensor | None = None,
         cache: Any = None,
     ) -> Tensor:
-        """As `Model.forward`. input_ids [batch, length] has `IMAGE_ID` as a placeholder for each embedding of an image.
+        """Implement `Model.forward`. input_ids [batch, length] has an `IMAGE_ID` for each embedding of an image.
 
         pixel_values [images, 3, H, W]: the images of all samples, in the order of their placeholders. segments
         [batch, length]: a token sees earlier tokens of its own segment and of segment `SHARED`. position_ids,
@@ -135,7 +135,7 @@ class Blip2Qwen(Model):
             yield
 
     def train(self, mode: bool = True) -> Blip2Qwen:
-        """As in torch, but frozen parts stay in eval mode: no dropout, no stochastic depth."""
+        """Set the mode as torch does, but frozen parts stay in eval mode: no dropout, no stochastic depth."""
         super().train(mode)
         for part in _PREFIXES:
             if getattr(self.options, part).freeze:

@@ -20,7 +20,7 @@ from .options import Options
 from .pipeline_stages import ends_of, leave_out, spread, width_of
 from .plan import resolve
 from .rng_tracker import RngTracker
-from .shard_model import cut_model
+from .shard_model import shard_model
 from .tensor_parallel import TensorParallel, local
 from .vocabulary import ParallelHead
 
@@ -36,7 +36,7 @@ def layouts(options: Options, at: PlanContext) -> list[Layout]:
 
 
 class _NoRng(RngTracker):
-    """No random numbers, because fake tensors have no values."""
+    """A tracker that draws nothing, because fake tensors have no values."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"), 0)
@@ -79,7 +79,7 @@ def _layout(
     if tensor is not None:
         assert mesh is not None
         plan = resolve(model, options.plan)
-        cuts = cut_model(model, plan, tensor, mesh)
+        cuts = shard_model(model, plan, tensor, mesh)
         head = model.head
         _plain(model)
         if cuts and "vocabulary" in plan.modules.values():

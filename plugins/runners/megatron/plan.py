@@ -26,7 +26,7 @@ STYLES = (*CUT_STYLES, "replicated", "summed", "divide")
 
 @dataclass
 class Resolved:
-    """What a plan means for one model; all names are the model's own."""
+    """A plan resolved for one model; all names are the model's own."""
 
     modules: dict[str, str] = field(default_factory=dict)  # with a cut weight -> style
     summed: set[str] = field(default_factory=set)  # replicated parameters of which each rank sees a part of the use
@@ -62,8 +62,8 @@ def resolve(model: Model, over: dict[str, str]) -> Resolved:
     return resolved
 
 
-def cuts_of(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str], ShardSpec]:
-    """How parameters are cut for `size` ranks, by module and attribute; what is not among them every rank holds whole.
+def shard_specs(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str], ShardSpec]:
+    """Shard specs for `size` ranks, by module and attribute; every rank holds all other parameters whole.
 
     Looks at nothing but names and shapes. Raises ConfigError for a plan that cuts nothing, and where something does
     not divide: it names the first such parameter, and the numbers of ranks that divide all of them.
@@ -122,7 +122,7 @@ def user_of(model: Model, name: str) -> str:
 
 
 def _padded_rows(model: Model, parameter: nn.Parameter, ranks: int) -> int:
-    """As many rows of a vocabulary as every rank gets the same multiple of."""
+    """Rows of a vocabulary, padded so that every rank gets the same multiple of rows."""
     name = next(name for name, p in model.named_parameters() if p is parameter)
     multiple = model.vocabulary_multiple * ranks
     return -(-model.logical_shape(model.canonical_name(name), parameter.shape)[0] // multiple) * multiple

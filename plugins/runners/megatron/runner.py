@@ -30,6 +30,7 @@ from crosstrain import (
     materialize,
     parameters_on_meta,
     registry,
+    without_padding,
 )
 from crosstrain.utils.rng import seed_everything_for
 
@@ -47,10 +48,10 @@ from .footprint import layouts
 from .options import Options
 from .pipeline import Pipeline, Stage
 from .pipeline_stages import ends_of, leave_out, spread, tied_names, width_of
-from .plan import cuts_of, resolve
+from .plan import resolve, shard_specs
 from .rng_tracker import RngTracker
-from .shard_model import cut_model
-from .shard_spec import ShardSpec, inside
+from .shard_model import shard_model
+from .shard_spec import ShardSpec
 from .tensor_parallel import TensorParallel, local
 
 
@@ -81,7 +82,7 @@ class MegatronRunner(Runner):
     def check_model(cls, options: Options, model: Model) -> None:
         plan = resolve(model, options.plan)
         if options.tensor_parallel > 1:
-            cuts_of(model, plan, options.tensor_parallel)
+            shard_specs(model, plan, options.tensor_parallel)
         if options.sequence_parallel:
             ends_of(model, "sequence_parallel")
         if options.pipeline_parallel > 1:
@@ -124,7 +125,7 @@ class MegatronRunner(Runner):
         plan = resolve(model, self.options.plan)
         cuts: dict[str, ShardSpec] = {}
         if self.tensor is not None:
-            cuts = cut_model(model, plan, self.tensor, self.mesh["tensor"])
+            cuts = shard_model(model, plan, self.tensor, self.mesh["tensor"])
         summed = plan.summed | self._on_split_sequences(model, cuts)
         tied = self._keep_own_stage(model)
         self.data_parallel = self._choose_strategy(model)
@@ -309,7 +310,7 @@ class MegatronRunner(Runner):
         pieces = self.data_parallel.pieces(share, held)
         if share.cut is not None and self.tensor is not None:
             pieces = share.cut.whole(pieces, self.tensor.rank)
-        return inside(pieces, tuple(shape))
+        return without_padding(pieces, tuple(shape))
 
     def loaded(self) -> None:
         with torch.no_grad():

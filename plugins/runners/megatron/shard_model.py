@@ -9,21 +9,21 @@ from torch.distributed.tensor import DTensor
 
 from crosstrain import Model
 
-from .plan import Resolved, cuts_of
+from .plan import Resolved, shard_specs
 from .shard_spec import ShardSpec
 from .tensor_parallel import TensorParallel, compute_with_slices
 from .vocabulary import ParallelHead
 
 
-def cut_model(model: Model, plan: Resolved, tensor: TensorParallel, mesh: DeviceMesh) -> dict[str, ShardSpec]:
+def shard_model(model: Model, plan: Resolved, tensor: TensorParallel, mesh: DeviceMesh) -> dict[str, ShardSpec]:
     """Replace parameters by this rank's slices, and make the modules compute with them.
 
-    Returns the shard specs by the model's own names. Raises what `cuts_of` raises.
+    Returns the shard specs by the model's own names. Raises what `shard_specs` raises.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     cuts: dict[str, ShardSpec] = {}
     slices: dict[nn.Parameter, nn.Parameter] = {}
-    for (module_name, attribute), cut in cuts_of(model, plan, tensor.size).items():
+    for (module_name, attribute), cut in shard_specs(model, plan, tensor.size).items():
         parameter = model.get_submodule(module_name).get_parameter(attribute)
         cuts[names[parameter]] = cut
         slices[parameter] = _slice(parameter, cut, mesh)

@@ -50,10 +50,3 @@ class ShardSpec:
                     data = piece.data.narrow(self.dim, low - first, high - low)
                     out.append(Piece(Box(tuple(offset), tuple(shape)), data))
         return out
-
-
-def inside(pieces: list[Piece], shape: tuple[int, ...]) -> list[Piece]:
-    """Pieces without what lies beyond `shape`, which is padding."""
-    logical = Box.whole(tuple(shape))
-    cut = [(piece, piece.box.intersect(logical)) for piece in pieces]
-    return [Piece(box, piece.data[box.slices_in(piece.box)]) for piece, box in cut if box is not None]

@@ -147,7 +147,7 @@ def _size(operation: str, size: tuple[Any, torch.dtype] | None) -> str:
 
 
 class _LibraryFiles(dict[str, bool]):
-    """By file: True if collectives are only passed through it on their way to torch."""
+    """Files as keys; True for one that only passes collectives on to torch."""
 
     _PACKAGES = tuple(str(Path(torch.__path__[0]).parent / name) + os.sep for name in ("torch", "deepspeed"))
     _STDLIB = sysconfig.get_path("stdlib") + os.sep
