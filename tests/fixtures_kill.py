@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from conftest import Run
+from conftest import Run, Workspace
 
 COMPARED = ("step", "loss", "lr", "grad_norm", "samples", "val_loss")
 INTERVALS = (
@@ -111,3 +111,11 @@ def sentence(run: Run) -> str:
     assert run.err.rstrip().splitlines()[-1] == errors[0]
     assert errors[0].startswith("error: ")
     return errors[0].removeprefix("error: ")
+
+
+def plant(workspace: Workspace, plugin: str) -> Workspace:
+    """Write a plugin whose ranks go astray into the workspace's folder `elsewhere`."""
+    folder = workspace.path / "elsewhere"
+    folder.mkdir()
+    (folder / "astray.py").write_text(plugin)
+    return workspace

@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
+from safetensors import safe_open
 
 from conftest import ENVIRONMENT, ROOT, Run, Workspace
 from fixtures_ranks import make_trainer, run_ranks
@@ -132,3 +134,12 @@ def project(workspace: Workspace, model: dict[str, Any], runner: dict[str, Any] 
         workspace.config["run"]["runner"] = runner
     workspace.project.write_text(yaml.safe_dump(workspace.config))
     return workspace
+
+
+def stored(checkpoint: Path) -> set[str]:
+    """Names of the tensors that a checkpoint's files hold."""
+    names: set[str] = set()
+    for file in checkpoint.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names |= set(opened.keys())
+    return names

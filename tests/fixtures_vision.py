@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import yaml
 from PIL import Image
-from safetensors import safe_open
 
 from crosstrain.config.load import load_config
 from crosstrain.data.vision.conversations import IMAGE_ID
@@ -107,11 +106,3 @@ def sample(images: int, length: int, seed: int) -> Sample:
     labels[: len(labels) - length // 2] = IGNORE_INDEX
     pixels = rng.normal(size=(images, 3, 16, 16)).astype(np.float32)
     return {"input_ids": ids, "labels": labels} | ({"pixel_values": pixels} if images else {})
-
-
-def stored(checkpoint: Path) -> set[str]:
-    names: set[str] = set()
-    for file in checkpoint.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            names |= set(opened.keys())
-    return names

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from conftest import ENVIRONMENT, ROOT, Run, Workspace
@@ -22,7 +21,7 @@ from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.frozen import fingerprint
 from crosstrain.cli.main import main
 from fixtures_ranks import mostly_slow, train
-from fixtures_training import TOLERANCE, relative, sized
+from fixtures_training import TOLERANCE, relative, sized, stored
 
 FROZEN = ["transformer.wte.*", "transformer.wpe.*", "transformer.h.0.*"]
 OPTIONS = (
@@ -48,14 +47,6 @@ def partly(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> tuple[Wor
     workspace.config["run"]["freeze"] = FROZEN
     workspace.project.write_text(json.dumps(workspace.config))
     return workspace, train(workspace.project, "ddp@1", *OPTIONS)
-
-
-def stored(checkpoint: Path) -> set[str]:
-    names: set[str] = set()
-    for file in checkpoint.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            names |= set(opened.keys())
-    return names
 
 
 def is_frozen(name: str) -> bool:

@@ -24,7 +24,7 @@ from crosstrain.distributed.watchdog.diagnosis import (
 )
 from crosstrain.distributed.watchdog.flight_recorder import FlightRecorder
 from crosstrain.distributed.watchdog.rank_report import Call, History, Location, RankReport, Waiting
-from fixtures_kill import sentence
+from fixtures_kill import plant, sentence
 
 PLUGIN = '''
 import time
@@ -81,10 +81,7 @@ class Astray(Runner):
 
 @pytest.fixture
 def astray(workspace: Workspace) -> Workspace:
-    folder = workspace.path / "elsewhere"
-    folder.mkdir()
-    (folder / "astray.py").write_text(PLUGIN)
-    return workspace
+    return plant(workspace, PLUGIN)
 
 
 def options(how: str) -> list[str]:

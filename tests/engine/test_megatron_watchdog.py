@@ -7,7 +7,7 @@ import re
 import pytest
 
 from conftest import Workspace
-from fixtures_kill import sentence
+from fixtures_kill import plant, sentence
 
 PLUGIN = '''
 import torch
@@ -58,10 +58,7 @@ class Finished(Astray):
 
 @pytest.fixture
 def astray(workspace: Workspace) -> Workspace:
-    folder = workspace.path / "elsewhere"
-    folder.mkdir()
-    (folder / "astray.py").write_text(PLUGIN)
-    return workspace
+    return plant(workspace, PLUGIN)
 
 
 @pytest.mark.slow

@@ -22,8 +22,8 @@ from crosstrain.engine.runner import Runner
 from crosstrain.modeling.meta_init import parameters_on_meta
 from crosstrain.utils.errors import CheckpointError, ConfigError, DataError
 from fixtures_ranks import make_trainer, mostly_slow, run_ranks, train
-from fixtures_training import TOLERANCE, relative
-from fixtures_vision import MODEL, OPEN, build, mixed_project, options, sample, shapes, stored, write_project
+from fixtures_training import TOLERANCE, relative, stored
+from fixtures_vision import MODEL, OPEN, build, mixed_project, options, sample, shapes, write_project
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from crosstrain.data.splits import prepare_data
 from crosstrain.data.vision.conversations import collate
 from crosstrain.utils.errors import CheckpointError, ConfigError
 from fixtures_ranks import mostly_slow, train
-from fixtures_training import HALF_TOLERANCE, TOLERANCE, relative
-from fixtures_vision import LANGUAGE, MODEL, build, options, picture, sample, shapes, stored, write_project
+from fixtures_training import HALF_TOLERANCE, TOLERANCE, relative, stored
+from fixtures_vision import LANGUAGE, MODEL, build, options, picture, sample, shapes, write_project
 
 
 def write_blip2(folder: Path) -> Any:
