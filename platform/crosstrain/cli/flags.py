@@ -12,6 +12,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def seconds(text: str) -> float:
+    """The type of a flag that takes a time above 0."""
+    if not float(text) > 0:
+        raise ValueError
+    return float(text)
+
+
 def add_config(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument("--cfg-path", required=required, metavar="FILE", help="a project file")
     parser.add_argument("--options", nargs="+", default=[], metavar="KEY=VALUE", help="override it, such as run.seed=1")

@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from crosstrain.cli.flags import add_checkpoint, add_config, positive
+from crosstrain.cli.flags import add_checkpoint, add_config, positive, seconds
 from crosstrain.distributed.launch.launcher import Launch, launch
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.optional_deps import require
@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="sequences that are computed together (default: 8)")  # fmt: skip
     parser.add_argument("--max-waiting", type=positive, default=512, metavar="N",
                         help="completions that may wait; others are refused (default: 512)")  # fmt: skip
-    parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for a request (default: 600)")
-    parser.add_argument("--header-timeout", type=float, default=10, metavar="SECONDS",
+    parser.add_argument("--timeout", type=seconds, default=600, metavar="SECONDS", help="for a request (default: 600)")
+    parser.add_argument("--header-timeout", type=seconds, default=10, metavar="SECONDS",
                         help="for a request's headers to arrive (default: 10)")  # fmt: skip
 
 

@@ -133,13 +133,13 @@ def as_prompt(ids: list[int], end: int) -> Sample:
     return {"input_ids": np.array([-1 if i is None else i for i in ids] or [end], np.int64)}
 
 
-def room_after(model: Model, sample: Sample) -> int:
-    """Number of tokens that the model can add to a prompt; UserError for none, and for ids that it does not have."""
+def room_after(model: Model, sample: Sample, least: int = 1) -> int:
+    """Number of tokens that the model can add to a prompt; UserError below `least`, and for ids that it lacks."""
     ids, vocabulary, limit = sample["input_ids"], model.vocab_size, model.max_length
     known = (ids >= 0) | (ids == IMAGE_ID)
     if not known.all() or (vocabulary is not None and ids.max() >= vocabulary):
         raise UserError("the tokenizer gives ids that the model does not know, so they do not belong together")
-    if limit is not None and len(ids) >= limit:
+    if limit is not None and len(ids) + least > limit:
         raise UserError(f"the prompt has {len(ids)} tokens and the model's limit is {limit}; shorten it")
     return sys.maxsize if limit is None else limit - len(ids)
 

@@ -155,7 +155,7 @@ class Web:
             finally:
                 self._bytes -= len(body)
             jobs += planned.jobs
-            self._scheduler.submit([job for job in jobs if not job.finish_at_once()])
+            self._scheduler.submit(jobs)
             response = builder(self._service.name, planned, self._tokenizer)
             if not asked.stream:
                 await _unless_gone(request, _collect(response, events))
@@ -231,7 +231,7 @@ async def _stream(
     while not isinstance(event, ApiError):
         response.add(event)
         yield _event(response.chunk([response.part(event)], **usage))
-        if response.done:
+        if not response.unfinished:
             if with_usage:
                 yield _event(response.chunk([], usage=response.usage()))
             yield "data: [DONE]\n\n"
@@ -241,7 +241,7 @@ async def _stream(
 
 
 async def _collect(response: ResponseBuilder, events: asyncio.Queue[Event]) -> None:
-    while not response.done:
+    while response.unfinished:
         event = await events.get()
         if isinstance(event, ApiError):
             raise event
@@ -291,6 +291,6 @@ def _gone(_: Request, error: Exception) -> Response:
     return Response(status_code=499)  # which nobody reads
 
 
-def _broken(_: Request, error: Exception) -> Response:
+def _broken(request: Request, error: Exception) -> Response:
     log.error("a request failed", exc_info=error)
-    return JSONResponse(ApiError(500, "the server failed", code="failed").document, 500)
+    return _refused(request, ApiError(500, "the server failed", code="failed"))

@@ -1,19 +1,26 @@
-"""Prompts: a request's conversation in the format that the model knows, as token ids."""
+"""Prompts: a request's text or conversation in the format that the model knows, as token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+import base64
+import io
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from crosstrain.data.vision.conversations import IMAGE, Message
+from crosstrain.data.vision.conversations import IMAGE, Conversation, Message
 from crosstrain.data.vision.prompts import PromptBuilder
 from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.generation import as_prompt
+from crosstrain.serving.api_error import wrong
+from crosstrain.serving.limits import Limits
+from crosstrain.serving.requests import ChatMessage, ImagePart, TextPart
+from crosstrain.utils.optional_deps import require
 from crosstrain.utils.types import Sample
 
 _NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}  # of plain turns
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # of images
 
 
 @dataclass(frozen=True)
@@ -31,61 +38,79 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A message, with images (PIL) among its words."""
-
-    role: str  # system, user or assistant
-    parts: list[Any] = field(default_factory=list)  # texts and images
-
-    @property
-    def text(self) -> str:
-        return "".join(part for part in self.parts if isinstance(part, str))
-
-
-@dataclass(frozen=True)
 class ChatFormat:
-    """The form of a conversation as a prompt. `make` raises UserError where a conversation has none."""
+    """The form of a conversation, and of its images (PIL), as a prompt. `make` raises UserError where it has none."""
 
     name: str
     takes_images: bool
-    make: Callable[[Sequence[Turn]], Prompt]
+    make: Callable[[Conversation, list[Any]], Prompt]
 
 
 def chat_format(tokenizer: Any, builder: PromptBuilder | None, encoders: Encoders) -> ChatFormat:
     """The training format of a model trained on conversations, else the tokenizer's template, else plain turns."""
     end = tokenizer.eos_token_id
+
+    def from_template(messages: Conversation, _: list[Any]) -> Prompt:
+        ids = encoders.encode("chat", [{"role": message.role, "content": message.text} for message in messages])
+        return Prompt(as_prompt(ids, end), frozenset({end}))
+
+    def plain_turns(messages: Conversation, _: list[Any]) -> Prompt:
+        lines = [f"{_NAMES[message.role]}: {message.text.strip()}\n" for message in messages]
+        ids = encoders.encode("text", "".join([*lines, "Assistant:"]))
+        stops = tuple(f"\n{name}:" for name in _NAMES.values())
+        return Prompt(as_prompt(ids, end), frozenset({end}), stops, strip=True)
+
+    def as_trained(messages: Conversation, images: list[Any]) -> Prompt:
+        assert builder is not None
+        return Prompt(builder.ask(messages, images), frozenset({builder.end_id}), strip=True)
+
     if builder is not None:
-        return ChatFormat("as in training", True, partial(_as_trained, builder))
+        return ChatFormat("as in training", True, as_trained)
     if tokenizer.chat_template:
-        return ChatFormat("the tokenizer's template", False, partial(_from_template, encoders, end))
-    return ChatFormat("plain turns", False, partial(_plain_turns, encoders, end))
+        return ChatFormat("the tokenizer's template", False, from_template)
+    return ChatFormat("plain turns", False, plain_turns)
 
 
-def completion_prompt(encoders: Encoders, given: str | list[int], end: int) -> Prompt:
-    """A text, or its tokens, to continue."""
-    ids = encoders.encode("text", given) if isinstance(given, str) else given
-    return Prompt(as_prompt(ids, end), frozenset({end}))
+def conversation(given: list[ChatMessage], takes_images: bool, limits: Limits) -> tuple[Conversation, list[Any]]:
+    """A request's messages, with placeholders among the words, and their images. ApiError 400 for wrong images."""
+    count = sum(isinstance(part, ImagePart) for message in given for part in message.parts)
+    if count and not takes_images:
+        raise wrong("messages", "this model takes no images")
+    if count > limits.images:
+        raise wrong("messages", f"{count} images; at most {limits.images} are taken")
+    messages, images = list[Message](), list[Any]()
+    for i, message in enumerate(given):
+        words = []
+        for j, part in enumerate(message.parts):
+            if isinstance(part, TextPart):
+                # A placeholder that a client writes is only text.
+                words.append(part.text.replace(IMAGE, "") if takes_images else part.text)
+            else:
+                where = f"messages[{i}].content[{j}].image_url.url"
+                images.append(picture(part.image_url.url, limits.image_pixels, where))
+                words.append(IMAGE)
+        messages.append(Message("system" if message.role == "developer" else message.role, "".join(words)))
+    return messages, images
 
 
-def _as_trained(builder: PromptBuilder, turns: Sequence[Turn]) -> Prompt:
-    """Images among the words. Placeholders of images that a client writes are only text."""
-    messages = []
-    for turn in turns:
-        words = [part.replace(IMAGE, "") if isinstance(part, str) else IMAGE for part in turn.parts]
-        messages.append(Message(turn.role, "".join(words)))  # type: ignore[arg-type]
-    images = [part for turn in turns for part in turn.parts if not isinstance(part, str)]
-    return Prompt(builder.ask(messages, images), frozenset({builder.end_id}), strip=True)
-
-
-def _from_template(encoders: Encoders, end: int, turns: Sequence[Turn]) -> Prompt:
-    """The tokenizer's own template, which transformers renders in a sandbox."""
-    ids = encoders.encode("chat", [{"role": turn.role, "content": turn.text} for turn in turns])
-    return Prompt(as_prompt(ids, end), frozenset({end}))
-
-
-def _plain_turns(encoders: Encoders, end: int, turns: Sequence[Turn]) -> Prompt:
-    """`User: ...` and `Assistant: ...` on lines of their own, for models that know no conversations."""
-    lines = [f"{_NAMES[turn.role]}: {turn.text.strip()}\n" for turn in turns]
-    ids = encoders.encode("text", "".join([*lines, "Assistant:"]))
-    stops = tuple(f"\n{name}:" for name in _NAMES.values())
-    return Prompt(as_prompt(ids, end), frozenset({end}), stops, strip=True)
+def picture(url: str, most_pixels: int, param: str) -> Any:
+    """The RGB PIL image of a `data:` URL in base64. Nothing is fetched: ApiError 400 for anything else."""
+    head, comma, data = url.partition(",")
+    if not head.lower().startswith("data:") or not comma:
+        problem = "images are not fetched; send the image itself, as data:image/png;base64,..."
+        raise wrong(param, problem, "invalid_image_url")
+    if not head.lower().endswith(";base64"):
+        raise wrong(param, "a data: URL has to be in base64", "invalid_base64_image")
+    try:
+        content = base64.b64decode(data, validate=True)
+    except ValueError:  # also for characters beyond ASCII
+        raise wrong(param, "this is not base64", "invalid_base64_image") from None
+    image = require("PIL.Image", "serving a vision-language model")
+    try:
+        with warnings.catch_warnings(action="ignore"), image.open(io.BytesIO(content), formats=_FORMATS) as opened:
+            pixels = opened.width * opened.height
+            if pixels <= most_pixels:
+                return opened.convert("RGB")
+    except Exception:  # PIL raises whatever its decoders come upon
+        raise wrong(param, f"not a readable image in one of {', '.join(_FORMATS)}", "invalid_image") from None
+    raise wrong(param, f"{pixels} pixels, more than the {most_pixels} allowed", "image_too_large")

@@ -1,4 +1,4 @@
-"""Jobs of the scheduler, and the events that it delivers."""
+"""Jobs of the scheduler, and the pieces of text that it delivers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ from crosstrain.serving.api_error import ApiError
 from crosstrain.serving.chat_format import Prompt
 from crosstrain.utils.types import Sample
 
-Reason = Literal["stop", "length"]
-
-
 _LEAST = -9999.0  # the lowest log-probability in a response: JSON has no infinity
 
 
@@ -34,25 +31,18 @@ class Score:
     top: list[tuple[int, float]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Piece:
-    """More of a choice's text."""
+    """A part of a choice's text. The last one is empty and has a reason for the end and the number of tokens."""
 
     choice: int
-    text: str
-    scores: list[Score]
+    text: str = ""
+    scores: list[Score] = field(default_factory=list)
+    reason: Literal["stop", "length"] | None = None
+    tokens: int = 0
 
 
-@dataclass(frozen=True)
-class Finish:
-    """The end of a choice's text, of so many tokens."""
-
-    choice: int
-    reason: Reason
-    tokens: int
-
-
-Event = Piece | Finish | ApiError  # an error ends the request
+Event = Piece | ApiError  # an error ends the request
 
 
 @dataclass(eq=False)
@@ -79,21 +69,9 @@ class Job:
         """The prompt, or its first token if the others are scored one by one."""
         return {"input_ids": self.prompt.sample["input_ids"][:1]} if self.score_prompt else self.prompt.sample
 
-    @property
-    def overdue(self) -> bool:
-        return time.monotonic() > self.deadline
-
     def fail(self, error: ApiError) -> None:
         self.cancelled = True
         self.deliver(error)
-
-    def finish_at_once(self) -> bool:
-        """Finish a job that nothing has to be computed for; False for any other."""
-        if self.max_new_tokens or self.score_prompt:
-            return False
-        for choice in self.completions.values():
-            self.deliver(Finish(choice, "length", 0))
-        return True
 
 
 class JobSequence(Sequence):
@@ -116,22 +94,18 @@ class JobSequence(Sequence):
             self._tell("", [self._score(token, logits)])
             if self._given or self.job.max_new_tokens:
                 return token
-        if not self.job.max_new_tokens:
-            self._finish("length")
-            return None
-        token = int(choose(logits[None], self.sampling, [self.rng]))
-        piece = self.push(token)
-        if token not in self.ends:
-            self._tell(piece, [] if self.job.logprobs is None else [self._score(token, logits)])
-        if self.finish_reason is None:
-            return token
-        self._finish(self.finish_reason)
-        return None
-
-    def _finish(self, reason: Reason) -> None:
+        if self.job.max_new_tokens:
+            token = int(choose(logits[None], self.sampling, [self.rng]))
+            text = self.push(token)
+            if token not in self.ends:
+                self._tell(text, [] if self.job.logprobs is None else [self._score(token, logits)])
+            if self.finish_reason is None:
+                return token
         self._tell(self.text.finish(), [])
         # What was held back may have ended in a stop string that is no more than the end of it.
-        self.job.deliver(Finish(self.choice, "stop" if self.text.stopped else reason, self.tokens))
+        reason = "stop" if self.text.stopped else self.finish_reason or "length"
+        self.job.deliver(Piece(self.choice, reason=reason, tokens=self.tokens))
+        return None
 
     def _tell(self, text: str, scores: list[Score]) -> None:
         if text or scores:

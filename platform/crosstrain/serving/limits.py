@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from crosstrain.utils.errors import UserError
-
 
 @dataclass(frozen=True)
 class Limits:
@@ -34,11 +32,3 @@ class Limits:
     def all_connections(self) -> int:
         """Connections of any kind; more are refused with 503."""
         return 4 * self.connections + 2 * self.requests
-
-    def __post_init__(self) -> None:
-        for name, value in (
-            ("--batch", self.batch), ("--max-waiting", self.waiting), ("--timeout", self.seconds),
-            ("--header-timeout", self.header_seconds),
-        ):  # fmt: skip
-            if not value > 0:
-                raise UserError(f"{name}: must be above 0, not {value}")

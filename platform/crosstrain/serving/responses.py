@@ -7,43 +7,35 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any
 
-from crosstrain.serving.jobs import Finish, Piece, Score
+from crosstrain.serving.jobs import Piece
 from crosstrain.serving.service import RequestPlan
 
 Document = dict[str, Any]
 
 
 class ResponseBuilder(ABC):
-    """Builds the documents that answer one request from its events, in order."""
+    """Builds the documents that answer one request from the pieces of its choices, in order."""
 
     prefix: str  # of the id
     kind: str  # of the whole document
     chunk_kind: str  # of a streamed one
 
     def __init__(self, model: str, plan: RequestPlan, tokenizer: Any) -> None:
-        self._plan, self._tokenizer, self.choices = plan, tokenizer, len(plan.echoes)
+        self._tokenizer, self._prompt_tokens = tokenizer, plan.prompt_tokens
         self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
-        self._texts = list(plan.echoes)
-        self._scores: list[list[Score]] = [[] for _ in plan.echoes]
-        self._ends: dict[int, Finish] = {}
+        self._choices = [Piece(i, echo) for i, echo in enumerate(plan.echoes)]  # so far
+        self.unfinished = len(self._choices)
 
-    @property
-    def done(self) -> bool:
-        return len(self._ends) == self.choices
-
-    def add(self, event: Piece | Finish) -> None:
-        if isinstance(event, Finish):
-            self._ends[event.choice] = event
-        else:
-            self._texts[event.choice] += event.text
-            self._scores[event.choice] += event.scores
+    def add(self, piece: Piece) -> None:
+        choice = self._choices[piece.choice]
+        choice.text += piece.text
+        choice.scores += piece.scores
+        choice.reason, choice.tokens = piece.reason, piece.tokens
+        self.unfinished -= piece.reason is not None
 
     def whole(self) -> Document:
         """The response that is not streamed."""
-        choices = [
-            self.choice(i, text, scores, self._ends[i].reason)
-            for i, (text, scores) in enumerate(zip(self._texts, self._scores, strict=True))
-        ]
+        choices = [self.choice(choice) for choice in self._choices]
         return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
 
     def chunk(self, choices: list[Document], **usage: Any) -> Document:
@@ -51,7 +43,7 @@ class ResponseBuilder(ABC):
         return {**self._head, "object": self.chunk_kind, "choices": choices, **usage}
 
     def usage(self) -> Document:
-        new, prompt = sum(end.tokens for end in self._ends.values()), self._plan.prompt_tokens
+        new, prompt = sum(choice.tokens for choice in self._choices), self._prompt_tokens
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     @abstractmethod
@@ -59,11 +51,11 @@ class ResponseBuilder(ABC):
         """The choices that a stream begins with, each in a chunk of its own."""
 
     @abstractmethod
-    def part(self, event: Piece | Finish) -> Document:
-        """The choice of an event's chunk."""
+    def part(self, piece: Piece) -> Document:
+        """The choice of a piece's chunk."""
 
     @abstractmethod
-    def choice(self, index: int, text: str, scores: list[Score], reason: str | None) -> Document:
+    def choice(self, piece: Piece) -> Document:
         """A finished choice."""
 
     def _decode(self, token: int) -> str:
@@ -75,30 +67,27 @@ class CompletionResponse(ResponseBuilder):
 
     def __init__(self, model: str, plan: RequestPlan, tokenizer: Any) -> None:
         super().__init__(model, plan, tokenizer)
-        self._offsets = [0] * self.choices
+        self._offsets = [0] * len(self._choices)
 
     def openings(self) -> list[Document]:
-        return [self.choice(i, echo, [], None) for i, echo in enumerate(self._plan.echoes) if echo]
+        return [self.choice(echo) for echo in self._choices if echo.text]
 
-    def part(self, event: Piece | Finish) -> Document:
-        if isinstance(event, Finish):
-            return self.choice(event.choice, "", [], event.reason)
-        return self.choice(event.choice, event.text, event.scores, None)
+    def choice(self, piece: Piece) -> Document:
+        logprobs = self._logprobs(piece) if piece.scores else None
+        return {"index": piece.choice, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.reason}
 
-    def choice(self, index: int, text: str, scores: list[Score], reason: str | None) -> Document:
-        logprobs = self._logprobs(index, scores) if scores else None
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    part = choice
 
-    def _logprobs(self, index: int, scores: list[Score]) -> Document:
-        words, offsets = [self._decode(s.token) for s in scores], []
+    def _logprobs(self, piece: Piece) -> Document:
+        words, offsets = [self._decode(s.token) for s in piece.scores], []
         for word in words:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(word)
+            offsets.append(self._offsets[piece.choice])
+            self._offsets[piece.choice] += len(word)
         return {
             "tokens": words,
-            "token_logprobs": [s.logprob for s in scores],
+            "token_logprobs": [s.logprob for s in piece.scores],
             "top_logprobs": [
-                None if s.logprob is None else {self._decode(t): p for t, p in reversed(s.top)} for s in scores
+                None if s.logprob is None else {self._decode(t): p for t, p in reversed(s.top)} for s in piece.scores
             ],
             "text_offset": offsets,
         }
@@ -108,25 +97,20 @@ class ChatResponse(ResponseBuilder):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def openings(self) -> list[Document]:
-        return [self._delta(i, {"role": "assistant", "content": ""}, [], None) for i in range(self.choices)]
+        return [self._choice(choice, delta={"role": "assistant", "content": ""}) for choice in self._choices]
 
-    def part(self, event: Piece | Finish) -> Document:
-        if isinstance(event, Finish):
-            return self._delta(event.choice, {}, [], event.reason)
-        return self._delta(event.choice, {"content": event.text}, event.scores, None)
+    def part(self, piece: Piece) -> Document:
+        return self._choice(piece, delta={} if piece.reason else {"content": piece.text})
 
-    def choice(self, index: int, text: str, scores: list[Score], reason: str | None) -> Document:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": self._logprobs(scores), "finish_reason": reason}
+    def choice(self, piece: Piece) -> Document:
+        return self._choice(piece, message={"role": "assistant", "content": piece.text, "refusal": None})
 
-    def _delta(self, index: int, delta: Document, scores: list[Score], reason: str | None) -> Document:
-        return {"index": index, "delta": delta, "logprobs": self._logprobs(scores), "finish_reason": reason}
-
-    def _logprobs(self, scores: list[Score]) -> Document | None:
-        content = [
-            {**self._entry(s.token, s.logprob), "top_logprobs": [self._entry(t, p) for t, p in s.top]} for s in scores
+    def _choice(self, piece: Piece, **content: Document) -> Document:
+        scored = [
+            {**self._entry(s.token, s.logprob), "top_logprobs": [self._entry(*t) for t in s.top]} for s in piece.scores
         ]
-        return {"content": content, "refusal": None} if content else None
+        logprobs = {"content": scored, "refusal": None} if scored else None
+        return {"index": piece.choice, **content, "logprobs": logprobs, "finish_reason": piece.reason}
 
     def _entry(self, token: int, logprob: float | None) -> Document:
         word = self._decode(token)

@@ -104,7 +104,8 @@ class Scheduler:
 
     def _step(self) -> None:
         late = ApiError(504, f"not done within {self._limits.seconds:g} seconds", code="timeout")
-        self._drop(lambda job: job.cancelled or job.overdue, late)
+        now = time.monotonic()
+        self._drop(lambda job: job.cancelled or now > job.deadline, late)
         plan, started = self._plan, self._admit()
         plan.started = [(slots, job.sample) for slots, job in started]
         if not (plan.freed or plan.started or plan.tokens):

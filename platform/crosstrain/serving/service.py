@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from crosstrain.inference.encoding import Encoders, EncodingError
-from crosstrain.inference.generation import Sampling, room_after
+from crosstrain.inference.generation import Sampling, as_prompt, room_after
 from crosstrain.modeling.base import Model
 from crosstrain.serving.api_error import ApiError, wrong
-from crosstrain.serving.chat_format import ChatFormat, Prompt, Turn, completion_prompt
-from crosstrain.serving.images import picture
+from crosstrain.serving.chat_format import ChatFormat, Prompt, conversation
 from crosstrain.serving.jobs import Event, Job
 from crosstrain.serving.limits import Limits
-from crosstrain.serving.requests import ChatRequest, CompletionRequest, ImagePart, TextPart, TextRequest
+from crosstrain.serving.requests import ChatRequest, CompletionRequest, TextPart, TextRequest
 from crosstrain.utils.errors import UserError, sentence
 
 _TOO_LONG = "context_length_exceeded"
@@ -46,16 +46,15 @@ class Service:
 
     def completion(self, request: CompletionRequest, deliver: Deliver) -> RequestPlan:
         """The jobs of a completion request."""
-        prompts = request.prompts
-        self._check(request, len(prompts))
-        wanted = _USUAL_TOKENS if request.max_tokens is None else request.max_tokens
-        if not wanted and not request.echo:
+        self._check(request, len(request.prompts))
+        wanted = request.max_tokens
+        if wanted == 0 and not request.echo:
             raise wrong("max_tokens", "0 gives nothing unless the prompt is asked for with echo")
         plan = RequestPlan()
-        for given in prompts:
+        for given in request.prompts:
             prompt = self._completion_prompt(given)
-            room = self._room(prompt, "prompt", least=min(wanted, 1))
-            new = min(wanted, room) if request.max_tokens is None else _fits(wanted, room, prompt, "max_tokens")
+            new = self._new_tokens(prompt, "prompt", wanted, "max_tokens")
+            new = min(new, _USUAL_TOKENS) if wanted is None else new
             echo = (given if isinstance(given, str) else self._tokenizer.decode(given)) if request.echo else ""
             score = bool(request.echo) and request.logprobs is not None
             self._plan(plan, request, prompt, new, request.logprobs, deliver, score, echo)
@@ -66,62 +65,36 @@ class Service:
         self._check(request, 1)
         if request.top_logprobs is not None and not request.logprobs:
             raise wrong("top_logprobs", "only with logprobs")
-        both = {request.max_tokens, request.max_completion_tokens} - {None}
-        if len(both) > 1:
-            raise wrong("max_tokens", "is the former name of max_completion_tokens; give one of them")
-        self._check_length(
-            "messages", sum(len(p.text) for m in request.messages for p in m.parts if isinstance(p, TextPart))
-        )
-        try:
-            prompt = self.chat_format.make(self._turns(request))
-        except EncodingError as error:
-            raise _not_encoded("messages", error) from None
-        except UserError as error:
-            raise wrong("messages", sentence(error)) from None
-        room = self._room(prompt, "messages", least=1)
         param = "max_completion_tokens" if request.max_tokens is None else "max_tokens"
-        new = _fits(both.pop() or 0, room, prompt, param) if both else room
-        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        wanted = getattr(request, param)
+        if request.max_completion_tokens not in (None, wanted):
+            raise wrong("max_tokens", "is the former name of max_completion_tokens; give one of them")
+        texts = [part.text for message in request.messages for part in message.parts if isinstance(part, TextPart)]
+        self._check_length("messages", sum(map(len, texts)))
+        messages, images = conversation(request.messages, self.chat_format.takes_images, self.limits)
+        with _blamed_on("messages"):
+            prompt = self.chat_format.make(messages, images)
+        new = self._new_tokens(prompt, "messages", wanted, param)
         plan = RequestPlan()
-        self._plan(plan, request, prompt, new, logprobs, deliver)
+        self._plan(plan, request, prompt, new, (request.top_logprobs or 0) if request.logprobs else None, deliver)
         return plan
 
     def _check(self, request: TextRequest, prompts: int) -> None:
         if request.model != self.name:
-            raise ApiError(
-                404, f"there is no model {request.model[:200]!r} here, only {self.name!r}", "model", "model_not_found"
-            )
+            problem = f"there is no model {request.model[:200]!r} here, only {self.name!r}"
+            raise ApiError(404, problem, "model", "model_not_found")
         if (count := prompts * (request.n or 1)) > self.limits.waiting:
             raise wrong("n", f"{count} completions; at most {self.limits.waiting} are taken")
 
     def _completion_prompt(self, given: str | list[int]) -> Prompt:
-        size = self.model.vocab_size
+        size, end = self.model.vocab_size, self._tokenizer.eos_token_id
         if isinstance(given, str):
             self._check_length("prompt", len(given))
+            with _blamed_on("prompt"):
+                given = self.encoders.encode("text", given)
         elif any(not 0 <= i < (size or i + 1) for i in given):
             raise wrong("prompt", f"a token is not one of the model's, which are 0 to {(size or 0) - 1}")
-        try:
-            return completion_prompt(self.encoders, given, self._tokenizer.eos_token_id)
-        except EncodingError as error:
-            raise _not_encoded("prompt", error) from None
-
-    def _turns(self, request: ChatRequest) -> list[Turn]:
-        images = sum(isinstance(part, ImagePart) for message in request.messages for part in message.parts)
-        if images and not self.chat_format.takes_images:
-            raise wrong("messages", f"{self.name} takes no images")
-        if images > self.limits.images:
-            raise wrong("messages", f"{images} images; at most {self.limits.images} are taken")
-        turns = []
-        for i, message in enumerate(request.messages):
-            turn = Turn("system" if message.role == "developer" else message.role)
-            for j, part in enumerate(message.parts):
-                if isinstance(part, ImagePart):
-                    where = f"messages[{i}].content[{j}].image_url.url"
-                    turn.parts.append(picture(part.image_url.url, self.limits.image_pixels, where))
-                else:
-                    turn.parts.append(part.text)
-            turns.append(turn)
-        return turns
+        return Prompt(as_prompt(given, end), frozenset({end}))
 
     def _check_length(self, param: str, characters: int) -> None:
         """Refuse a text that has too many tokens in any case, without the time to count them."""
@@ -129,15 +102,16 @@ class Service:
         if limit is not None and characters > limit * self._longest:
             raise wrong(param, f"{characters} characters are more than the model's {limit} tokens", _TOO_LONG)
 
-    def _room(self, prompt: Prompt, param: str, least: int) -> int:
-        """Number of tokens that the model can add; ApiError if it is below `least`."""
-        limit = self.model.max_length
-        if limit is not None and len(prompt.ids) == limit and not least:
-            return 0
-        try:
-            return min(room_after(self.model, prompt.sample), self.limits.tokens if limit is None else limit)
-        except UserError as error:
-            raise wrong(param, sentence(error), _TOO_LONG) from None
+    def _new_tokens(self, prompt: Prompt, param: str, wanted: int | None, wanted_param: str) -> int:
+        """Number of new tokens: `wanted`, or all that fit. ApiError where they do not fit after the prompt."""
+        with _blamed_on(param, _TOO_LONG):
+            room = room_after(self.model, prompt.sample, least=0 if wanted == 0 else 1)
+        if self.model.max_length is None:
+            room = self.limits.tokens
+        if wanted is not None and wanted > room:
+            problem = f"{wanted} new tokens do not fit after the prompt's {len(prompt.ids)}; at most {room} do"
+            raise wrong(wanted_param, problem, _TOO_LONG)
+        return room if wanted is None else wanted
 
     def _plan(
         self, plan: RequestPlan, request: TextRequest, prompt: Prompt, new: int, logprobs: int | None,
@@ -151,23 +125,23 @@ class Service:
             request.top_p or 1.0,
             seed=secrets.randbits(63) if request.seed is None else request.seed,
         )
-        deadline = time.monotonic() + self.limits.seconds
+        deadline, stops = time.monotonic() + self.limits.seconds, (*prompt.stops, *request.stops)
         n, size, first = request.n or 1, self.limits.batch, len(plan.echoes)
         for start in range(0, n, size):
             choices = {number: first + number for number in range(start, min(start + size, n))}
-            stops = (*prompt.stops, *request.stops)
             plan.jobs.append(Job(prompt, sampling, new, stops, logprobs, score, choices, deliver, deadline))
         plan.prompt_tokens += len(prompt.ids)
         plan.echoes += [echo] * n
 
 
-def _fits(wanted: int, room: int, prompt: Prompt, param: str) -> int:
-    if wanted > room:
-        problem = f"{wanted} new tokens do not fit after the prompt's {len(prompt.ids)}; at most {room} do"
-        raise wrong(param, problem, _TOO_LONG)
-    return wanted
-
-
-def _not_encoded(param: str, error: EncodingError) -> ApiError:
-    busy = ApiError(503, str(error), param, "busy", retry=5)
-    return busy if error.code == "busy" else wrong(param, str(error), error.code)
+@contextmanager
+def _blamed_on(param: str, code: str = "invalid_value") -> Iterator[None]:
+    """Turn a UserError inside the block into an ApiError about a parameter."""
+    try:
+        yield
+    except EncodingError as error:
+        if error.code == "busy":
+            raise ApiError(503, str(error), param, "busy", retry=5) from None
+        raise wrong(param, str(error), error.code) from None
+    except UserError as error:
+        raise wrong(param, sentence(error), code) from None
