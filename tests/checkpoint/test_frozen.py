@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from conftest import ENVIRONMENT, ROOT, Run, Workspace
 from crosstrain.checkpoint.boxes import Box, flat_range_pieces
 from crosstrain.checkpoint.files import Reader
-from crosstrain.checkpoint.frozen import fingerprint
+from crosstrain.checkpoint.weights import fingerprint
 from crosstrain.cli.main import main
 from fixtures_ranks import mostly_slow, train
 from fixtures_training import TOLERANCE, relative, sized, stored

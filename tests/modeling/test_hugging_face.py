@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from conftest import Workspace, json_lines
-from crosstrain.checkpoint.initialize import fill_initial
+from crosstrain.checkpoint.weights import fill_initial
 from crosstrain.config.load import load_config
 from crosstrain.corpus.options import PrepareOptions
 from crosstrain.corpus.prepare import prepare

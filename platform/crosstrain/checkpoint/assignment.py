@@ -1,62 +1,77 @@
-"""Assignment of boxes to the ranks that write them: each box once, the work spread evenly."""
+"""Assignment of boxes to the ranks that write them, and to files: each box once, the work spread evenly."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
 
 from crosstrain.checkpoint.boxes import Box, Shard
 from crosstrain.checkpoint.manifest import DTYPES, box_key
 from crosstrain.utils.errors import CheckpointError
 
-Holding = tuple[str, str, tuple[int, ...], str, Box]  # kind, name, logical shape, dtype, box
 
-
-@dataclass(frozen=True)
-class Assignment:
-    """One box and the rank that writes it."""
+class Holding(NamedTuple):
+    """A box that a rank holds, of a logical tensor of this shape and type."""
 
     kind: str
     name: str
     shape: tuple[int, ...]
     dtype: str
     box: Box
-    rank: int
 
     @property
     def key(self) -> str:
-        """Name of the tensor in its file."""
+        """Name of the box in its file."""
         return box_key(self.kind, self.name, self.shape, self.box)
 
 
-def holdings(shards: list[Shard]) -> list[Holding]:
-    """Describe this rank's shards to the other ranks. Raises CheckpointError for a type that files cannot hold."""
-    held = []
+def holdings(shards: list[Shard]) -> dict[Holding, Tensor]:
+    """Return this rank's boxes with their memory. Raises CheckpointError for a type that files cannot hold."""
+    held = {}
     for shard in shards:
         for piece in shard.pieces:
             if piece.data.dtype not in DTYPES:
                 raise CheckpointError(f"{shard.kind} {shard.name} is {piece.data.dtype}, which checkpoints cannot hold")
-            held.append((shard.kind, shard.name, tuple(shard.shape), DTYPES[piece.data.dtype], piece.box))
+            dtype = DTYPES[piece.data.dtype]
+            held[Holding(shard.kind, shard.name, tuple(shard.shape), dtype, piece.box)] = piece.data
     return held
 
 
-def assign(by_rank: list[list[Holding]]) -> list[Assignment]:
+def assign(by_rank: list[list[Holding]]) -> dict[Holding, int]:
     """Choose a writer for each distinct box, the largest first: the holder with the least to write so far.
 
     Deterministic, so that every rank computes the same from the same holdings. Raises CheckpointError where ranks
     disagree about a tensor's shape or type.
     """
-    holders: dict[tuple[str, str, Box], list[int]] = {}
+    holders: dict[Holding, list[int]] = {}
     facts: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {}
     for rank, held in enumerate(by_rank):
-        for kind, name, shape, dtype, box in held:
+        for holding in held:
+            kind, name, shape, dtype, _ = holding
             if facts.setdefault((kind, name), (shape, dtype)) != (shape, dtype):
                 raise CheckpointError(f"ranks disagree about the shape or type of {kind} {name}")
-            holders.setdefault((kind, name, box), []).append(rank)
+            holders.setdefault(holding, []).append(rank)
     load = [0] * len(by_rank)
-    out = []
-    for kind, name, box in sorted(holders, key=lambda h: (-h[2].numel, h[0], h[1], h[2].offset)):
-        ranks = holders[kind, name, box]
-        rank = min(ranks, key=lambda r: (load[r], r))
-        load[rank] += box.numel
-        out.append(Assignment(kind, name, *facts[kind, name], box, rank))
-    return out
+    writers = {}
+    for holding in sorted(holders, key=lambda h: (-h.box.numel, h.kind, h.name, h.box.offset)):
+        writers[holding] = rank = min(holders[holding], key=lambda r: (load[r], r))
+        load[rank] += holding.box.numel
+    return writers
+
+
+def file_names(writers: dict[Holding, int], complete: bool) -> dict[Holding, str]:
+    """Return the file of every box, in the manifest's order: one per writer, and another for whole parameters.
+
+    The latter have Hugging Face's names. Without `complete` the model has parameters besides these.
+    """
+    # Some parameters may be whole though others are cut, or absent: half a Hugging Face folder is worse than none.
+    whole = complete and all(h.box.shape == h.shape for h in writers if h.kind == "param")
+    ranks = sorted({rank for h, rank in writers.items() if h.kind == "param"})
+    model = {rank: f"model-{i:05d}-of-{len(ranks):05d}.safetensors" for i, rank in enumerate(ranks, 1)}
+    if len(ranks) == 1:
+        model[ranks[0]] = "model.safetensors"
+    return {
+        h: model[writers[h]] if whole and h.kind == "param" else f"training-{writers[h]:05d}.safetensors"
+        for h in sorted(writers, key=lambda h: (h.kind, h.name, h.box.offset))
+    }

@@ -28,7 +28,8 @@ class Box:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        assert len(self.offset) == len(self.shape), (self.offset, self.shape)
+        if len(self.offset) != len(self.shape):
+            raise ValueError(f"a box at {list(self.offset)} of shape {list(self.shape)}")
 
     @staticmethod
     def whole(shape: tuple[int, ...]) -> Box:
@@ -119,28 +120,20 @@ def without_padding(pieces: list[Piece], shape: tuple[int, ...]) -> list[Piece]:
 
 def _range_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Box, int]]:
     """Yield boxes that tile the row-major range [start, stop) of a tensor, each with its first flat index."""
-    if start >= stop:
-        return
-    if not shape:
+    if not shape and start < stop:
         yield Box((), ()), 0
         return
     row = math.prod(shape[1:])  # elements per index of the first dimension
-
-    def inside(index: int, low: int, high: int) -> Iterator[tuple[Box, int]]:
-        for box, first in _range_boxes(shape[1:], low, high):
-            yield Box((index, *box.offset), (1, *box.shape)), index * row + first
-
-    first_whole, stop_whole = -(-start // row), stop // row
-    if first_whole > stop_whole:  # starts and ends inside one row
-        yield from inside(stop_whole, start - stop_whole * row, stop - stop_whole * row)
-        return
-    if start < first_whole * row:
-        yield from inside(first_whole - 1, start - (first_whole - 1) * row, row)
-    if first_whole < stop_whole:
-        rest = (0,) * (len(shape) - 1)
-        yield Box((first_whole, *rest), (stop_whole - first_whole, *shape[1:])), first_whole * row
-    if stop_whole * row < stop:
-        yield from inside(stop_whole, 0, stop - stop_whole * row)
+    while start < stop:
+        index, first = divmod(start, row)
+        if count := 0 if first else (stop - start) // row:  # whole rows
+            yield Box((index, *[0] * len(shape[1:])), (count, *shape[1:])), start
+            start += count * row
+        else:
+            last = min(row, first + stop - start)
+            for box, at in _range_boxes(shape[1:], first, last):
+                yield Box((index, *box.offset), (1, *box.shape)), index * row + at
+            start += last - first
 
 
 def check_cover(boxes: list[Box], shape: tuple[int, ...]) -> str | None:

@@ -13,16 +13,16 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from crosstrain.checkpoint import folders
-from crosstrain.checkpoint.assignment import Assignment, assign, holdings
+from crosstrain.checkpoint.assignment import Holding, assign, file_names, holdings
 from crosstrain.checkpoint.boxes import Shard
 from crosstrain.checkpoint.files import Reader, check_file, file_sum, fsync, write_file, write_safetensors
+from crosstrain.checkpoint.folders import Retention
 from crosstrain.checkpoint.manifest import MANIFEST, STATE, Files, FrozenParameter, is_count, manifest_text, read_json
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.distributed.group import Group
@@ -32,36 +32,14 @@ from crosstrain.utils.logging import log
 
 
 @dataclass
-class Retention:
-    """Rule for the checkpoints to keep: the newest `keep_last` (None: all), and multiples of `keep_every` steps."""
-
-    keep_last: int | None = 3
-    keep_every: int | None = None
-
-
-@dataclass
 class _Save:
     """The contents of a checkpoint, except for the tensors that this rank holds."""
 
     step: int
-    plan: list[Assignment]
+    names: dict[Holding, str]  # the file of every box
     state: dict[str, Any]
     frozen: dict[str, FrozenParameter]
     best: bool
-
-    @cached_property
-    def names(self) -> dict[Assignment, str]:
-        """The file of every assignment: Hugging Face's names for whole parameters, one more per rank for the rest."""
-        plan = self.plan
-        # Some parameters may be whole though others are cut, or absent: half a Hugging Face folder is worse than none.
-        whole = not self.frozen and all(a.box.shape == a.shape for a in plan if a.kind == "param")
-        writers = sorted({a.rank for a in plan if a.kind == "param"}) if whole else []
-        count = len(writers)
-        model = {
-            rank: "model.safetensors" if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors"
-            for i, rank in enumerate(writers, 1)
-        }
-        return {a: model[a.rank] if whole and a.kind == "param" else f"training-{a.rank:05d}.safetensors" for a in plan}
 
 
 class Checkpointer:
@@ -72,33 +50,22 @@ class Checkpointer:
     """
 
     def __init__(
-        self,
-        root: Path,
-        group: Group,
-        retention: Retention,
-        write_model_config: Callable[[Path], None],
+        self, root: Path, group: Group, retention: Retention, write_model_config: Callable[[Path], None],
         run: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.root, self.group, self.retention, self.run = root, group, retention, run
         self.write_model_config = write_model_config
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         if group.rank == 0:
             root.mkdir(parents=True, exist_ok=True)
-            folders.remove_unfinished(root)
-
-    # ---- saving
+            for path in root.glob(".*.tmp"):  # what interrupted saves left
+                folders.remove(path)
 
     def save(
-        self,
-        step: int,
-        shards: list[Shard],
-        state: dict[str, Any],
-        *,
-        frozen: dict[str, FrozenParameter] | None = None,
-        best: bool = False,
-        background: bool = True,
-    ) -> None:
+        self, step: int, shards: list[Shard], state: dict[str, Any], *,
+        frozen: dict[str, FrozenParameter] | None = None, best: bool = False, background: bool = True,
+    ) -> None:  # fmt: skip
         """Start saving; returns when this rank's share is copied. Collective.
 
         `frozen` parameters are recorded, not written; they are not among the shards. Without `background` nothing is
@@ -106,22 +73,21 @@ class Checkpointer:
         raise here: the present state is worth another attempt.
         """
         self._join()
-        plan = assign(self.group.all_gather(holdings(shards)))
-        mine = {(a.kind, a.name, a.box): a for a in plan if a.rank == self.group.rank}
+        mine = holdings(shards)
+        writers = assign(self.group.all_gather(list(mine)))
+        # Copied, because the optimizer changes these tensors in place while the files are being written.
         held = {
-            # A copy, because the optimizer changes these tensors in place while the files are being written.
-            mine[key]: piece.data.to("cpu", copy=True) if background else piece.data
-            for shard in shards
-            for piece in shard.pieces
-            if (key := (shard.kind, shard.name, piece.box)) in mine
+            holding: data.to("cpu", copy=True) if background else data
+            for holding, data in mine.items()
+            if writers[holding] == self.group.rank
         }
-        save = _Save(step, plan, state, frozen or {}, best)
+        save = _Save(step, file_names(writers, complete=not frozen), state, frozen or {}, best)
         if not background:
             return self._write(save, held)
         self._thread = threading.Thread(target=self._write, args=(save, held), name="checkpoint")
         self._thread.start()
 
-    def _write(self, save: _Save, held: dict[Assignment, Tensor]) -> None:
+    def _write(self, save: _Save, held: dict[Holding, Tensor]) -> None:
         self._error = None
         try:
             self._write_together(save, held)
@@ -141,7 +107,7 @@ class Checkpointer:
             self._thread.join()
             self._thread = None
 
-    def _write_together(self, save: _Save, held: dict[Assignment, Tensor]) -> None:
+    def _write_together(self, save: _Save, held: dict[Holding, Tensor]) -> None:
         final = folders.step_folder(self.root, save.step)
         temporary = self.root / f".{final.name}.tmp"
         files: dict[str, Any] = {}
@@ -183,10 +149,11 @@ class Checkpointer:
             folders.remove(temporary)
             temporary.mkdir(parents=True)  # `root` may have been deleted
 
-    def _write_share(self, temporary: Path, save: _Save, held: dict[Assignment, Tensor]) -> dict[str, Any]:
+    def _write_share(self, temporary: Path, save: _Save, held: dict[Holding, Tensor]) -> dict[str, Any]:
         by_file: dict[str, dict[str, Tensor]] = {}
-        for assignment in sorted(held, key=lambda a: (a.kind, a.name, a.box.offset)):
-            by_file.setdefault(save.names[assignment], {})[assignment.key] = held.pop(assignment)
+        for holding, name in save.names.items():
+            if holding in held:
+                by_file.setdefault(name, {})[holding.key] = held.pop(holding)
         files = {}
         for name, tensors in by_file.items():
             self._check_own()
@@ -199,9 +166,7 @@ class Checkpointer:
             return
         self._check_own()
         files = {name: entry for share in shares for name, entry in share.items()}
-        names = save.names
-        index = {a.key: names[a] for a in save.plan if a.kind == "param" and names[a].startswith("model-")}
-        if index:
+        if index := {h.key: name for h, name in save.names.items() if name.startswith("model-")}:
             size = sum(files[name]["bytes"] for name in set(index.values()))
             document = {"metadata": {"total_size": size}, "weight_map": index}
             write_json(temporary / "model.safetensors.index.json", document)
@@ -212,9 +177,9 @@ class Checkpointer:
                 fsync(path)
                 files[path.name] = file_sum(path)
         tensors: dict[str, dict[str, Any]] = {}
-        for a in sorted(save.plan, key=lambda a: (a.kind, a.name, a.box.offset)):
-            entry = tensors.setdefault(a.kind, {}).setdefault(a.name, {"shape": a.shape, "dtype": a.dtype, "boxes": []})
-            entry["boxes"].append([names[a], a.key, a.box.offset, a.box.shape])
+        for h, name in save.names.items():
+            entry = tensors.setdefault(h.kind, {}).setdefault(h.name, {"shape": h.shape, "dtype": h.dtype, "boxes": []})
+            entry["boxes"].append([name, h.key, h.box.offset, h.box.shape])
         manifest: dict[str, Any] = {"files": files, "tensors": tensors}
         if self.run:
             manifest["run"] = self.run
@@ -250,7 +215,7 @@ class Checkpointer:
             folders.write_pointer(self.root, "latest", save.step)
             if save.best:
                 folders.write_pointer(self.root, "best", save.step)
-            folders.prune(self.root, save.step, self.retention.keep_last, self.retention.keep_every, self.run)
+            folders.prune(self.root, save.step, self.retention, self.run)
         except OSError as error:  # the checkpoint is there; tidying up can wait for the next one
             log.warning("%s: pointers or old checkpoints could not be brought up to date (%s)", self.root, error)
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from crosstrain.checkpoint.boxes import Shard, whole_pieces
 from crosstrain.checkpoint.files import Reader, fsync, write_safetensors
-from crosstrain.checkpoint.frozen import PretrainedWeights, check_frozen, fingerprints
 from crosstrain.checkpoint.manifest import DTYPES, read_json
+from crosstrain.checkpoint.weights import PretrainedWeights, check_frozen, fingerprints
 from crosstrain.distributed.group import Group
 from crosstrain.modeling.base import Merge
 from crosstrain.utils.assets import MODEL_FILES, TOKENIZER_FILES
@@ -45,14 +45,9 @@ class Exported:
 
 
 def export(
-    checkpoint: Path,
-    output: Path,
-    dtype: torch.dtype | None,
-    max_shard_bytes: int,
-    progress: Callable[[str], None],
-    pretrained: PretrainedWeights | None = None,
-    merges: dict[str, Merge] | None = None,
-) -> Exported:
+    checkpoint: Path, output: Path, dtype: torch.dtype | None, max_shard_bytes: int, progress: Callable[[str], None],
+    pretrained: PretrainedWeights | None = None, merges: dict[str, Merge] | None = None,
+) -> Exported:  # fmt: skip
     """Write the model in a verified `checkpoint` to the folder `output`, which appears when it is complete.
 
     Floating-point tensors are converted to `dtype`, unless it is None. `progress` gets a line for each file.
@@ -113,7 +108,6 @@ class _Parameters:
         return value
 
     def _fp32(self, name: str) -> Tensor:
-        """Read a parameter in fp32."""
         frozen = self.reader.frozen.get(name)
         whole = torch.empty(frozen.shape if frozen else self.reader.tensors["param", name].shape)
         shard = Shard("param", name, tuple(whole.shape), whole_pieces(whole, tuple(whole.shape)))

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,8 @@ from crosstrain.utils.files import open_regular
 
 
 def write_safetensors(
-    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None,
-    produce: Callable[[str], Tensor] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    path: Path, tensors: dict[str, Tensor], produce: Callable[[str], Tensor] | None = None
+) -> dict[str, Any]:
     """Write tensors one after another and return {"bytes", "sha256"}; no second copy is made in memory.
 
     With `produce`, `tensors` give only types and shapes, on the meta device, and `produce(key)` gives the data of each,
@@ -47,7 +47,7 @@ def write_safetensors(
 
     The layout is the safetensors format's: u64 header length, JSON header, then the data in the header's order.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for key, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
@@ -130,10 +130,7 @@ class Reader:
 
     @staticmethod
     def open(folder: Path) -> Reader:
-        """Open a checkpoint, checking everything but the checksums (`verify` does those).
-
-        Raises CheckpointError for a manifest that `read_manifest` refuses.
-        """
+        """Open a checkpoint; CheckpointError where `read_manifest` refuses it. `verify` checks the sums."""
         files, tensors, frozen = read_manifest(folder)
         return Reader(folder, tensors, files, frozen)
 
@@ -160,7 +157,6 @@ class Reader:
         return {name for k, name in self.tensors if k == kind}
 
     def kinds(self) -> set[str]:
-        """The kind "param", and the optimizer's names for its state."""
         return {kind for kind, _ in self.tensors}
 
     def verify(self) -> None:
@@ -168,33 +164,29 @@ class Reader:
         for name, expected in self.files.items():
             check_file(self.folder / name, expected)
 
-    def fill(self, shards: Iterable[Shard], source_name: Callable[[str], str] = lambda name: name) -> None:
+    def fill(self, shards: Iterable[Shard]) -> None:
         """Copy the contents of every piece's box from the files, converted to the piece's type.
 
-        `source_name` maps a canonical name to the name in this folder. Raises CheckpointError for a tensor that is
-        missing or has another shape.
+        Raises CheckpointError for a tensor that is missing or has another shape.
         """
         with ExitStack() as stack:
-            opened: dict[str, Any] = {}
+            opened: dict[Path, Any] = {}
             for shard in shards:
-                stored = self.tensors.get((shard.kind, source_name(shard.name)))
+                tensor = f"{shard.kind} {shard.name}"
+                stored = self.tensors.get((shard.kind, shard.name))
                 if stored is None:
-                    raise CheckpointError(f"{self.folder}: holds no {shard.kind} {shard.name}")
-                if stored.shape != tuple(shard.shape):
-                    raise CheckpointError(
-                        f"{self.folder}: {shard.kind} {shard.name} has shape {list(stored.shape)} there and "
-                        f"{list(shard.shape)} in the model"
-                    )
-                for piece in shard.pieces:
-                    for where in stored.boxes:
-                        common = piece.box.intersect(where.box)
-                        if common is None:
-                            continue
-                        if where.file not in opened:
-                            opened[where.file] = stack.enter_context(_open_safetensors(self.folder / where.file))
-                        piece.data[common.slices_in(piece.box)].copy_(
-                            _read(opened[where.file], self.folder / where.file, where, stored.dtype, common)
-                        )
+                    raise CheckpointError(f"{self.folder}: holds no {tensor}")
+                there, here = list(stored.shape), list(shard.shape)
+                if there != here:
+                    raise CheckpointError(f"{self.folder}: {tensor} has shape {there} there and {here} in the model")
+                for piece, where in product(shard.pieces, stored.boxes):
+                    if (common := piece.box.intersect(where.box)) is None:
+                        continue
+                    path = self.folder / where.file
+                    if path not in opened:
+                        opened[path] = stack.enter_context(_open_safetensors(path))
+                    found = _read(opened[path], path, where, stored.dtype, common)
+                    piece.data[common.slices_in(piece.box)].copy_(found)
 
 
 def _open_safetensors(path: Path) -> Any:

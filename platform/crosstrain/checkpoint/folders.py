@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -24,10 +25,7 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def steps(root: Path) -> list[int]:
-    """Return the steps of the complete checkpoints under `root`, in order; unfinished ones have another name.
-
-    Anything of that name counts, also a damaged checkpoint. Raises CheckpointError for a folder that cannot be read.
-    """
+    """Return the steps of the checkpoints under `root`, also damaged ones. CheckpointError if it cannot be read."""
     try:
         found = map(_STEP.fullmatch, os.listdir(root))
     except (FileNotFoundError, NotADirectoryError):
@@ -92,26 +90,26 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def remove_unfinished(root: Path) -> None:
-    """Delete leftovers of interrupted saves; only for the one process that is about to write."""
-    for path in root.glob(".*.tmp"):
-        remove(path)
+@dataclass
+class Retention:
+    """Rule for the checkpoints to keep: the newest `keep_last` (None: all), and multiples of `keep_every` steps."""
+
+    keep_last: int | None = 3
+    keep_every: int | None = None
 
 
-def prune(
-    root: Path, newest: int, keep_last: int | None, keep_every: int | None, run: str | None = None
-) -> None:  # fmt: skip
-    """Delete checkpoints of `run` beyond the last `keep_last` up to step `newest`, the one just written.
+def prune(root: Path, newest: int, retention: Retention, run: str | None) -> None:
+    """Delete checkpoints of `run` up to step `newest`, the one just written, that are not to be kept.
 
-    Spares multiples of `keep_every` and the best one. Other runs' checkpoints and later steps, which are damaged ones
-    that this run has passed over, neither count nor go.
+    Spares the best one. Other runs' checkpoints and later steps, which are damaged ones that this run has passed over,
+    neither count nor go.
     """
-    if keep_last is None:
+    if retention.keep_last is None:
         return
     best = read_pointer(root, "best")
     own = [s for s in steps(root) if s <= newest and (run is None or run_of(step_folder(root, s)) in (None, run))]
-    for step in own[:-keep_last]:
-        if step != best and not (keep_every and step % keep_every == 0):
+    for step in own[: -retention.keep_last]:
+        if step != best and not (retention.keep_every and step % retention.keep_every == 0):
             folder = step_folder(root, step)
             # Renamed first, so that a kill half-way leaves no folder that looks like a checkpoint.
             doomed = root / f".{folder.name}.tmp"
@@ -158,9 +156,7 @@ def find_checkpoint(path: Path) -> Path:
             return _plain(folder)
         if damaged:
             raise CheckpointError(f"{root}: no undamaged checkpoint ({damaged[0]})")
-    raise CheckpointError(
-        f"{path}: not a checkpoint, and holds none (a run's folder or checkpoints/step_… is expected)"
-    )
+    raise CheckpointError(f"{path}: not a checkpoint, and holds none; name a run's folder or checkpoints/step_…")
 
 
 def _plain(folder: Path) -> Path:

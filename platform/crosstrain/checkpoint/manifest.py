@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from crosstrain.checkpoint.boxes import Box, check_cover
-from crosstrain.utils.errors import CheckpointError
+from crosstrain.utils.errors import CheckpointError, os_errors_as
 from crosstrain.utils.files import read_regular
 
 FORMAT, VERSION = "crosstrain-checkpoint", 2
@@ -66,7 +66,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class FrozenParameter:
-    """A parameter that was never trained: the checkpoint holds only its hash (see frozen.py)."""
+    """A parameter that was never trained: the checkpoint holds only its hash (see weights.py)."""
 
     shape: tuple[int, ...]
     hash: str
@@ -87,10 +87,8 @@ def read_json(path: Path, most_bytes: int = _MOST_BYTES) -> Any:
 
 
 def _read(path: Path, most_bytes: int) -> bytes:
-    try:
+    with os_errors_as(CheckpointError, f"{path}: cannot be read"):
         return read_regular(path, most_bytes, follow=False)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from None
 
 
 def _parse(path: Path, text: bytes) -> Any:
@@ -111,11 +109,9 @@ def manifest_text(content: dict[str, Any]) -> bytes:
 
 def _is_intact(text: bytes) -> bool:
     """Return True where a manifest's text ends with the right sum."""
-    end = len(text) - len(_SUM_ENDS)
-    begin = max(end - 64, 0)
-    if not (text.endswith(_SUM_ENDS) and text.endswith(_SUM_BEGINS, 0, begin)):
-        return False
-    return hashlib.sha256(memoryview(text)[:begin]).hexdigest().encode() == text[begin:end]
+    begin = max(len(text) - 64 - len(_SUM_ENDS), 0)
+    end = hashlib.sha256(memoryview(text)[:begin]).hexdigest().encode() + _SUM_ENDS
+    return text.endswith(_SUM_BEGINS, 0, begin) and text[begin:] == end
 
 
 def read_manifest(folder: Path) -> tuple[Files, Tensors, dict[str, FrozenParameter]]:
@@ -133,10 +129,8 @@ def read_manifest(folder: Path) -> tuple[Files, Tensors, dict[str, FrozenParamet
         if not intact and ("sha256" in manifest or (manifest["format"], manifest["version"]) != (FORMAT, 1)):
             raise CheckpointError(f"{path}: contents differ from what was written (its own SHA-256 sum is wrong)")
         if intact and (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
-            raise IncompatibleCheckpointError(
-                f"{path}: format {show(manifest['format'])} version {show(manifest['version'])} is not one that this "
-                f"release reads ({FORMAT} {VERSION})"
-            )
+            found = f"format {show(manifest['format'])} version {show(manifest['version'])}"
+            raise IncompatibleCheckpointError(f"{path}: {found} is not one that this release reads")
         files = {name: _file(name, entry) for name, entry in manifest["files"].items()}
         tensors = {
             (_name(kind), _name(name)): _tensor(entry)
@@ -154,9 +148,8 @@ def read_manifest(folder: Path) -> tuple[Files, Tensors, dict[str, FrozenParamet
     if STATE not in files:
         raise CheckpointError(f"{path}: {STATE} is not among its files")
     _check_boxes(path, files, tensors)
-    for name in frozen:
-        if ("param", name) in tensors:
-            raise CheckpointError(f"{path}: {name} is listed both as frozen and as stored")
+    if both := [name for name in frozen if ("param", name) in tensors]:
+        raise CheckpointError(f"{path}: {both[0]} is listed both as frozen and as stored")
     return files, tensors, frozen
 
 
@@ -178,9 +171,7 @@ def _check_boxes(path: Path, files: Files, tensors: Tensors) -> None:
             raise CheckpointError(f"{path}: {kind} {name}: {problem}")
     for file, size in held.items():
         if size > files[file]["bytes"]:
-            raise CheckpointError(
-                f"{path}: boxes of {size} bytes cannot lie in {file}, which has {files[file]['bytes']}"
-            )
+            raise CheckpointError(f"{path}: boxes of {size} bytes cannot lie in {file} of {files[file]['bytes']} bytes")
 
 
 def _file(name: str, entry: Any) -> dict[str, Any]:
@@ -193,16 +184,10 @@ def _tensor(entry: Any) -> StoredTensor:
     if entry["dtype"] not in _ITEM_SIZES:
         raise ValueError(f"{show(entry['dtype'])} is not a type that checkpoints hold")
     boxes = [
-        StoredBox(_name(file), _name(key), _box(_counts(offset), _counts(shape)))
+        StoredBox(_name(file), _name(key), Box(_counts(offset), _counts(shape)))
         for file, key, offset, shape in entry["boxes"]
     ]
     return StoredTensor(_counts(entry["shape"]), entry["dtype"], boxes)
-
-
-def _box(offset: tuple[int, ...], shape: tuple[int, ...]) -> Box:
-    if len(offset) != len(shape):
-        raise ValueError(f"a box at {list(offset)} of shape {list(shape)}")
-    return Box(offset, shape)
 
 
 def _counts(values: Any) -> tuple[int, ...]:

@@ -9,15 +9,15 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from filelock import FileLock, Timeout
 
-from crosstrain.utils.errors import UserError
+from crosstrain.utils.errors import UserError, os_errors_as
 from crosstrain.utils.files import append, write_atomically
 
 if TYPE_CHECKING:  # reading a run's folder needs no torch
@@ -35,7 +35,7 @@ class RunFolder:
         self.run_id: str | None = None
         self.lost: str | None = None  # why training must end: the folder was moved away, or another run has it
         self.descriptor: int | None = None  # of the folder that is held, wherever it is moved to
-        self._lock: FileLock | None = None  # released when the process ends, however it ends
+        self._held = ExitStack()  # lock and descriptor; released when the process ends, however it ends
         self._lock_file: os.stat_result | None = None
         self._config: dict[str, Any] = {}
 
@@ -49,8 +49,6 @@ class RunFolder:
         self.profile = path / "profile"
         self.checkpoints = path / "checkpoints"
 
-    # ---- holding
-
     def create(self, config: dict[str, Any], newest_run: str | None = None) -> None:
         """Make the folder, hold it for this process, and write its id and config.yaml.
 
@@ -58,7 +56,7 @@ class RunFolder:
         another process holds it, or it cannot be written to.
         """
         self._config = config
-        with self._writing():
+        with self._written():
             self._hold(_PATIENCE)
             self.run_id = self.read_id() or newest_run or uuid.uuid4().hex
             self._describe()
@@ -67,27 +65,19 @@ class RunFolder:
         """Take the lock; raises UserError where another process has it."""
         while True:
             self.path.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-            lock = FileLock(self.path / ".lock")
-            try:
-                lock.acquire(timeout=patience)
-                if _is(self.path, os.fstat(descriptor)):
-                    break
-                lock.release()  # of a folder that was renamed meanwhile
-            except Timeout:
-                os.close(descriptor)
-                raise UserError(
-                    f"run.output_dir: another process is training in {self.path}; choose another folder"
-                ) from None
-            os.close(descriptor)
-        self._release()
-        self.descriptor, self._lock, self._lock_file = descriptor, lock, os.stat(self.path / ".lock")
-
-    def _release(self) -> None:
-        if self._lock is not None and self.descriptor is not None:  # both or neither
-            self._lock.release()
-            os.close(self.descriptor)
-            self._lock = self.descriptor = None
+            with ExitStack() as held:
+                descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                held.callback(os.close, descriptor)
+                try:
+                    held.enter_context(FileLock(self.path / ".lock").acquire(timeout=patience))
+                except Timeout:
+                    problem = f"another process is training in {self.path}; choose another folder"
+                    raise UserError(f"run.output_dir: {problem}") from None
+                if _is(self.path, os.fstat(descriptor)):  # not renamed meanwhile
+                    self._held.close()
+                    self._held = held.pop_all()
+                    self.descriptor, self._lock_file = descriptor, os.stat(self.path / ".lock")
+                    return
 
     def read_id(self) -> str | None:
         """Read the id of the run that the folder belongs to; None where it has none."""
@@ -101,14 +91,8 @@ class RunFolder:
             write_atomically(self.path / ".run_id", f"{self.run_id}\n")
         write_atomically(self.config, yaml.safe_dump(self._config, sort_keys=False))
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UserError(f"run.output_dir: {self.path} cannot be written to ({error.strerror})") from None
-
-    # ---- while training
+    def _written(self) -> AbstractContextManager[None]:
+        return os_errors_as(UserError, f"run.output_dir: {self.path} cannot be written to")
 
     def keep(self) -> bool:
         """Make sure that the next writes reach this run's folder. Returns True where it is another one than before.
@@ -117,18 +101,17 @@ class RunFolder:
         the first free NAME.1, NAME.2, ... is made. In both cases `lost` says so.
         """
         try:
-            if self._is_intact():
-                if (found := self.read_id()) == self.run_id:
-                    return False
+            if self._is_intact() and (found := self.read_id()) in (None, self.run_id):
                 if found is None:
                     self._describe()
-                    return False
-            before, held = self.path, self._held_elsewhere()
-            if held is not None:
-                self.go_to(held)
+                return False
+            before, moved = self.path, self._held_elsewhere()
+            if moved is not None:
+                self.go_to(moved)
                 self._lose(before, "was moved")
-                return True
-            return self._make_again()
+            else:
+                self._make_again()
+            return True
         except OSError:  # saving will fail and say why
             return False
 
@@ -148,7 +131,7 @@ class RunFolder:
                 return place
         return None
 
-    def _make_again(self) -> bool:
+    def _make_again(self) -> None:
         before = self.path
         try:
             self._hold(0)
@@ -160,7 +143,6 @@ class RunFolder:
             self._hold(0)
             self._lose(before, "was taken by another run")
         self._describe()
-        return True
 
     def append(self, path: Path, text: str) -> None:
         """Append to a file of the held folder, wherever that is now; raises OSError where it cannot."""
@@ -179,7 +161,7 @@ class RunFolder:
         proof = self.path / ".shared"
         token = uuid.uuid4().hex if world.rank == 0 else ""
         if world.rank == 0:
-            with self._writing():
+            with self._written():
                 proof.write_text(token)
         token = world.all_gather(token)[0]
         blind = world.all_gather(None if self._holds(proof, token) else socket.gethostname())
@@ -207,10 +189,7 @@ class RunFolder:
             time.sleep(0.2)
 
     def set_aside(self) -> Path | None:
-        """Rename an earlier run's folder to the first free NAME.1, NAME.2, ...; nothing is ever deleted.
-
-        Raises UserError where another process trains in it, or it cannot be renamed.
-        """
+        """Rename an earlier run's folder to the first free NAME.1, NAME.2, ...; UserError where it is in use."""
         if not self.path.exists():
             return None
         aside = self._free_name()
@@ -220,14 +199,12 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"--fresh: {self.path} cannot be renamed to {aside} ({error.strerror})") from None
         finally:
-            self._release()
+            self._held.close()
         return aside
 
     def _free_name(self) -> Path:
-        number = 1
-        while os.path.lexists(free := self.path.with_name(f"{self.path.name}.{number}")):
-            number += 1
-        return free
+        names = (self.path.with_name(f"{self.path.name}.{number}") for number in count(1))
+        return next(name for name in names if not os.path.lexists(name))
 
 
 def _is(path: Path, known: os.stat_result) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from crosstrain.cli.flags import positive
-from crosstrain.utils.errors import UserError, printable, sentence
+from crosstrain.utils.errors import UserError, os_errors_as, printable, sentence
 
 _SECONDS = 600.0  # without a word
 _HELP = "/image FILE adds an image, /new forgets what was said, /exit or Ctrl-D ends"
@@ -102,10 +102,8 @@ class Talk:
         self.images = []
 
     def add_image(self, file: str) -> None:
-        try:
+        with os_errors_as(UserError, f"/image: {file} cannot be read"):
             content = Path(file).expanduser().read_bytes()
-        except OSError as error:
-            raise UserError(f"/image: {file} cannot be read ({error.strerror})") from None
         kind = mimetypes.guess_type(file)[0] or "image/png"
         url = f"data:{kind};base64,{base64.b64encode(content).decode()}"
         self.images.append({"type": "image_url", "image_url": {"url": url}})

@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     from crosstrain.checkpoint.export import export
     from crosstrain.checkpoint.files import Reader
     from crosstrain.checkpoint.folders import find_checkpoint
-    from crosstrain.checkpoint.frozen import PretrainedWeights
+    from crosstrain.checkpoint.weights import PretrainedWeights
     from crosstrain.engine.precision import DTYPES
     from crosstrain.inference.open_checkpoint import outline, saved_config
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from crosstrain.monitor.report.page import page
 from crosstrain.monitor.report.read_run import read_runs
-from crosstrain.utils.errors import UserError, printable
+from crosstrain.utils.errors import UserError, os_errors_as, printable
 from crosstrain.utils.files import write_atomically
 
 
@@ -22,10 +22,8 @@ def run(arguments: argparse.Namespace) -> int:
     if path.is_dir():
         raise UserError(f"--output: {path} is a folder; name the page's file")
     runs = read_runs(arguments.runs)
-    try:
+    with os_errors_as(UserError, f"--output: {path} cannot be written"):
         write_atomically(path, page(runs))
-    except OSError as error:
-        raise UserError(f"--output: {path} cannot be written ({error.strerror})") from None
     for found in runs:
         for problem in found.problems:
             print(printable(f"note: {found.name}: {problem}"))

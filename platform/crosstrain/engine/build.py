@@ -6,9 +6,8 @@ import fnmatch
 from pathlib import Path
 
 from crosstrain.checkpoint.files import Reader
-from crosstrain.checkpoint.frozen import PretrainedWeights, check_frozen, fingerprints, load_shards
-from crosstrain.checkpoint.initialize import fill_initial
 from crosstrain.checkpoint.manifest import FrozenParameter
+from crosstrain.checkpoint.weights import PretrainedWeights, check_frozen, fill_initial, fingerprints, load_shards
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry

@@ -15,7 +15,7 @@ from typing import Any
 from crosstrain.checkpoint.boxes import Shard
 from crosstrain.checkpoint.checkpointer import load_state
 from crosstrain.checkpoint.files import Reader
-from crosstrain.checkpoint.frozen import PretrainedWeights, load_shards
+from crosstrain.checkpoint.weights import PretrainedWeights, load_shards
 from crosstrain.config.load import Config, load_config
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import RunOptions

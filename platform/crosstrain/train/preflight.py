@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from crosstrain.checkpoint.frozen import PretrainedWeights
+from crosstrain.checkpoint.weights import PretrainedWeights
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.files import Reader
-from crosstrain.checkpoint.frozen import load_shards
+from crosstrain.checkpoint.weights import load_shards
 from crosstrain.distributed.group import Group
 from crosstrain.engine.runner import Runner
 from crosstrain.train.state import State

@@ -68,6 +68,15 @@ def explained(what: str) -> Iterator[None]:
         raise ConfigError(f"{what} ({type(error).__name__}: {first_line(error)})") from error
 
 
+@contextmanager
+def os_errors_as(kind: type[Exception], problem: str) -> Iterator[None]:
+    """Turn an OSError inside the block into the exception `kind`, whose message is `problem` and the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{problem} ({error.strerror or error})") from None
+
+
 def _by_line(text: str) -> list[str | int]:
     """Return a key that sorts sentences such as `file:12: ...` by line number."""
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r":(\d+):", text, maxsplit=1))]

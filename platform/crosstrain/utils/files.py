@@ -85,10 +85,7 @@ def append(path: Path | str, data: str | bytes, folder: int | None = None) -> No
 
 @contextmanager
 def locked(path: Path, *, wait: bool) -> Iterator[None]:
-    """Hold the lock file `path`, and remove it afterwards.
-
-    Raises BlockingIOError where another process holds it, unless we `wait`.
-    """
+    """Hold the lock file `path`, then remove it. BlockingIOError where another process holds it, unless we `wait`."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:

@@ -28,7 +28,8 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self.write(self.format(record) + "\n")
+            # Names in a checkpoint and generated text may hold control characters.
+            self.write(printable(self.format(record)) + "\n")
         except OSError as error:
             if not self.failed:
                 self.failed = True
@@ -41,22 +42,14 @@ def _print_above_bar(text: str) -> None:
     sys.stdout.flush()
 
 
-class _Printable(logging.Formatter):
-    """A formatter that escapes control characters: names in a checkpoint and generated text may hold any."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
-
-
 def set_up_logging(log_file: Path | None, quiet: bool, write: Callable[[Path, str], None] = append) -> None:
     """Log to the console and, with `write`, to `log_file`; `quiet` (every rank but the first) logs only warnings."""
     log.setLevel(logging.WARNING if quiet else logging.INFO)
     log.propagate = False
     log.handlers.clear()
     console = _Handler("the console", _print_above_bar)
-    console.setFormatter(_Printable("%(message)s"))
     log.addHandler(console)
     if log_file is not None:
         file = _Handler(str(log_file), partial(write, log_file))
-        file.setFormatter(_Printable("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
+        file.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
         log.addHandler(file)

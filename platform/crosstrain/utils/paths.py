@@ -21,10 +21,7 @@ def home() -> Path:
 
 
 def find(path: str | os.PathLike[str]) -> Path:
-    """Return the file or folder `path`, relative to the working directory or else to `home()`.
-
-    Raises ConfigError with the most similar names when there is none.
-    """
+    """Return the file or folder `path`, relative to the working directory or else to `home()`; ConfigError if none."""
     wanted = Path(path).expanduser()
     candidates = [wanted] if wanted.is_absolute() else [wanted, home() / wanted]
     for candidate in candidates:

@@ -15,7 +15,7 @@ import yaml
 
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.monitor.metrics import leaves
-from crosstrain.utils.errors import UserError, first_line
+from crosstrain.utils.errors import UserError, first_line, os_errors_as
 from crosstrain.utils.files import open_regular, read_regular
 
 _MOST_BYTES = 1 << 27  # of metrics.jsonl
@@ -87,13 +87,11 @@ def _read(folder: Path) -> ReadRun:
     if not paths.metrics.exists():
         raise UserError(f"{folder}: there is no metrics.jsonl; name a run's folder in which a step was logged")
     run = ReadRun(folder)
-    try:
-        with open_regular(paths.metrics, follow=False) as file:
-            _read_rows(run, file)
-            if file.tell() < os.fstat(file.fileno()).st_size:
-                run.problems.append(f"metrics.jsonl is read up to {_MOST_BYTES} bytes; the rest is not shown")
-    except OSError as error:
-        raise UserError(f"{paths.metrics}: cannot be read ({error.strerror})") from None
+    unreadable = os_errors_as(UserError, f"{paths.metrics}: cannot be read")
+    with unreadable, open_regular(paths.metrics, follow=False) as file:
+        _read_rows(run, file)
+        if file.tell() < os.fstat(file.fileno()).st_size:
+            run.problems.append(f"metrics.jsonl is read up to {_MOST_BYTES} bytes; the rest is not shown")
     if any([curve.put_in_order() for curve in run.curves.values()]):
         run.problems.append("metrics.jsonl tells some steps twice or out of order; the later row counts")
     run.events = sorted(run.events[:_MOST_EVENTS])

@@ -1,6 +1,7 @@
-"""Frozen parameters are not stored: the checkpoint has a hash of each, and they are read from pretrained weights.
+"""Filling of a model's weights from a checkpoint, from pretrained folders, or with initial values.
 
-Loading a checkpoint fills them from there; the hashes tell whether these are the weights that the run started from.
+Frozen parameters are not stored: the checkpoint has a hash of each, and loading it reads them from the pretrained
+folders. The hashes tell whether these are the weights that the run started from.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from crosstrain.distributed.group import Group
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.pretrained import Excerpt, Source
 from crosstrain.utils.errors import CheckpointError
+from crosstrain.utils.rng import generator
 
 _ELEMENTS = 1 << 20  # hashed at a time, which takes some tens of bytes for each
 _WORD = (1 << 64) - 1
@@ -46,10 +48,7 @@ class PretrainedWeights:
         return any(source.covers(name) for source, _ in self.parts)
 
     def fill(self, shards: list[Shard]) -> set[str]:
-        """Fill the parameter shards that a folder covers, and return their names.
-
-        Raises CheckpointError for one that is missing there or has another shape.
-        """
+        """Fill the parameter shards that a folder covers; returns their names. Raises as `Reader.fill` does."""
         filled = set[str]()
         for source, reader in self.parts:
             names = reader.names("param")
@@ -82,12 +81,24 @@ def _as_published(shard: Shard, place: str | Excerpt) -> Shard:
     return Shard(shard.kind, place.name, (place.rows, *shard.shape[1:]), pieces)
 
 
+def fill_initial(model: Model, shards: Iterable[Shard], seed: int) -> None:
+    """Fill parameter shards with initial values, a function of (seed, canonical name, logical shape) alone.
+
+    One logical tensor exists at a time, so a rank needs no more memory than its share and the largest tensor.
+    """
+    for shard in shards:
+        if shard.kind != "param" or not shard.pieces:
+            continue
+        value = torch.empty(shard.shape)
+        model.initialize(shard.name, value, generator(seed, shard.name, *shard.shape))
+        for piece in shard.pieces:
+            piece.data.copy_(value[piece.box.slices_in(Box.whole(shard.shape))])
+
+
 def load_shards(
-    reader: Reader,
-    shards: list[Shard],
-    pretrained: PretrainedWeights | None = None,
+    reader: Reader, shards: list[Shard], pretrained: PretrainedWeights | None = None,
     names: Collection[str] | None = None,
-) -> set[str]:
+) -> set[str]:  # fmt: skip
     """Fill every piece from a checkpoint, frozen parameters from `pretrained`; returns the names of the latter.
 
     Nothing is gathered. `names` are the model's parameters, where `shards` lack those of other ranks. Raises
