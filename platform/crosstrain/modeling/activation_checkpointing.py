@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from crosstrain.utils.optional_deps import require
 
@@ -41,19 +41,18 @@ def apply(blocks: list[nn.Module], mode: Mode, autocast: Callable[[], AbstractCo
     """
     for block in blocks:
         if mode == "full":
-            block.forward = partial(_checkpointed, block.forward)
+            block.forward = partial(_checkpointed, block.forward, noop_context_fn)
         elif mode == "selective":
             contexts = partial(create_selective_checkpoint_contexts, _policy)
-            block.forward = partial(_checkpointed, block.forward, context_fn=contexts)
+            block.forward = partial(_checkpointed, block.forward, contexts)
         elif mode == "offload":
             _offload(block, autocast)
 
 
-def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    context = {"context_fn": kwargs.pop("context_fn")} if "context_fn" in kwargs else {}
+def _checkpointed(forward: Callable[..., Any], contexts: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

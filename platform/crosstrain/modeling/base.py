@@ -62,7 +62,7 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, **batch: Any) -> Any:
-        """With targets in the batch: the sum of their losses, an fp32 scalar.
+        """Return the sum of the targets' losses, an fp32 scalar, for a batch with targets.
 
         Without: fp32 logits [batch, vocab_size] of the token that comes next, without padding ids. A `cache` made by
         `new_cache` may be passed along; the batch then holds only the tokens that the cache has not seen.

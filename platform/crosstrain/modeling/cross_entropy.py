@@ -34,10 +34,7 @@ class Logits:
     softcap: float | None = None
 
     def apply_(self, products: Tensor) -> Tensor | float | None:
-        """Turn products [n, V], without the bias, into logits in place.
-
-        Returns the derivative of logits with respect to products; None where it is 1.
-        """
+        """Turn products [n, V], without the bias, into logits in place; returns their derivative, None for 1."""
         if self.bias is not None:
             products.add_(self.bias.to(products.dtype))
         if self.softcap is None:
@@ -55,16 +52,9 @@ PLAIN = Logits()
 
 
 def token_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    vocab_size: int | None = None,
-    chunk_tokens: int = 1024,
-    group: dist.ProcessGroup | None = None,
-    logits: Logits = PLAIN,
-    traced_rows: int | None = None,
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int | None = None, chunk_tokens: int = 1024,
+    group: dist.ProcessGroup | None = None, logits: Logits = PLAIN, traced_rows: int | None = None,
+) -> Tensor:  # fmt: skip
     """Sum over target tokens of -log softmax(hidden @ weight.T)[label], an fp32 scalar (fp64 for fp64 inputs).
 
     hidden [*, H]; weight [V, H] of the head, whose rows from `vocab_size` on are padding without probability; labels
@@ -83,10 +73,8 @@ def token_cross_entropy(
     not match, and what `torch.gather` raises for a label outside the vocabulary.
     """
     if hidden.shape[:-1] != labels.shape or hidden.shape[-1:] != weight.shape[1:]:
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} "
-            f"do not match: expected [*, H], [V, H] and [*]"
-        )
+        shapes = f"hidden {[*hidden.shape]}, weight {[*weight.shape]} and labels {[*labels.shape]}"
+        raise ValueError(f"{shapes} do not match: expected [*, H], [V, H] and [*]")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
     first = 0 if group is None else dist.get_rank(group) * len(weight)
@@ -112,10 +100,10 @@ class Head:
     def __call__(
         self, hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: int, logits: Logits = PLAIN
     ) -> Tensor:
-        """hidden [batch, length, H]; weight [V, H], of which rows from `vocab_size` on are padding, as of a bias.
+        """Return `token_cross_entropy` of labels [batch, length], or fp32 logits [batch, vocab_size] without them.
 
-        With labels [batch, length]: `token_cross_entropy`. Without: fp32 logits [batch, vocab_size] after the last
-        position.
+        hidden [batch, length, H]; weight [V, H], of which rows from `vocab_size` on are padding, as of a bias. The
+        logits are those after the last position.
         """
         if labels is not None:
             return token_cross_entropy(

@@ -66,17 +66,10 @@ class TransformersModel(LanguageModel):
         self._vocabulary = {f"{name}.{own}" for name, m in vocabularies for own, _ in m.named_parameters(recurse=False)}
         self.scale, self.softcap = hf_internals.measured_logits(lm)
 
-    # ---- compute
-
     def forward(  # type: ignore[override]
-        self,
-        input_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        cache: Any = None,
-        inputs_embeds: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> Tensor:
+        self, input_ids: Tensor | None = None, labels: Tensor | None = None, cache: Any = None,
+        inputs_embeds: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         mask = None if attention_mask is None else self._mask(attention_mask)
         more = {"inputs_embeds": inputs_embeds, "attention_mask": mask, "position_ids": position_ids}
         given = {key: value for key, value in more.items() if value is not None}  # not every model knows all of them
@@ -95,8 +88,6 @@ class TransformersModel(LanguageModel):
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.lm.get_input_embeddings()(input_ids)
-
-    # ---- structure
 
     def ends(self) -> Ends | None:
         theirs = list(self.lm.config.base_model_pp_plan or {})
@@ -144,8 +135,6 @@ class TransformersModel(LanguageModel):
         """The name with or without the base model's prefix: GPT-2 is published without."""
         return name if name in available else name.removeprefix(f"{self.lm.base_model_prefix}.")
 
-    # ---- arithmetic
-
     @property
     def hidden_size(self) -> int:
         return self.config.hidden_size
@@ -169,8 +158,6 @@ class TransformersModel(LanguageModel):
         state = {"blocks of 12 l h^2 parameters at 20 bytes": 12 * layers * h**2 * 20}
         eager = "activations l (34 b s h + 5 b a s^2), eager attention, no checkpointing"
         return state | ({eager: layers * (34 * b * s * h + 5 * b * heads * s**2)} if s else {})
-
-    # ---- life after training
 
     def new_cache(self) -> DynamicCache:
         return DynamicCache(config=self.lm.config)

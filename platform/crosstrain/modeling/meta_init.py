@@ -51,17 +51,12 @@ def parameters_on_meta(
 
 def materialize(model: M, device: torch.device) -> M:
     """Give every meta parameter zeroed memory on `device`, keeping ties, and move the buffers there."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    made = {p: nn.Parameter(torch.zeros_like(p, device=device), p.requires_grad) for p in model.parameters()}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if parameter not in made:
-                    memory = torch.zeros_like(parameter, device=device)
-                    made[parameter] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
-                module._parameters[name] = made[parameter]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            module._parameters[name] = made[parameter]
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            module._buffers[name] = buffer.to(device)
     return model
 
 
