@@ -36,8 +36,14 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     from crosstrain.corpus.reader import Chunk, Document, FileReader, Reader, Task
     from crosstrain.data.dataset import SPLITS, Dataset, ReadContext, Split
     from crosstrain.data.loader import MicroBatch
-    from crosstrain.data.vision.image_dataset import Annotation, ImageDataset, ImageDatasetOptions
-    from crosstrain.data.vision.prompts import Example, PromptBuilder, VqaDataset
+    from crosstrain.data.vision.image_dataset import (
+        Annotation,
+        Example,
+        ImageDataset,
+        ImageDatasetOptions,
+        PromptBuilder,
+        VqaDataset,
+    )
     from crosstrain.distributed.group import Group
     from crosstrain.engine.footprint import Layout, PlanContext, Sizes
     from crosstrain.engine.grad_norm import global_norm

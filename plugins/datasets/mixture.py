@@ -28,7 +28,7 @@ from crosstrain import (
     registry,
 )
 from crosstrain.data.tokenizer import TOKENIZER, vocabulary
-from crosstrain.data.vision.prompts import prompt_builder
+from crosstrain.data.vision.image_dataset import prompt_builder
 
 from .mixing import MixtureOrder, quantise
 

@@ -14,7 +14,7 @@ from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
 from crosstrain.data.shuffle import sample_index
 from crosstrain.data.splits import open_split, prepare_data, training_dataset
-from crosstrain.data.vision.prompts import prompt_builder
+from crosstrain.data.vision.image_dataset import prompt_builder
 from crosstrain.engine.build import build_model, make_model, make_runner
 from crosstrain.modeling.meta_init import parameters_on_meta
 from crosstrain.utils.errors import ConfigError

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
-from crosstrain.utils.errors import DataError
+from crosstrain.utils.errors import DataError, os_errors_as
 
 MAGIC = b"MMIDIDX\x00\x00"
 DTYPES: dict[int, np.dtype] = {
@@ -57,15 +57,6 @@ class TokenFile:
         for path in (self.idx_path, self.bin_path):
             if not path.is_file():
                 raise DataError(f"{path} does not exist (tokens are two files, {self.prefix.name}.bin and .idx)")
-        self._open()
-        for sequence in np.unique(np.linspace(0, self.num_sequences - 1, _SPOT_CHECKS).astype(int)).tolist():
-            if self.num_sequences:
-                self._check(sequence, sequence + 1)
-
-    def __reduce__(self) -> tuple[type[TokenFile], tuple[Path]]:  # a worker opens the files again
-        return TokenFile, (self.prefix,)
-
-    def _open(self) -> None:
         size = self.idx_path.stat().st_size
         with open(self.idx_path, "rb") as file:
             header = file.read(_HEADER.size)
@@ -82,10 +73,7 @@ class TokenFile:
         expected = _HEADER.size + 12 * self.num_sequences + 8 * index_length
         if size != expected:
             state = "is truncated" if size < expected else "has bytes to spare"
-            raise DataError(
-                f"{self.idx_path} {state}: {self.num_sequences} sequences in {index_length - 1} documents"
-                f" take {expected} bytes, and it has {size}"
-            )
+            raise DataError(f"{self.idx_path} {state}: its header describes {expected} bytes, and it has {size}")
         self.sizes = _Column(self.idx_path, "<i4", _HEADER.size, self.num_sequences)
         offset = _HEADER.size + 4 * self.num_sequences
         self.pointers = _Column(self.idx_path, "<i8", offset, self.num_sequences)
@@ -100,6 +88,12 @@ class TokenFile:
             raise DataError(f"{self.bin_path} {state}: its index describes {used} bytes, and it has {bin_size}")
         self.num_tokens = bin_size // self.dtype.itemsize
         self._tokens = _Column(self.bin_path, self.dtype, 0, self.num_tokens)
+        for sequence in np.unique(np.linspace(0, self.num_sequences - 1, _SPOT_CHECKS).astype(int)).tolist():
+            if self.num_sequences:
+                self._check(sequence, sequence + 1)
+
+    def __reduce__(self) -> tuple[type[TokenFile], tuple[Path]]:  # a worker opens the files again
+        return TokenFile, (self.prefix,)
 
     def _check(self, first: int, stop: int) -> None:
         """Raise DataError unless each of the sequences [first, stop) begins where the one before it ends."""
@@ -270,11 +264,9 @@ class _Column:
         size = self._dtype.itemsize
         position, end = self._offset + start * size, self._offset + stop * size
         data = b""
-        try:
-            while (at := position + len(data)) < end:  # one call reads 2 GiB at most
-                if not (more := os.pread(self._file.fileno(), end - at, at)):
-                    raise DataError(f"{self._path} was cut while it was read: it ends before byte {end}")
-                data = data + more if data else more
-        except OSError as error:
-            raise DataError(f"{self._path}: cannot be read ({error.strerror})") from None
+        with os_errors_as(DataError, f"{self._path} cannot be read"):
+            while more := os.pread(self._file.fileno(), end - position - len(data), position + len(data)):
+                data += more  # one call reads 2 GiB at most
+        if len(data) < end - position:
+            raise DataError(f"{self._path} was cut while it was read: it ends before byte {end}")
         return np.frombuffer(data, self._dtype)

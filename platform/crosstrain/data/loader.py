@@ -85,17 +85,9 @@ def _batches(
 
 
 def training_steps(
-    dataset: Dataset,
-    plan: BatchPlan,
-    *,
-    seed: int,
-    start: int,
-    dp_rank: int,
-    num_workers: int = 0,
-    lengths: Iterator[int] | None = None,
-    left_out: Ranges | None = None,
-    num_targets: CountTargets = lambda _: 0,
-) -> Iterator[Step]:
+    dataset: Dataset, plan: BatchPlan, *, seed: int, start: int, dp_rank: int, num_workers: int = 0,
+    lengths: Iterator[int] | None = None, left_out: Ranges | None = None, num_targets: CountTargets = lambda _: 0,
+) -> Iterator[Step]:  # fmt: skip
     """Yield this rank's micro batches of each step, without end, from sample number `start` on.
 
     lengths: tokens to which the samples of each step are shortened; None: they stay whole.
@@ -131,15 +123,9 @@ def one_sample(dataset: Dataset, seed: int, number: int) -> Batch:
 
 
 def evaluation_batches(
-    dataset: Dataset,
-    micro_batch: int,
-    *,
-    dp_rank: int,
-    dp_size: int,
-    max_samples: int | None = None,
-    num_workers: int = 0,
-    num_targets: CountTargets = lambda _: 0,
-) -> Iterator[tuple[MicroBatch, bool]]:
+    dataset: Dataset, micro_batch: int, *, dp_rank: int, dp_size: int, max_samples: int | None = None,
+    num_workers: int = 0, num_targets: CountTargets = lambda _: 0,
+) -> Iterator[tuple[MicroBatch, bool]]:  # fmt: skip
     """Yield the first `max_samples` samples in the order of evaluation, each once, as (micro batch, counts).
 
     Every rank gets the same number of micro batches, because a forward may be a collective. A rank that has too few
@@ -147,11 +133,10 @@ def evaluation_batches(
     """
     dataset.begin(ReadContext(0, 0, dp_rank, dp_size))
     total = len(dataset) if max_samples is None else min(max_samples, len(dataset))
-    starts = list(range(0, total, micro_batch))
-    rounds = -(-len(starts) // dp_size)
-    mine = [starts[r * dp_size + dp_rank] if r * dp_size + dp_rank < len(starts) else None for r in range(rounds)]
-    numbers = [list(range(s or 0, min((s or 0) + micro_batch, total))) for s in mine]
+    # The start of each of this rank's micro batches; beyond the last sample where other ranks have one more.
+    starts = [first + dp_rank * micro_batch for first in range(0, total, micro_batch * dp_size)]
+    mine = [range(start, min(start + micro_batch, total)) or range(min(micro_batch, total)) for start in starts]
     order: Callable[[int], int] = int if total == len(dataset) else dataset.evaluation_index
-    batches = _batches(dataset, 0, order, numbers, num_workers)
-    for start, data in zip(mine, batches, strict=True):
-        yield MicroBatch(start or 0, data, num_targets(data)), start is not None
+    batches = _batches(dataset, 0, order, [list(numbers) for numbers in mine], num_workers)
+    for start, numbers, data in zip(starts, mine, batches, strict=True):
+        yield MicroBatch(numbers[0], data, num_targets(data)), start < total

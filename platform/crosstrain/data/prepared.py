@@ -36,23 +36,18 @@ class Summary:
         path = folder / "dataset.json"
         try:
             content = json.loads(read_regular(path, _MOST_BYTES))
-            if content.get("format_version") == FORMAT_VERSION:
+            if (version := content.get("format_version")) == FORMAT_VERSION:
                 return cls(**{field.name: content[field.name] for field in fields(cls)})
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise DataError(f"{path} does not describe a prepared dataset: {error!r}; prepare it again") from None
-        raise DataError(
-            f"{path} has format version {content.get('format_version')}, and this version of Crosstrain reads"
-            f" {FORMAT_VERSION}: prepare it again"
-        )
+        raise DataError(f"{path} has format version {version}, not {FORMAT_VERSION}: prepare it again")
 
     def check_tokenizer(self, folder: Path) -> None:
         """Raise DataError unless the tokenizer in a prepared folder is the one that made its tokens."""
         path = folder / "tokenizer" / "tokenizer.json"
         if not path.is_file() or hash_of(path) != self.tokenizer_sha256:
-            raise DataError(
-                f"{path} is not the tokenizer that made the tokens beside it (its SHA-256 differs from that in"
-                f" {folder / 'dataset.json'}): put the original back, or prepare the data again"
-            )
+            problem = f"{path} is not the tokenizer that made the tokens beside it"
+            raise DataError(f"{problem}: put the original back, or prepare the data again")
 
     def write(self, folder: Path) -> None:
         write_json(folder / "dataset.json", asdict(self))

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any
-
-import numpy as np
 
 from crosstrain.utils.rng import GOLDEN_RATIO, derive_seed, splitmix64
 
@@ -38,9 +35,6 @@ class Permutation:
         self._b = -(-n // self._a)
         self._keys = [splitmix64(splitmix64(key) + r * GOLDEN_RATIO) for r in range(1, _ROUNDS + 1)]
 
-    def __len__(self) -> int:
-        return self.n
-
     def __call__(self, i: int) -> int:
         """Return the image of `i`. IndexError unless 0 <= i < n."""
         if not 0 <= i < self.n:
@@ -50,18 +44,8 @@ class Permutation:
             i = self._scramble(i)
         return i
 
-    def many(self, indices: np.ndarray) -> np.ndarray:
-        """Return the images of `indices` (integers of any shape) as uint64 of the same shape. IndexError as above."""
-        indices = np.asarray(indices)
-        if indices.size and not (indices.min() >= 0 and indices.max() < self.n):
-            raise IndexError(f"indices outside range({self.n})")
-        out = self._scramble(indices.astype(np.uint64).ravel())
-        while (outside := np.flatnonzero(out >= self.n)).size:
-            out[outside] = self._scramble(out[outside])
-        return out.reshape(indices.shape)
-
-    def _scramble(self, i: Any) -> Any:
-        """Pass an int or a uint64 array, below a * b, through the network once."""
+    def _scramble(self, i: int) -> int:
+        """Pass a number below a * b through the network once."""
         right, left = divmod(i, self._a)  # left in Z_a, right in Z_b
         for r, key in enumerate(self._keys):
             modulus = self._b if r % 2 else self._a

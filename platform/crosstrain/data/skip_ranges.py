@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import count
 
 Ranges = list[list[int]]  # [first, last] of each range, ascending, without overlap
 
@@ -13,9 +14,7 @@ def numbers(start: int, left_out: Ranges) -> Iterator[int]:
         if last >= start:
             yield from range(start, first)
             start = last + 1
-    while True:
-        yield start
-        start += 1
+    yield from count(start)
 
 
 def leave_out(left_out: Ranges, more: Sequence[int]) -> Ranges:
@@ -29,12 +28,7 @@ def leave_out(left_out: Ranges, more: Sequence[int]) -> Ranges:
     return out
 
 
-def spans(values: Sequence[int]) -> Ranges:
-    """Return numbers as ranges."""
-    return leave_out([], values)
-
-
 def show(values: Sequence[int]) -> str:
     """Format sample numbers: `sample 7`, `samples 8 to 15`, `samples 8 to 11 and 16 to 19`."""
-    found = [str(first) if first == last else f"{first} to {last}" for first, last in spans(values)]
+    found = [str(first) if first == last else f"{first} to {last}" for first, last in leave_out([], values)]
     return ("sample " if len(values) == 1 else "samples ") + " and ".join(found)

@@ -16,18 +16,12 @@ from crosstrain.utils.types import Batch
 def training_dataset(config: Config) -> Component:
     """Return the dataset to train on. ConfigError unless there is exactly one."""
     if len(config.datasets) != 1:
-        raise ConfigError(
-            f"datasets: exactly one dataset is trained on, but {len(config.datasets)} are named "
-            f"({', '.join(config.datasets)})"
-        )
+        raise ConfigError(f"datasets: name exactly one dataset to train on, not {', '.join(config.datasets) or 'none'}")
     return next(iter(config.datasets.values()))
 
 
 def open_split(config: Config, split: Split) -> Dataset:
-    """Open a split of the configured dataset, which was prepared before.
-
-    Raises DataError if it would be empty, and ConfigError if the configuration is not trusted with data.
-    """
+    """Open a prepared split of the configured dataset. DataError if it would be empty; ConfigError without trust."""
     component = training_dataset(config)
     with limited_to(config.trust):
         check_source(f"the {split} split of {next(iter(config.datasets))}")

@@ -21,7 +21,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from crosstrain.utils.assets import TOKENIZER_FILES, copy_files, plain_files
-from crosstrain.utils.errors import DataError, first_line
+from crosstrain.utils.errors import DataError, first_line, os_errors_as
 from crosstrain.utils.files import read_regular, write_json
 from crosstrain.utils.trust import check_source
 
@@ -40,7 +40,7 @@ class TextTokenizer:
 
     backend: Tokenizer
     end: str  # the token that ends a document
-    save: Callable[[Path], None]  # writes the folder that transformers' AutoTokenizer.from_pretrained opens
+    copy: Callable[[Path], object] | None = None  # copies the files that it was loaded from into a folder
 
     def __post_init__(self) -> None:
         if self.backend.token_to_id(self.end) is None:
@@ -68,6 +68,18 @@ class TextTokenizer:
     def decode(self, ids: list[int]) -> str:
         return self.backend.decode(ids, skip_special_tokens=False)
 
+    def save(self, folder: Path) -> None:
+        """Write the folder that transformers' AutoTokenizer.from_pretrained opens."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.copy is not None:
+            self.copy(folder)
+        else:
+            special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), self.end)
+            config = {"tokenizer_class": "PreTrainedTokenizerFast", **special, "clean_up_tokenization_spaces": False}
+            write_json(folder / CONFIG, config)
+        if self.copy is None or not (folder / TOKENIZER).exists():
+            self.backend.save(str(folder / TOKENIZER))
+
 
 def load_tokenizer(spec: str | Path) -> TextTokenizer:
     """Load a tokenizer by folder (tokenizer.json, or GPT-2's vocab.json and merges.txt), file, or Hugging Face name.
@@ -87,7 +99,7 @@ def load_tokenizer(spec: str | Path) -> TextTokenizer:
     gpt2_files = (path / "vocab.json", path / "merges.txt")
     if all(map(Path.exists, gpt2_files)) and "GPT2" in str(config.get("tokenizer_class", "GPT2")):
         loaded = load_gpt2(*gpt2_files)
-        return replace(loaded, save=_copier(loaded.backend, path)) if config else loaded
+        return replace(loaded, copy=_copier(path)) if config else loaded
     return _from_transformers(str(path))
 
 
@@ -198,7 +210,7 @@ def _byte_level(tokenizer: Tokenizer) -> TextTokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     tokenizer.add_special_tokens([END_OF_TEXT])  # takes the next id, the last, unless the vocabulary has it
-    return TextTokenizer(tokenizer, END_OF_TEXT, lambda folder: _write(tokenizer, END_OF_TEXT, folder))
+    return TextTokenizer(tokenizer, END_OF_TEXT)
 
 
 def _from_file(path: Path, config: dict) -> TextTokenizer:
@@ -208,20 +220,11 @@ def _from_file(path: Path, config: dict) -> TextTokenizer:
     end = (_content(end) if end else None) or next(usual, None)
     if end is None:
         raise DataError(f"{path} names no token that ends a text: set eos_token in tokenizer_config.json beside it")
-    save = _copier(backend, path.parent) if config else lambda folder: _write(backend, end, folder)
-    return TextTokenizer(backend, end, save)
+    return TextTokenizer(backend, end, _copier(path.parent) if config else None)
 
 
-def _copier(backend: Tokenizer, source: Path) -> Callable[[Path], None]:
-    """Return a function that copies a tokenizer's folder, and adds a tokenizer.json if it has none."""
-
-    def save(folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        copy_files(plain_files(source, TOKENIZER_FILES), folder)
-        if not (folder / TOKENIZER).exists():
-            backend.save(str(folder / TOKENIZER))
-
-    return save
+def _copier(source: Path) -> Callable[[Path], None]:
+    return lambda folder: copy_files(plain_files(source, TOKENIZER_FILES), folder)
 
 
 def _backend(path: Path) -> Tokenizer:
@@ -246,22 +249,7 @@ def _from_transformers(spec: str) -> TextTokenizer:
     if backend is None or tokenizer.eos_token is None:
         lack = "fast (Rust) form" if backend is None else "token that ends a text (eos_token)"
         raise DataError(f"the tokenizer {spec!r} has no {lack}")
-
-    def save(folder: Path) -> None:
-        tokenizer.save_pretrained(str(folder))
-
-    return TextTokenizer(backend, tokenizer.eos_token, save)
-
-
-def _write(backend: Tokenizer, end: str, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    backend.save(str(folder / TOKENIZER))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), end),
-        "clean_up_tokenization_spaces": False,
-    }
-    write_json(folder / CONFIG, config)
+    return TextTokenizer(backend, tokenizer.eos_token, tokenizer.save_pretrained)
 
 
 def _read_json(path: Path) -> dict:
@@ -275,7 +263,5 @@ def _read_json(path: Path) -> dict:
 
 
 def _read(path: Path) -> bytes:
-    try:
+    with os_errors_as(DataError, f"{path} cannot be read"):
         return read_regular(path, _MAX_BYTES)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror})") from None

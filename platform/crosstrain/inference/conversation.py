@@ -10,7 +10,7 @@ from typing import Any
 from crosstrain.config.load import Config
 from crosstrain.data.splits import training_dataset
 from crosstrain.data.vision.conversations import IMAGE, Message
-from crosstrain.data.vision.prompts import PromptBuilder, prompt_builder
+from crosstrain.data.vision.image_dataset import PromptBuilder, prompt_builder
 from crosstrain.inference.encoding import Encoders
 from crosstrain.utils.errors import UserError, explained
 from crosstrain.utils.files import open_regular

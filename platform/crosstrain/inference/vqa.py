@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from crosstrain.data.vision.prompts import Example, VqaDataset
+from crosstrain.data.vision.image_dataset import Example, VqaDataset
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.detokenizer import TextStream
 from crosstrain.inference.generation import Sampling, Sequence, as_prompt, decode

@@ -9,8 +9,7 @@ from typing import Any
 
 from crosstrain.config.load import Config
 from crosstrain.data.splits import open_split, training_dataset
-from crosstrain.data.vision.image_dataset import ImageDataset
-from crosstrain.data.vision.prompts import VqaDataset, prompt_builder
+from crosstrain.data.vision.image_dataset import ImageDataset, VqaDataset, prompt_builder
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.generation import Sampling

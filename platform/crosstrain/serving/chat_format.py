@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crosstrain.data.vision.conversations import IMAGE, Conversation, Message
-from crosstrain.data.vision.prompts import PromptBuilder
+from crosstrain.data.vision.image_dataset import PromptBuilder
 from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.generation import as_prompt
 from crosstrain.serving.api_error import wrong

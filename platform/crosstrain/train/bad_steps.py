@@ -14,7 +14,7 @@ from typing import Any
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import MicroBatch, Step, one_sample
-from crosstrain.data.skip_ranges import Ranges, leave_out, show, spans
+from crosstrain.data.skip_ranges import Ranges, leave_out, show
 from crosstrain.engine.runner import Runner, StepResult
 from crosstrain.train.state import State
 from crosstrain.utils.errors import ConfigError, TrainingError
@@ -201,7 +201,7 @@ class BadSteps:
         row: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%d %H:%M:%S"), "step": state.step, "problem": problem,
             "policy": self.options.policy, "loss": finite(attempt.loss), "grad_norm": finite(attempt.result.grad_norm),
-            "samples": spans(attempt.batch.numbers),
+            "samples": leave_out([], attempt.batch.numbers),
             "suspects": [
                 {
                     "samples": list(suspect.numbers), "indices": indices, "loss": finite(suspect.loss),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from crosstrain.data.tokenizer import TextTokenizer
 from crosstrain.utils.errors import DataError
@@ -62,7 +64,7 @@ class ConversationEncoder:
             self.start, self.end = self._special(_START), self._special(_END)
         before, after = (tokenizer.backend.token_to_id(t) for t in (_BEFORE_IMAGE, _AFTER_IMAGE))
         block = [IMAGE_ID] * image_tokens
-        self._known: dict[str, list[int]] = {}
+        self._text = lru_cache(_REMEMBERED)(lambda text: self.encode_text(text))  # prompts and short answers recur
         self.image = block if before is None or after is None else [before, *block, after]
 
     @property
@@ -129,13 +131,6 @@ class ConversationEncoder:
             raise SampleError("conversations about the same images must all begin with these images")
         return shared
 
-    def _text(self, text: str) -> list[int]:
-        if text not in self._known:  # prompts and short answers recur
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            self._known[text] = self.encode_text(text)
-        return self._known[text]
-
     def _content(self, text: str) -> list[int]:
         first, *rest = text.split(IMAGE)
         return self._text(first) + [i for part in rest for i in (*self.image, *self._text(part))]
@@ -163,15 +158,11 @@ def collate(samples: list[Sample]) -> Batch:
     Padding is no target and comes last, so a causal model needs no mask for it. The batch has `segments` and
     `position_ids` only if a sample has segments.
     """
-    longest = max(len(s["input_ids"]) for s in samples)
-    batch = {
-        "input_ids": _padded(samples, "input_ids", longest, 0),
-        "labels": _padded(samples, "labels", longest, IGNORE_INDEX),
-    }
+    batch = {"input_ids": _padded(samples, "input_ids", 0), "labels": _padded(samples, "labels", IGNORE_INDEX)}
     if any("segments" in s for s in samples):
         whole = [_one_segment(s) for s in samples]
-        batch["segments"] = _padded(whole, "segments", longest, SHARED)
-        batch["position_ids"] = _padded(whole, "position_ids", longest, 0)
+        batch["segments"] = _padded(whole, "segments", SHARED)
+        batch["position_ids"] = _padded(whole, "position_ids", 0)
     images = [torch.from_numpy(s["pixel_values"]) for s in samples if len(s.get("pixel_values", ()))]
     if images:
         batch["pixel_values"] = torch.cat(images)
@@ -183,8 +174,5 @@ def _one_segment(sample: Sample) -> Sample:
     return {"segments": np.full(length, SHARED), "position_ids": np.arange(length)} | sample
 
 
-def _padded(samples: list[Sample], key: str, length: int, value: int) -> torch.Tensor:
-    out = torch.full((len(samples), length), value, dtype=torch.long)
-    for row, sample in zip(out, samples, strict=True):
-        row[: len(sample[key])] = torch.from_numpy(sample[key])
-    return out
+def _padded(samples: list[Sample], key: str, value: int) -> torch.Tensor:
+    return pad_sequence([torch.from_numpy(s[key]).long() for s in samples], batch_first=True, padding_value=value)

@@ -1,4 +1,4 @@
-"""The base of datasets of images with text: processors, tokenizer, bad samples and questions."""
+"""The base of datasets of images with text: processors, tokenizer, bad samples, questions and prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from annotated_types import Interval
 from crosstrain.config.bounds import FilePath, PositiveInt
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Component
-from crosstrain.data.dataset import Split
+from crosstrain.data.dataset import Dataset, Split
 from crosstrain.data.tokenizer import TextTokenizer, cached_folder, load_tokenizer
 from crosstrain.data.vision.conversations import (
     Conversation,
@@ -29,8 +29,7 @@ from crosstrain.data.vision.conversations import (
     check_images,
     collate,
 )
-from crosstrain.data.vision.prompts import Example, PromptBuilder, VqaDataset
-from crosstrain.utils.errors import DataError
+from crosstrain.utils.errors import DataError, UserError, os_errors_as
 from crosstrain.utils.files import read_regular
 from crosstrain.utils.types import Batch, Sample
 
@@ -72,6 +71,54 @@ class Processors:
 def processors(train: str, evaluate: str, **options: Any) -> Processors:
     """Return `Processors` by name, with the same options, as a default."""
     return Processors(Component(train, options or None), Component(evaluate, options or None))
+
+
+@dataclass(frozen=True)
+class Example:
+    """A question with a known answer. `prompt` is a sample without labels; scores are grouped by `kind`."""
+
+    prompt: Sample
+    question: str
+    answer: str
+    kind: str
+    picture: Any = None  # a PIL image, to show
+
+
+class PromptBuilder:
+    """A builder of prompts from conversations about images, in the form of a dataset's evaluation splits."""
+
+    def __init__(self, image_processor: ImageProcessor, encoder: ConversationEncoder) -> None:
+        self.image_processor, self.encoder = image_processor, encoder
+        self.end_id = encoder.end_id  # the token that ends an answer
+
+    def ask(self, conversation: Conversation, images: list[Any]) -> Sample:
+        """Return a sample without labels that ends where the assistant's next words begin.
+
+        images: PIL images, one for each placeholder in the conversation. Raises UserError where the numbers differ.
+        """
+        try:
+            check_images(conversation, len(images))
+        except SampleError as error:
+            raise UserError(str(error)) from None
+        rng = np.random.default_rng(0)
+        pixels = np.stack([self.image_processor(image, rng) for image in images]) if images else None
+        return self.encoder.prompt(conversation, pixels)
+
+
+class VqaDataset(Dataset):
+    """A dataset with questions and prompts about images, for `evaluate --answers` and for chats."""
+
+    @abstractmethod
+    def examples(self, index: int) -> list[Example]:
+        """Return questions about sample `index` with known answers."""
+
+    @classmethod
+    @abstractmethod
+    def prompt_builder(cls, options: Any, tokenizer: Path) -> PromptBuilder:
+        """Make the prompt builder for a model trained on such data. The data need not exist.
+
+        tokenizer: folder of a checkpoint's tokenizer. Raises UserError where there are no conversations.
+        """
 
 
 @dataclass(kw_only=True)
@@ -130,8 +177,6 @@ class ImageDataset(VqaDataset):
     def read(self, index: int) -> tuple[list[Any], Annotation]:
         """Return a sample's PIL images and annotation. Raises SampleError if they cannot be read."""
 
-    # ---- samples
-
     def get(self, index: int, rng: np.random.Generator) -> Sample:
         for candidate in chain(range(index, len(self)), range(index)):
             if candidate in self.skipped:
@@ -188,8 +233,6 @@ class ImageDataset(VqaDataset):
     def collate(self, samples: list[Sample]) -> Batch:
         return collate(samples)
 
-    # ---- questions
-
     def examples(self, index: int) -> list[Example]:
         try:
             self.tried += 1
@@ -212,6 +255,14 @@ class ImageDataset(VqaDataset):
         return PromptBuilder(_processor(options.vis_processor.eval), encoder)
 
 
+def prompt_builder(dataset: Component, tokenizer: Path) -> PromptBuilder:
+    """Make the prompt builder of a configured dataset. Raises UserError if it has no conversations about images."""
+    kind = registry.get("dataset", dataset.name)
+    if not issubclass(kind, VqaDataset):
+        raise UserError(f"{kind.__name__} has no conversations, so questions about images cannot be asked")
+    return kind.prompt_builder(dataset.options, tokenizer)
+
+
 def open_image(data: bytes, name: str) -> Any:
     """Decode an image into an RGB PIL image. SampleError, with its name, if the bytes are none or incomplete."""
     from PIL import Image
@@ -225,10 +276,8 @@ def open_image(data: bytes, name: str) -> Any:
 
 def open_image_file(path: Path) -> Any:
     """Read and decode an image file as `open_image` does."""
-    try:
+    with os_errors_as(SampleError, f"{path} cannot be read"):
         return open_image(read_regular(path, LARGEST_IMAGE), str(path))
-    except OSError as error:
-        raise SampleError(f"{path} cannot be read ({error.strerror})") from None
 
 
 def _processor(component: Component) -> Any:
