@@ -89,8 +89,22 @@ class Checkpointer:
 
     def _write(self, save: _Save, held: dict[Holding, Tensor]) -> None:
         self._error = None
+        final = folders.step_folder(self.root, save.step)
+        temporary = self.root / f".{final.name}.tmp"
         try:
-            self._write_together(save, held)
+            self._together(lambda: self._begin(temporary))
+            shares = self._together(lambda: self._write_share(temporary, save, held))
+            self._together(lambda: self._complete(temporary, save, shares))
+            self._together(lambda: self._check(temporary, shares))
+            self._together(lambda: self._publish(temporary, final, save))
+        except CheckpointError as problem:
+            with suppress(CheckpointError, OSError):
+                self._check_own()
+                if self.group.rank == 0:
+                    folders.remove(temporary)
+            self._error = CheckpointError(
+                f"checkpoint {final} could not be written: {problem}; earlier ones are intact"
+            )
         except Exception as error:  # a rank is gone; `wait` tells, unless that rank's own error ends the run before
             self._error = RankLost(f"{self.root}: the save was broken off ({error}); earlier ones are intact")
         if self._error is not None and self.group.rank == 0:
@@ -107,44 +121,24 @@ class Checkpointer:
             self._thread.join()
             self._thread = None
 
-    def _write_together(self, save: _Save, held: dict[Holding, Tensor]) -> None:
-        final = folders.step_folder(self.root, save.step)
-        temporary = self.root / f".{final.name}.tmp"
-        files: dict[str, Any] = {}
-        problem = self._attempt(lambda: self._begin(temporary)) or self._attempt(
-            lambda: files.update(self._write_share(temporary, save, held))
-        )
-        if not problem:
-            shares = self.group.all_gather(files)
-            problem = (
-                self._attempt(lambda: self._complete(temporary, save, shares))
-                or self._attempt(lambda: self._check(temporary, shares))
-                or self._attempt(lambda: self._publish(temporary, final, save))
-            )
-        if problem:
-            with suppress(CheckpointError, OSError):
-                self._check_own()
-                if self.group.rank == 0:
-                    folders.remove(temporary)
-            self._error = CheckpointError(
-                f"checkpoint {final} could not be written: {problem}; earlier ones are intact"
-            )
-
-    def _attempt(self, action: Callable[[], None]) -> str | None:
-        """Run `action` on every rank. Returns the first rank's error message, the same on every rank, or None."""
-        problem = None
+    def _together(self, action: Callable[[], Any]) -> list[Any]:
+        """Run `action` on every rank; returns the ranks' results. CheckpointError, on every rank, if one fails."""
+        result = problem = None
         try:
-            action()
+            self._check_own()
+            result = action()
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = f"{error} (rank {self.group.rank})"
-        return next((p for p in self.group.all_gather(problem) if p), None)
+        results, problems = zip(*self.group.all_gather((result, problem)), strict=True)
+        if any(problems):
+            raise CheckpointError(next(filter(None, problems)))
+        return list(results)
 
     def _check_own(self) -> None:
         if self.run is not None and RunFolder(self.root.parent).read_id() not in (None, self.run):
             raise CheckpointError(f"{self.root.parent} is another run's folder now")
 
     def _begin(self, temporary: Path) -> None:
-        self._check_own()
         if self.group.rank == 0:
             folders.remove(temporary)
             temporary.mkdir(parents=True)  # `root` may have been deleted
@@ -164,7 +158,6 @@ class Checkpointer:
         """Write the other files beside the ranks' shares, the manifest last."""
         if self.group.rank != 0:
             return
-        self._check_own()
         files = {name: entry for share in shares for name, entry in share.items()}
         if index := {h.key: name for h, name in save.names.items() if name.startswith("model-")}:
             size = sum(files[name]["bytes"] for name in set(index.values()))
@@ -203,7 +196,6 @@ class Checkpointer:
     def _publish(self, temporary: Path, final: Path, save: _Save) -> None:
         if self.group.rank != 0:
             return
-        self._check_own()
         if os.path.lexists(final):
             folders.check_own(final, self.run)  # else it was damaged, and the run went on from an earlier one
             damaged = final.with_name(f"{final.name}.damaged")

@@ -8,11 +8,10 @@ stored.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
@@ -76,7 +75,6 @@ def _batches(
         pin_memory=torch.cuda.is_available(),
         # DataLoader draws one number from a generator per pass; give it its own, so that the global one is untouched.
         generator=torch.Generator(),
-        persistent_workers=False,
     )
     for batch in loader:
         if isinstance(batch, UserError):
@@ -93,27 +91,27 @@ def training_steps(
     lengths: tokens to which the samples of each step are shortened; None: they stay whole.
     left_out: sample numbers to skip.
     """
-    begun: deque[tuple[list[int], list[list[int]]]] = deque()  # numbers of steps that the DataLoader reads: all, ours
 
-    def micro_batch_numbers() -> Iterator[list[int]]:
-        following, size = sample_numbers(start, left_out or []), plan.micro_batch
+    def step_numbers() -> Iterator[list[int]]:
+        following = sample_numbers(start, left_out or [])
         while True:
-            numbers = list(islice(following, plan.global_batch))
-            ours = [numbers[i : i + size] for i in range(dp_rank * size, len(numbers), plan.dp_size * size)]
-            begun.append((numbers, ours))
-            yield from ours
+            yield list(islice(following, plan.global_batch))
+
+    def own(numbers: list[int]) -> list[list[int]]:
+        size = plan.micro_batch
+        return [numbers[i : i + size] for i in range(dp_rank * size, len(numbers), plan.dp_size * size)]
 
     dataset.begin(ReadContext(seed, start, dp_rank, plan.dp_size))
-    batches = _batches(dataset, seed, partial(dataset.training_index, seed), micro_batch_numbers(), num_workers)
-    while True:
-        length = next(lengths) if lengths is not None else None
+    mine = chain.from_iterable(map(own, step_numbers()))  # read ahead of the steps below
+    batches = _batches(dataset, seed, partial(dataset.training_index, seed), mine, num_workers)
+    whole: Iterator[int | None] = repeat(None)
+    for all_numbers, length in zip(step_numbers(), lengths or whole, strict=False):
         step = Step()
-        for _ in range(plan.accumulation):
+        step.numbers = all_numbers
+        for numbers in own(all_numbers):
             data = next(batches)
-            own = begun[0][1][len(step)]
             data = data if length is None else dataset.shorten(data, length)
-            step.append(MicroBatch(own[0], data, num_targets(data), tuple(own)))
-        step.numbers, _ = begun.popleft()
+            step.append(MicroBatch(numbers[0], data, num_targets(data), tuple(numbers)))
         yield step
 
 
