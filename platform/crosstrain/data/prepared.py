@@ -32,7 +32,7 @@ class Summary:
 
     @classmethod
     def read(cls, folder: Path) -> Summary:
-        """Read a prepared folder's. DataError if there is none, or one that this version cannot read."""
+        """Read the summary of a prepared folder. DataError if there is none that this version can read."""
         path = folder / "dataset.json"
         try:
             content = json.loads(read_regular(path, _MOST_BYTES))

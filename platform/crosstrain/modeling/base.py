@@ -101,7 +101,7 @@ class Model(nn.Module, ABC):
 
     @property
     def vocabulary_multiple(self) -> int:
-        """The rows of embedding and head are padded to a multiple of this for each rank that holds some of them."""
+        """Number that divides the rows of embedding and head, with padding, on each rank that holds some of them."""
         return 1
 
     @abstractmethod
@@ -156,7 +156,7 @@ class Model(nn.Module, ABC):
 
     @property
     def vocab_size(self) -> int | None:
-        """Ids below this are real tokens."""
+        """Bound of the ids of real tokens."""
         return None
 
     @property

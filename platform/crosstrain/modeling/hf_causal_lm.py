@@ -49,7 +49,7 @@ class TransformersModel(LanguageModel):
     lm: PreTrainedModel
 
     def __init__(self, options: Any, config: PreTrainedConfig, lm: PreTrainedModel, source: Path | None) -> None:
-        """`config` is without padding; `source` is the folder of weights to start from, if any."""
+        """Take `lm`, its `config` without padding, and the folder `source` of weights to start from, if any."""
         super().__init__(options)
         self.config, self.lm, self.source = config, lm, source
         self._generation: list[Path] = []  # settings of the pretrained model, which checkpoints keep
@@ -121,7 +121,7 @@ class TransformersModel(LanguageModel):
         return torch.Size((self.vocab_size, *shape[1:])) if name in self._vocabulary else shape
 
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
-        """transformers' own initial values."""
+        """Fill `value` with transformers' own initial value."""
         hf_internals.initialize(self._skeleton, name, value, rng)
 
     @cached_property

@@ -68,5 +68,5 @@ def construct(make_model: Callable[[], M], device: torch.device) -> M:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """False for a tensor without memory, whose values a model must not look at: a plan traces the forward with such."""
+    """Return False for a tensor without memory, such as a plan traces the forward with: its values are not there."""
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"

@@ -147,7 +147,7 @@ def _arrays(ids: list[int], labels: list[int]) -> Sample:
 
 
 def check_images(conversation: Conversation, images: int) -> None:
-    """Raise SampleError unless a conversation has a placeholder for each of so many images."""
+    """Raise SampleError unless a conversation has as many placeholders as `images`."""
     if (named := sum(message.text.count(IMAGE) for message in conversation)) != images:
         raise SampleError(f"the text has {named} <image> placeholders, and the sample {images} images")
 
