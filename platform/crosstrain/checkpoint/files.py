@@ -31,7 +31,7 @@ from crosstrain.checkpoint.manifest import (
     Tensors,
     read_manifest,
 )
-from crosstrain.utils.errors import CheckpointError
+from crosstrain.utils.errors import CheckpointError, os_errors_as
 from crosstrain.utils.files import open_regular
 
 # ---------------------------------------------------------------------------------------------------------- writing
@@ -94,17 +94,12 @@ def file_sum(path: Path) -> dict[str, Any]:
 
 def check_file(path: Path, expected: dict[str, Any]) -> None:
     """Raise CheckpointError, which names the file, unless its size and SHA-256 sum are as `expected`."""
-    try:
-        with open_regular(path, follow=False) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != expected["bytes"]:
-                raise CheckpointError(f"{path}: {size} bytes instead of {expected['bytes']}")
-            if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
-                raise CheckpointError(f"{path}: contents differ from what was written (SHA-256 mismatch)")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: missing") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    with os_errors_as(CheckpointError, f"{path}: cannot be read"), open_regular(path, follow=False) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != expected["bytes"]:
+            raise CheckpointError(f"{path}: {size} bytes instead of {expected['bytes']}")
+        if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
+            raise CheckpointError(f"{path}: contents differ from what was written (SHA-256 mismatch)")
 
 
 def fsync(path: Path) -> None:
