@@ -46,8 +46,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     )
     from crosstrain.distributed.group import Group
     from crosstrain.engine.footprint import Layout, PlanContext, Sizes
-    from crosstrain.engine.grad_norm import global_norm
-    from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, check_elementwise, create_state
+    from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, check_elementwise, create_state, global_norm
     from crosstrain.engine.runner import Runner, StepResult
     from crosstrain.modeling.base import Ends, LanguageModel, Merge, Model
     from crosstrain.modeling.cross_entropy import Head, Logits, token_cross_entropy

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from crosstrain import registry
-from crosstrain.engine.lr_schedule import cosine
 
 
 @registry.register_lr_scheduler("cosine")
@@ -25,3 +25,8 @@ class CosineMegatronV1(Cosine):
 
     def __call__(self, applied: float) -> float:
         return cosine((applied - self.warmup_steps) / self.decay_steps)
+
+
+def cosine(progress: float) -> float:
+    """Half a cosine from 1 at progress 0 to 0 at progress 1, and 0 beyond."""
+    return 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))

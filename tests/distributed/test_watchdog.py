@@ -22,8 +22,14 @@ from crosstrain.distributed.watchdog.diagnosis import (
     find_deadlock,
     find_desync,
 )
-from crosstrain.distributed.watchdog.flight_recorder import FlightRecorder
-from crosstrain.distributed.watchdog.rank_report import Call, History, Location, RankReport, Waiting
+from crosstrain.distributed.watchdog.flight_recorder import (
+    Call,
+    FlightRecorder,
+    History,
+    Location,
+    RankReport,
+    Waiting,
+)
 from fixtures_kill import plant, sentence
 
 PLUGIN = '''

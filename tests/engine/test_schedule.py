@@ -7,8 +7,8 @@ import math
 import pytest
 
 from crosstrain.config.load import load_config
-from crosstrain.engine.lr_schedule import make_schedule
-from crosstrain.engine.precision import DynamicLossScaler
+from crosstrain.engine.build import make_schedule
+from crosstrain.engine.precision import LossScaler
 
 # Published log of GPT-2 345M on Megatron-LM: (iterations of the run, {iteration: rate as printed}, loss scale as
 # printed from the first logged line on). One GPU, two-way data parallel, two-way tensor parallel.
@@ -31,7 +31,7 @@ def test_a_megatron_log_is_reproduced(
     config = load_config("projects/gpt2_345m.yaml", [f"run.max_iters={iterations}", "run.lr_sched=cosine_megatron_v1"])
     schedule = make_schedule(config, iterations)
     amp = config.run.amp
-    scaler = DynamicLossScaler(amp.initial_scale, amp.window, amp.hysteresis, amp.min_scale)
+    scaler = LossScaler(amp.initial_scale, amp.window, amp.hysteresis, amp.min_scale)
 
     # Gradients fit into fp16 once the scale is as low as the log's; until then every step overflows.
     applied = 0
@@ -40,7 +40,7 @@ def test_a_megatron_log_is_reproduced(
         overflow = scaler.scale > final_scale
         scaler.update(overflow)
         applied += not overflow
-        rates[iteration] = schedule.rate(applied)
+        rates[iteration] = schedule(applied)
     assert {i: f"{rates[i]:.3E}" for i in printed} == printed
     assert max(printed) - applied == skipped
     assert scaler.scale == final_scale
@@ -49,21 +49,21 @@ def test_a_megatron_log_is_reproduced(
 def test_the_usual_cosine_ends_at_its_minimum() -> None:
     config = load_config("projects/gpt2_345m.yaml", ["run.min_lr=1e-5", "run.lr_decay_iters=1000"])
     schedule = make_schedule(config, 5000)
-    assert schedule.rate(10) == pytest.approx(1.5e-4)  # the end of the warmup, 1% of 1000
-    assert schedule.rate(505) == pytest.approx((1.5e-4 + 1e-5) / 2)
-    assert schedule.rate(1000) == schedule.rate(5000) == pytest.approx(1e-5)
+    assert schedule(10) == pytest.approx(1.5e-4)  # the end of the warmup, 1% of 1000
+    assert schedule(505) == pytest.approx((1.5e-4 + 1e-5) / 2)
+    assert schedule(1000) == schedule(5000) == pytest.approx(1e-5)
 
 
 @pytest.mark.parametrize(("name", "half"), [("linear", 0.5), ("constant", 1.0), ("cosine", 0.5)])
 def test_shapes_half_way(name: str, half: float) -> None:
     options = [f"run.lr_sched={name}", "run.warmup_fraction=0.5", "run.max_iters=100", "run.init_lr=1.0"]
     schedule = make_schedule(load_config("projects/gpt2_345m.yaml", options), 100)
-    assert schedule.rate(25) == pytest.approx(0.5)
-    assert schedule.rate(75) == pytest.approx(half)
+    assert schedule(25) == pytest.approx(0.5)
+    assert schedule(75) == pytest.approx(half)
 
 
 def test_scale_grows_after_a_window_and_gives_the_tolerance_back() -> None:
-    scaler = DynamicLossScaler(initial_scale=8.0, window=3, hysteresis=2, min_scale=1.0)
+    scaler = LossScaler(scale=8.0, window=3, hysteresis=2, min_scale=1.0)
     scales = []
     for overflow in [True, True, False, False, False, True, True, True, True, True, True, True]:
         scaler.update(overflow)
@@ -72,11 +72,11 @@ def test_scale_grows_after_a_window_and_gives_the_tolerance_back() -> None:
 
 
 def test_state_of_the_scaler_survives_json() -> None:
-    scaler = DynamicLossScaler(2.0**32, 1000, 2, 1.0)
+    scaler = LossScaler(2.0**32, 1000, 2, 1.0)
     for _ in range(5):
         scaler.update(True)
     scaler.update(False)
-    other = DynamicLossScaler(2.0**32, 1000, 2, 1.0)
+    other = LossScaler(2.0**32, 1000, 2, 1.0)
     other.load_state(scaler.state())
     assert vars(other) == vars(scaler)
 

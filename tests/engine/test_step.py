@@ -12,7 +12,7 @@ from crosstrain.config.load import load_config
 from crosstrain.data.loader import MicroBatch, Step
 from crosstrain.engine.build import build_model
 from crosstrain.engine.runner import Runner, StepResult
-from crosstrain.train.bad_steps import Attempt, BadSteps
+from crosstrain.train.bad_steps import BadSteps
 from crosstrain.train.state import State
 from crosstrain.utils.errors import TrainingError
 
@@ -158,7 +158,7 @@ def record(runner: Runner, state: State, *applied: bool) -> None:
     for step in applied:
         state.step += 1
         result = StepResult(1.0 if step else math.inf, step)
-        BadSteps(runner, None, None).record(state, Attempt(batch, 1.0, None, result))
+        BadSteps(runner, None, None).record(state, batch, 1.0, None, result)
 
 
 def test_endless_overflow_ends_with_a_diagnosis() -> None:

@@ -68,8 +68,8 @@ def test_gpu_utilisation_is_told_where_it_can_be(monkeypatch: pytest.MonkeyPatch
     def unknown(_: Any) -> int:
         raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed or it can't be imported.")
 
-    assert hardware.gpu_utilisation(torch.device("cpu")) == {}
+    assert hardware.gpu_utilisation(torch.device("cpu")) is None
     monkeypatch.setattr(torch.cuda, "utilization", lambda _: 87)
-    assert hardware.gpu_utilisation(torch.device("cuda")) == {"gpu_utilisation": 87.0}
+    assert hardware.gpu_utilisation(torch.device("cuda")) == 87.0
     monkeypatch.setattr(torch.cuda, "utilization", unknown)
-    assert hardware.gpu_utilisation(torch.device("cuda")) == {}
+    assert hardware.gpu_utilisation(torch.device("cuda")) is None

@@ -8,7 +8,6 @@ import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -60,14 +59,15 @@ class Group:
         if self.process_group is None:
             return list(values)
         caller = sys._getframe(1)
-        tag = _tag(caller)
+        code, module = caller.f_code, caller.f_globals.get("__name__", "")
+        # A number for the function that calls; plugins, which may branch on the rank around a call, have none.
+        tag = zlib.crc32(f"{module}.{code.co_qualname}".encode()) if module.startswith("crosstrain.") else 0
         tensor = torch.tensor([*values, tag], dtype=torch.float64)  # on the CPU: no wait for the GPU
         dist.all_reduce(tensor, group=self.process_group)
         *sums, tags = tensor.tolist()
         if tags != tag * self.size:
             if desync_handler is not None:
                 desync_handler(self.process_group)
-            code = caller.f_code
             raise TrainingError(
                 f"the ranks met in different collectives, one of them at {paths.show(Path(code.co_filename))}:"
                 f"{caller.f_lineno} in {code.co_name}; each must be called by every rank"
@@ -77,12 +77,6 @@ class Group:
     def barrier(self) -> None:
         if self.process_group is not None:
             self.all_gather(None)
-
-
-def _tag(caller: FrameType) -> int:
-    """A number for the platform's function that calls; 0 for plugins, which may branch on the rank around a call."""
-    name = caller.f_globals.get("__name__", "")
-    return zlib.crc32(f"{name}.{caller.f_code.co_qualname}".encode()) if name.startswith("crosstrain.") else 0
 
 
 def world() -> tuple[int, int]:

@@ -1,8 +1,9 @@
-"""Build the configured runner, model and optimizer, for training and for evaluation."""
+"""Build the configured runner, model, optimizer and learning-rate schedule, for training and for evaluation."""
 
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Callable
 from pathlib import Path
 
 from crosstrain.checkpoint.files import Reader
@@ -54,6 +55,28 @@ def batch_plan(config: Config, world_size: int) -> BatchPlan:
     runner = registry.get("runner", config.runner.name)
     runner.check(config.runner.options, config.run)
     return BatchPlan.of(config.run, runner.data_parallel_size(config.runner.options, world_size))
+
+
+def make_schedule(config: Config, max_iters: int) -> Callable[[int], float]:
+    """The learning rate of the n-th applied step (n = 1, 2, ...); a skipped step does not advance it.
+
+    After a linear warmup, a registered function of n decides, with values in [0, 1] between `min_lr` and `init_lr`.
+    `lr_decay_iters` and the warmup's length default to the run's.
+    """
+    run = config.run
+    decay = run.lr_decay_iters or max_iters
+    warmup = run.warmup_steps if run.warmup_steps is not None else (run.warmup_fraction or 0.0) * decay
+    if warmup >= decay:
+        raise ConfigError(f"run.warmup_steps: the warmup of {warmup:g} steps must be shorter than the decay of {decay}")
+    make = registry.get("lr_scheduler", config.lr_sched.name)
+    shape = make(warmup_steps=warmup, decay_steps=decay, options=config.lr_sched.options)
+
+    def rate(applied: int) -> float:
+        if applied <= warmup and warmup > 0:
+            return run.init_lr * applied / warmup
+        return run.min_lr + (run.init_lr - run.min_lr) * shape(applied)
+
+    return rate
 
 
 def check_fit(model: Model, dataset: Dataset) -> None:

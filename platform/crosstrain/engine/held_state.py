@@ -42,9 +42,8 @@ class HeldState:
                     out.append(Shard(key, name, (), whole_pieces(value, ())))
                 elif value is not None:
                     raise CheckpointError(
-                        f"optimizer {self.run.optimizer.name} keeps {key} of {name} in a form that checkpoints "
-                        f"cannot hold ({type(value).__name__}, not a tensor shaped like the parameter or a scalar "
-                        f"tensor); use another optimizer"
+                        f"optimizer {self.run.optimizer.name} keeps {key} of {name} as a {type(value).__name__}, and "
+                        f"checkpoints hold tensors of the parameter's shape and scalar ones; use another optimizer"
                     )
         return out
 

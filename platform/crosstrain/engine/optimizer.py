@@ -1,4 +1,4 @@
-"""Parameter groups and optimizer state, the same for every registered optimizer."""
+"""Parameter groups, optimizer state and gradients, the same for every registered optimizer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
@@ -14,6 +15,7 @@ from crosstrain.utils.errors import ConfigError
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 ShapeOf = Callable[[nn.Parameter], torch.Size]
+_BLOCK = 4096  # elements whose squares torch may sum in fp32
 
 
 class MakeOptimizer(Protocol):
@@ -75,14 +77,14 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     for p in parameters:
         p.grad = torch.zeros_like(p)
     settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
-    still = {"lr": 0.0, "weight_decay": 0.0}  # decay would enter a momentum
-    for group, kept in zip(optimizer.param_groups, settings, strict=True):
-        group.update({key: value for key, value in still.items() if key in kept})
+    still = {"lr", "weight_decay"}  # decay would enter a momentum
+    for group in optimizer.param_groups:
+        group.update(dict.fromkeys(still & group.keys(), 0.0))
     optimizer.step()
-    changed: set[str] = set()
+    changed = set[str]()
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
-        now = {key: value for key, value in group.items() if key not in ("params", *still)}
-        changed |= {key for key, value in now.items() if key not in kept or value != kept[key]}
+        own = group.keys() - still - {"params"}
+        changed |= {key for key in own if key not in kept or group[key] != kept[key]}
         group.update(kept)
     for p, gradient in zip(parameters, gradients, strict=True):
         p.grad = gradient
@@ -93,7 +95,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
         )
     for state in optimizer.state.values():
         for key, value in state.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 if key != "step" and value.count_nonzero():
                     raise ConfigError(
                         f"run.optimizer: {type(optimizer).__name__} keeps state ({key}) that does not start at zero, "
@@ -102,7 +104,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
                 value.zero_()
 
 
-def gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The gradients of an optimizer's parameters; zeros where no micro batch used one.
 
     Engines that flatten parameters cannot leave one out of a step, so nobody does.
@@ -114,6 +116,40 @@ def gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
+def global_norm(tensors: list[Tensor]) -> float:
+    """2-norm of all elements of all tensors; DTensors count once, however they are sharded. Collective for DTensors.
+
+    In float64, because it is compared across runners and decides how much is clipped.
+    """
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        spread = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        groups.setdefault(spread, []).append(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+    total = 0.0
+    for spread, group in groups.items():
+        square = _square(group)
+        if spread is not None:
+            mesh, placements = spread
+            parts = [Replicate() if placement.is_replicate() else Partial() for placement in placements]
+            square = DTensor.from_local(square, mesh, parts).full_tensor()
+        total += square.item()
+    return total**0.5
+
+
+def _square(tensors: list[Tensor]) -> Tensor:
+    """Sum of squares of plain tensors on one device, a float64 scalar."""
+    if tensors[0].device.type != "cpu":
+        return torch.stack(torch._foreach_norm(tensors)).double().square().sum()
+    # On a CPU torch sums a norm in a few fp32 numbers: off by 1e-6 at 10^5 elements and by 1e-3 at 10^7.
+    total = torch.zeros((), dtype=torch.float64)
+    for tensor in tensors:
+        flat = tensor.reshape(-1)
+        whole = flat.numel() - flat.numel() % _BLOCK
+        total += torch.linalg.vector_norm(flat[:whole].view(-1, _BLOCK), dim=1).double().square().sum()
+        total += torch.linalg.vector_norm(flat[whole:]).double().square()
+    return total
+
+
 def check_elementwise(make_optimizer: MakeOptimizer) -> None:
     """Raise ConfigError unless the optimizer updates each element by itself; for runners that cut parameters.
 
@@ -121,7 +157,7 @@ def check_elementwise(make_optimizer: MakeOptimizer) -> None:
     """
     numbers = torch.randn(4, 4, 4, generator=torch.Generator().manual_seed(0))
 
-    def moved(cut: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> torch.Tensor:
+    def moved(cut: Callable[[Tensor], Sequence[Tensor]]) -> Tensor:
         parameters = [nn.Parameter(part.clone()) for part in cut(numbers[0])]
         optimizer = make_optimizer(((str(i), p) for i, p in enumerate(parameters)), lambda _: numbers[0].shape)
         for group in optimizer.param_groups:

@@ -19,55 +19,42 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class LossScaler:
-    """A constant loss scale; 1 where none is needed."""
-
-    def __init__(self, scale: float = 1.0) -> None:
-        self.scale = scale
-
-    def update(self, overflow: bool) -> None:
-        """Adapt the scale after a step, whose gradients did or did not `overflow`."""
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned."""
-
-
-class DynamicLossScaler(LossScaler):
-    """Halve on overflow, double after `window` steps without one.
+    """Halves the scale on overflow and doubles it after `window` steps without one; a constant without a window.
 
     The first `hysteresis - 1` overflows only lower the tolerance (Megatron-LM, fp16/loss_scaler.py, whose
     `delayed_shift` this is): starting at 2^32 with hysteresis 2, a scale of 2^17 means 16 skipped steps. The tolerance
     is given back whenever the scale grows.
     """
 
-    factor = 2.0
-
-    def __init__(self, initial_scale: float, window: int, hysteresis: int, min_scale: float) -> None:
-        super().__init__(initial_scale)
-        self.window, self.hysteresis, self.min_scale = window, hysteresis, min_scale
+    def __init__(self, scale: float, window: int | None = None, hysteresis: int = 1, min_scale: float = 0.0) -> None:
+        self.scale, self.window, self.hysteresis, self.min_scale = scale, window, hysteresis, min_scale
         self.tolerance = hysteresis
         self.steps_since_overflow = 0
 
     def update(self, overflow: bool) -> None:
+        """Adapt the scale after a step, whose gradients did or did not `overflow`."""
+        if self.window is None:
+            return
         if overflow:
             self.steps_since_overflow = 0
             if self.tolerance > 1:
                 self.tolerance -= 1
             else:
-                self.scale = max(self.scale / self.factor, self.min_scale)
+                self.scale = max(self.scale / 2, self.min_scale)
             return
         self.steps_since_overflow += 1
         if self.steps_since_overflow % self.window == 0:
-            self.scale *= self.factor
+            self.scale *= 2
             self.tolerance = self.hysteresis
 
     def state(self) -> dict[str, Any]:
-        return {"scale": self.scale, "tolerance": self.tolerance, "steps_since_overflow": self.steps_since_overflow}
+        """The state for a checkpoint; empty for a constant scale."""
+        names = ("scale", "tolerance", "steps_since_overflow") if self.window is not None else ()
+        return {name: getattr(self, name) for name in names}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        if state:  # empty where the checkpoint was written without a dynamic scale
+        """Continue from what `state` returned, also for another kind of scale. Raises CheckpointError."""
+        if self.window is not None and state:
             try:
                 self.scale = float(state["scale"])
                 self.tolerance = int(state["tolerance"])
@@ -83,11 +70,9 @@ class Precision:
         self.options = options
         self.dtype = DTYPES[options.dtype]
         self.device_type = device_type
-        self.scaler = LossScaler(options.loss_scale or 1.0)
-        if options.loss_scale is None and options.dtype == "fp16":
-            self.scaler = DynamicLossScaler(
-                options.initial_scale, options.window, options.hysteresis, options.min_scale
-            )
+        dynamic = options.loss_scale is None and options.dtype == "fp16"
+        adapting = (options.initial_scale, options.window, options.hysteresis, options.min_scale)
+        self.scaler = LossScaler(*adapting) if dynamic else LossScaler(options.loss_scale or 1.0)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of every forward, in training, evaluation and generation alike."""

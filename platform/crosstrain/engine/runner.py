@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -16,9 +17,8 @@ from crosstrain.data.loader import MicroBatch
 from crosstrain.distributed.group import Group, choose_device, world
 from crosstrain.distributed.watchdog import watchdog
 from crosstrain.engine.footprint import Layout, PlanContext, data_parallel
-from crosstrain.engine.grad_norm import global_norm
 from crosstrain.engine.held_state import HeldState
-from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, create_state, gradients_of
+from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, create_state, global_norm, gradients_of
 from crosstrain.engine.precision import Precision
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.meta_init import construct
@@ -97,7 +97,7 @@ class Runner(HeldState):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda else "gloo",
                 device_id=self.device if cuda else None,
-                timeout=watchdog.backend_timeout(self.run.collective_timeout),
+                timeout=timedelta(seconds=(self.run.collective_timeout or 1740) + 60),  # later than the watchdog's
                 **alone,
             )
             group = cast(dist.ProcessGroup, dist.group.WORLD) if size > 1 else None  # set by init_process_group
@@ -136,10 +136,8 @@ class Runner(HeldState):
             try:
                 create_state(self.optimizer)
             except RuntimeError as error:  # an operation that the parameters' kind of tensor does not have
-                reason = first_line(error)
-                raise ConfigError(
-                    f"run.optimizer: {self.run.optimizer.name} fails under this runner: {reason}"
-                ) from error
+                name, reason = self.run.optimizer.name, first_line(error)
+                raise ConfigError(f"run.optimizer: {name} fails under this runner: {reason}") from error
 
     def owned_parameters(self) -> NamedParameters:
         """Parameters for the optimizer: the model's, or what stands for this rank's part of them."""

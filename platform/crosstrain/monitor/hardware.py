@@ -34,14 +34,12 @@ def memory_mb(device: torch.device) -> dict[str, float]:
     return {"memory_peak_mb": peak / MIB}
 
 
-def gpu_utilisation(device: torch.device) -> dict[str, float]:
-    """Return the percentage of recent time in which the GPU was busy; empty without a GPU or nvidia-ml-py."""
-    if device.type != "cuda":
-        return {}
+def gpu_utilisation(device: torch.device) -> float | None:
+    """Return the percentage of recent time in which the GPU was busy; None without a GPU or nvidia-ml-py."""
     try:
-        return {"gpu_utilisation": float(torch.cuda.utilization(device))}
+        return float(torch.cuda.utilization(device)) if device.type == "cuda" else None
     except Exception:  # nvidia-ml-py and each driver raise their own errors
-        return {}
+        return None
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,9 +11,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from crosstrain.config.run_options import ProfileOptions
-from crosstrain.monitor.memory_timeline import write_memory
+from crosstrain.monitor.report.chart import downsample
+from crosstrain.utils.drawing import picture
 from crosstrain.utils.errors import UserError
+from crosstrain.utils.files import write_json
 from crosstrain.utils.logging import log
+
+_MIB = 1 << 20
+_DEVICES = {0: "CPU", 1: "GPU"}  # c10::DeviceType, as traces have it
+_BUCKETS = 2000  # of a curve, each with its lowest and its highest point; more are no wider than the picture
 
 
 class Profiler:
@@ -44,10 +51,6 @@ class Profiler:
             yield
         self._seen = (self._seen[0], number)
 
-    def ends_at(self, number: int) -> bool:
-        """Return True if step `number` was the last one of the running window: it is time to write."""
-        return self._running is not None and number == self._window[1]
-
     def _start(self, window: tuple[int, ...], number: int) -> None:
         assert self.options is not None
         self._window, self._seen = window, (number, number)
@@ -58,9 +61,12 @@ class Profiler:
         )  # fmt: skip
         self._running.start()
 
-    def write(self) -> None:
-        """Stop the running profile, if there is one, and write it; logs a warning if that fails."""
-        if self._running is None:
+    def write(self, after: int | None = None) -> None:
+        """Stop the running profile and write it; with `after`, only if that step is the last of its window.
+
+        Logs a warning if that fails.
+        """
+        if self._running is None or after not in (None, self._window[1]):
             return
         done, self._running = self._running, None
         self._windows = [window for window in self._windows if window != self._window]
@@ -94,3 +100,40 @@ class Profiler:
                 write_memory(trace, start.with_suffix(".memory.json"), title)
             except UserError as error:  # matplotlib is missing; the picture is no reason to end the training
                 log.warning("%s", error)
+
+
+def write_memory(trace: Path, path: Path, title: str) -> None:
+    """Write the bytes that tensors hold, {device: [[ms, bytes], ...]}, to `path`, and draw them beside it as .svg.
+
+    `trace`: a file of `torch.profiler.profile.export_chrome_trace`. A CPU's bytes are counted from its start: freeing
+    older tensors takes them below zero. Raises UserError, with the numbers written, if matplotlib is not installed.
+    """
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    # A GPU's track repeats the steps of the CPU's track.
+    steps = sorted(
+        (e["ts"], e["ts"] + e["dur"], e["name"].replace("ProfilerStep#", "step "))
+        for e in events
+        if e.get("name", "").startswith("ProfilerStep#") and e.get("cat") == "user_annotation"
+    )
+    allocations = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
+    origin = min([start for start, _, _ in steps] + [e["ts"] for e in allocations[:1]], default=0.0)
+    curves: dict[str, list[tuple[float, int]]] = {}
+    for event in allocations:
+        about = event["args"]
+        kind = _DEVICES.get(about["Device Type"], f"device type {about['Device Type']}")
+        device = kind if about["Device Id"] < 0 else f"{kind} {about['Device Id']}"
+        curves.setdefault(device, []).append(((event["ts"] - origin) / 1000, int(about["Total Allocated"])))
+    write_json(path, curves, indent=None)
+    with picture(path.with_suffix(".svg"), 10, 4) as figure:
+        axis = figure.subplots()
+        for number, (start, end, name) in enumerate(steps):
+            start_ms, end_ms = (start - origin) / 1000, (end - origin) / 1000
+            axis.axvspan(start_ms, end_ms, color="0.95" if number % 2 else "0.9")
+            axis.text(start_ms, 0.99, f" {name}", va="top", color="0.4", transform=axis.get_xaxis_transform())
+        for device, curve in sorted(curves.items()):
+            points = downsample([ms for ms, _ in curve], [size / _MIB for _, size in curve], _BUCKETS)
+            peak = max(size for _, size in curve) / _MIB
+            axis.step(*zip(*points, strict=True), where="post", linewidth=1, label=f"{device}: peak {peak:.1f} MiB")
+        axis.set(title=f"Memory of tensors: {title}", xlabel="ms", ylabel="MiB")
+        if curves:
+            figure.legend(loc="outside lower left", ncols=len(curves), frameon=False)

@@ -1,17 +1,19 @@
-"""The report of a training's numbers: throughput per interval, log lines, the progress bar, the trackers."""
+"""The report of a training's numbers: throughput, log lines in Megatron's notation, the progress bar, trackers."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from tqdm import tqdm
 
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.load import Config
 from crosstrain.engine.runner import Runner
 from crosstrain.monitor.hardware import gpu_utilisation, memory_mb, peak_flops
 from crosstrain.monitor.metrics import Row, StepMetrics
-from crosstrain.monitor.progress import Progress, log_line, memory_line
 from crosstrain.monitor.stragglers import StragglerDetector
 from crosstrain.monitor.tracker import TrackedRun, Trackers
 from crosstrain.utils.logging import log
@@ -23,23 +25,21 @@ class Reporter:
     def __init__(
         self, runner: Runner, config: Config, folder: RunFolder, resumed_step: int, max_iters: int, global_batch: int
     ) -> None:
-        is_main = runner.world.rank == 0
-        self._runner, self._max_iters, self._global_batch = runner, max_iters, global_batch
-        self._components, self._config, self._folder = config.run.trackers if is_main else [], config.plain, folder
-        self._num_workers, self._is_main = config.run.num_workers, is_main
+        self._runner, self._config, self._folder = runner, config, folder
+        self._max_iters, self._global_batch, self._is_main = max_iters, global_batch, runner.world.rank == 0
         self._begin(resumed_step)
 
     def _begin(self, step: int) -> None:
         self._tracked_step = step
         self.trackers = self._start_trackers()
-        self._progress = Progress(self._max_iters, step, enabled=self._is_main)
+        shows_bar = self._is_main and sys.stderr.isatty()
+        self._bar = tqdm(total=self._max_iters, initial=step, unit="step", dynamic_ncols=True, disable=not shows_bar)
         self._memory_logged = False
-        self._stragglers = StragglerDetector(self._runner, self._num_workers)
+        self._stragglers = StragglerDetector(self._runner, self._config.run.num_workers)
         self.begin_interval()
 
     def begin_interval(self) -> None:
-        self._steps, self._tokens, self._start = 0, 0, time.perf_counter()
-        self._stragglers.begin_interval()
+        self._steps, self._tokens, self._waited, self._start = 0, 0, 0.0, time.perf_counter()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -50,41 +50,46 @@ class Reporter:
 
     def measure(self, metrics: StepMetrics, tokens: int, sequence_length: int | None) -> None:
         """Count a step of `tokens` target tokens, and fill in its speed, memory and utilisation."""
+        device, timers = self._runner.device, self._runner.timers.seconds
         self._steps += 1
         self._tokens += tokens
-        self._stragglers.add_step()
+        self._waited += timers.get("data loader", 0.0)
         seconds = time.perf_counter() - self._start
-        device, precision = self._runner.device, self._runner.precision
         metrics.step_ms = 1000 * seconds / self._steps
         metrics.tokens_per_second = self._tokens / seconds
-        metrics.timers = {phase: 1000 * s for phase, s in self._runner.timers.seconds.items()}
+        metrics.timers = {phase: 1000 * s for phase, s in timers.items()}
         metrics.memory = memory_mb(device)
-        peak, flops = peak_flops(device, precision.dtype), self._runner.model.flops_per_token(sequence_length)
-        if peak and flops:
+        peak = peak_flops(device, self._runner.precision.dtype)
+        if peak and (flops := self._runner.model.flops_per_token(sequence_length)):
             metrics.mfu = metrics.tokens_per_second * flops / (peak * self._runner.world.size)
 
     def advance(self, metrics: StepMetrics) -> None:
         """Move the progress bar by a step."""
-        self._progress.advance(metrics)
+        loss = _number(metrics.loss, ".4f")
+        self._bar.set_postfix_str(f"loss {loss}, {metrics.tokens_per_second:.0f} tokens/s", refresh=False)
+        self._bar.update()
 
-    def log(self, metrics: StepMetrics) -> None:
+    def log(self, metrics: StepMetrics) -> Row:
         """Log a step, and after the first one the memory in use; a new interval begins. Collective.
 
-        Fills in what only logged steps measure.
+        Returns the row for trackers, with what only logged steps measure.
         """
-        waited, metrics.notes = self._stragglers.check(metrics.step, self._steps, time.perf_counter() - self._start)
-        metrics.gpu_utilisation = gpu_utilisation(self._runner.device).get("gpu_utilisation")
+        seconds = time.perf_counter() - self._start
+        waited, metrics.notes = self._stragglers.check(metrics.step, self._steps, seconds, self._waited)
+        metrics.gpu_utilisation = gpu_utilisation(self._runner.device)
         if waited > 0:
             metrics.loader_samples_per_second = self._global_batch * self._steps / waited
-        for line in log_line(metrics, self._max_iters):
+        for line in log_lines(metrics, self._max_iters):
             log.info(line)
         if not self._memory_logged:
-            log.info(memory_line(metrics))
+            memory = (f"{name[len('memory_') : -len('_mb')]}: {mib:.1f}" for name, mib in metrics.memory.items())
+            log.info("memory (MB) | %s", " | ".join(memory))
             self._memory_logged = True
-        if self._runner.world.rank == 0:
+        if self._is_main:
             for note in metrics.notes:
                 log.warning(note)
         self.begin_interval()
+        return metrics.row()
 
     def go_back(self, step: int) -> None:
         """Begin anew after step `step`, to which the run went back."""
@@ -92,7 +97,8 @@ class Reporter:
         self._begin(step)
 
     def _start_trackers(self) -> Trackers:
-        return Trackers(self._components, TrackedRun(self._folder.path, self._config, self._tracked_step))
+        run = TrackedRun(self._folder.path, self._config.plain, self._tracked_step)
+        return Trackers(self._config.run.trackers if self._is_main else [], run)
 
     def restart_trackers(self) -> None:
         """Start the trackers anew, in a folder that was made again or moved."""
@@ -104,5 +110,28 @@ class Reporter:
         self.trackers.log(row)
 
     def close(self) -> None:
-        self._progress.close()
+        self._bar.close()
         self.trackers.close(finished=self._tracked_step == self._max_iters)
+
+
+def log_lines(metrics: StepMetrics, max_iters: int) -> list[str]:
+    """Return the two lines of a logged step, in the order and notation of Megatron's log."""
+    first = [
+        f"iteration {metrics.step:8d}/{max_iters:8d}",
+        f"elapsed time per iteration (ms): {metrics.step_ms:.1f}",
+        f"learning rate {metrics.lr:.3E}",
+        f"lm loss {_number(metrics.loss, '.6E')}",
+        f"loss scale {metrics.loss_scale:.1f}",
+        f"grad norm {_number(metrics.grad_norm, '.3f')}",
+        f"tokens/s {metrics.tokens_per_second:.0f}",
+    ]
+    if metrics.skipped_steps:
+        first.append(f"skipped steps {metrics.skipped_steps}")
+    if metrics.mfu is not None:
+        first.append(f"MFU {100 * metrics.mfu:.1f}%")
+    timers = [f"{phase}: {milliseconds:.2f}" for phase, milliseconds in metrics.timers.items()]
+    return [" | ".join(first), "time (ms) | " + " | ".join(timers)]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "overflow" if value is None else format(value, form)

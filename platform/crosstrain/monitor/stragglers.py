@@ -23,35 +23,28 @@ class StragglerDetector:
 
     def __init__(self, runner: Runner, num_workers: int) -> None:
         self._runner, self._num_workers = runner, num_workers
-        self._intervals = 0
+        self._checks = 0
         self._slow = (-1, 0)  # the rank that was slow in the latest logged steps, and their number
         self._times_told: dict[str, int] = {}
-        self.begin_interval()
 
-    def begin_interval(self) -> None:
-        self._waited = 0.0
-
-    def add_step(self) -> None:
-        """Count the wait for data; call it in every step."""
-        self._waited += self._runner.timers.seconds.get("data loader", 0.0)
-
-    def check(self, step: int, steps: int, seconds: float) -> tuple[float, list[str]]:
+    def check(self, step: int, steps: int, seconds: float, waited: float) -> tuple[float, list[str]]:
         """Compare the ranks at logged step `step`, `steps` steps and `seconds` after the last one. Collective.
 
-        Returns the longest time, in seconds, that a rank waited for data meanwhile, and sentences about problems.
+        `waited`: seconds that this rank has waited for data meanwhile. Returns the longest such wait of any rank, and
+        sentences about problems.
         """
         world, timers = self._runner.world, self._runner.timers.seconds
-        own = [self._waited, timers.get("forward", 0.0), timers.get("backward", 0.0), float(self._runner.dp.rank)]
+        own = [waited, timers.get("forward", 0.0), timers.get("backward", 0.0), float(self._runner.dp.rank)]
         slots = [0.0] * (len(own) * world.size)
         slots[len(own) * world.rank : len(own) * (world.rank + 1)] = own
         everyone = world.all_reduce_sum(*slots)
-        waited, forward, backward, dp_ranks = (everyone[i :: len(own)] for i in range(len(own)))
-        self._intervals += 1
+        waits, forward, backward, dp_ranks = (everyone[i :: len(own)] for i in range(len(own)))
+        self._checks += 1
         peers = _peers(dp_ranks)
         both = [f + b for f, b in zip(forward, backward, strict=True)]
         slow = _slowest(both, peers, "forward and backward take") or _slowest(forward, peers, "forward takes")
-        found = [self._straggler(step, slow), self._data_bound(step, steps, seconds, waited)]
-        return max(waited), [sentence for sentence in found if sentence]
+        found = [self._straggler(step, slow), self._data_bound(step, steps, seconds, waits)]
+        return max(waits), [sentence for sentence in found if sentence]
 
     def _straggler(self, step: int, slow: tuple[int, str] | None) -> str | None:
         rank, problem = slow or (-1, "")
@@ -62,7 +55,7 @@ class StragglerDetector:
         return self._seldom(key, f"{key}: at step {step}, as at the logged one before, its {problem}")
 
     def _data_bound(self, step: int, steps: int, seconds: float, waited: list[float]) -> str | None:
-        if self._intervals == 1:  # in which the loader's processes started
+        if self._checks == 1:  # in which the loader's processes started
             return None
         bad = [r for r, w in enumerate(waited) if w >= WAITING * seconds and 1000 * w / steps >= WAITING_MS]
         if not bad:

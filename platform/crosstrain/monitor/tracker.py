@@ -87,11 +87,7 @@ class Trackers:
     """The trackers of a run, in the order of the configuration. None can stop the run or hold it up."""
 
     def __init__(self, components: Iterable[Component], run: TrackedRun) -> None:
-        self._isolated: list[_Isolated] = []
-        for component in components:
-            cls = registry.get("tracker", component.name)
-            isolated = _Background if cls.remote else _Isolated
-            self._isolated.append(isolated(component.name, partial(cls, component.options, run)))
+        self._isolated = [_Isolated(component, run) for component in components]
 
     def log(self, row: Row) -> None:
         for tracker in self._isolated:
@@ -109,58 +105,56 @@ class Trackers:
 
 
 class _Isolated:
-    """A tracker whose errors cost its own numbers and nothing else."""
+    """A tracker whose errors cost its own numbers alone. Calls of a remote one are made in order in a thread."""
 
-    def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
-        self.name = name
+    def __init__(self, component: Component, run: TrackedRun) -> None:
+        self.name, cls = component.name, registry.get("tracker", component.name)
         self.place: str | None = None
-        self._make = make
+        self._make = partial(cls, component.options, run)
         self._tracker: Tracker | None = None
         self._warned = False
+        self._work: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(_MAX_BACKLOG)
+        self._thread: threading.Thread | None = None
+        if cls.remote:
+            self._thread = threading.Thread(target=self._run, name=f"tracker {self.name}", daemon=True)
+            self._thread.start()
         self.call(lambda _: None)
 
     def call(self, work: Callable[[Tracker], None]) -> None:
+        """Do `work` with the tracker, now or in its thread."""
+        if self._thread is None:
+            return self._do(work)
+        try:
+            self._work.put_nowait(work)
+        except queue.Full:
+            self._warn(f"is more than {_MAX_BACKLOG} rows behind; training goes on, and it loses rows")
+
+    def _do(self, work: Callable[[Tracker], None]) -> None:
         """Do `work` with the tracker, which is made first if that has not succeeded before."""
         try:
             self._tracker = self._tracker or self._make()
             self.place = self._tracker.place()
             work(self._tracker)
         except Exception as error:
-            self.warn(f"failed ({type(error).__name__}: {error}); training goes on, and it is offered what follows")
+            self._warn(f"failed ({type(error).__name__}: {error}); training goes on, and it is offered what follows")
 
-    def warn(self, problem: str) -> None:
+    def _warn(self, problem: str) -> None:
         """Log the tracker's first problem."""
         if not self._warned:
             self._warned = True
             log.warning("%s", sentence(f"run.trackers: {self.name} {problem}"))
 
     def join(self) -> None:
-        """Wait until all calls are done."""
-
-
-class _Background(_Isolated):
-    """A tracker whose calls are made in order in a thread, which training does not wait for."""
-
-    def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
-        self._work: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(_MAX_BACKLOG)
-        self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
-        self._thread.start()
-        super().__init__(name, make)
-
-    def call(self, work: Callable[[Tracker], None]) -> None:
-        try:
-            self._work.put_nowait(work)
-        except queue.Full:
-            self.warn(f"is more than {_MAX_BACKLOG} rows behind; training goes on, and it loses rows")
-
-    def join(self) -> None:
+        """Wait until the calls are done; a thread that takes too long is left behind."""
+        if self._thread is None:
+            return
         with suppress(queue.Full):
             self._work.put(None, timeout=_CLOSE_SECONDS)
             self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():
             self._warned = False
-            self.warn(f"did not take the last rows within {_CLOSE_SECONDS:.0f} s; it may lack them")
+            self._warn(f"did not take the last rows within {_CLOSE_SECONDS:.0f} s; it may lack them")
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
-            super().call(work)
+            self._do(work)

@@ -7,7 +7,6 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,9 @@ from crosstrain.utils.units import finite
 _SHOWN = 3  # suspects in a log line
 _RECORDED = 100  # in the file
 _NARROWED = 64  # samples that are looked at one by one
-_GRADIENTS = "the gradients are not finite"
+
+# Samples that may have caused a bad step: a micro batch or one sample, by number; mean loss per target token.
+Suspect = tuple[tuple[int, ...], float]
 
 
 class RollBack(TrainingError):
@@ -33,27 +34,6 @@ class RollBack(TrainingError):
     def __init__(self, message: str, numbers: Sequence[int]) -> None:
         super().__init__(message)
         self.numbers = numbers
-
-
-@dataclass
-class Attempt:
-    """A step that was applied or not."""
-
-    batch: Step  # this rank's micro batches, and all ranks' sample numbers
-    loss: float
-    problem: str | None  # why it was refused
-    result: StepResult
-
-    def place(self, state: State) -> str:
-        return f"step {state.step} ({show(self.batch.numbers)})"
-
-
-@dataclass
-class Suspect:
-    """Samples that may have caused a bad step: a micro batch, or one of its samples; mean loss per target token."""
-
-    numbers: tuple[int, ...]
-    loss: float
 
 
 class BadSteps:
@@ -78,41 +58,44 @@ class BadSteps:
         """The reason not to apply a step with this loss, or None."""
         if not math.isfinite(loss):
             return "the loss is not finite"
-        if self.options.spike is None:
-            return None
-        window = state.recent_losses[-self.options.spike_window :]
-        if len(window) < self.options.spike_window:
+        spike, window = self.options.spike, state.recent_losses[-self.options.spike_window :]
+        if spike is None or len(window) < self.options.spike_window:
             return None
         usual = statistics.median(window)
-        if loss <= self.options.spike * usual:
+        if loss <= spike * usual:
             return None
         return f"the loss, {loss:.4g}, is a spike above {usual:.4g}, the median of the last {len(window)}"
 
-    def record(self, state: State, attempt: Attempt) -> None:
+    def record(self, state: State, batch: Step, loss: float, problem: str | None, result: StepResult) -> None:
         """Record an attempted step in the state, and act on a bad one. Collective where the step was bad.
 
-        Raises RollBack under that policy, and TrainingError where training must end.
+        `problem`: the reason of `check_loss`. Raises RollBack under that policy, and TrainingError where training must
+        end.
         """
-        result, precision = attempt.result, self.runner.precision
         if result.applied:
             state.overflows_in_a_row = state.bad_in_a_row = 0
             if self.options.spike is not None:
-                state.recent_losses = [*state.recent_losses, attempt.loss][-self.options.spike_window :]
-        elif attempt.problem is None and precision.overflows:
+                state.recent_losses = [*state.recent_losses, loss][-self.options.spike_window :]
+            return
+        where = f"step {state.step} ({show(batch.numbers)})"
+        precision, policy = self.runner.precision, self.options.policy
+        if problem is None and precision.overflows:
             state.overflows_in_a_row += 1
             _end_after(
-                precision.options.max_skipped, state.overflows_in_a_row, attempt.place(state),
+                precision.options.max_skipped, state.overflows_in_a_row, where,
                 f"steps in a row overflowed although the loss scale fell to {precision.scaler.scale:g}, so the model "
                 f"itself is diverging; lower run.init_lr, use run.amp=bf16, or look at these samples",
             )  # fmt: skip
-        else:
-            self._act(state, attempt, attempt.problem or _GRADIENTS)
-
-    def _act(self, state: State, attempt: Attempt, problem: str) -> None:
-        suspects = [] if problem is _GRADIENTS else self.suspects(attempt.batch)
-        where, policy = attempt.place(state), self.options.policy
-        sentence = f"{where}: {problem}{self._tell(suspects)}"
-        self._write(state, attempt, problem, suspects)
+            return
+        found = [] if problem is None else self.suspects(batch)
+        suspects = [self._describe(*suspect) for suspect in found[:_RECORDED]]
+        problem = problem or "the gradients are not finite"
+        sentence = f"{where}: {problem}{_tell(suspects, len(found))}"
+        self._write({
+            "time": time.strftime("%Y-%m-%d %H:%M:%S"), "step": state.step, "problem": problem, "policy": policy,
+            "loss": finite(loss), "grad_norm": finite(result.grad_norm), "samples": leave_out([], batch.numbers),
+            "suspects": suspects,
+        })  # fmt: skip
         if policy == "stop":
             raise TrainingError(
                 f"{sentence}; nothing of this step was applied and the last checkpoint is untouched: lower "
@@ -120,10 +103,10 @@ class BadSteps:
                 f"run the same command again"
             )
         if policy == "roll_back":
-            raise RollBack(sentence, attempt.batch.numbers)
+            raise RollBack(sentence, batch.numbers)
         self._warn(f"{sentence}; the step is skipped")
         state.bad_in_a_row += 1
-        state.skipped = [*state.skipped, [state.step, attempt.batch.numbers[0], attempt.batch.numbers[-1]]]
+        state.skipped = [*state.skipped, [state.step, batch.numbers[0], batch.numbers[-1]]]
         _end_after(
             self.options.max_in_a_row, state.bad_in_a_row, sentence,
             "bad steps in a row were skipped (run.on_bad_step.max_in_a_row), so it is not the data alone; lower "
@@ -153,68 +136,59 @@ class BadSteps:
             for micro_batch, loss in zip(micro_batches, self.runner.micro_losses, strict=False)
         }
         found = {numbers: loss for held in self.runner.world.all_gather(mine) for numbers, loss in held.items()}
-        by_loss = sorted((Suspect(*item) for item in found.items()), key=lambda s: (-s.loss, s.numbers))
-        wrong = sorted((s for s in by_loss if not math.isfinite(s.loss)), key=lambda s: s.numbers)
-        return [sample for suspect in wrong for sample in self._narrowed(suspect, among=len(wrong))] or by_loss
+        wrong = sorted(numbers for numbers, loss in found.items() if not math.isfinite(loss))
+        if not wrong:
+            return sorted(found.items(), key=lambda suspect: (-suspect[1], suspect[0]))
+        return [sample for numbers in wrong for sample in self._narrowed(numbers, found[numbers], among=len(wrong))]
 
-    def _narrowed(self, suspect: Suspect, among: int) -> list[Suspect]:
+    def _narrowed(self, numbers: tuple[int, ...], loss: float, among: int) -> list[Suspect]:
         """The samples of a micro batch whose own loss is not finite; the micro batch itself where there are none."""
-        if len(suspect.numbers) == 1 or len(suspect.numbers) * among > _NARROWED or not self.dataset.indexed:
-            return [suspect]
+        if len(numbers) == 1 or len(numbers) * among > _NARROWED or not self.dataset.indexed:
+            return [(numbers, loss)]
         alone = []
         with self.runner.evaluating():  # without dropout, all ranks the same sample
-            for number in suspect.numbers:
+            for number in numbers:
                 batch = one_sample(self.dataset, self.seed, number)
-                loss = float(self.runner.evaluate(batch)) / max(self.runner.model.num_targets(batch), 1)
-                alone.append(Suspect((number,), loss))
-        return [sample for sample in alone if not math.isfinite(sample.loss)] or [suspect]
+                own_loss = float(self.runner.evaluate(batch)) / max(self.runner.model.num_targets(batch), 1)
+                alone.append(((number,), own_loss))
+        return [sample for sample in alone if not math.isfinite(sample[1])] or [(numbers, loss)]
 
-    def _tell(self, suspects: list[Suspect]) -> str:
-        if not suspects:
-            return ""
-        named = [self._name(suspect) for suspect in suspects[:_SHOWN]]
-        more = f" and {len(suspects) - _SHOWN} more" if len(suspects) > _SHOWN else ""
-        if all(math.isfinite(suspect.loss) for suspect in suspects):
-            return f", the highest losses are those of {', '.join(named)}"
-        return f", because of {', '.join(named)}{more}"
+    def _describe(self, numbers: tuple[int, ...], loss: float) -> dict[str, Any]:
+        """A suspect as bad_steps.jsonl has it."""
+        indexed = self.dataset.indexed
+        indices = [self.dataset.training_index(self.seed, number) for number in numbers] if indexed else []
+        places = [self.dataset.location(index) for index in indices]
+        return {"samples": list(numbers), "indices": indices, "loss": finite(loss), "whereabouts": places}
 
-    def _name(self, suspect: Suspect) -> str:
-        """`sample 7 (index 211 of the data: document 40 of data/mine; loss 9.1)`."""
-        about = []
-        if indices := self._indices(suspect):
-            found = f"{'index' if len(indices) == 1 else 'indices'} {', '.join(map(str, indices))} of the data"
-            whereabouts = self.dataset.location(indices[0]) if len(indices) == 1 else ""
-            about.append(f"{found}: {whereabouts}" if whereabouts else found)
-        if math.isfinite(suspect.loss):
-            about.append(f"loss {suspect.loss:.4g}")
-        return show(suspect.numbers) + (f" ({'; '.join(about)})" if about else "")
-
-    def _indices(self, suspect: Suspect) -> list[int]:
-        """Indices of the samples in the dataset."""
-        if not self.dataset.indexed:
-            return []
-        return [self.dataset.training_index(self.seed, number) for number in suspect.numbers]
-
-    def _write(self, state: State, attempt: Attempt, problem: str, suspects: list[Suspect]) -> None:
+    def _write(self, row: dict[str, Any]) -> None:
         if self.folder is None:
             return
-        row: dict[str, Any] = {
-            "time": time.strftime("%Y-%m-%d %H:%M:%S"), "step": state.step, "problem": problem,
-            "policy": self.options.policy, "loss": finite(attempt.loss), "grad_norm": finite(attempt.result.grad_norm),
-            "samples": leave_out([], attempt.batch.numbers),
-            "suspects": [
-                {
-                    "samples": list(suspect.numbers), "indices": indices, "loss": finite(suspect.loss),
-                    "whereabouts": [self.dataset.location(index) for index in indices],
-                }
-                for suspect in suspects[:_RECORDED]
-                for indices in [self._indices(suspect)]
-            ],
-        }  # fmt: skip
         try:
             self.folder.append(self.folder.bad_steps, json.dumps(row) + "\n")
         except OSError as error:
             log.warning("%s cannot be written to (%s); training goes on", self.folder.bad_steps, error.strerror)
+
+
+def _tell(suspects: list[dict[str, Any]], count: int) -> str:
+    """Name the first of `count` suspects."""
+    if not suspects:
+        return ""
+    named = ", ".join(map(_name, suspects[:_SHOWN]))
+    if all(suspect["loss"] is not None for suspect in suspects):
+        return f", the highest losses are those of {named}"
+    return f", because of {named}" + (f" and {count - _SHOWN} more" if count > _SHOWN else "")
+
+
+def _name(suspect: dict[str, Any]) -> str:
+    """`sample 7 (index 211 of the data: document 40 of data/mine; loss 9.1)`."""
+    about, indices = [], suspect["indices"]
+    if indices:
+        found = f"{'index' if len(indices) == 1 else 'indices'} {', '.join(map(str, indices))} of the data"
+        place = suspect["whereabouts"][0] if len(indices) == 1 else ""
+        about.append(f"{found}: {place}" if place else found)
+    if suspect["loss"] is not None:
+        about.append(f"loss {suspect['loss']:.4g}")
+    return show(suspect["samples"]) + (f" ({'; '.join(about)})" if about else "")
 
 
 def _end_after(limit: int, count: int, where: str, what: str) -> None:

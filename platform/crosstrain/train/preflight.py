@@ -17,8 +17,7 @@ from crosstrain.config.schema import Component
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.splits import first_batch, open_split, prepare_data, training_dataset
 from crosstrain.distributed.launch.signals import sigint_kills
-from crosstrain.engine.build import batch_plan, check_fit, freeze, model_on_meta
-from crosstrain.engine.lr_schedule import make_schedule
+from crosstrain.engine.build import batch_plan, check_fit, freeze, make_schedule, model_on_meta
 from crosstrain.engine.optimizer import optimizer_factory
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling.base import Model
@@ -32,7 +31,6 @@ class Preflight:
     """Parts of a run that need no worker."""
 
     config: Config
-    world_size: int
     plan: BatchPlan
     model: Model  # on the meta device, frozen as the run freezes it
     max_iters: int | None  # steps of the whole run; None: epochs of data that was not opened
@@ -78,7 +76,7 @@ def preflight(config: Config, world_size: int) -> Preflight:
         optimizer_factory(config)([("weight", torch.nn.Parameter(torch.zeros(1, 1)))])  # refuses bad options
     if run.profile is not None:
         run.profile.check(max_iters, world_size)
-    return Preflight(config, world_size, plan, model, max_iters, dataset)
+    return Preflight(config, plan, model, max_iters, dataset)
 
 
 def dry_run(config: Config, world_size: int) -> Preflight:
@@ -86,7 +84,7 @@ def dry_run(config: Config, world_size: int) -> Preflight:
     described, absent = _without_weights(config.model, config.sized)
     model = model_on_meta(replace(config, model=described))
     freeze(model, config.run.freeze)
-    return Preflight(config, world_size, batch_plan(config, world_size), model, config.run.max_iters, absent=absent)
+    return Preflight(config, batch_plan(config, world_size), model, config.run.max_iters, absent=absent)
 
 
 def _without_weights(component: Component, sized: Component) -> tuple[Component, list[str]]:

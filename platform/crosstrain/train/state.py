@@ -1,19 +1,26 @@
-"""The state of a run beside its tensors; with the checkpoint's boxes it is all that resuming needs."""
+"""The state of a run beside its tensors, and the checkpoint that a run continues from or goes back to."""
 
 from __future__ import annotations
 
 import math
 import reprlib
 import sys
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.checkpointer import load_state
+from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.manifest import is_count
+from crosstrain.checkpoint.weights import load_shards
 from crosstrain.data.skip_ranges import Ranges
+from crosstrain.distributed.group import Group
+from crosstrain.engine.runner import Runner
 from crosstrain.utils.errors import CheckpointError
+from crosstrain.utils.logging import log
 
 _LATER = {"left_out", "skipped", "bad_in_a_row", "overflows_in_a_row", "recent_losses"}
 
@@ -86,3 +93,46 @@ def _are_rows(value: Any, width: int) -> bool:
 def _ascend(bounds: list[int]) -> bool:
     """True where [first, last, first, last, ...] are ranges one after the other."""
     return all(a <= b if i % 2 == 0 else a < b for i, (a, b) in enumerate(pairwise(bounds)))
+
+
+def starting_point(root: Path, resume_from: str | None, world: Group, run: str | None = None) -> Path | None:
+    """The newest undamaged checkpoint under `root`, else the one `resume_from` means, else none. Collective.
+
+    Raises CheckpointError where another run than `run`, which rank 0 knows, wrote the newest one under `root`.
+    """
+    found: Path | CheckpointError | None = None
+    if world.rank == 0:
+        try:
+            found = _newest(root, resume_from, run)
+        except CheckpointError as error:
+            found = error
+    found = world.broadcast(found)
+    if isinstance(found, CheckpointError):
+        raise found
+    return found
+
+
+def _newest(root: Path, resume_from: str | None, run: str | None) -> Path | None:
+    newest, damaged = folders.newest_valid(root, run)
+    if newest is None and damaged:
+        raise CheckpointError(f"{root}: every checkpoint is damaged; --fresh starts over and keeps them")
+    if newest is None and resume_from:
+        newest = folders.find_checkpoint(Path(resume_from))
+    return newest
+
+
+def restore(checkpoint: Path | None, runner: Runner) -> State:
+    """The run's state in a checkpoint, the runner's loss scale with it; a new one without a checkpoint."""
+    if checkpoint is None:
+        return State()
+    state = State.load(checkpoint)
+    runner.precision.scaler.load_state(state.scaler)
+    log.info("resuming %s at step %d (sample %d)", checkpoint, state.step, state.samples)
+    return state
+
+
+def reload(runner: Runner, checkpoint: Path, frozen: Collection[str]) -> None:
+    """Load an earlier state of the run into the runner, except for the `frozen` parameters. Collective."""
+    names = set[str]().union(*runner.world.all_gather(set(runner.model.canonical_parameters())))
+    load_shards(Reader.open(checkpoint), [s for s in runner.shards() if s.name not in frozen], names=names)
+    runner.loaded()

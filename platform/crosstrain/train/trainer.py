@@ -16,16 +16,14 @@ from crosstrain.config.load import Config
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import Step, training_steps
 from crosstrain.distributed.launch.signals import StopRequest
-from crosstrain.engine.lr_schedule import Schedule
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.perplexity import LossMetrics, evaluate_loss
 from crosstrain.monitor.metrics import Row, StepMetrics
 from crosstrain.monitor.profiler import Profiler
 from crosstrain.monitor.reporter import Reporter
-from crosstrain.train.bad_steps import Attempt, BadSteps, RollBack
+from crosstrain.train.bad_steps import BadSteps, RollBack
 from crosstrain.train.prompt_samples import PromptSamples
-from crosstrain.train.resume import reload, restore, starting_point
-from crosstrain.train.state import State
+from crosstrain.train.state import State, reload, restore, starting_point
 from crosstrain.utils.errors import CheckpointError, TrainingError
 from crosstrain.utils.logging import log
 from crosstrain.utils.trust import signature
@@ -44,7 +42,7 @@ class Trainer:
     val_dataset: Dataset | None
     plan: BatchPlan
     max_iters: int
-    schedule: Schedule
+    schedule: Callable[[int], float]  # learning rate of the n-th applied step
     state: State
     frozen: dict[str, FrozenParameter]  # parameters from pretrained folders, which checkpoints need not hold
     checkpointer: Checkpointer
@@ -79,24 +77,18 @@ class Trainer:
                 if metrics is None:
                     self.stopped = True
                     break
-                if self.profiler.ends_at(self.state.step):
-                    with self.reporter.paused():
-                        self.profiler.write()
+                with self.reporter.paused():
+                    self.profiler.write(after=self.state.step)
                 self.last_validation = None
                 self.reporter.advance(metrics)
-                logged: Row = {}
-                if self._logs(self.state.step):
-                    self.reporter.log(metrics)
-                    logged = metrics.row()
+                row = self.reporter.log(metrics) if self._logs(self.state.step) else {}
                 improved = False
                 if self._due(self.run.eval_interval):
-                    validation, improved = self._validate()
-                    logged |= {"val_loss": validation.loss, "val_perplexity": validation.perplexity}
-                    if self.last_samples:
-                        logged["generated"] = self.last_samples
-                if logged:
+                    row |= self._validate()
+                    improved = self.state.improves(row["val_loss"])
+                if row:
                     self._keep_folder()
-                    self.reporter.track({"step": self.state.step} | logged)
+                    self.reporter.track({"step": self.state.step} | row)
                 if self._due(self.run.save_interval) or (improved and self.run.save_best):
                     self._save(best=improved and self.run.save_best, background=self.run.save_in_background)
             self.profiler.write()  # of a window that was not gone through
@@ -155,7 +147,7 @@ class Trainer:
             targets, stop = self._agree(batch)
         if stop:
             return None
-        rate = self.schedule.rate(state.applied_steps + 1)
+        rate = self.schedule(state.applied_steps + 1)
         runner.set_learning_rate(rate)
         scale = runner.precision.scaler.scale
         loss = runner.forward_backward(batch, max(targets, 1))
@@ -167,17 +159,13 @@ class Trainer:
         state.step += 1
         state.samples = batch.numbers[-1] + 1
         state.applied_steps += result.applied
-        self.bad_steps.record(state, Attempt(batch, loss, problem, result))
+        self.bad_steps.record(state, batch, loss, problem, result)
         metrics = StepMetrics(
-            step=state.step,
-            loss=finite(loss),
-            lr=rate if result.applied else self.schedule.rate(state.applied_steps),
-            grad_norm=finite(result.grad_norm),
-            loss_scale=scale,
-            samples=state.samples,
-            skipped_steps=state.step - state.applied_steps,
+            step=state.step, loss=finite(loss), grad_norm=finite(result.grad_norm), loss_scale=scale,
+            lr=rate if result.applied else self.schedule(state.applied_steps),
+            samples=state.samples, skipped_steps=state.step - state.applied_steps,
             sequence_length=self._length(state.step) if self.run.curriculum else None,
-        )
+        )  # fmt: skip
         self.reporter.measure(metrics, targets, self.dataset.sequence_length)
         return metrics
 
@@ -202,20 +190,19 @@ class Trainer:
         """Loss on the validation split's first `eval_iters` global batches. Collective."""
         assert self.val_dataset is not None
         samples = self.run.eval_iters * self.plan.global_batch
-        return evaluate_loss(
-            self.runner, self.val_dataset, self.plan.micro_batch, samples, num_workers=self.run.num_workers
-        )
+        return evaluate_loss(self.runner, self.val_dataset, self.plan.micro_batch, samples, self.run.num_workers)
 
-    def _validate(self) -> tuple[LossMetrics, bool]:
+    def _validate(self) -> Row:
+        """Validate, draw samples, and log; returns what trackers record of it."""
         with self.reporter.paused():
-            metrics = self.validate()
+            metrics = self.last_validation = self.validate()
             self.last_samples = self.samples.draw()
         log.info(
             "validation at step %d | loss %.6E | perplexity %.6E (%d tokens)",
             self.state.step, metrics.loss, metrics.perplexity, metrics.targets,
         )  # fmt: skip
-        self.last_validation = metrics
-        return metrics, self.state.improves(metrics.loss)
+        row: Row = {"val_loss": metrics.loss, "val_perplexity": metrics.perplexity}
+        return row | ({"generated": self.last_samples} if self.last_samples else {})
 
     def _save(self, *, best: bool, background: bool) -> None:
         """Save the present state unless it is saved already."""

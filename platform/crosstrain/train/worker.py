@@ -16,14 +16,13 @@ from crosstrain.data.splits import open_split
 from crosstrain.distributed.group import Group
 from crosstrain.distributed.launch.cluster_env import restart_reason
 from crosstrain.distributed.launch.signals import StopRequest
-from crosstrain.engine.build import build_model, check_tokenizer, make_runner
-from crosstrain.engine.lr_schedule import make_schedule
+from crosstrain.engine.build import build_model, check_tokenizer, make_runner, make_schedule
 from crosstrain.engine.runner import Runner
 from crosstrain.monitor.profiler import Profiler
 from crosstrain.monitor.reporter import Reporter
 from crosstrain.train.bad_steps import BadSteps
 from crosstrain.train.prompt_samples import PromptSamples
-from crosstrain.train.resume import restore, starting_point
+from crosstrain.train.state import restore, starting_point
 from crosstrain.train.trainer import Trainer
 from crosstrain.utils.assets import TOKENIZER_FILES, copy_files, plain_files
 from crosstrain.utils.logging import log, set_up_logging

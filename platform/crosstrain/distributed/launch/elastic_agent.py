@@ -16,15 +16,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistError
+from torch.distributed.elastic import rendezvous as rdzv
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousParameters,
-    RendezvousTimeoutError,
-)
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from crosstrain.distributed.launch.cluster_env import set_restart_reason
@@ -67,10 +62,10 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
             while True:
                 if nodes:
                     nodes.wait_for_host()
-                agent = _Agent(_spec(worker, args, how), restarts_left, stop)
+                agent = _Agent(worker, args, how, restarts_left, stop)
                 try:
                     return agent.exit_code()
-                except (RendezvousConnectionError, DistError):
+                except (rdzv.RendezvousConnectionError, DistError):
                     # The node that hosts the rendezvous is lost. Its successor will host another; the host itself would
                     # meet its own former self there.
                     restarts_left = agent._remaining_restarts
@@ -79,11 +74,11 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
                     restarts_left -= 1
     except _Stopped:
         return 128 + stop[0]  # before workers could listen; there was nothing to save
-    except (RendezvousConnectionError, DistError) as error:
+    except (rdzv.RendezvousConnectionError, DistError) as error:
         raise UserError(f"the nodes lost their rendezvous ({error}); start the same command on all of them") from error
-    except RendezvousClosedError:
+    except rdzv.RendezvousClosedError:
         raise UserError("another node has ended the run, and its output says why") from None
-    except RendezvousTimeoutError:
+    except rdzv.RendezvousTimeoutError:
         assert nodes is not None
         raise UserError(
             f"--nnodes: of {nodes.min_nodes} nodes too few came to {nodes.host}:{nodes.port} within "
@@ -97,13 +92,27 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
 class _Agent(LocalElasticAgent):
     """The agent of one machine. It starts workers again unless a failure is final or a stop was asked for."""
 
-    def __init__(self, spec: WorkerSpec, restarts_left: int, stop: list[int]) -> None:
+    def __init__(
+        self, worker: Callable[..., int], args: tuple[Any, ...], how: Launch, restarts_left: int, stop: list[int]
+    ) -> None:
+        rendezvous = rdzv.RendezvousParameters("c10d", "localhost:0", f"crosstrain-{os.getpid()}", 1, 1, "127.0.0.1")
+        if nodes := how.nodes:
+            host = f"[{nodes.host}]" if ":" in nodes.host else nodes.host
+            rendezvous = rdzv.RendezvousParameters(
+                "c10d", f"{host}:{nodes.port}", "crosstrain", nodes.min_nodes, nodes.max_nodes, nodes.local_addr,
+                is_host=nodes.is_host, **nodes.rdzv_conf,
+            )  # fmt: skip
+        spec = WorkerSpec(
+            role="worker", local_world_size=how.nproc_per_node, entrypoint=run_worker, args=(worker, args),
+            rdzv_handler=get_rendezvous_handler(rendezvous), max_restarts=how.max_restarts, monitor_interval=0.1,
+            local_addr=rendezvous.local_addr,
+        )  # fmt: skip
         super().__init__(spec, DefaultLogsSpecs(), shutdown_timeout=_SHUTDOWN_TIMEOUT)
         self._remaining_restarts = restarts_left
         self._stop = stop
         self._failure: Failure | None = None  # the latest
         # Of the next start, with the node's certainty about the reason.
-        self._reason, self._certainty = ("", 0) if restarts_left == spec.max_restarts else ("node 0 was lost", 2)
+        self._reason, self._certainty = ("", 0) if restarts_left == how.max_restarts else ("node 0 was lost", 2)
 
     @property
     def succeeded(self) -> bool:
@@ -147,23 +156,6 @@ class _Agent(LocalElasticAgent):
         set_restart_reason(self._reason, self._certainty, most - self._remaining_restarts, most)
         self._reason = ""
         return super()._start_workers(worker_group)
-
-
-def _spec(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) -> WorkerSpec:
-    nodes = how.nodes
-    if nodes is None:
-        rendezvous = RendezvousParameters("c10d", "localhost:0", f"crosstrain-{os.getpid()}", 1, 1, "127.0.0.1")
-    else:
-        host = f"[{nodes.host}]" if ":" in nodes.host else nodes.host
-        rendezvous = RendezvousParameters(
-            "c10d", f"{host}:{nodes.port}", "crosstrain", nodes.min_nodes, nodes.max_nodes, nodes.local_addr,
-            is_host=nodes.is_host, **nodes.rdzv_conf,
-        )  # fmt: skip
-    return WorkerSpec(
-        role="worker", local_world_size=how.nproc_per_node, entrypoint=run_worker, args=(worker, args),
-        rdzv_handler=get_rendezvous_handler(rendezvous), max_restarts=how.max_restarts, monitor_interval=0.1,
-        local_addr=rendezvous.local_addr,
-    )  # fmt: skip
 
 
 @contextmanager

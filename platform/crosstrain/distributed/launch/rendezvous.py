@@ -25,7 +25,7 @@ class Nodes:
 
     min_nodes: int  # training waits for as many
     max_nodes: int
-    rank: int
+    is_host: bool  # this is node 0
     host: str
     port: int
     local_addr: str  # of this machine, for the others
@@ -54,12 +54,7 @@ class Nodes:
         address = _own_address(local_addr) if local_addr else _address_towards(host, port, conf["join_timeout"])
         if _is_loopback(address) and not _is_loopback(host):
             raise ConfigError(f"--local-addr: {host} is {address} here, which others cannot reach; give one they can")
-        return Nodes(least, most, node_rank, host, port, address, conf)
-
-    @property
-    def is_host(self) -> bool:
-        """True for the node that hosts the rendezvous."""
-        return self.rank == 0
+        return Nodes(least, most, node_rank == 0, host, port, address, conf)
 
     @property
     def interface(self) -> str | None:

@@ -5,7 +5,7 @@ Ranks pair the calls of a process group by order: the n-th of one rank meets the
 
 from __future__ import annotations
 
-from crosstrain.distributed.watchdog.rank_report import RankReport
+from crosstrain.distributed.watchdog.flight_recorder import RankReport
 
 SETTLED = 2.0  # idle seconds before ranks are judged: calls that truly differ never complete
 DEADLOCKED = 6.0  # idle seconds where they may yet turn out to wait for a third rank
@@ -27,7 +27,7 @@ def find_desync(
             there = other.histories.get(group)
             if there is None or there.ranks != here.ranks or not (failed or _idle(mine, other, SETTLED)):
                 continue
-            numbers = range(max(here.first, there.first), min(here.next, there.next))
+            numbers = here.common(there)
             pairs = [(n, here.calls[n - here.first], there.calls[n - there.first]) for n in numbers]
             evidence = [n for n, a, b in pairs if not a.matches(b)][:1]
             if evidence and evidence[0] < numbers.stop - FORGIVEN:
@@ -68,7 +68,7 @@ def find_absent(mine: RankReport, others: list[RankReport], silent: list[int]) -
         if behind or (lost and mine.waiting):
             number = max(min(behind, default=here.next - 1), here.first)
             return _never_entered(mine, group, number, [mine, *members], lost)
-        late = [report for report in members if _has_started(mine, report, group, report.sequence_number(group))]
+        late = [report for report in members if _has_started(mine, report, group)]
         if late:
             absent = (
                 f"{_ranks([report.rank for report in late])} never entered a collective which rank {mine.rank} waited "
@@ -100,20 +100,22 @@ def _is_ahead(two: RankReport, one: RankReport) -> bool:
     # In the group in which `one` waits, the one that `two` started at the same position is another collective.
     here = one.histories[waiting.group]
     waits_at = here.sequence_numbers[waiting.number - here.first]
-    return any(
-        _has_started(two, one, group, beyond=waits_at if group == waiting.group else one.sequence_number(group))
-        for group in one.histories
-    )
+    return any(_has_started(two, one, group, waits_at if group == waiting.group else None) for group in one.histories)
 
 
-def _has_started(two: RankReport, one: RankReport, group: str, beyond: int | None) -> bool:
-    """Return True if the backend of `two` has started more collectives than `beyond`, a number of that of `one`."""
+def _has_started(two: RankReport, one: RankReport, group: str, beyond: int | None = None) -> bool:
+    """Return True if the backend of `two` has started more collectives than `beyond`, or than that of `one`."""
     here, there = one.histories.get(group), two.histories.get(group)
     if here is None or there is None or here.ranks != there.ranks:
         return False
-    if here.has_background_calls or there.has_background_calls or beyond is None or there.sequence_number is None:
+    if here.has_background_calls or there.has_background_calls:
         return False
-    return there.sequence_number > beyond and here.counts_like(there)
+    if here.sequence_number is None or there.sequence_number is None:
+        return False
+    agree = all(
+        here.sequence_numbers[n - here.first] == there.sequence_numbers[n - there.first] for n in here.common(there)
+    )
+    return agree and there.sequence_number > (here.sequence_number if beyond is None else beyond)
 
 
 def _explain(group: str, evidence: int, mine: RankReport, other: RankReport, others: list[RankReport]) -> str:
@@ -160,7 +162,7 @@ def _oddity(report: RankReport, group: str, number: int, everyone: list[RankRepo
     assert call is not None
     others = [other for other in everyone if other is not report and other.call(group, number) != call]
     unknown = not any(call in other.histories[group].calls for other in others if group in other.histories)
-    called_from_outside = report.waits_at(group, number) and report.external_caller is not None
+    called_from_outside = bool(report.waits_at(group, number) and report.external_caller)
     return unknown, 2 * call.location.is_external or int(called_from_outside), len(others)
 
 
@@ -182,9 +184,8 @@ def _never_entered(
         elif theirs or report.count(group) <= number:
             late.append(report)
     location = str(call.location)
-    if owner.waits_at(group, number):
-        assert owner.waiting is not None
-        did, location = f"waited in for {owner.waiting.seconds:.0f} s", location + _called_at(owner)
+    if waiting := owner.waits_at(group, number):
+        did, location = f"waited in for {waiting.seconds:.0f} s", location + _called_at(owner)
     else:
         did = f"called over {owner.idle_seconds:.0f} s ago" if owner.idle_seconds >= SETTLED else "called"
     absent = _ranks([report.rank for report in late] + (lost or []))

@@ -1,10 +1,11 @@
-"""A record of the collectives that Python calls, taken in microseconds per call."""
+"""A record of the collectives that Python calls, taken in microseconds per call, and a rank's report of it."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import itertools
+import json
 import os
 import sys
 import sysconfig
@@ -13,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from crosstrain.distributed.watchdog.rank_report import Call, History, Location, Waiting
 from crosstrain.distributed.watchdog.torch_hooks import patch_collective, patch_p2p, sequence_counter
+from crosstrain.utils import paths
 
 MAX_CALLS = 2048  # kept per group
 
@@ -35,8 +37,124 @@ _COLLECTIVES: dict[str, str | None] = {
     "gather_object": None, "broadcast_object_list": None, "scatter_object_list": None,
 }  # fmt: skip
 _TYPED = ("all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter_single")  # others move bytes of any type
+_PACKAGES = tuple(str(Path(torch.__path__[0]).parent / name) + os.sep for name in ("torch", "deepspeed"))
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
 _DISTRIBUTED = Path(__file__).parent.parent
+_OURS = tuple(str(_DISTRIBUTED / name) for name in (
+    "group.py", "watchdog/flight_recorder.py", "watchdog/torch_hooks.py", "watchdog/watchdog.py",
+))  # fmt: skip
 _OUTERMOST = tuple(str(_DISTRIBUTED / "launch" / name) for name in ("launcher.py", "worker_errors.py"))  # call workers
+_BUILT_IN = tuple(f"{folder}{os.sep}" for folder in (_DISTRIBUTED.parent.resolve(), paths.home() / "plugins"))
+
+
+@dataclass(frozen=True)
+class Location:
+    """A line of code."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{paths.show(Path(self.file))}:{self.line} in {self.function}"
+
+    @property
+    def is_external(self) -> bool:
+        """True for code that does not come with Crosstrain, such as a user's plugin."""
+        return not self.file.startswith(_BUILT_IN)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a collective, as far as ranks can compare it."""
+
+    operation: str
+    size: str  # such as "7 float32"; empty where ranks may differ
+    location: Location
+
+    def matches(self, other: Call) -> bool:
+        """True if both can be one collective. Locations may differ: code may branch on the rank around both."""
+        return (self.operation, self.size) == (other.operation, other.size)
+
+    def __str__(self) -> str:
+        return f"{self.operation} of {self.size}" if self.size else self.operation
+
+
+@dataclass
+class History:
+    """The latest calls of one rank on one process group."""
+
+    ranks: list[int]  # members of the group
+    first: int  # number of calls[0]
+    calls: list[Call]
+    sequence_numbers: list[int] = field(default_factory=list)  # of the backend, before each call
+    sequence_number: int | None = None  # by now, unrecorded collectives included; None: unknown
+    has_background_calls: bool = False  # threads other than training's made some of the calls
+
+    @property
+    def next(self) -> int:
+        return self.first + len(self.calls)
+
+    def get(self, number: int) -> Call | None:
+        return self.calls[number - self.first] if self.first <= number < self.next else None
+
+    def common(self, other: History) -> range:
+        """Return the numbers of the calls that both histories hold."""
+        return range(max(self.first, other.first), min(self.next, other.next))
+
+
+@dataclass
+class Waiting:
+    """The collective that the main thread is in."""
+
+    group: str
+    number: int
+    seconds: float
+
+
+@dataclass
+class RankReport:
+    """The state of one rank, in the words of its watchdog."""
+
+    rank: int
+    question: int  # the last one that it had heard
+    location: Location  # of the main thread
+    external_caller: Location | None  # the user's code that called `location`, if that is Crosstrain's own
+    idle_seconds: float  # for which the main thread has been at this instruction
+    aborting: bool  # the backend is about to end the process
+    waiting: Waiting | None
+    histories: dict[str, History] = field(default_factory=dict)  # by group
+
+    def call(self, group: str, number: int) -> Call | None:
+        """Return the call at a position; None if it is not reached yet, or forgotten."""
+        return self.histories[group].get(number) if group in self.histories else None
+
+    def count(self, group: str) -> int:
+        """Return the number of calls made so far."""
+        return self.histories[group].next if group in self.histories else 0
+
+    def waits_at(self, group: str, number: int) -> Waiting | None:
+        w = self.waiting
+        return w if w and (w.group, w.number) == (group, number) else None
+
+    def dumps(self) -> str:
+        """Encode as JSON, each distinct call once."""
+        index: dict[Call, int] = {}
+        histories = {
+            name: vars(history) | {"calls": [index.setdefault(call, len(index)) for call in history.calls]}
+            for name, history in self.histories.items()
+        }
+        return json.dumps(vars(self) | {"histories": histories, "calls": list(index)}, default=asdict)
+
+    @classmethod
+    def loads(cls, text: str | bytes) -> RankReport:
+        document = json.loads(text)
+        calls = [Call(**call | {"location": Location(**call["location"])}) for call in document.pop("calls")]
+        for name, history in document["histories"].items():
+            document["histories"][name] = History(**history | {"calls": [calls[i] for i in history["calls"]]})
+        for name, kind in (("location", Location), ("external_caller", Location), ("waiting", Waiting)):
+            document[name] = kind(**document[name]) if document[name] else None
+        return cls(**document)
 
 
 class FlightRecorder:
@@ -146,28 +264,17 @@ def _size(operation: str, size: tuple[Any, torch.dtype] | None) -> str:
     return f"{number} {str(dtype).removeprefix('torch.')}" if typed else f"{number * dtype.itemsize} bytes"
 
 
-class _LibraryFiles(dict[str, bool]):
-    """Files as keys; True for one that only passes collectives on to torch."""
-
-    _PACKAGES = tuple(str(Path(torch.__path__[0]).parent / name) + os.sep for name in ("torch", "deepspeed"))
-    _STDLIB = sysconfig.get_path("stdlib") + os.sep
-    _FILES = tuple(str(_DISTRIBUTED / name) for name in (
-        "group.py", "watchdog/flight_recorder.py", "watchdog/torch_hooks.py", "watchdog/watchdog.py",
-    ))  # fmt: skip
-
-    def __missing__(self, file: str) -> bool:
-        stdlib = file.startswith(self._STDLIB) and f"{os.sep}site-packages{os.sep}" not in file
-        self[file] = stdlib or file.startswith(("<", *self._PACKAGES)) or file in self._FILES
-        return self[file]
-
-
-_is_library = _LibraryFiles()
+@functools.cache
+def _is_library(file: str) -> bool:
+    """Return True for a file that only passes collectives on to torch."""
+    stdlib = file.startswith(_STDLIB) and f"{os.sep}site-packages{os.sep}" not in file
+    return stdlib or file.startswith(("<", *_PACKAGES)) or file in _OURS
 
 
 def _call_site() -> tuple[str, int, str]:
     """Return file, line and function that called the collective which the caller of this function records."""
     frame = sys._getframe(2)
-    while _is_library[frame.f_code.co_filename] and frame.f_back is not None:
+    while _is_library(frame.f_code.co_filename) and frame.f_back is not None:
         frame = frame.f_back
     return _line(frame)
 
@@ -181,7 +288,7 @@ def locate(innermost: FrameType) -> tuple[Location, Location | None]:
     stack = []
     frame: FrameType | None = innermost
     while frame is not None and frame.f_code.co_filename not in _OUTERMOST:
-        if not _is_library[frame.f_code.co_filename]:
+        if not _is_library(frame.f_code.co_filename):
             stack.append(Location(*_line(frame)))
         frame = frame.f_back
     location = stack[0] if stack else Location(*_line(innermost))

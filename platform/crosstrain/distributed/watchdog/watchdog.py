@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import uuid
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -22,8 +23,7 @@ import torch.distributed as dist
 from crosstrain.distributed import group
 from crosstrain.distributed.launch import worker_errors
 from crosstrain.distributed.watchdog.diagnosis import SETTLED, find_absent, find_deadlock, find_desync
-from crosstrain.distributed.watchdog.flight_recorder import MAX_CALLS, FlightRecorder, locate
-from crosstrain.distributed.watchdog.rank_report import RankReport
+from crosstrain.distributed.watchdog.flight_recorder import MAX_CALLS, FlightRecorder, RankReport, locate
 from crosstrain.distributed.watchdog.torch_hooks import delay_abort, is_aborting
 from crosstrain.utils.errors import RankLost, TrainingError, UserError
 from crosstrain.utils.logging import log
@@ -35,11 +35,6 @@ _ALL_CALLS_AFTER = 3 * SETTLED  # idle seconds after which reports hold all reco
 _EXIT_DELAY = 5.0  # seconds that a rank stays after another has reported the problem; launchers blame the first to end
 
 _watchdog: Watchdog | None = None
-
-
-def backend_timeout(limit: float | None) -> timedelta:
-    """Return the timeout for the backend itself: later than that of a watchdog with this limit."""
-    return timedelta(minutes=30) if limit is None else timedelta(seconds=limit + 60)
 
 
 def install(limit: float | None) -> None:
@@ -99,18 +94,12 @@ class Watchdog:
 
     def _explain(self, desynced: str | None = None) -> None:
         """End the run if the ranks' calls show why a collective failed, or met others on the group `desynced`."""
-        try:
-            reports, answered, _ = self._ask(2 * _ANSWER, MAX_CALLS)
-            mine = self._report(MAX_CALLS)
-            problem = find_desync(mine, reports, failed=True, desynced=desynced)
-            if problem := problem or find_deadlock(mine, answered, failed=True):
-                self._end_run(TrainingError(problem))
-        except RuntimeError:  # the store went with the process that kept it
-            return
+        with suppress(RuntimeError):  # the store went with the process that kept it
+            self._diagnose(MAX_CALLS, failed=True, desynced=desynced)
 
     def _watch(self) -> None:
         due = patience = SETTLED + self._rank // 16  # in a large world not all ask at once
-        try:
+        with suppress(RuntimeError):  # as above
             while not self._stop.wait(_POLL):
                 self._answer()
                 idle = self._idle_seconds()
@@ -121,15 +110,15 @@ class Watchdog:
                     # A long step is no hang: asking costs little against the time that training has been idle.
                     self._diagnose(MAX_CALLS if dying or idle >= _ALL_CALLS_AFTER else _FEW_CALLS)
                     due = self._limit if idle < self._limit < 2 * idle else 2 * idle
-        except RuntimeError:  # the store went with the process that kept it
-            return
 
-    def _diagnose(self, depth: int) -> None:
-        reports, answered, silent = self._ask(_ANSWER, depth)
+    def _diagnose(self, depth: int, *, failed: bool = False, desynced: str | None = None) -> None:
+        reports, answered, silent = self._ask(2 * _ANSWER if failed else _ANSWER, depth)
         mine = self._report(depth)
-        if problem := find_desync(mine, reports) or find_deadlock(mine, answered):
+        problem = find_desync(mine, reports, failed=failed, desynced=desynced)
+        if problem := problem or find_deadlock(mine, answered, failed=failed):
             self._end_run(TrainingError(problem))
-        if mine.idle_seconds >= self._limit and (problem := find_absent(mine, answered, silent)):
+        late = mine.idle_seconds >= self._limit and not failed
+        if late and (problem := find_absent(mine, answered, silent)):
             # A process that does not answer is lost, rather than in another call.
             self._end_run(RankLost(problem) if silent else TrainingError(problem))
 
@@ -187,6 +176,4 @@ class Watchdog:
         worker_errors.report_error(problem)
         self._store.set("depth", str(_FEW_CALLS))
         self._store.add("question", 1)
-        worker_errors.exit_silently(
-            2 * _POLL
-        )  # when the others have heard of it, and none complains of a lost connection
+        worker_errors.exit_silently(2 * _POLL)  # when the others have heard: none complains of a lost connection

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from crosstrain.checkpoint.run_folder import RunFolder
+from crosstrain.config.yaml_text import Unreadable, parse
 from crosstrain.monitor.metrics import leaves
 from crosstrain.utils.errors import UserError, first_line, os_errors_as
 from crosstrain.utils.files import open_regular, read_regular
@@ -59,7 +58,6 @@ class ReadRun:
     config: dict[str, str] = field(default_factory=dict)  # run.seed: 1234
     config_text: str = ""
     log_end: str = ""
-    rows: int = 0
     last_step: int = 0
     problems: list[str] = field(default_factory=list)  # sentences
 
@@ -115,7 +113,6 @@ def _read_rows(run: ReadRun, file: Any) -> None:
         except (ValueError, KeyError, TypeError, RecursionError):
             damaged.append(number)
             continue
-        run.rows += 1
         run.last_step = max(run.last_step, step)
         _add(run, step, row)
         _note_events(run, step, row, before)
@@ -181,23 +178,14 @@ def _note_events(run: ReadRun, step: int, row: dict[str, Any], before: dict[str,
 # ---- config.yaml and log.txt
 
 
-class _NoAliases(yaml.SafeLoader):
-    """Refuses aliases, by which a few lines can expand to gigabytes."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it has aliases")
-        return super().compose_node(parent, index)
-
-
 def _read_config(run: ReadRun, path: Path) -> None:
     try:
         run.config_text = read_regular(path, _LONGEST_CONFIG, follow=False).decode(errors="replace")
-        tree = yaml.load(run.config_text, Loader=_NoAliases)
+        tree, _ = parse(run.config_text)
         if not isinstance(tree, dict):
-            raise ValueError("it is not a mapping")
-        run.config = {key: v if isinstance(v, str) else json.dumps(v, default=str) for key, v in leaves(tree)}
-    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+            raise Unreadable("it is not a mapping")
+        run.config = {key: v if isinstance(v, str) else json.dumps(v) for key, v in leaves(tree)}
+    except (OSError, Unreadable) as error:
         run.problems.append(f"config.yaml could not be read ({first_line(error)})")
 
 
