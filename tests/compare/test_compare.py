@@ -7,6 +7,7 @@ import json
 import pytest
 
 from conftest import Workspace
+from crosstrain.compare.diagnosis import Tolerance, diagnose
 from fixtures_ranks import mostly_slow
 from fixtures_training import compare
 
@@ -39,6 +40,18 @@ def test_planted_bugs_are_named_and_healthy_runners_pass(workspace: Workspace, b
     assert results["wrong@2"]["problem"] is None
     for bug in bugs:
         assert FOUND[bug] in results[wrong[bug]]["problem"], bug
+
+
+def test_a_gradient_that_the_reference_lacks_is_named() -> None:
+    row = {"step": 1, "samples": 4, "loss": 1.0, "grad_norm": 1.0}
+    common = {"rows": [row], "first_samples": [[0]], "plain_loss": 1.0, "names": ["a", "b"], "spread": {}, "tied": []}
+    reference = common | {"gradients": [{"a": [0.0, 1.0, 1.0, 1.0], "b": [0.0, 0.0, 0.0, 0.0]}]}
+    record = common | {"gradients": [{"a": [0.0, 1.0, 1.0, 1.0], "b": [4.0, 4.0, 0.0, 0.0]}]}
+    problem = diagnose(record, reference, Tolerance.of("fp32"))
+    assert problem == (
+        "in step 1 the gradient of b differs first (by inf of its norm), 1 of 2 do, most that of b (by inf): the "
+        "backward of that module"
+    )
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from crosstrain.planning.estimate import Project
 from crosstrain.train.preflight import preflight
 from crosstrain.utils.errors import UserError
 
-_Contestant = tuple[str, int, Config | UserError]  # label, workers, and how it trains or why it cannot
+_Contestant = tuple[str, int, Config]  # label, number of workers
 
 
 def compare(
@@ -33,8 +33,8 @@ def compare(
     sized = [_sized(text, nproc) for text in runners]
     with tempfile.TemporaryDirectory(prefix="crosstrain-compare-", dir=scratch) as folder:
         contestants = _contestants(cfg_path, options, runners, sized, Path(folder))
-        comparison = _Comparison(Path(folder), steps, contestants)
-        return comparison.run(), comparison.results
+        comparison = _Comparison(Path(folder), steps)
+        return comparison.run(contestants), comparison.results
 
 
 def _sized(text: str, nproc: int | None) -> tuple[str, int]:
@@ -48,9 +48,9 @@ def _sized(text: str, nproc: int | None) -> tuple[str, int]:
 def _contestants(
     cfg_path: str, options: list[str], runners: list[str], sized: list[tuple[str, int]], scratch: Path
 ) -> list[_Contestant]:
-    """A checked configuration for each runner, with one global and one micro batch for all, or why it cannot run.
+    """A configuration for each runner, with one global and one micro batch for all.
 
-    Raises UserError where the first cannot. A runner that is named again has a number behind its label.
+    A runner that is named again has a number behind its label.
     """
 
     def load(runner: str, *more: str) -> Config:
@@ -68,18 +68,15 @@ def _contestants(
     for number, (runner, size) in enumerate(sized):
         again = runners[:number].count(runners[number])
         label = f"{runners[number]} ({again + 1})" if again else runners[number]
-        config = load(runner, *common, f"run.output_dir={scratch}/run{number}")
-        try:
-            ready = preflight(config, size)
-            if ready.runner.cuts_models:
-                Project(config, ready.model, ready.sample).check_layouts(ready.plan, size)
-        except UserError as error:
-            if number == 0:
-                raise
-            out.append((label, size, error))
-        else:
-            out.append((label, size, config))
+        out.append((label, size, load(runner, *common, f"run.output_dir={scratch}/run{number}")))
     return out
+
+
+def _check(config: Config, size: int) -> None:
+    """Raise UserError where the runner cannot train the project on so many workers."""
+    ready = preflight(config, size)
+    if ready.runner.cuts_models:
+        Project(config, ready.model, ready.sample).check_layouts(ready.plan, size)
 
 
 @dataclass
@@ -88,24 +85,23 @@ class _Comparison:
 
     scratch: Path
     steps: int
-    contestants: list[_Contestant]
     results: dict[str, Any] = field(default_factory=dict)  # by label
 
-    def run(self) -> list[str]:
-        """Compare; returns the labels of the contestants that failed or differ."""
-        label, size, config = self.contestants[0]
-        assert isinstance(config, Config)
+    def run(self, contestants: list[_Contestant]) -> list[str]:
+        """Compare with the first one; returns the labels of the contestants that failed or differ."""
+        label, size, config = contestants[0]
+        _check(config, size)
         try:
             reference = self._record(label, size, config, is_reference=True)
         except UserError as error:
             raise UserError(f"the reference {label} cannot train: {error}") from error
-        if reference.rows[-1]["skipped_steps"] >= len(reference.rows):
+        if reference["rows"][-1]["skipped_steps"] >= len(reference["rows"]):
             raise UserError(
                 f"every step of the reference {label} overflowed and was skipped, so there is nothing to compare; "
                 f"begin with a smaller loss scale, such as --options run.amp.initial_scale=1024"
             )
         noise = 0.0
-        if reference.data["accumulation"] > 1:  # the reference against itself, its micro batches in reverse order
+        if reference["accumulation"] > 1:  # the reference against itself, its micro batches in reverse order
             plain = config.plain
             plain["run"]["output_dir"] += "_reversed"
             record = self._record(f"{label} reversed", size, Config.from_plain(plain), reverse=True)
@@ -117,24 +113,22 @@ class _Comparison:
             f"in losses and norms, and {tolerance.gradients:.1e} of each gradient's norm in step 1, are rounding"
             + (f" (noise of the reference itself: {noise:.1e})\n" if noise else "\n")
         )
-        self._show(reference, reference)
+        self._show(label, reference)
         failures = []
-        for label, size, made in self.contestants[1:]:
+        for label, size, config in contestants[1:]:
             try:
-                if isinstance(made, UserError):
-                    raise made
-                record = self._record(label, size, made)
+                _check(config, size)
+                record = self._record(label, size, config)
             except (UserError, WorkerFailure) as error:
                 print(f"{label}: failed: {error}\n")
                 self.results[label] = {"error": str(error)}
                 failures.append(label)
                 continue
-            self._show(record, reference)
+            self._show(label, reference)
             problem = diagnose(record, reference, tolerance)
             print(f"  {'DIFFERS: ' + problem if problem else 'trains alike'}\n")
             self.results[label]["problem"] = problem
-            if problem:
-                failures.append(label)
+            failures += [label] if problem else []
         self._summary(reference)
         return failures
 
@@ -143,20 +137,20 @@ class _Comparison:
     ) -> Record:
         result = self.scratch / "result.json"
         job = {
-            "folder": str(self.scratch / "reference"), "steps": self.steps, "is_reference": is_reference,
-            "reverse": reverse, "result": str(result),
+            "folder": self.scratch / "reference", "steps": self.steps, "is_reference": is_reference,
+            "reverse": reverse, "result": result,
         }  # fmt: skip
         if launch(compare_worker, (config.plain, job), Launch(size, True, False, True)):
             raise UserError("stopped before everything was compared")
-        record = Record(label, json.loads(result.read_text()))
-        self.results[label] = record.data
-        return record
+        self.results[label] = json.loads(result.read_text())
+        return self.results[label]
 
-    def _show(self, record: Record, reference: Record) -> None:
-        print(f"{record.name}")
+    def _show(self, label: str, reference: Record) -> None:
+        record = self.results[label]
+        print(label)
         print("  step           loss      grad norm   loss diff.   norm diff.   largest gradient difference")
-        for number, (mine, theirs) in enumerate(zip(record.rows, reference.rows, strict=True), 1):
-            size, name = largest(record, number)
+        for mine, theirs, sums in zip(record["rows"], reference["rows"], record["gradients"], strict=True):
+            size, name = largest(sums)
             print(
                 f"  {mine['step']:4d} {_number(mine['loss']):>14} {_number(mine['grad_norm']):>14}"
                 f" {difference(mine['loss'], theirs['loss']):12.1e}"
@@ -168,15 +162,14 @@ class _Comparison:
     def _summary(self, reference: Record) -> None:
         width = max(map(len, self.results))
         print(f"{'runner':{width}} {'loss diff.':>12} {'norm diff.':>12} {'memory/rank':>13} {'time/step':>11}")
-        for label, data in self.results.items():
-            if "rows" not in data:
+        for label, record in self.results.items():
+            if "rows" not in record:
                 print(f"{label:{width}} failed")
                 continue
-            record = Record(label, data)
-            seconds = statistics.median(row["seconds"] for row in record.rows)
+            seconds = statistics.median(row["seconds"] for row in record["rows"])
             print(
                 f"{label:{width}} {number_difference(record, reference, 'loss'):12.1e}"
-                f" {number_difference(record, reference, 'grad_norm'):12.1e} {data['memory_mb']:10.0f} MB"
+                f" {number_difference(record, reference, 'grad_norm'):12.1e} {record['memory_mb']:10.0f} MB"
                 f" {1000 * seconds:8.0f} ms"
             )
 

@@ -24,7 +24,6 @@ from crosstrain.engine.build import make_runner
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.perplexity import evaluate_loss
 from crosstrain.monitor.hardware import memory_mb
-from crosstrain.train.trainer import Trainer
 from crosstrain.train.worker import build_trainer
 
 
@@ -54,7 +53,9 @@ class Probe:
         assert optimizer is not None
         self.rates.append(optimizer.param_groups[0]["lr"] / optimizer.param_groups[0].get("lr_scale", 1.0))
         step = len(self.rates)
-        shards = [_unscaled(shard, self.runner.gradient_scale) for shard in self.runner.gradients()]
+        shards = self.runner.gradients()
+        for piece in (piece for shard in shards for piece in shard.pieces):
+            piece.data = piece.data.detach().to("cpu", torch.float32) / self.runner.gradient_scale
         if step == 1:
             self.spread = self._spread(shards)
         self._keep("gradients", step, shards)
@@ -120,11 +121,6 @@ class Probe:
         return out
 
 
-def _unscaled(shard: Shard, scale: float) -> Shard:
-    pieces = [Piece(piece.box, piece.data.detach().to("cpu", torch.float32) / scale) for piece in shard.pieces]
-    return Shard(shard.kind, shard.name, shard.shape, pieces)
-
-
 def _dot(a: Tensor, b: Tensor) -> float:
     return (a.double() * b.double()).sum().item()
 
@@ -147,33 +143,30 @@ def compare_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
     plain_loss = evaluate_loss(
         runner, trainer.dataset, trainer.plan.micro_batch, trainer.plan.global_batch, config.run.num_workers
     )
-    probe = Probe(runner, Path(job["folder"]), write=job["is_reference"])
+    probe = Probe(runner, job["folder"], write=job["is_reference"])
     samples: list[list[int]] = []
     batches = _noted(trainer.batches(), samples, job["reverse"])
-    rows = _steps(trainer, batches, probe, job["steps"])
-    if rows is None:
-        runner.close()
-        return stop.received or signal.SIGTERM
+    rows = []
+    for _ in range(job["steps"]):
+        started, observing = time.perf_counter(), probe.seconds
+        metrics = trainer.train_step(batches, probe.observe)
+        if metrics is None:
+            runner.close()
+            return stop.received or signal.SIGTERM
+        kept = {key: getattr(metrics, key) for key in ("step", "loss", "grad_norm", "lr", "samples", "skipped_steps")}
+        rows.append(kept | {"seconds": time.perf_counter() - started - (probe.seconds - observing)})
     names = [name for held in runner.world.all_gather(list(runner.model.canonical_parameters())) for name in held]
     peak = max(runner.world.all_gather(memory_mb(runner.device).get("memory_peak_mb", 0.0) - before))
     state = probe.final_state()
     firsts = [sorted(set().union(*ranks)) for ranks in zip(*runner.world.all_gather(samples), strict=True)]
     if runner.world.rank == 0:
         result = {
-            "rows": rows,
-            "first_samples": firsts[: len(rows)],
-            "plain_loss": plain_loss.loss,
-            "rates": probe.rates,
-            "gradients": probe.gradients,
-            "spread": probe.spread,
-            "state": state,
-            "names": list(dict.fromkeys(names)),
-            "tied": _tied(runner),
-            "dp_size": runner.dp.size,
-            "accumulation": trainer.plan.accumulation,
+            "rows": rows, "first_samples": firsts[: len(rows)], "plain_loss": plain_loss.loss, "rates": probe.rates,
+            "gradients": probe.gradients, "spread": probe.spread, "state": state, "names": list(dict.fromkeys(names)),
+            "tied": _tied(runner), "dp_size": runner.dp.size, "accumulation": trainer.plan.accumulation,
             "memory_mb": peak,
-        }
-        Path(job["result"]).write_text(json.dumps(result))
+        }  # fmt: skip
+        job["result"].write_text(json.dumps(result))
     trainer.reporter.close()
     runner.close()
     return 0
@@ -186,19 +179,6 @@ def _noted(steps: Iterator[Step], samples: list[list[int]], reverse: bool) -> It
         if reverse:
             step.reverse()
         yield step
-
-
-def _steps(trainer: Trainer, batches: Iterator[Step], probe: Probe, count: int) -> list[dict[str, Any]] | None:
-    """The numbers of `count` steps; None if the process was asked to stop."""
-    rows = []
-    for _ in range(count):
-        started, observing = time.perf_counter(), probe.seconds
-        metrics = trainer.train_step(batches, probe.observe)
-        if metrics is None:
-            return None
-        kept = {key: getattr(metrics, key) for key in ("step", "loss", "grad_norm", "lr", "samples", "skipped_steps")}
-        rows.append(kept | {"seconds": time.perf_counter() - started - (probe.seconds - observing)})
-    return rows
 
 
 def _tied(runner: Runner) -> list[str]:
