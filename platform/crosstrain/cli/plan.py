@@ -34,9 +34,8 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan of a project, and write it where the flags say; returns the exit code."""
-    from crosstrain.planning.estimate import Estimate, Project
+    from crosstrain.planning.estimate import Project
     from crosstrain.planning.plan import Budget, make_plan
-    from crosstrain.planning.plot import draw
     from crosstrain.train.preflight import dry_run
 
     a = arguments
@@ -56,10 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     if a.output:
         Path(a.output).write_text(json.dumps(plan.as_json(), indent=1) + "\n", encoding="utf-8")
     if a.picture:
-        bars = [(plan.chosen.runner, plan.chosen.memory.device)]
-        bars += [(name, e.memory.device) for name, e in plan.presets.items() if isinstance(e, Estimate)]
-        title = f"{Path(a.cfg_path).stem} on {size} ranks: device memory of the fullest one"
-        draw(Path(a.picture), title, bars, memory)
+        plan.draw(Path(a.picture), f"{Path(a.cfg_path).stem} on {size} ranks: device memory of the fullest one")
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import get_args
 
@@ -44,18 +44,21 @@ class Memory:
         """Bytes on the device."""
         return sum(self.device.values())
 
+    @property
+    def on_host(self) -> int:
+        return sum(self.host.values())
+
 
 @dataclass
 class Estimate:
     """Costs of one step under one runner."""
 
-    runner: str
     world_size: int
     batch: BatchPlan
     mode: Mode
     memory: Memory  # of the fullest rank
-    others: list[Memory] = field(default_factory=list)  # of other kinds of rank
-    sent: int = 0  # bytes by a rank
+    others: list[Memory]  # of other kinds of rank
+    sent: int  # bytes by a rank
 
 
 class Project:
@@ -74,10 +77,9 @@ class Project:
         self.problem: str | None = None  # why there are no activations
         self._traces: dict[Hashable, Trace] = {}
 
-    def estimate(self, label: str, config: Config, world_size: int, mode: Mode | None = None) -> Estimate:
+    def estimate(self, config: Config, world_size: int) -> Estimate:
         """Estimate under the runner of `config`, a variant of the project. Raises ConfigError where it cannot train."""
-        batch = batch_plan(config, world_size)
-        mode = mode or config.run.gradient_checkpointing
+        batch, mode = batch_plan(config, world_size), config.run.gradient_checkpointing
         runner = registry.get("runner", config.runner.name)
         runner.check_model(config.runner.options, self.model)
         with fake_world(world_size):
@@ -85,9 +87,8 @@ class Project:
             for layout in self._layouts(config, world_size, batch):
                 traced = self.trace_of(layout, batch.micro_batch, mode)
                 found.append((self._memory(layout, traced, mode), layout.sent + traced.exchanged * batch.accumulation))
-        found.sort(key=lambda one: -one[0].total)
-        most = found[0][0]
-        return Estimate(label, world_size, batch, mode, most, [m for m, _ in found[1:]], max(sent for _, sent in found))
+        memories = sorted((memory for memory, _ in found), key=lambda memory: -memory.total)
+        return Estimate(world_size, batch, mode, memories[0], memories[1:], max(sent for _, sent in found))
 
     def check_layouts(self, batch: BatchPlan, world_size: int) -> None:
         """Raise ConfigError where the model computes on its own, but not as the runner spreads it over ranks."""
@@ -138,11 +139,7 @@ class Project:
         kept = min(traced.kept * layout.in_flight, compute + more * traced.kept - made - exchanged)
         inputs = traced.inputs * layout.in_flight if mode == "offload" else 0
         state = layout.masters + layout.updated * self.state_bytes
-        on_device = layout.optimizer == "device"
-        always = {
-            "parameters": layout.parameters,
-            "optimizer": state if on_device else 0,
-        }
+        always = {"parameters": layout.parameters, "optimizer": state if layout.optimizer == "device" else 0}
         workspace = compute + more * traced.kept - made - exchanged - kept
         logits = min(traced.logits, workspace)
         computing = always | {
@@ -154,18 +151,13 @@ class Project:
             "communication": layout.buffers + exchanged,
         }
         trained = max(traced.backward, default=(0, layout.updated * _FP32))[1]
-        stepping = always | {
-            "gradients": max(layout.gradients, int(retained * trained)),
-            "communication": layout.step_buffers,
-        }
-        host = dict(layout.host)
-        if layout.optimizer == "host":
-            host["optimizer"] = state
-        if inputs:
-            host["activations"] = inputs
+        gradients = max(layout.gradients, int(retained * trained))
+        stepping = always | {"gradients": gradients, "communication": layout.step_buffers}
+        most = max(computing, stepping, key=lambda parts: sum(parts.values()))
+        host = layout.host | ({"optimizer": state} if layout.optimizer == "host" else {})
+        host |= {"activations": inputs} if inputs else {}
         if self.config.run.save_in_background:
             host["checkpoint on its way"] = layout.updated * (_FP32 + self.state_bytes)
-        most = max(computing, stepping, key=lambda parts: sum(parts.values()))
         return Memory(layout.kind, layout.held, {k: v for k, v in most.items() if v}, host)
 
     # ---- what does not depend on the runner

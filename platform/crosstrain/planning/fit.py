@@ -27,9 +27,9 @@ def gpu_memory(config: Config) -> int | None:
 
 def check_memory(project: Project, world_size: int, limit: int) -> None:
     """Raise UserError, with the nearest change that fits, where a rank needs more than `limit` bytes."""
-    needed = needs(project.estimate("", project.config, world_size), project.device)
+    needed = needs(project.estimate(project.config, world_size), project.device)
     if needed > limit:
-        advice = nearest(project, project.config, {}, world_size, limit)
+        advice = nearest(project, {}, world_size, limit)
         raise UserError(
             f"a rank would need {show_bytes(needed)} of memory, and its device has {show_bytes(limit)}"
             f"{f'; {advice}' if advice else ''}; `crosstrain plan` shows other layouts, and --no-fit-check starts it"
@@ -38,8 +38,7 @@ def check_memory(project: Project, world_size: int, limit: int) -> None:
 
 def needs(estimate: Estimate, device: str) -> int:
     """Bytes that the fullest rank needs on its device; on a CPU, host memory included."""
-    memory = estimate.memory
-    return memory.total + (sum(memory.host.values()) if device == "cpu" else 0)
+    return estimate.memory.total + (estimate.memory.on_host if device == "cpu" else 0)
 
 
 @dataclass
@@ -57,19 +56,17 @@ class Advice:
         return f"nothing tried fits; closest: {change}; use more ranks or larger devices"
 
 
-def nearest(
-    project: Project, config: Config, others: Mapping[str, Config], world_size: int, limit: int
-) -> Advice | None:
-    """The fewest and mildest changes to `config` that fit into `limit` bytes; None where no layout is possible.
+def nearest(project: Project, others: Mapping[str, Config], world_size: int, limit: int) -> Advice | None:
+    """The fewest and mildest changes to the project that fit into `limit` bytes; None where no layout is possible.
 
     Gradient checkpointing changes first, then the micro batch, then the runner; of two runners the one that sends less.
     """
     closest: Advice | None = None
-    for group in _candidates(config, others):
+    for group in _candidates(project.config, others):
         fitting: list[tuple[int, Advice]] = []
         for settings, changed in group:
             try:
-                estimate = project.estimate("", changed, world_size)
+                estimate = project.estimate(changed, world_size)
             except UserError:
                 continue
             needed = needs(estimate, project.device)
@@ -93,10 +90,14 @@ def _candidates(config: Config, others: Mapping[str, Config]) -> Iterator[list[_
         settings += [] if micro is None else [f"run.micro_batch_size={micro}", "run.accum_grad_iters=null"]
         return settings, with_options(config if runner is None else others[runner], micro, mode)
 
-    smaller = list(_halves(config))
+    smaller: list[int] = []  # micro batches, where the configuration names one and a global batch that it divides
+    micro = config.run.micro_batch_size if config.run.global_batch_size is not None else None
+    while micro is not None and micro > 1:
+        micro //= 2
+        smaller.append(micro)
+    strongest: Mode | None = "full" if "full" in modes else None
     yield from ([change(mode)] for mode in modes)
     yield from ([change(None, micro)] for micro in smaller)
-    strongest: Mode | None = "full" if "full" in modes else None
     if strongest:
         yield from ([change(strongest, micro)] for micro in smaller)
     yield [change(None, None, name) for name in others]
@@ -104,11 +105,3 @@ def _candidates(config: Config, others: Mapping[str, Config]) -> Iterator[list[_
         yield [change(strongest, None, name) for name in others]
     if smaller:
         yield [change(strongest, 1, name) for name in others]
-
-
-def _halves(config: Config) -> Iterator[int]:
-    """Smaller micro batches, where the configuration names one and a global batch that it divides."""
-    micro = config.run.micro_batch_size
-    while micro is not None and config.run.global_batch_size is not None and micro > 1:
-        micro //= 2
-        yield micro

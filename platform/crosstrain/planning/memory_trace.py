@@ -15,7 +15,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -95,14 +95,7 @@ def _alike(chain: list[nn.Module]) -> list[nn.Module]:
     return [block for block, kind in zip(chain, kinds, strict=True) if kind == most]
 
 
-@dataclass
-class _Measurement:
-    trace: Trace
-    forward_end: int  # live when the forward ended, autocast's copies of weights among it
-    boundaries: dict[int, tuple[int, int]]  # chain -> gradients made when the backward came to what is left out of it
-
-
-def _extended(out: Trace, ends: _Measurement, one: _Measurement, chain: int, more: int) -> Trace:
+def _extended(out: Trace, ends: _Tracker, one: _Tracker, chain: int, more: int) -> Trace:
     """`out` with `more` blocks in the middle of a chain; each costs the difference of `ends` and `one`."""
     a, b = ends.trace, one.trace
     in_forward, in_backward = ends.forward_end - one.forward_end, a.kept - b.kept
@@ -128,28 +121,23 @@ def _extended(out: Trace, ends: _Measurement, one: _Measurement, chain: int, mor
 
 def _measure(
     model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: str, left_out: dict[int, list[nn.Module]]
-) -> _Measurement:
+) -> _Tracker:
     absent = [block for blocks in left_out.values() for block in blocks]
     model = copy.deepcopy(model, {id(block): block for block in absent})
     model.train()
     tracker = _Tracker()
-
-    def autocast() -> AbstractContextManager[Any]:
-        return nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype)
-
     skipped = set(map(id, absent))
     for blocks, how in model.checkpointing(mode):
         here = [block for block in blocks if id(block) not in skipped]
-        activation_checkpointing.apply(here, "full" if how == "offload" else how, autocast)
-        if how in ("full", "offload"):
-            for block in here:
-                if next(block.parameters(), None) is None:
-                    continue  # a stand-in for one on another stage
+        activation_checkpointing.apply(here, "full" if how == "offload" else how, nullcontext)
+        for block in here:
+            # A block without parameters is a stand-in for one on another stage.
+            if how in ("full", "offload") and next(block.parameters(), None) is not None:
                 block.register_forward_pre_hook(tracker.sees_input)
     with ExitStack() as stack:
         # Which would log the stack of an error that is raised all the same.
         stack.enter_context(patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
-        fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if device == "cuda":
             attention = partial(_fused_attention, nn.functional.scaled_dot_product_attention)
             stack.enter_context(patch.object(nn.functional, "scaled_dot_product_attention", attention))
@@ -157,32 +145,23 @@ def _measure(
             for block in blocks:
                 stack.enter_context(patch.object(block, "forward", partial(_pass_on, tracker, chain)))
         _give_shapes(model, absent)
-        inputs = {
-            key: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
-            for key, value in batch.items()
-        }
+        inputs = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in batch.items()}
         tracker.ignore([*model.parameters(), *model.buffers(), *inputs.values()])
         inside = {id(p) for block in model.blocks() for p in block.parameters()}
-        hooks = [
-            p.register_post_accumulate_grad_hook(partial(tracker.takes_gradient, id(p) in inside))
-            for p in model.parameters()
-            if p.requires_grad and p.device.type != "meta"
-        ]
+        for p in model.parameters():
+            if p.requires_grad and p.device.type != "meta":
+                p.register_post_accumulate_grad_hook(partial(tracker.takes_gradient, id(p) in inside))
         head = copy.copy(model.head)
         head.traced_rows = CPU_SOFTMAX_ROWS if device == "cpu" else 1 << 30
         model.head = partial(tracker.watches, head)  # type: ignore[assignment]
         stack.enter_context(tracker)
-        with autocast():
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             out = model(**inputs)
-            forward_end = tracker.live
+            tracker.forward_end = tracker.live
         tracker.ends_forward()
         if out.requires_grad:  # not so on a stage where nothing is trained
             out.backward(torch.empty_like(out) if out.ndim else None)
-        del out
-        for hook in hooks:
-            hook.remove()
-        del fake
-    return _Measurement(tracker.trace, forward_end, tracker.boundaries)
+    return tracker
 
 
 def _pass_on(tracker: _Tracker, chain: int, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
@@ -200,20 +179,14 @@ def _fused_attention(attention: Callable[..., Tensor], *args: Any, dropout_p: fl
 def _give_shapes(model: Model, left_out: list[nn.Module]) -> None:
     """Replace parameters and buffers by tensors of the current fake mode, except for those of `left_out`."""
     skipped = {id(module) for block in left_out for module in block.modules()}
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        if id(module) in skipped:
-            continue
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if parameter not in made:
-                    made[parameter] = nn.Parameter(
-                        torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad
-                    )
-                module._parameters[name] = made[parameter]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    made: dict[Tensor, Any] = {}  # a tied parameter is replaced once
+    for module in (module for module in model.modules() if id(module) not in skipped):
+        for home in (module._parameters, module._buffers):
+            for name, old in home.items():
+                if old is not None and old not in made:
+                    new = torch.empty(old.shape, dtype=old.dtype)
+                    made[old] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+                home[name] = None if old is None else made[old]
 
 
 class _Tracker(TorchDispatchMode):
@@ -223,6 +196,8 @@ class _Tracker(TorchDispatchMode):
         super().__init__()
         self.trace = Trace()
         self.live = 0
+        self.forward_end = 0  # live when the forward ended, autocast's copies of weights among it
+        # Chain -> gradients made when the backward came to what is left out of it.
         self.boundaries: dict[int, tuple[int, int]] = {}
         self._made = (0, 0)  # bytes of gradients of parameters so far, of those in blocks and of all
         self._known: set[int] = set()  # storages that are counted, by id
@@ -230,12 +205,9 @@ class _Tracker(TorchDispatchMode):
         self._in_head: int | None = None  # what was alive when the head began
         self._backward = False
 
-    def ignore(self, tensors: list[Any]) -> None:
-        for tensor in tensors:
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self._known.add(id(storage))
-                self._ignored.append(storage)
+    def ignore(self, tensors: list[Tensor]) -> None:
+        self._ignored = [tensor.untyped_storage() for tensor in tensors]
+        self._known.update(map(id, self._ignored))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -299,7 +271,6 @@ class _Tracker(TorchDispatchMode):
 
     def watches(self, head: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         self._in_head = self.live
-        try:
-            return head(*args, **kwargs)
-        finally:
-            self._in_head = None
+        out = head(*args, **kwargs)
+        self._in_head = None
+        return out

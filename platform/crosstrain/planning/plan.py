@@ -1,9 +1,10 @@
-"""A plan: what a project costs under its runner, other runners and modes of checkpointing; as text and as JSON."""
+"""A plan: the costs of a project under its runner, other runners and modes of checkpointing; text, JSON and picture."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from crosstrain.config.batch import BatchPlan
@@ -11,10 +12,16 @@ from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
 from crosstrain.planning.estimate import MODES, Estimate, Project, with_options
 from crosstrain.planning.fit import Advice, nearest, needs
+from crosstrain.utils.drawing import picture
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.units import show_bytes, show_number
 
 _DAY = 86400.0
+# Okabe and Ito's colours, which colour-blind people can tell apart, and two greys.
+_COLOURS = {
+    "parameters": "#0072B2", "gathered parameters": "#56B4E9", "gradients": "#D55E00", "optimizer": "#E69F00",
+    "activations": "#009E73", "logits": "#CC79A7", "temporary": "#999999", "communication": "#444444",
+}  # fmt: skip
 
 
 @dataclass
@@ -40,15 +47,10 @@ class Plan:
     advice: Advice | None = None
     formulas: dict[str, int] = field(default_factory=dict)  # bytes
 
-    @property
-    def fits(self) -> bool | None:
-        return self._fits(self.chosen)
-
-    def _fits(self, estimate: Estimate) -> bool | None:
+    def fits(self, estimate: Estimate) -> bool | None:
+        """None where no limit is known."""
         limit = self.budget.device_memory
         return None if limit is None else needs(estimate, self.project.device) <= limit
-
-    # ---- derived
 
     @property
     def tokens_per_step(self) -> int | None:
@@ -66,13 +68,11 @@ class Plan:
             return self.steps * flops / (self.budget.throughput * self.chosen.world_size) / _DAY
         return None
 
-    # ---- shown
-
     def as_json(self) -> dict[str, Any]:
         """Bytes, counts and days; null where something is not known."""
         sizes, chosen = self.project.sizes, self.chosen
         return {
-            "runner": chosen.runner,
+            "runner": self.project.config.runner.name,
             "world_size": chosen.world_size,
             "device": self.project.device,
             "parameters": {
@@ -113,40 +113,40 @@ class Plan:
             "other_ranks": [{"rank": m.kind, "device_total": m.total} for m in estimate.others],
             "parameters_per_rank": estimate.memory.parameters_held,
             "bytes_sent_per_step_by_a_rank": estimate.sent,
-            "fits": self._fits(estimate),
+            "fits": self.fits(estimate),
         }
 
     def lines(self) -> list[str]:
         """The plan as lines of text."""
         project, chosen, sizes = self.project, self.chosen, self.project.sizes
-        batch, flops = chosen.batch, project.flops(chosen.batch, chosen.mode)
+        batch, memory, tokens = chosen.batch, chosen.memory, self.tokens_per_step
         out = [
-            f"{chosen.runner} on {chosen.world_size} x {project.device}, {project.config.run.amp.dtype}, "
+            f"{project.config.runner.name} on {chosen.world_size} x {project.device}, {project.config.run.amp.dtype}, "
             f"gradient checkpointing {chosen.mode}",
             "",
             f"parameters        {sizes.elements:,} ({self.unpadded:,} without padding), "
-            f"{sizes.trainable_elements:,} trained, {chosen.memory.parameters_held:,} on a rank",
+            f"{sizes.trainable_elements:,} trained, {memory.parameters_held:,} on a rank",
             f"step              {batch.global_batch:,} samples = {batch.micro_batch} micro batch x "
             f"{batch.accumulation} accumulation x {batch.dp_size} data-parallel ranks"
-            + (f", {self.tokens_per_step:,} tokens" if self.tokens_per_step else ""),
-            f"arithmetic        {show_number(flops)}FLOP per step, recomputation included",
+            + (f", {tokens:,} tokens" if tokens else ""),
+            f"arithmetic        {show_number(project.flops(batch, chosen.mode))}FLOP per step, recomputation included",
             f"traffic           {show_bytes(chosen.sent)} sent by a rank per step",
             f"checkpoint        {show_bytes(project.checkpoint_bytes)}",
         ]
         if self.steps is not None:
-            tokens = f", {show_number(self.steps * self.tokens_per_step)} tokens" if self.tokens_per_step else ""
             days = self.days()
             time = f", {days:,.2f} days" if days is not None else "; --throughput or --tokens-per-second gives days"
-            out.append(f"length            {self.steps:,} steps{tokens}{time}")
-        kind = f", {chosen.memory.kind}" if chosen.memory.kind else ""
-        out += ["", f"memory of the fullest rank{kind}"]
-        out += [f"  {name:<22}{show_bytes(size):>14}" for name, size in chosen.memory.device.items()]
-        out.append(f"  {'device':<22}{show_bytes(chosen.memory.total):>14}{self._verdict(chosen)}")
-        out += [f"  host: {name:<16}{show_bytes(size):>14}" for name, size in chosen.memory.host.items()]
-        out += self._modes()
+            seen = f", {show_number(self.steps * tokens)} tokens" if tokens else ""
+            out.append(f"length            {self.steps:,} steps{seen}{time}")
+        out += ["", f"memory of the fullest rank{f', {memory.kind}' if memory.kind else ''}"]
+        out += [f"  {name:<22}{show_bytes(size):>14}" for name, size in memory.device.items()]
+        out.append(f"  {'device':<22}{show_bytes(memory.total):>14}{self._verdict(chosen)}")
+        out += [f"  host: {name:<16}{show_bytes(size):>14}" for name, size in memory.host.items()]
+        out += ["", f"{'gradient checkpointing':<24}{'activations':>14}{'device':>14}{'host':>14}"]
+        out += [f"  {mode:<22}{self._mode_row(estimate)}" for mode, estimate in self.modes.items()]
         if self.presets:
             out += ["", f"{'other runners':<22}{'device':>14}{'host':>14}{'sent per step':>16}{'parameters':>18}"]
-            out += [f"  {name:<20}{self._row(estimate)}" for name, estimate in self.presets.items()]
+            out += [f"  {name:<20}{self._runner_row(estimate)}" for name, estimate in self.presets.items()]
         if self.formulas:
             out += ["", "formulas of others, for comparison"]
             out += [f"  {show_bytes(size):>12}  {name}" for name, size in self.formulas.items()]
@@ -160,33 +160,53 @@ class Plan:
         return out
 
     def _verdict(self, estimate: Estimate) -> str:
-        fits = self._fits(estimate)
-        if fits is None:
-            return ""
-        limit = show_bytes(self.budget.device_memory or 0)
-        return f"  fits into {limit}" if fits else f"  does not fit into {limit}"
+        words = {None: "", True: "  fits into", False: "  does not fit into"}[self.fits(estimate)]
+        return words and f"{words} {show_bytes(self.budget.device_memory or 0)}"
 
-    def _modes(self) -> list[str]:
-        out = ["", f"{'gradient checkpointing':<24}{'activations':>14}{'device':>14}{'host':>14}"]
-        for mode in MODES:
-            estimate = self.modes.get(mode)
-            if isinstance(estimate, Estimate):
-                memory = estimate.memory
-                kept = show_bytes(memory.device.get("activations", 0))
-                host = show_bytes(sum(memory.host.values()))
-                out.append(f"  {mode:<22}{kept:>14}{show_bytes(memory.total):>14}{host:>14}{self._verdict(estimate)}")
-            elif estimate is not None:
-                out.append(f"  {mode:<22}{estimate}")
-        return out
+    def _mode_row(self, estimate: Estimate | str) -> str:
+        if isinstance(estimate, str):
+            return estimate
+        sizes = estimate.memory.device.get("activations", 0), estimate.memory.total, estimate.memory.on_host
+        return "".join(f"{show_bytes(size):>14}" for size in sizes) + self._verdict(estimate)
 
-    def _row(self, estimate: Estimate | str) -> str:
+    def _runner_row(self, estimate: Estimate | str) -> str:
         if isinstance(estimate, str):
             return f"impossible: {estimate}"
         memory = estimate.memory
         return (
-            f"{show_bytes(memory.total):>14}{show_bytes(sum(memory.host.values())):>14}{show_bytes(estimate.sent):>16}"
+            f"{show_bytes(memory.total):>14}{show_bytes(memory.on_host):>14}{show_bytes(estimate.sent):>16}"
             f"{memory.parameters_held:>18,}{self._verdict(estimate)}"
         )
+
+    def draw(self, path: Path, title: str) -> None:
+        """Write `path`, .svg or .png: a stacked bar for each runner, memory of its fullest rank by purpose.
+
+        Raises UserError for another ending, and where matplotlib is not installed.
+        """
+        if path.suffix.lower() not in (".svg", ".png"):
+            raise UserError(f"--picture: {path.name} must end in .svg or .png")
+        shown = [(self.project.config.runner.name, self.chosen.memory.device)]
+        shown += [(name, e.memory.device) for name, e in self.presets.items() if isinstance(e, Estimate)]
+        limit, rows, ends = self.budget.device_memory, range(len(shown)), [0] * len(shown)
+        with picture(path, 9, 1.4 + 0.35 * len(shown)) as figure:
+            axis = figure.subplots()
+            for part, colour in _COLOURS.items():
+                sizes = [device.get(part, 0) for _, device in shown]
+                if any(sizes):
+                    axis.barh(rows, sizes, left=ends, color=colour, label=part)
+                    ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+            for row, end in zip(rows, ends, strict=True):
+                axis.text(end, row, f"  {show_bytes(end)}", va="center")
+            if limit is not None:
+                axis.axvline(limit, color="#CC0000")
+                axis.text(limit, -0.6, show_bytes(limit), ha="center", va="bottom", color="#CC0000")
+            axis.set_xlim(0, 1.12 * max(*ends, limit or 0, 1))
+            axis.set_xticks([])
+            axis.set_yticks(rows, [name for name, _ in shown])
+            axis.invert_yaxis()
+            axis.spines[:].set_visible(False)
+            figure.suptitle(title)
+            figure.legend(loc="outside lower left", ncols=4, frameon=False)
 
 
 def make_plan(project: Project, budget: Budget, world_size: int, others: dict[str, Config | str]) -> Plan:
@@ -195,26 +215,26 @@ def make_plan(project: Project, budget: Budget, world_size: int, others: dict[st
     Raises UserError where its own runner cannot train it.
     """
 
-    def attempt(label: str, config: Config, mode: Any = None) -> Estimate | str:
+    def attempt(config: Config) -> Estimate | str:
         try:
-            return project.estimate(label, config, world_size, mode)
+            return project.estimate(config, world_size)
         except UserError as error:
             return str(error)
 
-    config, label = project.config, project.config.runner.name
-    chosen = project.estimate(label, config, world_size)
+    config = project.config
+    chosen = project.estimate(config, world_size)
     same = {n: c if isinstance(c, str) else _with_same_samples(c, chosen.batch, world_size) for n, c in others.items()}
     plan = Plan(
         project, budget, config.run.max_iters, chosen,
-        modes={mode: attempt(label, config, mode) for mode in MODES},
-        presets={name: other if isinstance(other, str) else attempt(name, other) for name, other in same.items()},
+        modes={mode: attempt(with_options(config, mode=mode)) for mode in MODES},
+        presets={name: other if isinstance(other, str) else attempt(other) for name, other in same.items()},
         formulas=project.model.memory_formulas(chosen.batch.micro_batch, project.tokens_per_sample),
     )  # fmt: skip
     if budget.tokens and plan.tokens_per_step:
         plan.steps = math.ceil(budget.tokens / plan.tokens_per_step)
-    if plan.fits is False and budget.device_memory:
+    if budget.device_memory and not plan.fits(chosen):
         configs = {name: other for name, other in same.items() if isinstance(other, Config)}
-        plan.advice = nearest(project, config, configs, world_size, budget.device_memory)
+        plan.advice = nearest(project, configs, world_size, budget.device_memory)
     return plan
 
 
