@@ -154,7 +154,7 @@ class Bare:
 
     def __init__(self, config: Config, device: torch.device) -> None:
         engines: dict[str, type[ZeRO] | type[FSDP]] = {"deepspeed": ZeRO, "fsdp": FSDP}
-        self.engine, self.device = engines[config.runner.name](config, device), device
+        self.engine, self.device = engines[config.run.runner.name](config, device), device
         plan = BatchPlan.of(config.run, dist.get_world_size())
         stream = training_steps(
             open_split(config, "train"), plan, seed=config.run.seed, start=0, dp_rank=dist.get_rank()
@@ -212,7 +212,7 @@ class ZeRO:
         with patch("deepspeed.comm.torch.build_shm_op", lambda: None):
             deepspeed.init_distributed(dist.get_backend(), verbose=False)
         plan = BatchPlan.of(config.run, dist.get_world_size())
-        zero = config.runner.options.zero()
+        zero = config.run.runner.options.zero()
         settings = {
             "train_micro_batch_size_per_gpu": plan.micro_batch,
             "gradient_accumulation_steps": plan.accumulation,

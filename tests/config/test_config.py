@@ -41,16 +41,12 @@ def test_a_project_file_becomes_typed_options(home: Path) -> None:
     assert data.split == (949, 50, 1)
     assert (data.prepare.input, data.prepare.vocabulary) == ("stdlib", None)
     assert (data.resize.name, data.resize.options.size) == ("crop", 4)
-    assert (config.runner.name, config.runner.options.stage, config.runner.options.offload) == (
-        "shard",
-        2,
-        False,
-    )
-    assert config.optimizer.options.betas == (0.9, 0.95)
-    assert config.lr_sched == Component("cosine", NoOptions())
+    runner = config.run.runner
+    assert (runner.name, runner.options.stage, runner.options.offload) == ("shard", 2, False)
+    assert config.run.optimizer.options.betas == (0.9, 0.95)
+    assert config.run.lr_sched == Component("cosine", NoOptions())
     assert config.run.init_lr == 1.5e-4
     assert config.run.amp == AmpOptions(dtype="fp16")
-    assert config.run.runner is config.runner
 
 
 def test_the_shortest_project_takes_every_default(home: Path) -> None:
@@ -61,8 +57,8 @@ def test_the_shortest_project_takes_every_default(home: Path) -> None:
     for f in fields(RunOptions):
         if f.name not in ("runner", "optimizer", "lr_sched", "trackers"):
             assert getattr(config.run, f.name) == getattr(expected, f.name), f.name
-    assert [config.runner.name, config.optimizer.name, config.lr_sched.name] == ["ddp", "adamw", "cosine"]
-    assert config.optimizer.options.betas == (0.9, 0.999)
+    assert [config.run.runner.name, config.run.optimizer.name, config.run.lr_sched.name] == ["ddp", "adamw", "cosine"]
+    assert config.run.optimizer.options.betas == (0.9, 0.999)
     assert (config.model_type, config.model.options.layers) == (None, 1)
 
 
@@ -85,7 +81,7 @@ def test_interpolation_sees_other_layers_and_defaults(home: Path, monkeypatch: p
 
 def test_names_may_be_interpolated(home: Path) -> None:
     edit(home, "runner: {name: shard, stage: 2}", "runner: ${oc.env:NO_SUCH_VARIABLE,shard2}")
-    assert load().runner.options.stage == 2
+    assert load().run.runner.options.stage == 2
 
 
 def test_one_dataset_may_be_a_copy_of_another(home: Path) -> None:
@@ -136,20 +132,20 @@ def test_the_later_option_counts(home: Path) -> None:
 )
 def test_options_for_one_component_combine_in_either_order(home: Path, options: list[str]) -> None:
     edit(home, "runner: {name: shard, stage: 2}", "runner: ddp")
-    assert load(*options).runner.options.stage == 3
+    assert load(*options).run.runner.options.stage == 3
 
 
 def test_another_name_drops_the_options_meant_for_the_old_one(home: Path) -> None:
-    assert load("run.runner=ddp").runner == Component("ddp", NoOptions())
-    assert load("run.runner.name=ddp").runner == Component("ddp", NoOptions())
-    assert load("run.optimizer=sgd").optimizer.options.momentum == 0.0
+    assert load("run.runner=ddp").run.runner == Component("ddp", NoOptions())
+    assert load("run.runner.name=ddp").run.runner == Component("ddp", NoOptions())
+    assert load("run.optimizer=sgd").run.optimizer.options.momentum == 0.0
     assert load("datasets.webtext.name=images").datasets["webtext"].options.folder == "."
     assert load("model.arch=other_net").model_type is None
 
 
 def test_the_same_name_again_keeps_the_options(home: Path) -> None:
-    assert load("run.runner=shard").runner.options.stage == 2
-    assert load("run.optimizer={name: adamw, eps: 1e-6}").optimizer.options.betas == (0.9, 0.95)
+    assert load("run.runner=shard").run.runner.options.stage == 2
+    assert load("run.optimizer={name: adamw, eps: 1e-6}").run.optimizer.options.betas == (0.9, 0.95)
 
 
 def test_another_model_type_keeps_what_the_project_says(home: Path) -> None:
@@ -175,18 +171,18 @@ def test_a_processor_inside_a_dataset_follows_the_same_rules(home: Path) -> None
 
 
 def test_a_preset_stands_for_a_component_with_options(home: Path) -> None:
-    runner = load("run.runner=shard2").runner
+    runner = load("run.runner=shard2").run.runner
     assert (runner.name, runner.options.stage) == ("shard", 2)
 
 
 def test_explicit_keys_win_over_a_preset(home: Path) -> None:
-    assert load("run.runner=shard2", "run.runner.stage=3").runner.options.stage == 3
+    assert load("run.runner=shard2", "run.runner.stage=3").run.runner.options.stage == 3
     edit(home, "runner: {name: shard, stage: 2}", "runner: {name: shard2, stage: 3}")
-    assert load().runner.options.stage == 3
+    assert load().run.runner.options.stage == 3
 
 
 def test_a_preset_may_build_on_another(home: Path) -> None:
-    options = load("run.runner=shard2_offload").runner.options
+    options = load("run.runner=shard2_offload").run.runner.options
     assert (options.stage, options.offload) == (2, True)
 
 
@@ -239,7 +235,7 @@ def test_plain_does_not_need_the_presets_again(home: Path) -> None:
 def test_plain_may_be_overridden(home: Path) -> None:
     plain = load("run.runner=ddp").plain
     config = Config.from_plain(plain, ["run.runner=shard2", "run.seed=5"])
-    assert (config.runner.name, config.runner.options.stage, config.run.seed) == ("shard", 2, 5)
+    assert (config.run.runner.name, config.run.runner.options.stage, config.run.seed) == ("shard", 2, 5)
     with pytest.raises(ConfigError, match=r"^--options: model\.model_type: cannot be changed, because config spells"):
         Config.from_plain(plain, ["model.model_type=large"])
 
@@ -261,7 +257,7 @@ def test_a_project_brings_its_own_plugins(home: Path) -> None:
     write(home, {"mine/it.py": plugin("runner", "mine")})
     edit(home, "runner: {name: shard, stage: 2}", "runner: mine\n  plugins: [mine]")
     config = load()
-    assert config.runner.name == "mine"
+    assert config.run.runner.name == "mine"
     forget_plugins()
     assert Config.from_plain(config.plain).plain == config.plain
 

@@ -56,7 +56,7 @@ def test_the_token_budget_of_125m_takes_4769_steps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "projects").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_project_has_a_plan(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runner = load_config(path).runner.options
+    runner = load_config(path).run.runner.options
     ranks = getattr(runner, "tensor_parallel", 1) * getattr(runner, "pipeline_parallel", 1)
     assert main(["train", "--cfg-path", str(path), "--dry-run", "--no-presets", "--world-size", str(ranks)]) == 0
     out = capsys.readouterr().out

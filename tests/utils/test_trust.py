@@ -184,7 +184,7 @@ def test_a_signature_is_of_one_configuration(
     config = saved_config(copied, [])
     assert config.trust == (Trust.DATA if own else Trust.NOTHING)
     assert config.run.compile == "none"
-    assert config.runner.name == "ddp"
+    assert config.run.runner.name == "ddp"
     assert config.run.num_workers <= (os.cpu_count() or 1)
 
 

@@ -52,18 +52,6 @@ class Config:
     trust: Trust = Trust.COMMANDS  # how far what it names may be opened
 
     @property
-    def runner(self) -> Component:
-        return self.run.runner
-
-    @property
-    def optimizer(self) -> Component:
-        return self.run.optimizer
-
-    @property
-    def lr_sched(self) -> Component:
-        return self.run.lr_sched
-
-    @property
     def plain(self) -> dict[str, Any]:
         """All options resolved and spelled out, as config.yaml holds them; `from_plain` reads it back."""
         variant = {} if self.model_type is None else {"model_type": self.model_type}

@@ -28,7 +28,7 @@ _LONGEST_BUILD = 120.0  # seconds
 
 def make_runner(config: Config) -> Runner:
     """The configured runner, not yet set up."""
-    return registry.get("runner", config.runner.name)(config.runner.options, config.run)
+    return registry.get("runner", config.run.runner.name)(config.run.runner.options, config.run)
 
 
 def make_model(config: Config) -> Model:
@@ -52,9 +52,9 @@ def batch_plan(config: Config, world_size: int) -> BatchPlan:
 
     Raises ConfigError where the layout, the numbers or the run's other settings do not go together.
     """
-    runner = registry.get("runner", config.runner.name)
-    runner.check(config.runner.options, config.run)
-    return BatchPlan.of(config.run, runner.data_parallel_size(config.runner.options, world_size))
+    runner = registry.get("runner", config.run.runner.name)
+    runner.check(config.run.runner.options, config.run)
+    return BatchPlan.of(config.run, runner.data_parallel_size(config.run.runner.options, world_size))
 
 
 def make_schedule(config: Config, max_iters: int) -> Callable[[int], float]:
@@ -68,8 +68,8 @@ def make_schedule(config: Config, max_iters: int) -> Callable[[int], float]:
     warmup = run.warmup_steps if run.warmup_steps is not None else (run.warmup_fraction or 0.0) * decay
     if warmup >= decay:
         raise ConfigError(f"run.warmup_steps: the warmup of {warmup:g} steps must be shorter than the decay of {decay}")
-    make = registry.get("lr_scheduler", config.lr_sched.name)
-    shape = make(warmup_steps=warmup, decay_steps=decay, options=config.lr_sched.options)
+    make = registry.get("lr_scheduler", config.run.lr_sched.name)
+    shape = make(warmup_steps=warmup, decay_steps=decay, options=config.run.lr_sched.options)
 
     def rate(applied: int) -> float:
         if applied <= warmup and warmup > 0:
@@ -178,8 +178,9 @@ def _check_optimizer(reader: Reader, kinds: set[str], config: Config) -> None:
     there, here = reader.kinds() - {"param"}, kinds - {"param"}
     if there != here:
         raise CheckpointError(
-            f"{reader.folder}: holds {_list(there)} of an optimizer, and {config.optimizer.name} keeps {_list(here)}; "
-            f"resume with the optimizer that was used, or start its state anew with run.resume_optimizer=false"
+            f"{reader.folder}: holds {_list(there)} of an optimizer, and {config.run.optimizer.name} keeps "
+            f"{_list(here)}; resume with the optimizer that was used, or start its state anew with "
+            f"run.resume_optimizer=false"
         )
 
 

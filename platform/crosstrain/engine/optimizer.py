@@ -50,7 +50,7 @@ def parameter_groups(
 
 def optimizer_factory(config: Config, lr_scale: Callable[[str], float] = lambda name: 1.0) -> MakeOptimizer:
     """A function that builds the configured optimizer; `lr_scale` of a parameter's name multiplies its rate."""
-    make = registry.get("optimizer", config.optimizer.name)
+    make = registry.get("optimizer", config.run.optimizer.name)
 
     def build(parameters: NamedParameters, shape_of: ShapeOf = lambda p: p.shape) -> torch.optim.Optimizer:
         groups = parameter_groups(parameters, config.run.weight_decay, shape_of, lr_scale)
@@ -58,9 +58,9 @@ def optimizer_factory(config: Config, lr_scale: Callable[[str], float] = lambda 
             raise ConfigError("the model has no trainable parameter: every part is frozen")
         try:
             # The rate is set before every step; a zero until then makes a forgotten one visible.
-            return make(groups, lr=0.0, options=config.optimizer.options)
+            return make(groups, lr=0.0, options=config.run.optimizer.options)
         except (ValueError, TypeError) as error:  # parameters or values that it does not take
-            raise ConfigError(f"run.optimizer: {config.optimizer.name} refuses: {error}") from error
+            raise ConfigError(f"run.optimizer: {config.run.optimizer.name} refuses: {error}") from error
 
     return build
 

@@ -103,7 +103,7 @@ def open_config(checkpoint: Path, cfg_path: str | None, options: list[str], trus
 def check_ranks(config: Config, world_size: int) -> None:
     """Raise ConfigError if the runner does not support this number of ranks."""
     try:
-        registry.get("runner", config.runner.name).data_parallel_size(config.runner.options, world_size)
+        registry.get("runner", config.run.runner.name).data_parallel_size(config.run.runner.options, world_size)
     except ConfigError as error:
         raise ConfigError(f"{error}; give --nproc-per-node N, or another runner: --options run.runner=ddp") from None
 
@@ -113,7 +113,7 @@ def check_model(config: Config, checkpoint: Path) -> None:
 
     Raises CheckpointError as `outline` does, and ConfigError for the layout.
     """
-    registry.get("runner", config.runner.name).check_model(config.runner.options, outline(config, checkpoint))
+    registry.get("runner", config.run.runner.name).check_model(config.run.runner.options, outline(config, checkpoint))
 
 
 def outline(config: Config, checkpoint: Path) -> Model:

@@ -80,8 +80,8 @@ class Project:
     def estimate(self, config: Config, world_size: int) -> Estimate:
         """Estimate under the runner of `config`, a variant of the project. Raises ConfigError where it cannot train."""
         batch, mode = batch_plan(config, world_size), config.run.gradient_checkpointing
-        runner = registry.get("runner", config.runner.name)
-        runner.check_model(config.runner.options, self.model)
+        runner = registry.get("runner", config.run.runner.name)
+        runner.check_model(config.run.runner.options, self.model)
         with fake_world(world_size):
             found = []
             for layout in self._layouts(config, world_size, batch):
@@ -101,7 +101,7 @@ class Project:
 
     def _layouts(self, config: Config, world_size: int, batch: BatchPlan) -> list[Layout]:
         at = PlanContext(self.model, self._batch_of(batch.micro_batch), config.run, world_size, batch, self.device)
-        return registry.get("runner", config.runner.name).layouts(config.runner.options, at)
+        return registry.get("runner", config.run.runner.name).layouts(config.run.runner.options, at)
 
     def _batch_of(self, rows: int) -> Batch:
         return {k: v.expand(rows * len(v), *v.shape[1:]) for k, v in (self.inputs or {}).items()}

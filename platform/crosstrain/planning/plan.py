@@ -72,7 +72,7 @@ class Plan:
         """Bytes, counts and days; null where something is not known."""
         sizes, chosen = self.project.sizes, self.chosen
         return {
-            "runner": self.project.config.runner.name,
+            "runner": self.project.config.run.runner.name,
             "world_size": chosen.world_size,
             "device": self.project.device,
             "parameters": {
@@ -121,7 +121,7 @@ class Plan:
         project, chosen, sizes = self.project, self.chosen, self.project.sizes
         batch, memory, tokens = chosen.batch, chosen.memory, self.tokens_per_step
         out = [
-            f"{project.config.runner.name} on {chosen.world_size} x {project.device}, {project.config.run.amp.dtype}, "
+            f"{project.config.run.runner.name} on {chosen.world_size} x {project.device}, {project.config.run.amp.dtype}, "
             f"gradient checkpointing {chosen.mode}",
             "",
             f"parameters        {sizes.elements:,} ({self.unpadded:,} without padding), "
@@ -185,7 +185,7 @@ class Plan:
         """
         if path.suffix.lower() not in (".svg", ".png"):
             raise UserError(f"--picture: {path.name} must end in .svg or .png")
-        shown = [(self.project.config.runner.name, self.chosen.memory.device)]
+        shown = [(self.project.config.run.runner.name, self.chosen.memory.device)]
         shown += [(name, e.memory.device) for name, e in self.presets.items() if isinstance(e, Estimate)]
         limit, rows, ends = self.budget.device_memory, range(len(shown)), [0] * len(shown)
         with picture(path, 9, 1.4 + 0.35 * len(shown)) as figure:
@@ -243,9 +243,9 @@ def _with_same_samples(config: Config, batch: BatchPlan, world_size: int) -> Con
 
     The micro batch is the largest possible one, up to the one of `batch`.
     """
-    runner = registry.get("runner", config.runner.name)
+    runner = registry.get("runner", config.run.runner.name)
     try:
-        each, rest = divmod(batch.global_batch, runner.data_parallel_size(config.runner.options, world_size))
+        each, rest = divmod(batch.global_batch, runner.data_parallel_size(config.run.runner.options, world_size))
     except UserError:
         return config  # `estimate` raises it again
     if rest or not each:

@@ -39,7 +39,7 @@ class Preflight:
 
     @property
     def runner(self) -> type[Runner]:
-        return registry.get("runner", self.config.runner.name)
+        return registry.get("runner", self.config.run.runner.name)
 
     @cached_property
     def sample(self) -> Batch | None:
@@ -56,7 +56,7 @@ class Preflight:
 
 def preflight(config: Config, world_size: int) -> Preflight:
     """Build and check batch plan, data, model, optimizer, schedule and trackers; raises UserError for any mistake."""
-    run, runner = config.run, registry.get("runner", config.runner.name)
+    run, runner = config.run, registry.get("runner", config.run.runner.name)
     plan = batch_plan(config, world_size)
     with explained(f"datasets.{', '.join(config.datasets)}: cannot be opened"):
         prepare_data(config)
@@ -69,7 +69,7 @@ def preflight(config: Config, world_size: int) -> Preflight:
         check_fit(model, dataset)
         PretrainedWeights.of(model).verify()
         freeze(model, run.freeze)
-        runner.check_model(config.runner.options, model)
+        runner.check_model(config.run.runner.options, model)
         check_trackers(run.trackers)
         max_iters = plan.steps(run, len(dataset))
         make_schedule(config, max_iters)

@@ -107,7 +107,7 @@ def _log_setup(trainer: Trainer) -> None:
     log.info(
         "%s: %s parameters (%s trainable), runner %s on %d %s worker(s), %s", config.model.name,
         f"{sum(n for _, n in parameters.values()):,}", f"{sum(n for trains, n in parameters.values() if trains):,}",
-        config.runner.name, runner.world.size, runner.device.type, config.run.amp.dtype,
+        config.run.runner.name, runner.world.size, runner.device.type, config.run.amp.dtype,
     )  # fmt: skip
     log.info(
         "global batch %d = micro %d x accumulation %d x data parallel %d; %d training samples; steps %d to %d",
