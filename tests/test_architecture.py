@@ -120,8 +120,7 @@ def test_the_core_imports_nothing_from_plugins() -> None:
 
 
 def test_the_core_names_no_plugin() -> None:
-    from crosstrain.config.plugin_scan import KINDS
-    from crosstrain.config.registry import registry
+    from crosstrain.config.registry import KINDS, registry
 
     allowed = {"text"}  # an English word before it is a dataset
     packages = {"optional_deps.py", "flight_recorder.py"}  # name packages, one of which a runner is called after

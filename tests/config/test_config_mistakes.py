@@ -54,7 +54,7 @@ amp: fp16 => amp: {dtyp: fp16}
 lr_sched: cosine => lr_sched: {name: cosine, x: 1}
     21: run.lr_sched.x: unknown key; there are no options here
 run: => seed: 1\nrun:
-    11: seed: unknown section; did you mean run.seed?
+    11: seed: not an option here: use run.seed
 dropout: 0.1 => 3: 0.1
     4: model.3: expected text, got 3
 arch: net => arch: nett
@@ -207,13 +207,17 @@ SECTIONS = {name: text for text in re.split(r"^(?=\w)", PROJECT, flags=re.M) if 
 @pytest.mark.parametrize(
     ("section", "content", "sentence"),
     [
-        ("model", "", "p.yaml: model: this section is required, but missing"),
-        ("datasets", "", "p.yaml: datasets: this section is required, but missing"),
-        ("run", "", "p.yaml: run: this section is required, but missing"),
+        ("model", "", "p.yaml: model: required, but missing; expected a mapping"),
+        ("datasets", "", "p.yaml: datasets: required, but missing; expected a mapping"),
+        ("run", "", "p.yaml: run: required, but missing; expected a mapping"),
         ("model", "model: net\n", "p.yaml:1: model: expected a mapping, got the text 'net'"),
         ("model", "model: [net]\n", "p.yaml:1: model: expected a mapping, got a list of 1 values"),
         ("datasets", "datasets: [a]\n", "p.yaml:5: datasets: expected a mapping, got a list of 1 values"),
-        ("datasets", "datasets: {}\n", "p.yaml:5: datasets: at least one dataset is required"),
+        (
+            "datasets",
+            "datasets: {}\n",
+            "p.yaml:5: datasets: expected a mapping that is not empty, got an empty mapping",
+        ),
         (
             "datasets",
             "datasets: {x: 3}\n",
@@ -239,7 +243,7 @@ OPTION_MISTAKES = [
     ("run..seed=3", "'run..seed=3' is not of the form key=value, such as run.seed=1"),
     ("run.sede=1", "run.sede: unknown key; did you mean run.seed?"),
     ("rnu.seed=1", "rnu: unknown key; did you mean run?"),
-    ("seed=1", "seed: unknown section; did you mean run.seed?"),
+    ("seed=1", "seed: not an option here: use run.seed"),
     ("model.dropot=0", "model.dropot: unknown key; did you mean model.dropout?"),
     ("datasets.webtxt.path=x", "datasets.webtxt: unknown key; did you mean datasets.webtext?"),
     ("run.runner=shrd", "run.runner: there is no runner called 'shrd'; did you mean shard or shard2?; "
@@ -323,8 +327,8 @@ def test_a_key_that_is_no_text_is_told_with_the_other_mistakes(home: Path) -> No
     assert mistakes() == [
         "p.yaml:2: model.3: expected text, got 3",
         "p.yaml: None: unknown key; known: model, datasets, run",
-        "p.yaml: datasets: this section is required, but missing",
-        "p.yaml: run: this section is required, but missing",
+        "p.yaml: datasets: required, but missing; expected a mapping",
+        "p.yaml: run: required, but missing; expected a mapping",
     ]
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT
-from crosstrain.config.plugin_scan import KINDS
-from crosstrain.config.registry import registry
+from crosstrain.config.registry import KINDS, registry
 from crosstrain.utils import paths
 from crosstrain.utils.errors import ConfigError, UserError
 from crosstrain.utils.optional_deps import EXTRAS
@@ -85,7 +84,7 @@ def test_a_qualified_decorator_is_found_and_a_foreign_one_is_not(home: Path) -> 
     plugins(home, a=qualified.replace("@registry", "@crosstrain.registry"))
     plugins(home, b=plugin("runner", "b").replace("@registry", "@app"))
     assert registry.names("runner") == ["a"]
-    assert registry.broken() == {}
+    assert registry.broken == {}
 
 
 def test_subfolders_count_and_hidden_and_compiled_ones_do_not(home: Path) -> None:
@@ -184,7 +183,7 @@ def test_an_unknown_name_says_which_plugins_failed_and_why(home: Path) -> None:
     message = complaint("runner", "nothing")
     assert "plugins/typo.py (SyntaxError: invalid syntax, line 1)" in message
     assert "plugins/crash.py (ZeroDivisionError: division by zero)" in message
-    assert set(registry.broken()) == {home / "plugins" / "typo.py", home / "plugins" / "crash.py"}
+    assert set(registry.broken) == {home / "plugins" / "typo.py", home / "plugins" / "crash.py"}
     assert registry.get("runner", "fine")
 
 
@@ -193,7 +192,7 @@ def test_a_file_that_cannot_be_read_breaks_only_itself(home: Path, content: byte
     plugins(home, fine=plugin("runner", "fine"))
     (home / "plugins" / "bad.py").write_bytes(content)
     assert registry.get("runner", "fine")
-    assert list(registry.broken()) == [home / "plugins" / "bad.py"]
+    assert list(registry.broken) == [home / "plugins" / "bad.py"]
 
 
 def test_a_name_that_is_not_literal_is_reported(home: Path) -> None:
@@ -355,8 +354,7 @@ def test_an_entry_point_to_nothing_is_reported(home: Path, monkeypatch: pytest.M
 def test_neither_reading_plugins_nor_the_configuration_imports_torch() -> None:
     program = """
 import sys, crosstrain.config.load
-from crosstrain.config.plugin_scan import KINDS
-from crosstrain.config.registry import registry
+from crosstrain.config.registry import KINDS, registry
 assert registry.names("runner"), "no built-in runner was found"
 [registry.entries(kind) for kind in KINDS]
 heavy = {"torch", "numpy", "transformers", "deepspeed"} & set(sys.modules)

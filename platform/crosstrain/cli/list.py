@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 
 from crosstrain.config.load import preset_files
-from crosstrain.config.plugin_scan import KINDS
-from crosstrain.config.registry import registry
+from crosstrain.config.registry import KINDS, registry
 from crosstrain.utils import paths
 from crosstrain.utils.errors import ConfigError
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
-from dataclasses import astuple, dataclass
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from annotated_types import Ge, GroupedMetadata, Gt, Interval, Le, Lt, MinLen
+from annotated_types import Ge, Gt, Interval, MinLen
 
 LONGEST_TEXT = 65_536  # characters
 _LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, as file systems have it
@@ -38,33 +38,26 @@ Fraction = Annotated[float, Interval(ge=0, le=1)]
 Text = Annotated[str, MinLen(1)]
 FilePath = Annotated[str, IsPath()]
 
-_COMPARISONS: dict[type, tuple[Callable[[Any, Any], bool], str]] = {
-    Ge: (operator.ge, "of at least"),
-    Gt: (operator.gt, "above"),
-    Le: (operator.le, "of at most"),
-    Lt: (operator.lt, "below"),
-}
+_COMPARISONS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
 
 
-def violated(value: Any, constraints: Iterable[Any] = ()) -> tuple[str, str] | None:
+def violated(value: Any, constraints: Collection[Any] = ()) -> tuple[str, str] | None:
     """Return the bound that `value` breaks, as words after the type and words after the value: (" above 0", "").
 
     None where it is within all bounds.
     """
-    groups: list[Any] = [c if isinstance(c, GroupedMetadata) else (c,) for c in constraints]
-    limits = [limit for group in groups for limit in group]
+    limits = {n: getattr(c, n) for c in constraints for n in _COMPARISONS if getattr(c, n, None) is not None}
     if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isinf(value) and AllowInfinity() in limits else ("", "")
-    if type(value) is int and not any(isinstance(limit, (Le, Lt)) for limit in limits) and abs(value) > _LARGEST:
+        return None if math.isinf(value) and AllowInfinity() in constraints else ("", "")
+    if type(value) is int and not limits.keys() & {"le", "lt"} and abs(value) > _LARGEST:
         return "", ", which does not fit 64 bits"
-    if isinstance(value, str) and (reason := _bad_text(value, IsPath() in limits)):
+    if isinstance(value, str) and (reason := _bad_text(value, IsPath() in constraints)):
         return "", reason
-    for limit in limits:
-        if isinstance(limit, MinLen) and value is not None and len(value) < limit.min_length:
-            return " that is not empty", ""
-        compare, words = _COMPARISONS.get(type(limit), (None, ""))
-        if compare is not None and isinstance(value, (int, float)) and not compare(value, astuple(limit)[0]):
-            return f" {words} {astuple(limit)[0]:,}", ""
+    if any(isinstance(c, MinLen) and value is not None and len(value) < c.min_length for c in constraints):
+        return " that is not empty", ""
+    for name, limit in limits.items() if isinstance(value, (int, float)) else ():
+        if not getattr(operator, name)(value, limit):
+            return f" {_COMPARISONS[name]} {limit:,}", ""
     return None
 
 

@@ -12,29 +12,18 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
-from crosstrain.config import bounds
+from annotated_types import MinLen
+
+from crosstrain.config import bounds, sources
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import RunOptions
-from crosstrain.config.schema import Checker, Component, Key, Mistakes, defaults, nearest, options_class, to_plain
-from crosstrain.config.sources import (
-    Layer,
-    Origins,
-    escape,
-    merge,
-    name_key,
-    names_component,
-    plain_layer,
-    read_options,
-    read_yaml,
-    resolve,
-)
+from crosstrain.config.schema import Checker, Component, Key, Mistakes, defaults, options_class, to_plain
 from crosstrain.utils import paths
-from crosstrain.utils.errors import ConfigError, UserError
+from crosstrain.utils.errors import UserError
 from crosstrain.utils.trust import Trust
 
-_SECTIONS = ("model", "datasets", "run")
 _RUN_COMPONENTS = {"runner": "runner", "optimizer": "optimizer", "lr_sched": "lr_scheduler"}
 _SIZED = "model with its preset's sizes"  # beside the sections
 _PRESETS = {"runner": "runners", "dataset": "datasets"}  # kinds whose names may be files in configs/
@@ -66,7 +55,7 @@ class Config:
 
         `label` names it in errors. Raises ConfigError as `load_config` does.
         """
-        spelled_out, overrides = plain_layer(label, escape(dict(plain))), read_options(options)
+        spelled_out, overrides = sources.plain_layer(label, sources.escape(dict(plain))), sources.read_options(options)
         return replace(_Builder(spelled_out, overrides, presets=False).build(), trust=trust)
 
 
@@ -76,24 +65,38 @@ def load_config(cfg_path: str | Path, options: Iterable[str] = ()) -> Config:
     Raises ConfigError, one sentence with file, line and key, for anything that is wrong with it, and
     UserError when a component that it names needs a package that is not installed.
     """
-    return _Builder(read_yaml(paths.find(cfg_path)), read_options(options), presets=True).build()
+    return _Builder(sources.read_yaml(paths.find(cfg_path)), sources.read_options(options), presets=True).build()
+
+
+@dataclass
+class _Sections:
+    elsewhere: ClassVar = {f.name: f"use run.{f.name}" for f in fields(RunOptions)}
+
+    model: dict[str, object]
+    datasets: Annotated[dict[str, object], MinLen(1)]
+    run: dict[str, object]
 
 
 class _Builder:
     """A builder that puts presets and defaults under the user's layers, resolves the result and checks it."""
 
-    def __init__(self, base: Layer, overrides: Layer, presets: bool) -> None:
+    def __init__(self, base: sources.Layer, overrides: sources.Layer, presets: bool) -> None:
         self.base, self.overrides = base, overrides
         self.presets = presets  # whether names in `base` may stand for presets
-        self.origins = Origins([base, overrides])
+        self.origins = sources.Origins([base, overrides])
         self.check = Checker(self.origins.where)
         trees = copy.deepcopy([base.tree, overrides.tree])
-        self.tree: dict[str, Any] = reduce(merge, trees, {"run": defaults(RunOptions)})
+        self.tree: dict[str, Any] = reduce(sources.merge, trees, {"run": defaults(RunOptions)})
 
     def build(self) -> Config:
         """Return the checked configuration. Raises all mistakes at once, except those that an earlier one hides."""
         mistakes = Mistakes()
-        self._check_sections(mistakes)
+        given = {name: self.tree[name] for name in self.base.tree | self.overrides.tree}
+        with mistakes:
+            self.check.dataclass(_Sections, given, ())
+        known = {f.name for f in fields(_Sections)}
+        sections = {name: part for name, part in given.items() if name in known and isinstance(part, dict)}
+        self.tree = {name: part for name, part in sections.items() if all(isinstance(key, str) for key in part)}
         try:
             self._add_plugins()
             for kind, key in self._components():
@@ -101,7 +104,7 @@ class _Builder:
                     self._complete(kind, key)
                     continue
                 reduce(getitem, key[:-1], self.tree).pop(key[-1])
-            tree = resolve(self.tree, self.origins)
+            tree = sources.resolve(self.tree, self.origins)
         except UserError as error:  # from which others may follow
             mistakes.errors.append(error)
             mistakes.raise_all()
@@ -126,27 +129,6 @@ class _Builder:
         options = {key: value for key, value in tree.items() if key not in ("arch", "model_type")}
         return self.check.component("model", {"name": tree["arch"], **options}, ("model",))
 
-    def _check_sections(self, mistakes: Mistakes) -> None:
-        """Check the sections' names, and drop unknown ones."""
-        run_keys, meant = {f.name for f in fields(RunOptions)}, set[str]()
-        for name in [name for name in self.tree if name not in _SECTIONS]:
-            del self.tree[name]
-            with mistakes:
-                if name in run_keys:
-                    self.check.fail((name,), f"unknown section; did you mean run.{name}?")
-                meant.update(nearest(str(name), _SECTIONS))
-                self.check.unknown_key((str(name),), _SECTIONS)
-        for name in _SECTIONS:
-            with mistakes:
-                if name in self.base.tree or name in self.overrides.tree:
-                    self.check.value(dict[str, object], self.tree[name], (name,))
-                    if self.tree[name] or name != "datasets":
-                        continue
-                    self.check.fail((name,), "at least one dataset is required")
-                if name not in meant:
-                    raise ConfigError(f"{self.base.label}: {name}: this section is required, but missing")
-            self.tree.pop(name, None)
-
     def _components(self) -> list[tuple[str, Key]]:
         """Return kind and key of every component that may have presets."""
         found: list[tuple[str, Key]] = [("model", ("model",))] if "model" in self.tree else []
@@ -155,7 +137,7 @@ class _Builder:
 
     def _add_plugins(self) -> None:
         key = ("run", "plugins")
-        given = resolve(self.tree, self.origins, key) if "run" in self.tree else []
+        given = sources.resolve(self.tree, self.origins, key) if "run" in self.tree else []
         for i, folder in enumerate(self.check.value(list[bounds.FilePath], given, key)):
             with self.check.located((*key, str(i))):
                 registry.add_folder(paths.find(folder))
@@ -166,38 +148,36 @@ class _Builder:
         parent = reduce(getitem, section, self.tree)
         given = parent[own]
         if isinstance(given, str):
-            given = resolve(self.tree, self.origins, key)
+            given = sources.resolve(self.tree, self.origins, key)
         if isinstance(given, str) and kind == "dataset":
             given = {"name": given}
         if not isinstance(given, dict) and kind != "model":
             self.check.component(kind, given, key)  # which says what it may be
         parent[own] = given = self.check.value(dict[str, object], given, key)
-        self._require_name(kind, key, given)
-        name = self.check.value(str, resolve(self.tree, self.origins, (*key, name_key(key))), (*key, name_key(key)))
-        name, presets = self._presets(kind, key, name)
-        with self.check.located((*key, name_key(key))):
-            component = registry.get(kind, name, self._preset_files(kind, key))
+        naming = sources.name_key(key)
+        at = (*key, naming)
+        files = self._preset_files(kind, key)
+        if naming not in given:
+            others = [label for label in self.tree.get("datasets", ()) if label != own]
+            origins = {layer.label for layer in self.origins.layers if key in layer.lines}
+            if kind == "dataset" and others and origins == {sources.OPTIONS}:  # a label that is misspelled
+                self.check.unknown_key(key, others)
+            self.check.name_required(kind, at, files)
+        name = self.check.value(str, sources.resolve(self.tree, self.origins, at), at)
+        name, presets = self._presets(key, name, dict(files))
+        with self.check.located(at):
+            component = registry.get(kind, name, files)
             default = defaults(options_class(kind, component))
         if kind == "model":
             presets = self._model_preset(name, given)
         self.origins.layers[:0] = presets
-        below = reduce(merge, [reduce(getitem, key, layer.tree) for layer in presets], default)
-        named = {name_key(key): name}
+        below = reduce(sources.merge, [reduce(getitem, key, layer.tree) for layer in presets], default)
         if kind == "model" and (rest := _unpublished(options_class(kind, component), below, given)) != below:
-            self.tree[_SIZED] = merge(below | named, given | named, key)
+            self.tree[_SIZED] = sources.merge(below | {naming: name}, given | {naming: name}, key)
             below = rest
-        parent[own] = merge(below | named, given | named, key)
+        parent[own] = sources.merge(below | {naming: name}, given | {naming: name}, key)
 
-    def _require_name(self, kind: str, key: Key, given: dict[str, Any]) -> None:
-        if name_key(key) in given:
-            return
-        others = [label for label in self.tree.get("datasets", ()) if label != key[-1]]
-        if kind == "dataset" and others and self.origins.only_in_options(key):  # a label that is misspelled
-            self.check.unknown_key(key, others)
-        names = [*registry.names(kind), *self._preset_files(kind, key)]
-        self.check.fail((*key, name_key(key)), f"the {kind}'s name is required; known: {', '.join(names) or 'none'}")
-
-    def _model_preset(self, arch: str, given: dict[str, Any]) -> list[Layer]:
+    def _model_preset(self, arch: str, given: dict[str, Any]) -> list[sources.Layer]:
         key = ("model", "model_type")
         if not self.presets:
             if key in self.overrides.lines:
@@ -205,27 +185,26 @@ class _Builder:
             return []
         if given.get("model_type") is None:
             return []
-        variant = self.check.value(str, resolve(self.tree, self.origins, key), key)
+        variant = self.check.value(str, sources.resolve(self.tree, self.origins, key), key)
         known = _yaml_files(paths.home() / "configs" / "models" / arch)
         if variant not in known:
             near = difflib.get_close_matches(variant, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known) or 'none'}"
             self.check.fail(key, f"there is no configs/models/{arch}/{variant}.yaml; {hint}")
-        return [read_yaml(known[variant], ("model",))]
+        return [sources.read_yaml(known[variant], ("model",))]
 
-    def _presets(self, kind: str, key: Key, name: str) -> tuple[str, list[Layer]]:
+    def _presets(self, key: Key, name: str, files: dict[str, Path]) -> tuple[str, list[sources.Layer]]:
         """Return the component that `name` stands for, and the presets on the way to it, lowest first."""
-        files = self._preset_files(kind, key)
-        found: list[Layer] = []
+        found: list[sources.Layer] = []
         while file := files.pop(name, None):
-            layer = read_yaml(file, key)
+            layer = sources.read_yaml(file, key)
             name = self.check.value(str, reduce(getitem, key, layer.tree).pop("name", name), (*key, "name"))
             found.insert(0, layer)
         return name, found
 
     def _preset_files(self, kind: str, key: Key) -> dict[str, Path]:
         """Return the presets that the name of the component at `key` may stand for."""
-        return preset_files(kind) if self.presets or names_component(self.overrides.tree, key) else {}
+        return preset_files(kind) if self.presets or sources.names_component(self.overrides.tree, key) else {}
 
 
 def _unpublished(cls: type, below: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

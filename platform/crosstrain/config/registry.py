@@ -7,29 +7,44 @@ nothing but itself, and listing the components imports nothing.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partialmethod
 from importlib import metadata
 from importlib.machinery import ModuleSpec, PathFinder
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
-from crosstrain.config.plugin_scan import Entry, scan_file
 from crosstrain.utils import paths
 from crosstrain.utils.errors import ConfigError, UserError
 from crosstrain.utils.optional_deps import absent_package, missing
 
 T = TypeVar("T")
 
+KINDS = ("runner", "model", "dataset", "processor", "optimizer", "lr_scheduler", "reader", "tracker")
 ENTRY_POINTS = "crosstrain.plugins"
 ENVIRONMENT = "CROSSTRAIN_PLUGINS"
 PACKAGE = "crosstrain_plugins"  # plugin folders become sub-packages of this one, which exists in memory only
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A component that a file registers."""
+
+    kind: str
+    name: str
+    file: Path
+    line: int  # of the class or function
+    summary: str  # first line of its docstring
+    module: str  # name to import the file under
 
 
 class Registry:
@@ -42,7 +57,7 @@ class Registry:
     def __init__(self) -> None:
         self._entries: dict[tuple[str, str], list[Entry]] = {}
         self._objects: dict[tuple[str, str], Any] = {}
-        self._broken: dict[Path, str] = {}
+        self.broken: dict[Path, str] = {}  # plugin files that could not be read or imported so far, and the reason
         self._files: set[Path] = set()
         self._labels: dict[str, Path] = {}
         self._started = self._finished = False
@@ -88,19 +103,14 @@ class Registry:
         return self._objects[key]
 
     def names(self, kind: str) -> list[str]:
-        """Names of this kind, sorted; imports nothing."""
+        """Return the names of this kind, sorted; imports nothing."""
         self._scan_sources()
         return sorted({name for k, name in [*self._entries, *self._objects] if k == kind})
 
     def entries(self, kind: str) -> list[Entry]:
-        """Entries of plugin files for this kind, sorted by name; imports nothing."""
+        """Return the entries of plugin files for this kind, sorted by name; imports nothing."""
         self._scan_sources()
         return sorted((e for (k, _), found in self._entries.items() if k == kind for e in found), key=lambda e: e.name)
-
-    def broken(self) -> dict[Path, str]:
-        """Plugin files that could not be read or imported so far, with the reason."""
-        self._scan_sources()
-        return dict(self._broken)
 
     # ---- sources
 
@@ -110,33 +120,29 @@ class Registry:
         `label` defaults to the folder's name. A folder added before is passed over. Raises ConfigError if
         there is no such folder.
         """
-        self._scan_first_sources()
+        self._scan_sources(installed=False)
         self._add_folder(Path(path), label)
 
     def folders(self) -> list[tuple[str, Path]]:
-        """(label, folder) of every folder of plugins so far, for another process to add."""
-        self._scan_first_sources()
+        """Return (label, folder) of every folder of plugins so far, for another process to add."""
+        self._scan_sources(installed=False)
         return list(self._labels.items())
 
-    def _scan_first_sources(self) -> None:
-        if self._started:
-            return
-        builtin = paths.home() / "plugins"
-        if builtin.is_dir():
-            self._add_folder(builtin, "builtin")
-        for folder in filter(None, os.environ.get(ENVIRONMENT, "").split(os.pathsep)):
-            self._add_folder(Path(folder), None, f"{ENVIRONMENT}: ")
-        self._started = True
-
-    def _scan_sources(self) -> None:
-        self._scan_first_sources()
-        if self._finished:
+    def _scan_sources(self, installed: bool = True) -> None:
+        if not self._started:
+            builtin = paths.home() / "plugins"
+            if builtin.is_dir():
+                self._add_folder(builtin, "builtin")
+            for folder in filter(None, os.environ.get(ENVIRONMENT, "").split(os.pathsep)):
+                self._add_folder(Path(folder), None, f"{ENVIRONMENT}: ")
+            self._started = True
+        if self._finished or not installed:
             return
         self._finished = True
         for point in sorted(metadata.entry_points(group=ENTRY_POINTS), key=lambda p: (p.name, p.value)):
             spec = _find_without_importing(point.module)
             if spec is None:
-                self._broken[Path(point.name)] = f"the entry point names the module {point.module}, which is not there"
+                self.broken[Path(point.name)] = f"the entry point names the module {point.module}, which is not there"
             elif spec.submodule_search_locations:
                 for location in spec.submodule_search_locations:
                     self._scan_folder(Path(location), point.module)
@@ -166,53 +172,39 @@ class Registry:
         if file.resolve() in self._files:  # a folder inside another one
             return
         self._files.add(file.resolve())
-        entries, problem = scan_file(file, module)
+        entries, problem = _scan_file(file, module)
         for entry in entries:
             self._entries.setdefault((entry.kind, entry.name), []).append(entry)
         if problem:
-            self._broken[file] = problem
+            self.broken[file] = problem
 
     # ---- importing
 
     def _import(self, entry: Entry) -> None:
         what = f"{entry.kind} {entry.name!r} ({paths.show(entry.file)})"
         try:
-            self._make_package(entry.module)
             importlib.import_module(entry.module)
         except UserError:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".replace("\n", " ")
-            self._broken[entry.file] = reason
-            package = absent_package(error)
-            if package is not None and package != PACKAGE:
+            self.broken[entry.file] = reason
+            if (package := absent_package(error)) is not None:
                 raise missing(what, package) from error
             raise ConfigError(f"{what} cannot be used, because importing it failed: {reason}") from error
         if (entry.kind, entry.name) not in self._objects:
             raise ConfigError(f"{what} was not registered when its file was imported: is the decorator conditional?")
 
-    def _make_package(self, module: str) -> None:
-        """Put the package that `module` lies in into sys.modules, if it is a folder of plugins."""
-        root, _, rest = module.partition(".")
-        label = rest.partition(".")[0]
-        if root != PACKAGE or f"{root}.{label}" in sys.modules:
-            return
-        if root not in sys.modules:
-            sys.modules[root] = importlib.util.module_from_spec(ModuleSpec(root, None, is_package=True))
-        name, folder = f"{root}.{label}", self._labels[label]
-        spec: ModuleSpec | None = ModuleSpec(name, None, is_package=True)
-        if (init := folder / "__init__.py").is_file():
-            spec = importlib.util.spec_from_file_location(name, init)
-        assert spec is not None
-        spec.submodule_search_locations = [str(folder)]
-        sys.modules[name] = package = importlib.util.module_from_spec(spec)
-        setattr(sys.modules[root], label, package)
-        try:
-            if spec.loader is not None:
-                spec.loader.exec_module(package)
-        except BaseException:
-            del sys.modules[name]
-            raise
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Find the package of a folder of plugins, for Python's import; `sys.meta_path` asks this."""
+        root, _, label = name.partition(".")
+        if root != PACKAGE or (label and label not in self._labels):
+            return None
+        if label and (init := self._labels[label] / "__init__.py").is_file():
+            return importlib.util.spec_from_file_location(name, init)
+        spec = ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [str(self._labels[label])] if label else []
+        return spec
 
     def _unknown(self, kind: str, name: str, others: Iterable[str]) -> ConfigError:
         known = sorted({*self.names(kind), *others})
@@ -220,8 +212,8 @@ class Registry:
         if near := difflib.get_close_matches(name, known, n=3):
             parts.append("did you mean " + " or ".join(near) + "?")
         parts.append("known: " + (", ".join(known) or "none"))
-        if self._broken:
-            failed = ", ".join(f"{paths.show(file)} ({reason})" for file, reason in self._broken.items())
+        if self.broken:
+            failed = ", ".join(f"{paths.show(file)} ({reason})" for file, reason in self.broken.items())
             parts.append("plugins that failed: " + failed)
         return ConfigError("; ".join(parts))
 
@@ -241,13 +233,57 @@ def _find_without_importing(module: str) -> ModuleSpec | None:
     """Find a module's spec; unlike `importlib.util.find_spec`, import no parent package."""
     search: list[str] | None = None
     spec: ModuleSpec | None = None
-    parts = module.split(".")
-    for i in range(len(parts)):
-        spec = PathFinder.find_spec(".".join(parts[: i + 1]), search)
+    for name in accumulate(module.split("."), "{}.{}".format):
+        spec = PathFinder.find_spec(name, search)
         if spec is None:
             return None
         search = list(spec.submodule_search_locations or [])
     return spec
 
 
+def _scan_file(file: Path, module: str) -> tuple[list[Entry], str | None]:
+    """Return the components that `file`, importable as `module`, registers, and its problem or None."""
+    try:
+        tree = ast.parse(file.read_bytes(), str(file))
+    except SyntaxError as error:
+        return [], f"SyntaxError: {error.msg}, line {error.lineno}"
+    except (OSError, ValueError, RecursionError) as error:  # unreadable, null bytes, nested too deep
+        return [], f"{type(error).__name__}: {error}".replace("\n", " ")
+    entries, problem = [], None
+    for definition in _definitions(tree.body):
+        for decorator in definition.decorator_list:
+            match decorator:
+                case ast.Call(
+                    func=ast.Attribute(attr=attribute, value=ast.Name("registry") | ast.Attribute(_, "registry"))
+                ):
+                    kind = attribute.removeprefix("register_")
+                    match decorator.args:
+                        case [ast.Constant(value=str(name))] if attribute == f"register_{kind}" and kind in KINDS:
+                            summary = (ast.get_docstring(definition) or "").partition("\n")[0]
+                            entries.append(Entry(kind, name, file, definition.lineno, summary, module))
+                        case _:
+                            problem = f"line {decorator.lineno}: {_complaint(attribute, kind)}"
+    return entries, problem
+
+
+def _complaint(attribute: str, kind: str) -> str:
+    if kind in KINDS:
+        return f"{attribute} takes one literal string, because the name is read without running the file"
+    near = difflib.get_close_matches(attribute, [f"register_{k}" for k in KINDS], n=1)
+    return f"registry has no {attribute}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _definitions(body: list[ast.stmt]) -> Iterator[ast.ClassDef | ast.FunctionDef]:
+    """Yield the classes and functions that importing a module defines, also under `if`, `try` and `with`."""
+    for statement in body:
+        if isinstance(statement, (ast.ClassDef, ast.FunctionDef)):
+            yield statement
+            continue
+        for field in ("body", "orelse", "finalbody"):
+            yield from _definitions(getattr(statement, field, []))
+        for handler in getattr(statement, "handlers", []):
+            yield from _definitions(handler.body)
+
+
 registry = Registry()
+sys.meta_path.insert(0, registry)  # first: a folder called as PACKAGE must not stand in for it

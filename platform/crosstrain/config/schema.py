@@ -148,8 +148,7 @@ class Checker:
         if not isinstance(value, Mapping):
             self.fail(key, f"expected {_describe(Annotated[Component, kind])}, got {_show(value)}")
         if "name" not in value:
-            names = registry.names(kind)
-            self.fail((*key, "name"), f"the {kind}'s name is required; known: {', '.join(names) or 'none'}")
+            self.name_required(kind, (*key, "name"))
         name = self.value(str, value["name"], (*key, "name"))
         with self.located((*key, "name")):
             cls = options_class(kind, registry.get(kind, name))
@@ -188,6 +187,10 @@ class Checker:
             self.fail((*key, error.key), error.message)
         except (ConfigError, ValueError) as error:
             self.fail(key, str(error))
+
+    def name_required(self, kind: str, key: Key, presets: Iterable[str] = ()) -> NoReturn:
+        known = ", ".join([*registry.names(kind), *presets]) or "none"
+        self.fail(key, f"the {kind}'s name is required; known: {known}")
 
     def unknown_key(self, key: Key, known: Iterable[str]) -> NoReturn:
         names = list(known)

@@ -17,6 +17,7 @@ from crosstrain.config.schema import Key, nearest, one_line
 from crosstrain.config.yaml_text import LARGEST_TREE, Unreadable, parse
 from crosstrain.utils import paths
 from crosstrain.utils.errors import ConfigError, first_line
+from crosstrain.utils.files import read_regular
 
 OPTIONS = "--options"
 _LARGEST_FILE = 2**18  # bytes
@@ -63,21 +64,15 @@ class Origins:
                     return _place(layer, key[:length], key)
         return _place(files[0], (), key)
 
-    def only_in_options(self, key: Key) -> bool:
-        return {layer.label for layer in self.layers if key in layer.lines} == {OPTIONS}
-
 
 def read_yaml(path: Path, at: Key = ()) -> Layer:
     """Read the mapping in a YAML file, put under the key `at`. Raises ConfigError with the line of the mistake."""
     label = paths.show(path)
     try:
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"{label}: cannot be read: not a regular file")
-        if path.stat().st_size > _LARGEST_FILE:
-            raise ConfigError(f"{label}: cannot be read: larger than {_LARGEST_FILE >> 10} KiB")
-        tree, root = parse(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:  # a UnicodeDecodeError, a path with a NUL
-        raise ConfigError(one_line(f"{label}: cannot be read: {error}")) from error
+        tree, root = parse(read_regular(path, _LARGEST_FILE).decode("utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(one_line(f"{label}: cannot be read: {reason}")) from error
     except Unreadable as error:
         place = f"{label}:{error.line}" if error.line else label
         raise ConfigError(one_line(f"{place}: {error}")) from error

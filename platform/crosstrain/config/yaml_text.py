@@ -55,7 +55,6 @@ _Loader.add_implicit_resolver(f"{_TAG}float", re.compile(r"[-+]?\.(inf|Inf|INF)$
 
 def parse(text: str) -> tuple[Any, yaml.Node | None]:
     """Parse a YAML document. Returns its value and its node, None for an empty one. Raises Unreadable."""
-    loader = None
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
@@ -69,9 +68,6 @@ def parse(text: str) -> tuple[Any, yaml.Node | None]:
         raise Unreadable(f"not valid YAML: {error}") from error
     except RecursionError as error:
         raise Unreadable("nested too deep") from error
-    finally:
-        if loader is not None:
-            loader.dispose()
 
 
 def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
