@@ -7,7 +7,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,15 @@ class Sizes:
         import numpy as np
 
         return np.random.default_rng(0).integers(0, self.vocabulary, (64, self.length + 1))
+
+
+def standard_library() -> Iterator[str]:
+    """The texts of the running Python's standard library."""
+    from crosstrain.config.registry import registry
+
+    reader = registry.get("reader", "stdlib")(None)
+    for task in reader.tasks():
+        yield from (document.text for document in reader.read(task))
 
 
 def write_project(folder: Path, sizes: Sizes, run: dict[str, Any]) -> Path:

@@ -19,14 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from common import ROOT, Result, ratio, rounds, table
+from common import ROOT, Result, ratio, rounds, standard_library, table
 
 sys.path.insert(0, str(ROOT / "platform"))
 
 from crosstrain.corpus.options import DedupOptions, NearOptions, PrepareOptions
 from crosstrain.corpus.pool import cores
 from crosstrain.corpus.prepare import prepare
-from crosstrain.corpus.sources import documents
 from crosstrain.data.indexed_dataset import TokenFile, TokenWriter, best_dtype
 from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
 
@@ -36,7 +35,7 @@ _tokenizer: TextTokenizer | None = None
 
 def make_corpus(folder: Path, copies: int) -> int:
     """`corpus.jsonl` and a tokenizer; returns the bytes of text."""
-    texts = [document.text for document in documents("stdlib") if document.text.strip()]
+    texts = [text for text in standard_library() if text.strip()]
     train_bpe(texts, 32_000).save(folder / "tokenizer")
     rng, size = random.Random(0), 0
     with open(folder / "corpus.jsonl", "w") as file:
@@ -118,14 +117,14 @@ def tokenize(folder: Path, count: int) -> None:
 
 def our_near(folder: Path) -> Result:
     """From texts in memory to marks, through the files that are in between."""
-    from crosstrain.corpus.dedup.find import find_duplicates
+    from crosstrain.corpus.dedup import find_duplicates
     from crosstrain.corpus.pool import WorkerPool
-    from crosstrain.corpus.shards import TextShard
+    from crosstrain.corpus.shards import CorpusShard
 
     texts = read_corpus(folder)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         started, size = time.perf_counter(), max(1, len(texts) // (4 * cores()))
-        shards = [TextShard(Path(name), str(k)) for k in range(0, len(texts), size)]
+        shards = [CorpusShard(Path(name), str(k)) for k in range(0, len(texts), size)]
         for k, shard in enumerate(shards):
             shard.write(((text.encode(), str(k)) for text in texts[k * size : (k + 1) * size]), {})
         with WorkerPool(cores()) as pool:

@@ -15,13 +15,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import ROOT, ratio, rounds, table
+from common import ROOT, ratio, rounds, standard_library, table
 
 sys.path.insert(0, str(ROOT / "platform"))
 
 from crosstrain.corpus.options import PrepareOptions
 from crosstrain.corpus.prepare import prepare
-from crosstrain.corpus.sources import documents
 from crosstrain.data.indexed_dataset import TokenWriter, best_dtype
 from crosstrain.data.shuffle import sample_index
 from crosstrain.data.tokenizer import load_tokenizer, train_bpe
@@ -40,8 +39,8 @@ def one_at_a_time(folder: Path) -> dict[str, float]:
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
     started = time.perf_counter()
     with TokenWriter(folder / "plain", best_dtype(tokenizer.vocab_size)) as writer:
-        for document in documents("stdlib"):
-            writer.add([[*tokenizer.encode(document.text), tokenizer.end_id]])
+        for text in standard_library():
+            writer.add([[*tokenizer.encode(text), tokenizer.end_id]])
     return {"tokens_per_second": writer.num_tokens / (time.perf_counter() - started)}
 
 
@@ -63,7 +62,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        train_bpe((document.text for document in documents("stdlib")), 32_000, False).save(folder / "tokenizer")
+        train_bpe(standard_library(), 32_000, False).save(folder / "tokenizer")
         ways = {"prepare": whole, "one document at a time": one_at_a_time}
         results = rounds(list(ways), lambda way: ways[way](folder), arguments.rounds)
     print("tokens/s, prepare / one document at a time:", ratio(*results.values(), "tokens_per_second"))

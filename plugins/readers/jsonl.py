@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from crosstrain import Chunk, DataError, Document, FileReader, Text, registry
-from crosstrain.corpus import chunks
+from crosstrain.corpus.reader import line_number, split_file
 
 
 @registry.register_reader("jsonl")
@@ -27,7 +27,7 @@ class JsonLinesReader(FileReader):
     options: Options
 
     def chunks(self, file: Path) -> Iterator[Chunk]:
-        return chunks.split_file(file, b"\n")
+        return split_file(file, b"\n")
 
     def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
         key, offset, after = self.options.text_key, 0, chunk.start
@@ -45,7 +45,7 @@ class JsonLinesReader(FileReader):
                 yield Document(text, f"{chunk.file} at byte {offset}" if chunk.start else f"{chunk.file}:{number}")
                 continue
             # Finding the number of the line takes a look at all that is before it.
-            raise DataError(f"{chunk.file}:{chunks.line_number(chunk.file, offset)} {reason}")
+            raise DataError(f"{chunk.file}:{line_number(chunk.file, offset)} {reason}")
 
 
 def _text_of(record: object, key: str) -> str:

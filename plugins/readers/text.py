@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from crosstrain import Chunk, Document, FileReader, Text, registry
-from crosstrain.corpus import chunks
+from crosstrain.corpus.reader import split_file
 
 
 @registry.register_reader("text")
@@ -28,10 +28,10 @@ class TextReader(FileReader):
     def chunks(self, file: Path) -> Iterator[Chunk]:
         if self.options.separator is None:
             return super().chunks(file)
-        return chunks.split_file(file, self.options.separator.encode())
+        return split_file(file, self.options.separator.encode())
 
     def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
-        text, separator = chunks.decoded(chunk), self.options.separator
+        text, separator = chunk.text(), self.options.separator
         if separator is None:
             yield Document(text, str(chunk.file))
             return

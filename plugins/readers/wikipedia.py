@@ -10,7 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from crosstrain import Chunk, DataError, Document, FileReader, registry, require
-from crosstrain.corpus import chunks
+from crosstrain.corpus.reader import line_number, split_file
 
 _END = b"</page>"
 
@@ -31,14 +31,14 @@ class WikipediaReader(FileReader):
     options: Options
 
     def chunks(self, file: Path) -> Iterator[Chunk]:
-        return chunks.split_file(file, _END)
+        return split_file(file, _END)
 
     def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
         for offset, raw in _pages(chunk):
             try:
                 page = ElementTree.fromstring(raw)
             except ElementTree.ParseError as error:
-                line = chunks.line_number(chunk.file, offset)
+                line = line_number(chunk.file, offset)
                 raise DataError(f"{chunk.file}:{line} begins a page that is not valid XML: {error}") from None
             namespace = page.findtext("ns", "0")
             if page.find("redirect") is not None or int(namespace) not in self.options.namespaces:
@@ -55,7 +55,7 @@ def _pages(chunk: Chunk) -> Iterator[tuple[int, bytes]]:
     while (start := data.find(b"<page>", at)) >= 0:
         stop = data.find(_END, start)
         if stop < 0:
-            line = chunks.line_number(chunk.file, chunk.start + start)
+            line = line_number(chunk.file, chunk.start + start)
             raise DataError(f"{chunk.file}:{line} begins a page that does not end: the dump is truncated")
         at = stop + len(_END)
         yield chunk.start + start, data[start:at]

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,20 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import ENVIRONMENT, ROOT
-from crosstrain.corpus.dedup import minhash
-from crosstrain.corpus.dedup.external_sort import ExternalSort
-from crosstrain.corpus.dedup.find import Duplicates, find_duplicates
-from crosstrain.corpus.dedup.shingles import jaccard, shingles
+from crosstrain.corpus import dedup, minhash
+from crosstrain.corpus.dedup import Duplicates, ExternalSort, find_duplicates
+from crosstrain.corpus.minhash import jaccard, shingles
 from crosstrain.corpus.options import DedupOptions, NearOptions
 from crosstrain.corpus.pool import WorkerPool
-from crosstrain.corpus.shards import TextShard
+from crosstrain.corpus.shards import CorpusShard
 
 WORDS = [f"{a}{b}" for a in "bcdfghjklm" for b in ("an", "er", "is", "ot", "ul", "ay", "ee", "on", "im", "up")]
 
 
-def write_shards(folder: Path, texts: list[str], size: int = 100) -> list[TextShard]:
+def write_shards(folder: Path, texts: list[str], size: int = 100) -> list[CorpusShard]:
     folder.mkdir(parents=True, exist_ok=True)
-    shards = [TextShard(folder, f"s{k}") for k in range(0, len(texts), size)]
+    shards = [CorpusShard(folder, f"s{k}") for k in range(0, len(texts), size)]
     for k, shard in enumerate(shards):
         part = texts[k * size : (k + 1) * size]
         shard.write(((text.encode(), f"t:{k * size + i}") for i, text in enumerate(part)), {"counts": {}})
@@ -137,7 +137,10 @@ def test_jaccard_is_that_of_sets() -> None:
 def test_buckets_sort_whatever_does_not_fit_into_memory(
     tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[int, int]], memory: int
 ) -> None:
-    with ExternalSort(tmp_path_factory.mktemp("b") / "buckets", 2, len(rows), memory=memory) as buckets:
+    with (
+        patch.object(dedup, "SORTED_BYTES", memory),
+        ExternalSort(tmp_path_factory.mktemp("b") / "buckets", 2, len(rows)) as buckets,
+    ):
         for start in range(0, len(rows), 7):
             part = rows[start : start + 7]
             buckets.add(np.array([k for k, _ in part], np.uint64), np.array([v for _, v in part], np.uint64))
@@ -151,14 +154,14 @@ import resource, sys
 from pathlib import Path
 sys.path[:0] = sys.argv[3:]
 from test_dedup import search, planted
-from crosstrain.corpus.dedup import external_sort
+from crosstrain.corpus import dedup
 from crosstrain.corpus.options import DedupOptions, NearOptions
-external_sort.MEMORY = 1 << 20
+dedup.SORTED_BYTES = 1 << 20
 texts, _ = planted(40)
 search(Path(sys.argv[1]) / "warm", texts, DedupOptions(near=NearOptions()))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 from test_dedup import write_many
-from crosstrain.corpus.dedup.find import find_duplicates
+from crosstrain.corpus.dedup import find_duplicates
 from crosstrain.corpus.pool import WorkerPool
 shards = write_many(Path(sys.argv[1]) / "texts", int(sys.argv[2]))
 with WorkerPool(1) as pool:
@@ -167,16 +170,16 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-def write_many(folder: Path, count: int) -> list[TextShard]:
+def write_many(folder: Path, count: int) -> list[CorpusShard]:
     """Shards of `count` thousand documents, a tenth of them near-duplicates, never all in memory."""
     shards = []
     for k in range(count):
         texts, _ = planted(800, seed=k)
-        shards += [TextShard(part.folder, part.key) for part in write_shards(folder / "all", texts, len(texts))]
+        shards += [CorpusShard(part.folder, part.key) for part in write_shards(folder / "all", texts, len(texts))]
         last = shards[-1]
         for ending in ("text", "npy", "sources", "json"):
             last.path(ending).rename(last.folder / f"p{k}.{ending}")
-        shards[-1] = TextShard(last.folder, f"p{k}")
+        shards[-1] = CorpusShard(last.folder, f"p{k}")
     return shards
 
 

@@ -13,7 +13,7 @@ from filelock import FileLock
 
 from conftest import TEXTS, json_lines
 from crosstrain.config.schema import OptionError
-from crosstrain.corpus import pipeline, tokenize_stage
+from crosstrain.corpus import pipeline, shards
 from crosstrain.corpus.options import PrepareOptions
 from crosstrain.corpus.prepare import prepare
 from crosstrain.data.indexed_dataset import TokenFile
@@ -94,7 +94,7 @@ def test_documents_are_read_no_faster_than_they_are_used() -> None:
             read_so_far += 1
             yield "x" * 30
 
-    batches = tokenize_stage.batches(endless(), 100)
+    batches = shards.batches(endless(), 100)
     assert [len(next(batches)) for _ in range(5)] == [4] * 5
     assert read_so_far == 20
 

@@ -6,9 +6,10 @@ import bz2
 import gzip
 import lzma
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow
@@ -19,19 +20,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import TEXTS, json_lines
-from crosstrain.corpus import chunks, reader, sources
+from crosstrain.corpus import reader, sources
 from crosstrain.utils.errors import DataError
 from fixtures_web import PAGE
 
 
+def documents(given: str | list[str], **settings: Any) -> Iterator[reader.Document]:
+    for source in sources.sources(given, settings):
+        each = source.open()
+        for task in each.tasks():
+            yield from each.read(task)
+
+
 def read(*given: Path | str, key: str = "text", separator: str | None = None) -> list[str]:
-    found = sources.documents([str(path) for path in given], text_key=key, separator=separator)
+    found = documents([str(path) for path in given], text_key=key, separator=separator)
     return [document.text for document in found if document.text and not document.text.isspace()]
 
 
 def test_the_standard_library_is_always_there_in_the_same_order() -> None:
-    texts = list(islice((d.text for d in sources.documents("stdlib")), 300))
-    assert texts == list(islice((d.text for d in sources.documents("stdlib")), 300))
+    texts = list(islice((d.text for d in documents("stdlib")), 300))
+    assert texts == list(islice((d.text for d in documents("stdlib")), 300))
     assert (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text() in texts
 
 
@@ -124,7 +132,7 @@ def test_pieces_join_to_the_file_and_end_behind_separators(
     folder = tmp_path_factory.mktemp("cut")
     for name, packed in {"plain": content, "packed.gz": gzip.compress(content)}.items():
         (folder / name).write_bytes(packed)
-        found = list(chunks.split_file(folder / name, separator, size))
+        found = list(reader.split_file(folder / name, separator, size))
         assert b"".join(chunk.read() for chunk in found) == content
         assert [chunk.start for chunk in found[1:]] == [chunk.stop for chunk in found[:-1]]
         assert all(len(chunk.read()) >= size and chunk.read().endswith(separator) for chunk in found[:-1])

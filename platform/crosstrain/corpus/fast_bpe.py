@@ -21,6 +21,7 @@ import json
 import logging
 import re
 import unicodedata
+from contextlib import suppress
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -59,14 +60,11 @@ class FastEncoder:
         encoding, table = self.fast
         found = []
         for text in texts:
-            try:
-                found.append(table[encoding(text)] if self._is_plain(text) else self._slowly(text))
-            except ValueError:  # a run of a million spaces is too long for the expression's backtracking
-                found.append(self._slowly(text))
+            ranks = None
+            with suppress(ValueError):  # a run of a million spaces is too long for the expression's backtracking
+                ranks = encoding(text) if self._is_plain(text) else None
+            found.append(np.asarray(self.tokenizer.encode(text), np.int64) if ranks is None else table[ranks])
         return found
-
-    def _slowly(self, text: str) -> np.ndarray:
-        return np.asarray(self.tokenizer.encode(text), np.int64)
 
     def _is_plain(self, text: str) -> bool:
         """Tell whether both libraries are sure to cut a text alike."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
@@ -56,9 +56,8 @@ class PrepareOptions:
     @property
     def plain(self) -> dict[str, Any]:
         """The options that decide the result, as JSON: all but the number of workers and the folder of downloads."""
-        found = to_plain(self)
-        del found["workers"], found["downloads"]
-        return found
+        decides = {f.name for f in fields(PrepareOptions)} - {"workers", "downloads"}
+        return {name: value for name, value in to_plain(self).items() if name in decides}
 
     def changed_from(self, then: dict[str, Any]) -> tuple[str, Any, Any] | None:
         """Return (key, value then, value now) of the first option in `plain` that differs from `then`; None if none."""

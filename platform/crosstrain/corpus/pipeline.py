@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,15 @@ import numpy as np
 from tqdm import tqdm
 
 from crosstrain.config.schema import to_plain
-from crosstrain.corpus.dedup.find import Duplicates, find_duplicates
+from crosstrain.corpus.dedup import Duplicates, find_duplicates
 from crosstrain.corpus.filter import make_filters
-from crosstrain.corpus.filter_stage import FilterItem, FilterStage
 from crosstrain.corpus.options import PrepareOptions
 from crosstrain.corpus.pool import WorkerPool, cores
-from crosstrain.corpus.shards import TextShard, key_of
+from crosstrain.corpus.reader import Task
+from crosstrain.corpus.shards import CorpusShard, key_of
 from crosstrain.corpus.sources import sources
+from crosstrain.corpus.stages import FilterStage, TokenizeStage
 from crosstrain.corpus.stats import BINS, Counts, histogram, write_report
-from crosstrain.corpus.tokenize_stage import TokenizeStage, TokenShard
 from crosstrain.data.indexed_dataset import TokenWriter, best_dtype
 from crosstrain.data.prepared import FORMAT_VERSION, Summary, hash_of
 from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
@@ -49,7 +50,7 @@ class _Pipeline:
         make_filters(self.filters)  # so that a mistake shows before any work
         self.given = load_tokenizer(options.tokenizer) if options.tokenizer is not None else None
         self.sources = sources(options.input, {"text_key": options.text_key, "separator": options.separator})
-        self.shards: list[TextShard] = []  # of filtered documents, in the order of the input
+        self.shards: list[CorpusShard] = []  # of filtered documents, in the order of the input
 
     def run(self) -> Summary:
         inputs = self._filter()
@@ -67,7 +68,7 @@ class _Pipeline:
         lengths = np.zeros(BINS, np.int64)
         with TokenWriter(out / "tokens", dtype) as writer, self._bar("write", len(tokenized)) as bar:
             for shard in tokenized:
-                sizes = shard.sizes()
+                sizes = shard.rows()
                 writer.append(sizes, shard.path("bin"))
                 lengths += histogram(sizes - 1)
                 bar.update()
@@ -97,7 +98,8 @@ class _Pipeline:
         """Fill `shards`, and return the counts of each input by its label."""
         folder = self.folder / "clean"
         folder.mkdir(parents=True, exist_ok=True)
-        stage = FilterStage(folder, [source.for_workers() for source in self.sources], self.filters)
+        # The workers need no lists of files, which may be long.
+        stage = FilterStage(folder, [replace(source, files=None) for source in self.sources], self.filters)
         readers = [source.open() for source in self.sources]
         for reader in readers:
             reader.fetch(Path(self.options.downloads or self.folder / "fetched").expanduser(), self.progress)
@@ -105,13 +107,12 @@ class _Pipeline:
         counts = {source.label: Counts() for source in self.sources}
         handed_out: list[tuple[str, int]] = []  # (label, bytes) of each task
 
-        def items() -> Iterator[FilterItem]:
+        def items() -> Iterator[tuple[int, Task]]:
             for number, (source, reader) in enumerate(zip(self.sources, readers, strict=True)):
                 for task in reader.tasks():
-                    shard = TextShard(folder, stage.key(number, task))
-                    self.shards.append(shard)
+                    self.shards.append(stage.shard(number, task))
                     handed_out.append((source.label, task.size))
-                    yield FilterItem(number, None if shard.finished() else task, shard.key)
+                    yield number, task
 
         first, rest, size = [], items(), 0
         while size <= _SMALL and (item := next(rest, None)) is not None:
@@ -153,20 +154,17 @@ class _Pipeline:
             _log.warning("the text is too short for a vocabulary of %d: the tokenizer has %d", wanted, size)
         return tokenizer
 
-    def _tokenize(self, duplicates: Duplicates, tokenizer: Path, dtype: np.dtype) -> tuple[list[TokenShard], Counts]:
+    def _tokenize(self, duplicates: Duplicates, tokenizer: Path, dtype: np.dtype) -> tuple[list[CorpusShard], Counts]:
         key = key_of(tokenizer.name, dtype.name, self.filters, self.options.min_tokens)
         folder = self.folder / f"tokens-{key}"
         folder.mkdir(exist_ok=True)
-        stage = TokenizeStage(
-            self.folder / "clean", folder, tokenizer, dtype, self.filters, self.options.min_tokens,
-            alone=self.pool.workers == 1,
-        )  # fmt: skip
+        alone = self.pool.workers == 1
+        stage = TokenizeStage(folder, tokenizer, dtype, self.filters, self.options.min_tokens, alone)
         shards, counts = [], Counts()
-        kept = ((shard.key, mask) for shard, mask in duplicates.left(self.shards))
         with self._bar("tokenize", len(self.shards)) as bar:
-            for report in self.pool.run(stage, kept):
+            for report in self.pool.run(stage, duplicates.left(self.shards)):
                 counts.add(report["counts"])
-                shards.append(TokenShard(folder, report["key"]))
+                shards.append(CorpusShard(folder, report["key"]))
                 bar.update()
         if not counts.kept:
             raise DataError(f"nothing is left of {self.options.input}: {counts.all_dropped()}")

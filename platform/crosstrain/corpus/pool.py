@@ -6,12 +6,14 @@ import multiprocessing
 import os
 import pickle
 import signal
+import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from functools import lru_cache
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
@@ -24,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class CorpusStage(ABC, Generic[Item, Result]):
-    """A function of one item. It is pickled with each item, so it is small; `open` makes the rest."""
+    """A function of one item. It is pickled to the workers; `open` makes in each process what cannot be."""
 
     def open(self) -> None:
         """Prepare this process; called once in each, before the first item."""
@@ -47,7 +49,6 @@ class WorkerPool:
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
-        self._stages = 0
         self._executor: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Self:
@@ -69,28 +70,26 @@ class WorkerPool:
         if self._executor is None:
             context = multiprocessing.get_context("spawn")  # fork would copy the locks of other threads
             self._executor = ProcessPoolExecutor(self.workers, context, _begin, (registry.folders(),))
-        self._stages += 1
         running: deque[Future[Result]] = deque()
-        pickled = pickle.dumps(stage)
-        try:
-            for item in items:
-                running.append(self._executor.submit(_work, self._stages, pickled, item))
-                if len(running) >= 3 * self.workers:
+        with tempfile.NamedTemporaryFile() as file:  # each worker reads it once
+            pickle.dump(stage, file)
+            file.flush()
+            try:
+                for item in items:
+                    running.append(self._executor.submit(_work, file.name, item))
+                    if len(running) >= 3 * self.workers:
+                        yield running.popleft().result()
+                while running:
                     yield running.popleft().result()
-            while running:
-                yield running.popleft().result()
-        except BrokenProcessPool:
-            raise DataError(
-                "a worker process died, perhaps for want of memory: run the same command again to go on where it"
-                " stopped, with fewer workers if it dies again"
-            ) from None
-        finally:
-            for future in running:
-                future.cancel()
-            wait(running)
-
-
-_open_stages: dict[int, CorpusStage[Any, Any]] = {}  # in a worker: the current stage, by its number
+            except BrokenProcessPool:
+                raise DataError(
+                    "a worker process died, perhaps for want of memory: run the same command again to go on where it"
+                    " stopped, with fewer workers if it dies again"
+                ) from None
+            finally:
+                for future in running:
+                    future.cancel()
+                wait(running)
 
 
 def _begin(folders: list[tuple[str, Path]]) -> None:
@@ -108,10 +107,12 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work(number: int, pickled: bytes, item: Any) -> Any:
-    if number not in _open_stages:
-        _open_stages.clear()
-        stage = pickle.loads(pickled)
-        stage.open()
-        _open_stages[number] = stage
-    return _open_stages[number](item)
+@lru_cache(1)
+def _stage(file: str) -> CorpusStage[Any, Any]:
+    stage = pickle.loads(Path(file).read_bytes())
+    stage.open()
+    return stage
+
+
+def _work(file: str, item: Any) -> Any:
+    return _stage(file)(item)

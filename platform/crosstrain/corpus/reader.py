@@ -1,4 +1,7 @@
-"""The interface of a reader plugin: it cuts its input into tasks, and reads the documents of each task."""
+"""The interface of a reader plugin: it cuts its input into tasks, and reads the documents of each task.
+
+`split_file` cuts large files between two records: lines, pages, or any units that a byte string separates.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from crosstrain.corpus import io
 from crosstrain.corpus.download import download, is_url
 from crosstrain.utils.errors import DataError
 
+_LOOK = 1 << 16  # bytes read at once in search of a separator
 TASK_BYTES = 8 << 20  # of input in a task: large enough to be worth a file of its own, small enough to be held
 
 
@@ -47,6 +51,14 @@ class Chunk:
                 return stream.read()
             stream.seek(self.start)
             return stream.read(self.stop - self.start)
+
+    def text(self) -> str:
+        """Decode it, without the byte order mark of a file. DataError names the first byte that is not UTF-8."""
+        try:
+            text = self.read().decode()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.file} is not UTF-8 text: invalid at byte {self.start + error.start}") from None
+        return text.removeprefix("\ufeff") if self.start == 0 else text
 
 
 @dataclass(frozen=True)
@@ -191,3 +203,70 @@ def _task(chunks: list[Chunk], size: int) -> Task:
         state = chunk.file.stat()
         key.update(os.fsencode(f"{chunk.file}\0{state.st_size}\0{state.st_mtime_ns}\0{chunk.start}\0{chunk.stop}\0"))
     return Task(key.hexdigest(), size, chunks)
+
+
+def split_file(file: Path, separator: bytes, size: int | None = None) -> Iterator[Chunk]:
+    """Yield chunks of at least `size` bytes (default: a task's; the last may be shorter) that end with a separator.
+
+    A chunk of a compressed file carries its bytes, because such a file can only be read from the beginning. One chunk
+    is held at a time.
+    """
+    split = _split_compressed if io.is_compressed(file) else _split_plain
+    yield from split(file, separator, size or TASK_BYTES)
+
+
+def _split_plain(file: Path, separator: bytes, size: int) -> Iterator[Chunk]:
+    end, start = file.stat().st_size, 0
+    with io.opened(file) as stream:
+        while start < end:
+            least = min(start + size, end)
+            position = max(start, least - 2 * len(separator))
+            stream.seek(position)
+            near, stop = stream.read(_LOOK), -1
+            while (stop := _boundary(near, separator, least - position)) < 0:
+                more = stream.read(len(near))
+                if not more:
+                    break
+                near += more
+            stop = end if stop < 0 else position + stop
+            yield Chunk(file, start, stop)
+            start = stop
+
+
+def _split_compressed(file: Path, separator: bytes, size: int) -> Iterator[Chunk]:
+    start, held, least = 0, bytearray(), size
+    with io.opened(file) as stream:
+        while block := stream.read(size):
+            held += block
+            while len(held) >= least:
+                stop = _boundary(held, separator, least)
+                if stop < 0:
+                    least = 2 * len(held)
+                    break
+                yield Chunk(file, start, start + stop, bytes(held[:stop]))
+                del held[:stop]
+                start, least = start + stop, size
+    if held:
+        yield Chunk(file, start, start + len(held), bytes(held))
+
+
+def _boundary(data: bytes | bytearray, separator: bytes, least: int) -> int:
+    """Return the end of the first separator that ends at `least` or later; -1 if there is none.
+
+    A separator that another one overlaps from the left is passed over: splitting from the beginning may not see it.
+    """
+    length = len(separator)
+    found = data.find(separator, max(0, least - length))
+    while found >= 0 and data.find(separator, max(0, found - length + 1)) != found:
+        found = data.find(separator, found + 1)
+    return found + length if found >= 0 else -1
+
+
+def line_number(file: Path, offset: int) -> int:
+    """Return the number, from 1, of the line at a byte of a file's content; reads the file up to there."""
+    number, left = 1, offset
+    with io.opened(file) as stream:
+        while left and (block := stream.read(min(left, 1 << 22))):
+            number += block.count(b"\n")
+            left -= len(block)
+    return number

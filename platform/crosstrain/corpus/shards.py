@@ -3,6 +3,8 @@
 NAME.text     the documents' UTF-8, end to end     NAME.npy  a row per document: its length in bytes, its hash
 NAME.sources  source of each document, as a JSON list
 NAME.json     counts of documents read, kept and dropped; written last, so a shard that has it is finished
+
+Tokenized, the documents are in NAME.bin, and the rows are their lengths in tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def key_of(*parts: Any) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-class TextShard:
+class CorpusShard:
     """A shard by its name, finished or still to be written."""
 
     def __init__(self, folder: Path, key: str) -> None:
@@ -67,11 +69,10 @@ class TextShard:
         return report
 
     def rows(self) -> np.ndarray:
-        """Return a `ROW` for each document."""
+        """Return a `ROW` for each document; of a shard of tokens, its length with the end-of-text token, int32."""
         return np.load(self.path("npy"), allow_pickle=False)
 
     def sources(self) -> list[str]:
-        """Return the source of each document."""
         return json.loads(self.path("sources").read_text())
 
     def texts(self, keep: np.ndarray | None = None) -> Iterator[str]:
@@ -87,29 +88,31 @@ class TextShard:
                 yield data.decode()
 
 
+def batches(texts: Iterator[str], characters: int = 1 << 20) -> Iterator[list[str]]:
+    """Yield lists of documents of about `characters` characters, reading no further ahead."""
+    batch: list[str] = []
+    held = 0
+    for text in texts:
+        batch.append(text)
+        held += len(text)
+        if held >= characters:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
+
+
 class DocumentStore:
     """All documents of some shards by number. `starts` [shards + 1] holds the number of each shard's first document."""
 
-    def __init__(self, shards: list[TextShard], starts: np.ndarray) -> None:
+    def __init__(self, shards: list[CorpusShard], starts: np.ndarray) -> None:
         self.shards, self.starts = shards, starts
         self._offsets = lru_cache(_MAX_INDEXES)(
             lambda number: np.concatenate(([0], np.cumsum(shards[number].rows()["length"])))
         )
 
-    def save(self, path: Path) -> None:
-        """Write the names of the shards to a file, for other processes."""
-        keys = [shard.key for shard in self.shards]
-        write_json(path, {"folder": str(self.shards[0].folder), "keys": keys, "starts": self.starts.tolist()})
-
-    @classmethod
-    def load(cls, path: Path) -> DocumentStore:
-        """Open what `save` wrote."""
-        found = json.loads(path.read_text())
-        shards = [TextShard(Path(found["folder"]), key) for key in found["keys"]]
-        return cls(shards, np.array(found["starts"], np.int64))
-
     def get(self, document: int) -> bytes:
-        """Return a document's UTF-8."""
+        """Return a document in UTF-8."""
         number, place = self._find(document)
         start, stop = self._offsets(number)[place : place + 2].tolist()
         with open(self.shards[number].path("text"), "rb") as file:
@@ -117,7 +120,6 @@ class DocumentStore:
             return file.read(stop - start)
 
     def source(self, document: int) -> str:
-        """Return a document's source."""
         number, place = self._find(document)
         return self.shards[number].sources()[place]
 

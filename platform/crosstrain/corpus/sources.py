@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from crosstrain.config.registry import registry
 from crosstrain.config.schema import Checker, Component, options_class, to_plain
 from crosstrain.corpus import io
 from crosstrain.corpus.download import is_url
-from crosstrain.corpus.reader import Document, Reader
+from crosstrain.corpus.reader import Reader
 from crosstrain.utils.errors import ConfigError, DataError, UserError
 
 Input = str | Component | list[str | Component]
@@ -38,10 +38,6 @@ class InputSource:
             reader.known_files = list(self.files)
         return reader
 
-    def for_workers(self) -> InputSource:
-        """Return a copy without the list of files, which may be long and which only the leading process needs."""
-        return replace(self, files=None)
-
 
 def sources(given: Input, settings: dict[str, Any]) -> list[InputSource]:
     """Return the readers for an input, in order.
@@ -53,14 +49,6 @@ def sources(given: Input, settings: dict[str, Any]) -> list[InputSource]:
     if not items:
         raise DataError("no input is named: give files, folders, or readers with their options")
     return [source for item in items for source in _resolve(item, settings)]
-
-
-def documents(given: Input, **settings: Any) -> Iterator[Document]:
-    """Yield every document of the inputs in order, read in this process."""
-    for source in sources(given, settings):
-        reader = source.open()
-        for task in reader.tasks():
-            yield from reader.read(task)
 
 
 def _resolve(item: str | Component, settings: dict[str, Any]) -> Iterator[InputSource]:

@@ -24,14 +24,10 @@ def size_of(text: str) -> int:
 
 
 class Counts:
-    """Counts of one shard, or of several added up; `plain` is their JSON form."""
+    """Counts of one shard, or of several added up. `plain` is their JSON form; blank documents are skipped."""
 
     def __init__(self) -> None:
         self.plain: dict[str, Any] = {"blank": 0, "documents": 0, "bytes": 0, "dropped": {}, "changed": {}}
-
-    def blank(self) -> None:
-        """Count a document of white space, which is skipped."""
-        self.plain["blank"] += 1
 
     def read(self, size: int) -> None:
         """Count a document of `size` bytes."""

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from crosstrain.config.schema import to_plain
-from crosstrain.corpus.dedup import minhash
-from crosstrain.corpus.dedup.external_sort import ExternalSort
+from crosstrain.corpus import minhash
 from crosstrain.corpus.options import DedupOptions, NearOptions
 from crosstrain.corpus.pool import WorkerPool
-from crosstrain.corpus.shards import DocumentStore, TextShard, key_of
+from crosstrain.corpus.shards import CorpusShard, DocumentStore, key_of
 from crosstrain.corpus.stats import Counts
 
 _PAIRS = 2048  # that a worker compares at once
+SORTED_BYTES = 64 << 20  # of rows that are sorted at once in memory
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Duplicates:
         """A hash of the marks."""
         return "" if self.marks is None else hashlib.blake2b(self.marks.data, digest_size=16).hexdigest()
 
-    def left(self, shards: list[TextShard]) -> Iterator[tuple[TextShard, np.ndarray | None]]:
+    def left(self, shards: list[CorpusShard]) -> Iterator[tuple[CorpusShard, np.ndarray | None]]:
         """Yield each shard with a mask of its documents that stay."""
         start = 0
         for shard in shards:
@@ -43,7 +44,7 @@ class Duplicates:
 
 
 def find_duplicates(
-    options: DedupOptions, shards: list[TextShard], folder: Path, pool: WorkerPool, advance: Callable[[int], Any]
+    options: DedupOptions, shards: list[CorpusShard], folder: Path, pool: WorkerPool, advance: Callable[[int], Any]
 ) -> Duplicates:
     """Compare all documents of all shards; the first of equal or similar ones stays.
 
@@ -62,7 +63,7 @@ def find_duplicates(
 
 
 class _Search:
-    def __init__(self, shards: list[TextShard], starts: np.ndarray, folder: Path, marks: np.ndarray) -> None:
+    def __init__(self, shards: list[CorpusShard], starts: np.ndarray, folder: Path, marks: np.ndarray) -> None:
         self.shards, self.starts, self.folder, self.marks = shards, starts, folder, marks
         self.documents = DocumentStore(shards, starts)
         self.counts = Counts()
@@ -87,8 +88,7 @@ class _Search:
         for signed in pool.run(minhash.SignatureStage(folder, options), self.shards):
             advance(signed)
         total = len(self.marks)
-        self.documents.save(folder / "texts.json")
-        similarity = minhash.SimilarityStage(folder / "texts.json", options)
+        similarity = minhash.SimilarityStage(self.shards, self.starts, options)
         with ExternalSort(self.folder / "pairs", 2, 4 * total, highest=total) as candidates:
             for band in range(minhash.banding(options)[0]):
                 with ExternalSort(self.folder / "band", 2, total) as sorter:
@@ -116,3 +116,43 @@ class _Search:
             kept = " ".join(self.documents.get(like)[:80].decode(errors="ignore").split())
             source, reason = self.documents.source(document), f"{how} {self.documents.source(like)}: {kept}"
         self.counts.drop(kind, len(text), source, reason, text.decode())
+
+
+class ExternalSort:
+    """A sorter of rows of two or three uint64 on disk; the first number is the key.
+
+    The rows are spread over files by their keys, each file small enough to be sorted in memory. A context manager:
+    the files are removed when its block ends.
+    """
+
+    def __init__(self, folder: Path, columns: int, rows: int, highest: int = 1 << 64) -> None:
+        """Make the folder. rows: expected number. highest: bound of the keys, which are spread evenly below it."""
+        self.folder, self.columns, self.highest = folder, columns, highest
+        self.parts = max(1, -(-rows * columns * 8 // SORTED_BYTES))
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def add(self, *columns: np.ndarray) -> None:
+        """Append rows, given column by column."""
+        rows = np.stack([np.asarray(column).astype(np.uint64) for column in columns], axis=1)
+        width = -(-self.highest // self.parts)
+        part = (rows[:, 0] // np.uint64(width)).astype(np.int64) if self.parts > 1 else np.zeros(len(rows), np.int64)
+        order = np.argsort(part, kind="stable")
+        bounds = np.searchsorted(part[order], np.arange(self.parts + 1))
+        for number in np.unique(part):
+            with open(self.folder / str(number), "ab") as file:
+                file.write(rows[order[bounds[number] : bounds[number + 1]]].tobytes())
+
+    def sorted(self) -> Iterator[np.ndarray]:
+        """Yield all rows, uint64 [rows, columns], in ascending order, a file at a time; no key is in two files."""
+        for number in range(self.parts):
+            path = self.folder / str(number)
+            if path.exists():
+                rows = np.fromfile(path, np.uint64).reshape(-1, self.columns)
+                yield rows[np.lexsort(rows.T[::-1])]

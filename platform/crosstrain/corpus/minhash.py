@@ -1,0 +1,184 @@
+"""Near-duplicates: MinHash signatures in bands propose pairs, and the true similarity of a pair decides.
+
+Broder 1997 for the signatures, Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, chapter 3, for the bands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from crosstrain.corpus.options import NearOptions
+from crosstrain.corpus.pool import CorpusStage
+from crosstrain.corpus.shards import CorpusShard, DocumentStore, batches
+from crosstrain.utils.files import write_json
+from crosstrain.utils.optional_deps import require
+from crosstrain.utils.rng import GOLDEN_RATIO, splitmix64
+
+_SEED = 42
+_FOUND = 0.99  # of the pairs at the threshold; those above are found more surely
+_PARTNERS = 8  # of a document in one bucket: the first ones there, and those just before it
+_CACHED = 64 << 20  # bytes of shingle sets that are kept for the next comparisons
+_ODD = np.uint64(0x9FB21C651E98DF25)
+_BASE = np.uint64(0xD6E8FEB86659FD93)  # odd, so that it has an inverse modulo 2^64
+_INVERSE = np.uint64(pow(int(_BASE), -1, 1 << 64))
+_STEP = 0xA0761D6478BD642F
+_VALUES = np.random.default_rng(GOLDEN_RATIO).integers(0, 1 << 64, 256, dtype=np.uint64)  # for each byte
+_SPACES = np.isin(np.arange(256), list(b" \t\n\v\f\r"))
+
+
+def banding(options: NearOptions) -> tuple[int, int]:
+    """Return (bands, rows) of the longest bands that still find 99 % of the pairs at the threshold.
+
+    A pair of similarity s shares all of a band's r minima with probability s^r, and at least one of b bands with
+    1 - (1 - s^r)^b.
+    """
+    for rows in range(options.permutations, 1, -1):
+        bands = options.permutations // rows
+        if 1 - (1 - options.threshold**rows) ** bands >= _FOUND:
+            return bands, rows
+    return options.permutations, 1
+
+
+@dataclass
+class SignatureStage(CorpusStage[CorpusShard, int]):
+    """Write the band keys of a shard's documents: NAME.bands.npy, uint64 [bands, documents]. Finished files stay."""
+
+    folder: Path
+    options: NearOptions
+
+    def __call__(self, shard: CorpusShard) -> int:
+        path, done = self.folder / f"{shard.key}.bands.npy", self.folder / f"{shard.key}.json"
+        if not done.exists():
+            np.save(path, self._keys(shard))
+            write_json(done, {})
+        return int(np.load(path, mmap_mode="r").shape[1])
+
+    def _keys(self, shard: CorpusShard) -> np.ndarray:
+        bands, rows = banding(self.options)
+        minhash = require("rensa", "finding near-duplicates").RMinHash
+        found = [np.zeros((bands, 0), np.uint64)]
+        for texts in batches(shard.texts()):
+            hashes, offsets = shingles(texts, self.options.shingle, self.options.unit)
+            digest = minhash.digest_matrix_from_flat_token_hashes(
+                hashes, offsets.astype(np.uint64), num_perm=self.options.permutations, seed=_SEED
+            )
+            minima = np.array(digest.to_rows(), np.uint64)[:, : bands * rows].reshape(len(texts), bands, rows)
+            keys = np.zeros((len(texts), bands), np.uint64)
+            for k in range(rows):
+                keys = (keys ^ minima[:, :, k]) * _ODD
+                keys ^= keys >> np.uint64(29)
+            found.append(keys.T)
+        return np.concatenate(found, axis=1)
+
+
+def pairs(rows: np.ndarray) -> np.ndarray:
+    """Return documents to compare, int64 [pairs, 2] (earlier, later), from rows (key, document) in ascending order.
+
+    Each is compared with the first few of its bucket, of which a cluster keeps one, and with the few before it.
+    """
+    keys, documents = rows[:, 0], rows[:, 1].astype(np.int64)
+    places = np.arange(len(rows))
+    starts = np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1])))
+    start = starts[np.searchsorted(starts, places, side="right") - 1]
+    found = [np.zeros((0, 2), np.int64)]
+    for k in range(_PARTNERS):
+        for partner in (start + k, places - 1 - k):
+            valid = (partner >= start) & (partner < places)
+            found.append(np.stack((documents[partner[valid]], documents[places[valid]]), axis=1))
+    return np.unique(np.concatenate(found), axis=0)
+
+
+@dataclass
+class SimilarityStage(CorpusStage[np.ndarray, np.ndarray]):
+    """Compute the Jaccard similarity of pairs of documents, given by their numbers, float64 [pairs]."""
+
+    shards: list[CorpusShard]
+    starts: np.ndarray
+    options: NearOptions
+
+    def open(self) -> None:
+        self.documents = DocumentStore(self.shards, self.starts)
+        self.sets: dict[int, np.ndarray] = {}  # of shingles, those used last at the end
+        self.held = 0  # bytes of them
+
+    def __call__(self, given: np.ndarray) -> np.ndarray:
+        return np.array([self._similarity(int(a), int(b)) for a, b in given])
+
+    def _similarity(self, first: int, second: int) -> float:
+        a, b = self._set(first), self._set(second)
+        if min(len(a), len(b)) < self.options.threshold * max(len(a), len(b)):
+            return 0.0  # even if all of the smaller set is in common
+        return jaccard(a, b)
+
+    def _set(self, document: int) -> np.ndarray:
+        if (found := self.sets.pop(document, None)) is None:
+            hashes, _ = shingles([self.documents.get(document).decode()], self.options.shingle, self.options.unit)
+            found = np.unique(hashes)
+            self.held += found.nbytes
+        self.sets[document] = found
+        while self.held > _CACHED and len(self.sets) > 1:
+            self.held -= self.sets.pop(next(iter(self.sets))).nbytes
+        return found
+
+
+def shingles(texts: list[str], length: int, unit: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return (uint64 hashes of all shingles, int64 [texts + 1] where each document's begin), with repetitions.
+
+    A shingle is `length` consecutive units in lower case. A unit is a run of characters other than white space
+    ("words"), or one such character ("characters"). A document of fewer units is one shingle.
+    """
+    hashes, owner = _words(texts) if unit == "words" else _characters(texts)
+    count = len(hashes)
+    sums, weight = np.zeros(count, np.uint64), 1
+    for k in range(min(length, count)):
+        sums[: count - k] += hashes[k:] * np.uint64(weight)
+        weight = (weight * _STEP + 2 * k + 1) % (1 << 64)
+    last = np.arange(count) + length - 1
+    whole = (last < count) & (owner[np.minimum(last, count - 1)] == owner)
+    starts = np.searchsorted(owner, np.arange(len(texts) + 1))
+    short = (np.diff(starts) < length) & (np.diff(starts) > 0)
+    for document in np.flatnonzero(short):  # one shingle of all its units, in the place of the first
+        units = hashes[starts[document] : starts[document + 1]]
+        weights = np.arange(1, len(units) + 1, dtype=np.uint64) * np.uint64(_STEP)
+        sums[starts[document]] = (units * weights).sum(dtype=np.uint64)
+        whole[starts[document]] = True
+    offsets = np.searchsorted(owner[whole], np.arange(len(texts) + 1))
+    return splitmix64(sums[whole] + np.uint64(GOLDEN_RATIO)), offsets.astype(np.int64)
+
+
+def jaccard(first: np.ndarray, second: np.ndarray) -> float:
+    """Return |A and B| / |A or B| of two sets, each sorted and without repetitions; 1 for two empty sets."""
+    common = len(np.intersect1d(first, second, assume_unique=True))
+    union = len(first) + len(second) - common
+    return common / union if union else 1.0
+
+
+def _words(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Return (hash of each word, number of its document)."""
+    parts = [text.lower().encode() for text in texts]
+    data = np.frombuffer(b" ".join(parts) + b" ", np.uint8)
+    ends = np.cumsum([len(part) + 1 for part in parts])
+    inside = np.concatenate(([False], ~_SPACES[data]))
+    edges = np.flatnonzero(inside[1:] != inside[:-1])
+    begin, end = edges[0::2], edges[1::2]
+    # The sum of value * base^position over a word, divided by base^(its position): a polynomial in the base.
+    powers = np.full(len(data), _BASE)
+    powers[0] = 1
+    np.multiply.accumulate(powers, out=powers)
+    sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(_VALUES[data] * powers, dtype=np.uint64)))
+    inverse = np.full(len(data), _INVERSE)
+    inverse[0] = 1
+    np.multiply.accumulate(inverse, out=inverse)
+    words = (sums[end] - sums[begin]) * inverse[begin] if len(begin) else np.zeros(0, np.uint64)
+    return splitmix64(words + np.uint64(GOLDEN_RATIO)), np.searchsorted(ends, begin, side="right")
+
+
+def _characters(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Return (hash of each character but white space, number of its document)."""
+    parts = [np.frombuffer("".join(text.lower().split()).encode("utf-32-le"), np.uint32) for text in texts]
+    owner = np.repeat(np.arange(len(texts)), [len(part) for part in parts])
+    characters = np.concatenate([*parts, np.zeros(0, np.uint32)]).astype(np.uint64)
+    return splitmix64(characters + np.uint64(GOLDEN_RATIO + 1)), owner

@@ -1,0 +1,116 @@
+"""The stages that worker processes run: read and filter documents into shards, and turn their text into tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from crosstrain.corpus.fast_bpe import FastEncoder
+from crosstrain.corpus.filter import Dropped, TokenLimits, make_filters
+from crosstrain.corpus.pool import CorpusStage
+from crosstrain.corpus.reader import Reader, Task
+from crosstrain.corpus.shards import CorpusShard, batches, key_of
+from crosstrain.corpus.sources import InputSource
+from crosstrain.corpus.stats import Counts, size_of
+from crosstrain.data.tokenizer import load_tokenizer
+
+
+@dataclass
+class FilterStage(CorpusStage[tuple[int, Task], dict[str, Any]]):
+    """Read a task of the source of a number, filter its documents, and write those that are left to a shard."""
+
+    folder: Path
+    sources: list[InputSource]
+    clean: list[dict[str, Any]]  # the filters as plain data
+    readers: dict[int, Reader] = field(default_factory=dict)
+
+    def open(self) -> None:
+        self.filters = make_filters(self.clean)
+
+    def shard(self, source: int, task: Task) -> CorpusShard:
+        """Return the shard of a task. Its name changes with everything that decides its content."""
+        options = {name: value for name, value in self.sources[source].options.items() if name != "path"}
+        return CorpusShard(self.folder, key_of(2, self.sources[source].reader, options, self.clean, task.key))
+
+    def __call__(self, item: tuple[int, Task]) -> dict[str, Any]:
+        source, task = item
+        shard = self.shard(source, task)
+        if (done := shard.finished()) is not None:
+            return done
+        if source not in self.readers:
+            self.readers[source] = self.sources[source].open()
+        counts = Counts()
+        return shard.write(self._kept(self.readers[source], task, counts), {"counts": counts.plain})
+
+    def _kept(self, reader: Reader, task: Task, counts: Counts) -> Iterator[tuple[bytes, str]]:
+        for document in reader.read(task):
+            text: str = document.text
+            if not text or text.isspace():
+                counts.plain["blank"] += 1
+                continue
+            size = size_of(text)
+            counts.read(size)
+            for name, filter in self.filters:
+                outcome = filter.text(text)
+                if isinstance(outcome, Dropped):
+                    counts.drop(name, size, document.source, outcome.reason, text)
+                    break
+                if outcome is not text and outcome != text:
+                    counts.change(name, document.source, text, outcome)
+                    text = outcome
+            else:
+                yield text.encode(), document.source
+
+
+@dataclass
+class TokenizeStage(CorpusStage[tuple[CorpusShard, np.ndarray | None], dict[str, Any]]):
+    """Tokenize the documents of a shard that a mask keeps (None: all), and apply the filters on lengths."""
+
+    folder: Path
+    tokenizer: Path
+    dtype: np.dtype
+    clean: list[dict[str, Any]]  # the filters as plain data
+    min_tokens: int
+    alone: bool  # no other process works, so all cores may be used
+
+    def open(self) -> None:
+        if not self.alone:
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other cores have their own process
+        tokenizer = load_tokenizer(self.tokenizer)
+        self.encoder, self.end = FastEncoder(tokenizer), tokenizer.end_id
+        self.filters = make_filters(self.clean)
+        if self.min_tokens:
+            self.filters.append(("min_tokens", TokenLimits(None, self.min_tokens)))
+
+    def __call__(self, item: tuple[CorpusShard, np.ndarray | None]) -> dict[str, Any]:
+        texts, mask = item
+        shard = CorpusShard(self.folder, key_of(texts.key, None if mask is None else np.packbits(mask).tobytes().hex()))
+        if (done := shard.finished()) is not None:
+            return done
+        counts, sizes = Counts(), []
+        sources = iter(texts.sources() if mask is None else compress(texts.sources(), mask))
+        with open(shard.path("bin"), "wb") as file:
+            for batch in batches(texts.texts(mask)):
+                for text, ids in zip(batch, self.encoder.encode(batch), strict=True):
+                    if self._keeps(text, len(ids), next(sources), counts):
+                        tokens = np.empty(len(ids) + 1, self.dtype)
+                        tokens[:-1], tokens[-1] = ids, self.end
+                        file.write(tokens.data)
+                        sizes.append(len(tokens))
+        np.save(shard.path("npy"), np.array(sizes, "<i4"))
+        return shard.finish({"counts": counts.plain, "key": shard.key}, "bin", "npy")
+
+    def _keeps(self, text: str, length: int, source: str, counts: Counts) -> bool:
+        size = size_of(text)
+        counts.read(size)
+        for name, filter in self.filters:
+            if (dropped := filter.tokens(length)) is not None:
+                counts.drop(name, size, source, dropped.reason, text)
+                return False
+        return True
