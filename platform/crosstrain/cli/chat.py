@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import base64
-import http.client
 import json
 import mimetypes
 import os
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from functools import partial
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,53 +19,54 @@ from crosstrain.utils.errors import UserError, os_errors_as, printable, sentence
 
 _SECONDS = 600.0  # without a word
 _HELP = "/image FILE adds an image, /new forgets what was said, /exit or Ctrl-D ends"
+_UNLIKE_OPENAI = (ValueError, LookupError, TypeError, AttributeError)
 
 
-@dataclass
 class Client:
-    """A server of OpenAI's interface."""
+    """A server of OpenAI's interface. Every method raises UserError where the server cannot be used."""
 
-    url: str
-    key: str | None
-
-    def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
+    def __init__(self, url: str, key: str | None) -> None:
+        parts = urlsplit(url)
         try:
-            self._port = parts.port
+            port = parts.port
         except ValueError:
-            raise UserError(f"--url: {self.url} has no usable port") from None
+            raise UserError(f"--url: {url} has no usable port") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"--url: {self.url} is no address such as http://127.0.0.1:8000")
-        self._secure, self._host = parts.scheme == "https", parts.hostname
+            raise UserError(f"--url: {url} is no address such as http://127.0.0.1:8000")
+        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        self.url, self._connect = url, partial(kind, parts.hostname, port, timeout=_SECONDS)
         self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
-    def send(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
-        """The answer, its body unread; UserError with the server's own sentence where it refuses."""
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+    def send(self, method: str, path: str, body: Any = None) -> HTTPResponse:
+        """Return the response, its body unread. The UserError has the server's own sentence where it refuses."""
         try:
-            connection = kind(self._host, self._port, timeout=_SECONDS)
+            connection = self._connect()
             data = None if body is None else json.dumps(body).encode()
-            connection.request(method, f"{self._path}{path}", data, headers)
-            answer = connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
+            connection.request(method, f"{self._path}{path}", data, self._headers)
+            response = connection.getresponse()
+        except (OSError, HTTPException) as error:
             raise UserError(f"--url: {self.url} does not answer ({error or type(error).__name__})") from None
-        if answer.status != 200:
-            raise UserError(_complaint(answer))
-        return answer
+        if response.status != 200:
+            try:
+                complaint = f"{json.load(response)['error']['message']} ({response.status})"
+            except (OSError, HTTPException, *_UNLIKE_OPENAI):
+                complaint = f"the server answers {response.status} {response.reason}"
+            raise UserError(complaint)
+        return response
 
     def model(self) -> str:
-        """The first of the server's models."""
+        """Return the name of the server's first model."""
         try:
             return json.load(self.send("GET", "/v1/models"))["data"][0]["id"]
-        except (ValueError, LookupError, TypeError):
+        except _UNLIKE_OPENAI:
             raise UserError(f"--url: {self.url} does not tell its models as OpenAI's interface does") from None
 
     def answer(self, request: dict[str, Any]) -> Iterator[str]:
-        """The pieces of an answer. Closing the iterator leaves the rest."""
-        answer = self.send("POST", "/v1/chat/completions", request | {"stream": True})
+        """Yield the pieces of an answer. Closing the iterator stops the server's work on the rest."""
+        response = self.send("POST", "/v1/chat/completions", request | {"stream": True})
         try:
-            for line in answer:
+            for line in response:
                 if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
                     continue
                 document = json.loads(line[6:])
@@ -74,39 +74,10 @@ class Client:
                     raise UserError(str(document["error"]["message"]))
                 for choice in document["choices"]:
                     yield choice["delta"].get("content") or ""
-        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (OSError, HTTPException, *_UNLIKE_OPENAI) as error:
             raise UserError(f"the answer of {self.url} broke off ({type(error).__name__})") from None
         finally:
-            answer.close()
-
-
-def _complaint(answer: http.client.HTTPResponse) -> str:
-    try:
-        return f"{json.load(answer)['error']['message']} ({answer.status})"
-    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
-        return f"the server answers {answer.status} {answer.reason}"
-
-
-@dataclass
-class Talk:
-    """A conversation that goes on."""
-
-    history: list[dict[str, Any]]
-    images: list[dict[str, Any]] = field(default_factory=list)  # that the next words are about
-
-    def asking(self, text: str) -> dict[str, Any]:
-        return {"role": "user", "content": [*self.images, {"type": "text", "text": text}] if self.images else text}
-
-    def remember(self, asked: dict[str, Any], said: str) -> None:
-        self.history += [asked, {"role": "assistant", "content": said}]
-        self.images = []
-
-    def add_image(self, file: str) -> None:
-        with os_errors_as(UserError, f"/image: {file} cannot be read"):
-            content = Path(file).expanduser().read_bytes()
-        kind = mimetypes.guess_type(file)[0] or "image/png"
-        url = f"data:{kind};base64,{base64.b64encode(content).decode()}"
-        self.images.append({"type": "image_url", "image_url": {"url": url}})
+            response.close()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,11 +94,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Converse until the end of the input; returns the exit code."""
     client = Client(arguments.url, arguments.api_key or os.environ.get("CROSSTRAIN_API_KEY"))
-    request: dict[str, Any] = {"model": arguments.model or client.model(), "temperature": arguments.temperature}
-    chosen = {"top_p": arguments.top_p, "max_tokens": arguments.max_tokens, "seed": arguments.seed}
+    request: dict[str, Any] = {"model": arguments.model or client.model()}
+    chosen = {key: getattr(arguments, key) for key in ("temperature", "top_p", "max_tokens", "seed")}
     request |= {key: value for key, value in chosen.items() if value is not None}
     system = [{"role": "system", "content": arguments.system}] if arguments.system else []
-    talk = Talk(list(system))
+    history: list[dict[str, Any]] = list(system)
+    images: list[dict[str, Any]] = []  # that the next words are about
     print(f"talking with {sentence(request['model'])}; {_HELP}")
     while True:
         try:
@@ -139,16 +111,25 @@ def run(arguments: argparse.Namespace) -> int:
             if word in ("/exit", "/quit"):
                 return 0
             if word == "/new":
-                talk = Talk(list(system))
+                history, images = list(system), []
             elif word == "/image" and rest:
-                talk.add_image(rest.strip())
+                images.append(_image(rest.strip()))
             elif word.startswith("/"):
                 print(_HELP)
             elif text:
-                asked = talk.asking(text)
-                talk.remember(asked, _say(client, request | {"messages": [*talk.history, asked]}))
+                asked = {"role": "user", "content": [*images, {"type": "text", "text": text}] if images else text}
+                said = _say(client, request | {"messages": [*history, asked]})
+                history += [asked, {"role": "assistant", "content": said}]
+                images = []
         except UserError as error:  # the conversation goes on
             print(f"error: {sentence(error)}")
+
+
+def _image(file: str) -> dict[str, Any]:
+    with os_errors_as(UserError, f"/image: {file} cannot be read"):
+        content = base64.b64encode(Path(file).expanduser().read_bytes()).decode()
+    url = f"data:{mimetypes.guess_type(file)[0] or 'image/png'};base64,{content}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _say(client: Client, request: dict[str, Any]) -> str:
@@ -157,10 +138,9 @@ def _say(client: Client, request: dict[str, Any]) -> str:
     try:
         for piece in client.answer(request):
             said += piece
-            sys.stdout.write(printable(piece))
-            sys.stdout.flush()
+            print(printable(piece), end="", flush=True)
     except KeyboardInterrupt:
-        sys.stdout.write(" ...")
+        print(" ...", end="")
     finally:
-        sys.stdout.write("\n")
+        print()
     return said

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
-from crosstrain.cli.flags import add_config, positive
+from crosstrain.cli.flags import add_config, folder, new_file, positive
 from crosstrain.utils.errors import UserError
 
 
@@ -16,8 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="runners or presets and their number of workers (default: as --nproc-per-node, or 1); "
                              "the first is the reference")  # fmt: skip
     parser.add_argument("--steps", type=positive, default=5, metavar="K", help="steps under each (default: 5)")
-    parser.add_argument("--scratch", metavar="DIR", help="temporary folder for the reference's gradients")
-    parser.add_argument("--output", metavar="FILE", help="write all measurements as JSON")
+    parser.add_argument("--scratch", type=folder, metavar="DIR", help="temporary folder for the reference's gradients")
+    parser.add_argument("--output", type=new_file, metavar="FILE", help="write all measurements as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -25,15 +24,11 @@ def run(arguments: argparse.Namespace) -> int:
     a = arguments
     if len(a.runners) < 2:
         raise UserError("--runners: name at least two, such as ddp@1 fsdp@2; the first is what the others are held to")
-    if a.output and not Path(a.output).absolute().parent.is_dir():
-        raise UserError(f"--output: {Path(a.output).parent} is not a folder")
-    if a.scratch and not Path(a.scratch).is_dir():
-        raise UserError(f"--scratch: {a.scratch} is not a folder")
     from crosstrain.compare.comparison import compare
 
     failures, results = compare(a.cfg_path, a.options, a.runners, a.nproc_per_node, a.steps, a.scratch)
     if a.output:
-        Path(a.output).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        a.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if failures:
         raise UserError(
             f"{len(failures)} of {len(a.runners) - 1} do not train as {a.runners[0]}: {', '.join(failures)}"

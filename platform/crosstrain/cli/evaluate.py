@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crosstrain.cli.flags import add_checkpoint, add_config
+from crosstrain.cli.flags import add_checkpoint, add_config, new_file
 from crosstrain.config.load import Config
 from crosstrain.distributed.launch.launcher import Launch, launch
 from crosstrain.utils.errors import UserError, printable, sentence
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", nargs="+", default=[], metavar="FILE", help="images that the prompts are about")
     parser.add_argument("--answers", help="ask the questions of these splits, whose answers are known (default: test)",
                         **splits)  # fmt: skip
-    parser.add_argument("--sheet", metavar="FILE", help="a picture of images, questions and --answers")
+    parser.add_argument("--sheet", type=new_file, metavar="FILE", help="a picture of images, questions and --answers")
     parser.add_argument("--tasks", nargs="+", default=[], metavar="NAME", help="tasks of lm-evaluation-harness to run")
     parser.add_argument("--task-path", metavar="DIR", help="a folder with more task files of the harness")
     parser.add_argument("--interactive", action="store_true", help="complete prompts as you type them; `stop` ends")
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
     parser.add_argument("--num-completions", type=int, default=1, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--output", type=new_file, metavar="FILE", help="write the results as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -130,68 +130,63 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
             results["tasks"] = run_tasks(
                 runner, tokenizer, encode, job["tasks"], job["task_path"], job["max_samples"], is_main
             )
+        complete = partial(_complete, runner, tokenizer, encoders, sampling)
         talk = ChatSession.about(job["image"], config, checkpoint, encoders) if job["image"] else None
         for prompt in job["generate"]:
-            texts = _complete(runner, tokenizer, encoders, prompt, sampling, show=is_main, talk=talk)
+            texts = complete(prompt, talk, show=is_main)
             results["completions"].append({"prompt": prompt, "completions": texts})
         if job["interactive"]:
             talk = talk or ChatSession.possible(config, checkpoint, encoders)
-            _converse(runner, tokenizer, encoders, sampling, results["completions"], talk)
+            results["completions"] += _converse(complete, talk)
         encoders.close()
     if job["output"] and is_main:
-        Path(job["output"]).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        job["output"].write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         log.info("results are in %s", job["output"])
     runner.close()
     return 0
 
 
 def _complete(
-    runner: Runner, tokenizer: Any, encoders: Encoders, prompt: str, sampling: Sampling, *, show: bool,
-    talk: ChatSession | None,
+    runner: Runner, tokenizer: Any, encoders: Encoders, sampling: Sampling, prompt: str, talk: ChatSession | None, *,
+    show: bool,
 ) -> list[str]:  # fmt: skip
-    """Completions of a prompt, or answers to it where it is about images; a single one is shown as it grows."""
+    """Complete a prompt, or answer it where it is about images; a single completion is shown as it grows."""
     from crosstrain.inference.generation import as_prompt, generate
-
-    streaming = show and sampling.num_completions == 1
-
-    def on_text(_completion: int, piece: str) -> None:
-        sys.stdout.write(printable(piece))
-        sys.stdout.flush()
 
     end = tokenizer.eos_token_id if talk is None else talk.prompt_builder.end_id
     asked = as_prompt(encoders.encode("text", prompt), end) if talk is None else talk.ask(prompt)
-    if streaming:
-        sys.stdout.write(prompt if talk is None else f"{prompt}\n")
-    texts = generate(runner, tokenizer, asked, sampling, on_text if streaming else None, end)
-    if streaming:
-        sys.stdout.write("\n")
-    elif show:
-        for number, text in enumerate(texts, 1):
+    if not show or sampling.num_completions > 1:
+        texts = generate(runner, tokenizer, asked, sampling, None, end)
+        for number, text in enumerate(texts if show else [], 1):
             print(printable(f"--- completion {number}\n{prompt}{text}"))
+        return texts
+    print(prompt, end="" if talk is None else "\n")
+    texts = generate(
+        runner, tokenizer, asked, sampling, lambda _, piece: print(printable(piece), end="", flush=True), end
+    )
+    print()
     return texts
 
 
-def _converse(
-    runner: Runner, tokenizer: Any, encoders: Encoders, sampling: Sampling, completions: list[dict[str, Any]],
-    talk: ChatSession | None,
-) -> None:  # fmt: skip
-    """Complete the prompts that are typed, until `stop` or the end of the input."""
+def _converse(complete: Callable[..., list[str]], talk: ChatSession | None) -> list[dict[str, Any]]:
+    """Complete the prompts that are typed, until `stop` or the end of the input; returns them with the completions."""
     about = "" if talk is None else "; `image FILE` adds an image, `new` starts over"
     print(f"type a prompt, or `stop` to end{about}")
+    found: list[dict[str, Any]] = []
     while True:
         try:
             prompt = input("> ")
         except EOFError:
-            return
+            return found
         if prompt.strip() == "stop":
-            return
+            return found
         try:
             if talk is not None and talk.command(prompt):
                 continue
-            texts = _complete(runner, tokenizer, encoders, prompt, sampling, show=True, talk=talk)
+            texts = complete(prompt, talk, show=True)
         except UserError as error:  # too long a prompt should not end the conversation
             print(f"error: {sentence(error)}")
             continue
         if talk is not None:
             talk.remember(prompt, texts[0])
-        completions.append({"prompt": prompt, "completions": texts})
+        found.append({"prompt": prompt, "completions": texts})

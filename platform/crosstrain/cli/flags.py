@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 
 def positive(text: str) -> int:
@@ -17,6 +18,19 @@ def seconds(text: str) -> float:
     if not float(text) > 0:
         raise ValueError
     return float(text)
+
+
+def folder(text: str) -> Path:
+    """The type of a flag that takes a folder that exists."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is not a folder")
+    return Path(text)
+
+
+def new_file(text: str) -> Path:
+    """The type of a flag that takes a file to write, in a folder that exists."""
+    folder(str(Path(text).absolute().parent))
+    return Path(text)
 
 
 def add_config(parser: argparse.ArgumentParser, *, required: bool) -> None:

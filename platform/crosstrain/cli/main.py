@@ -69,13 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line's flags, and the verb's function as `run`."""
+    """Parse the command line; `run` of the result is the verb's function."""
     parser = _Parser(prog="crosstrain", description="Train any model with any runner, chosen in one YAML file.")
     parser.add_argument("--version", action="version", version=f"crosstrain {__version__}")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB", parser_class=_Parser)
+    chosen = next((word for word in argv if not word.startswith("-")), None)
     for verb, summary in VERBS.items():
         verb_parser = verbs.add_parser(verb, help=summary)
-        if verb in argv:
+        if verb == chosen:
             module = import_module(f"crosstrain.cli.{verb}")
             module.add_arguments(verb_parser)
             verb_parser.set_defaults(run=module.run)

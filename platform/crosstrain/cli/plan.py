@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from statistics import median
 
-from crosstrain.cli.flags import add_config, positive
+from crosstrain.cli.flags import add_config, new_file, positive
 from crosstrain.config.load import Config, load_config, preset_files
 from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.monitor.report.read_run import read_runs
@@ -28,8 +28,8 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tokens-per-second", metavar="N", help="as measured, of all ranks: a number, or a run")
     group.add_argument("--tokens", metavar="N", help="of the whole training, such as 2.5B (default: run.max_iters)")
     group.add_argument("--no-presets", action="store_true", help="leave other runners out")
-    group.add_argument("--output", metavar="FILE", help="write the plan as JSON")
-    group.add_argument("--picture", metavar="FILE", help="draw memory as stacked bars, .svg or .png")
+    group.add_argument("--output", type=new_file, metavar="FILE", help="write the plan as JSON")
+    group.add_argument("--picture", type=new_file, metavar="FILE", help="draw memory as stacked bars, .svg or .png")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,23 +44,20 @@ def run(arguments: argparse.Namespace) -> int:
     throughput = read_number(a.throughput, "--throughput") if a.throughput else None
     speed = _tokens_per_second(a.tokens_per_second) if a.tokens_per_second else None
     budget = Budget(memory, throughput, speed, read_number(a.tokens, "--tokens") if a.tokens else None)
-    for flag, path in (("--output", a.output), ("--picture", a.picture)):
-        if path and not Path(path).absolute().parent.is_dir():
-            raise UserError(f"{flag}: {Path(path).parent} is not a folder")
     size = a.world_size or Launch.detect(a.nproc_per_node, config.run.device).world_size
     others = {} if a.no_presets else _presets(a.cfg_path, a.options)
     ready = dry_run(config, size)
     plan = make_plan(Project(config, ready.model, ready.sample, ready.absent), budget, size, others)
     print("\n".join(plan.lines()))
     if a.output:
-        Path(a.output).write_text(json.dumps(plan.as_json(), indent=1) + "\n", encoding="utf-8")
+        a.output.write_text(json.dumps(plan.as_json(), indent=1) + "\n", encoding="utf-8")
     if a.picture:
-        plan.draw(Path(a.picture), f"{Path(a.cfg_path).stem} on {size} ranks: device memory of the fullest one")
+        plan.draw(a.picture, f"{Path(a.cfg_path).stem} on {size} ranks: device memory of the fullest one")
     return 0
 
 
 def _tokens_per_second(given: str) -> float:
-    """A number, or the median of a run's folder."""
+    """Return the number, or the median over a run, given by its folder."""
     if not Path(given).is_dir():
         return read_number(given, "--tokens-per-second")
     curve = read_runs([given])[0].curves.get("tokens_per_second")
@@ -70,7 +67,7 @@ def _tokens_per_second(given: str) -> float:
 
 
 def _presets(cfg_path: str, options: list[str]) -> dict[str, Config | str]:
-    """The project under every runner in configs/, or why it cannot be configured so."""
+    """Return the project under every runner in configs/, or the reason against it."""
     found: dict[str, Config | str] = {}
     for name in preset_files("runner"):
         try:

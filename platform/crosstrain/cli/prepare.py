@@ -9,7 +9,7 @@ from pathlib import Path
 
 from crosstrain.config.bounds import FilePath
 from crosstrain.config.registry import registry
-from crosstrain.config.schema import Checker, OptionError, defaults, options_class
+from crosstrain.config.schema import Checker, defaults, options_class
 from crosstrain.config.sources import Origins, merge, plain_layer, read_options, read_yaml, resolve
 from crosstrain.corpus import tools
 from crosstrain.corpus.options import PrepareOptions
@@ -24,16 +24,7 @@ _FLAGS = ("input", "output", "tokenizer", "train_tokenizer", "text_key", "separa
 class Recipe(PrepareOptions):
     """Options of a recipe: how to prepare, and the output folder."""
 
-    output: FilePath | None = None  # the folder to make
-
-    def __post_init__(self) -> None:
-        if self.output is None:
-            raise OptionError("output", "required: the folder to make; --output says it too")
-        super().__post_init__()
-
-    @property
-    def how(self) -> PrepareOptions:
-        return PrepareOptions(**{field.name: getattr(self, field.name) for field in fields(PrepareOptions)})
+    output: FilePath  # the folder to make
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,15 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prepare, inspect, merge or split; returns the exit code."""
-    verbs = {"inspect": _inspect, "merge": _merge, "split": _split}
-    if arguments.dataset in verbs:
-        return verbs[arguments.dataset](arguments)
+    if arguments.dataset in ("inspect", "merge", "split"):
+        return _existing(arguments)
     if arguments.paths:
         raise UserError(f"prepare: only inspect, merge and split take folders, not {arguments.dataset}")
     if arguments.dataset is not None:
         return _prepare_dataset(arguments.dataset, _output(arguments), arguments.options)
-    recipe = read_recipe(arguments)
-    summary = prepare(recipe.how, Path(str(recipe.output)), overwrite=arguments.overwrite)
+    recipe = _read_recipe(arguments)
+    summary = prepare(recipe, Path(recipe.output), overwrite=arguments.overwrite)
     print(
         f"{recipe.output}: {summary.documents:,} documents, {summary.tokens:,} tokens ({summary.dtype}), vocabulary "
         f"{summary.vocab_size:,}" + (f", {summary.dropped:,} documents dropped" if summary.dropped else "")
@@ -78,8 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def read_recipe(arguments: argparse.Namespace) -> Recipe:
-    """The recipe file, if one is named, under the flags and `--options`. ConfigError with file and line."""
+def _read_recipe(arguments: argparse.Namespace) -> Recipe:
+    """Read the recipe file, if one is named, under the flags and `--options`."""
     given = {name: value for name in _FLAGS if (value := getattr(arguments, name)) is not None}
     if len(given.get("input", ())) == 1:
         given["input"] = given["input"][0]
@@ -98,34 +88,31 @@ def _output(arguments: argparse.Namespace) -> str:
     return arguments.output
 
 
-def _inspect(arguments: argparse.Namespace) -> int:
-    if not arguments.paths:
-        raise UserError("prepare inspect: name a prepared folder, or a Megatron prefix")
-    for path in arguments.paths:
-        print(printable(tools.inspect(path, arguments.document, arguments.tokenizer)))
-    return 0
-
-
-def _merge(arguments: argparse.Namespace) -> int:
-    if len(arguments.paths) < 2:
+def _existing(arguments: argparse.Namespace) -> int:
+    """Inspect, merge or split prepared folders."""
+    verb, given = arguments.dataset, arguments.paths
+    if verb == "inspect":
+        if not given:
+            raise UserError("prepare inspect: name a prepared folder, or a Megatron prefix")
+        for path in given:
+            print(printable(tools.inspect(path, arguments.document, arguments.tokenizer)))
+        return 0
+    if verb == "merge" and len(given) < 2:
         raise UserError("prepare merge: name two prepared folders or more")
-    output = _output(arguments)
-    summary = tools.merge(arguments.paths, Path(output), overwrite=arguments.overwrite)
-    print(f"{output}: {summary.documents:,} documents, {summary.tokens:,} tokens")
-    return 0
-
-
-def _split(arguments: argparse.Namespace) -> int:
-    if len(arguments.paths) != 1 or not arguments.shares:
+    if verb == "split" and (len(given) != 1 or not arguments.shares):
         raise UserError("prepare split: name one prepared folder, and --shares such as 90 10")
-    made = tools.split(arguments.paths[0], Path(_output(arguments)), arguments.shares)
+    output = Path(_output(arguments))
+    if verb == "merge":
+        made = [(output, tools.merge(given, output, overwrite=arguments.overwrite))]
+    else:
+        made = tools.split(given[0], output, arguments.shares)
     for folder, summary in made:
         print(f"{folder}: {summary.documents:,} documents, {summary.tokens:,} tokens")
     return 0
 
 
 def _prepare_dataset(name: str, output: str, options: list[str]) -> int:
-    """Let the registered dataset make its files in `output`, as a project file with these options would."""
+    """Let a registered dataset make its files in `output`, as a project file with these options would."""
     dataset = registry.get("dataset", name)
     cls = options_class("dataset", dataset)
     if not {"path", "prepare"} & {f.name for f in fields(cls)}:

@@ -53,7 +53,7 @@ def answer_splits(
         if job["sheet"] and is_main:
             pictures += _pictures(dataset, answers, _ON_SHEET // len(job["answers"]))
     if job["sheet"] and is_main:
-        contact_sheet(pictures, Path(job["sheet"]))
+        contact_sheet(pictures, job["sheet"])
         log.info("pictures with answers are in %s", job["sheet"])
     return results
 

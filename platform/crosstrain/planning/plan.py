@@ -119,9 +119,9 @@ class Plan:
     def lines(self) -> list[str]:
         """The plan as lines of text."""
         project, chosen, sizes = self.project, self.chosen, self.project.sizes
-        batch, memory, tokens = chosen.batch, chosen.memory, self.tokens_per_step
+        batch, memory, tokens, run = chosen.batch, chosen.memory, self.tokens_per_step, project.config.run
         out = [
-            f"{project.config.run.runner.name} on {chosen.world_size} x {project.device}, {project.config.run.amp.dtype}, "
+            f"{run.runner.name} on {chosen.world_size} x {project.device}, {run.amp.dtype}, "
             f"gradient checkpointing {chosen.mode}",
             "",
             f"parameters        {sizes.elements:,} ({self.unpadded:,} without padding), "
