@@ -16,9 +16,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from crosstrain import ConfigError, OptionError, Text, TransformersModel, UserError, pretrained_folder, registry
-from crosstrain.config.schema import nearest, one_line
+from crosstrain.config.schema import nearest
 from crosstrain.modeling.hf_causal_lm import LARGEST_SIZE, MOST_LAYERS, Size, check_published
 from crosstrain.modeling.hf_internals import padded, without_initial_values
+from crosstrain.utils.errors import sentence
 
 # Sizes of weights, under the names that every configuration knows.
 _SIZES = (
@@ -60,7 +61,7 @@ class CausalLM(TransformersModel):
         except UserError:
             raise
         except Exception as error:  # of many kinds, where values do not go together
-            raise ConfigError(f"model.config: transformers cannot build it ({one_line(str(error))[:300]})") from error
+            raise ConfigError(f"model.config: transformers cannot build it ({sentence(error)[:300]})") from error
         super().__init__(options, config, lm, source)
 
     def blocks(self) -> list[nn.Module]:

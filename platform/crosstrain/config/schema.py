@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 
 from crosstrain.config import bounds
 from crosstrain.config.registry import registry
-from crosstrain.utils.errors import ConfigError, ConfigErrors, UserError
+from crosstrain.utils.errors import ConfigError, ConfigErrors, UserError, sentence
 
 Key = tuple[str, ...]  # ("run", "runner", "name") is run.runner.name
 
@@ -71,10 +71,6 @@ class Component:
     options: Any = None
 
 
-def one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
 def options_class(kind: str, component: Any) -> type:
     """Return the dataclass of options that a registered class or function declares; NoOptions if none."""
     cls = getattr(component, "Options", NoOptions)
@@ -131,7 +127,7 @@ class Checker:
         raise ConfigError(self.sentence(key, message))
 
     def sentence(self, key: Key, message: str) -> str:
-        return one_line(f"{self.where(key)}: {message}")
+        return sentence(f"{self.where(key)}: {message}")
 
     @contextmanager
     def located(self, key: Key) -> Iterator[None]:

@@ -13,10 +13,10 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from crosstrain.config.schema import Key, nearest, one_line
+from crosstrain.config.schema import Key, nearest
 from crosstrain.config.yaml_text import LARGEST_TREE, Unreadable, parse
 from crosstrain.utils import paths
-from crosstrain.utils.errors import ConfigError, first_line
+from crosstrain.utils.errors import ConfigError, first_line, sentence
 from crosstrain.utils.files import read_regular
 
 OPTIONS = "--options"
@@ -72,10 +72,10 @@ def read_yaml(path: Path, at: Key = ()) -> Layer:
         tree, root = parse(read_regular(path, _LARGEST_FILE).decode("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(one_line(f"{label}: cannot be read: {reason}")) from error
+        raise ConfigError(sentence(f"{label}: cannot be read: {reason}")) from error
     except Unreadable as error:
         place = f"{label}:{error.line}" if error.line else label
-        raise ConfigError(one_line(f"{place}: {error}")) from error
+        raise ConfigError(sentence(f"{place}: {error}")) from error
     if root is None:
         raise ConfigError(f"{label}: the file is empty")
     if not isinstance(root, yaml.MappingNode):
@@ -97,7 +97,7 @@ def read_options(options: Iterable[str]) -> Layer:
             OmegaConf.update(parsed, key, parse(text)[0])
             tree = merge(tree, OmegaConf.to_container(parsed), names_replace=False)
         except Unreadable as error:
-            raise ConfigError(one_line(f"{OPTIONS}: {key}: the value is {error}")) from error
+            raise ConfigError(sentence(f"{OPTIONS}: {key}: the value is {error}")) from error
         except OmegaConfBaseException as error:
             raise ConfigError(f"{OPTIONS}: {key}: {first_line(error)}") from error
     return plain_layer(OPTIONS, tree)
@@ -219,7 +219,7 @@ def _unresolved(error: OmegaConfBaseException, origins: Origins, tree: dict[str,
         reason = f"${{{target[1]}}} stands for no key" + (f"; did you mean ${{{near[0]}}}?" if near else "")
     else:
         reason = f"the interpolation cannot be resolved: {reason}"
-    return ConfigError(one_line(f"{origins.where(key)}: {reason}"))
+    return ConfigError(sentence(f"{origins.where(key)}: {reason}"))
 
 
 def _place(layer: Layer, key: Key, shown: Key) -> str:
