@@ -393,7 +393,7 @@ def _serve(request: Path) -> None:
     from crosstrain.cli import evaluate, export, report, serve  # noqa: F401
     from crosstrain.cli.main import main
     from crosstrain.config.registry import registry
-    from crosstrain.inference import open_checkpoint, vqa_report  # noqa: F401
+    from crosstrain.inference import open_checkpoint, vqa  # noqa: F401
 
     for lazy in ("PreTrainedTokenizerFast", "PreTrainedModel", "AutoModelForCausalLM"):
         getattr(transformers, lazy)

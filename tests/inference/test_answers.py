@@ -26,8 +26,15 @@ from crosstrain.inference.conversation import ChatSession
 from crosstrain.inference.encoding import EncodingError, open_tokenizer
 from crosstrain.inference.generation import Sampling, generate
 from crosstrain.inference.open_checkpoint import saved_config
-from crosstrain.inference.vqa import Answer, answer_questions, caption_scores, score
-from crosstrain.inference.vqa_report import TILE, answer_splits, contact_sheet
+from crosstrain.inference.vqa import (
+    TILE,
+    Answer,
+    answer_questions,
+    answer_splits,
+    caption_scores,
+    contact_sheet,
+    score,
+)
 from crosstrain.utils.errors import ConfigError, UserError
 from fixtures_ranks import mostly_slow, run_ranks, train
 from fixtures_shards import module_of

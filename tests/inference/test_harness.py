@@ -22,7 +22,6 @@ from crosstrain.data.indexed_dataset import TokenWriter, best_dtype
 from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.engine.build import build_model, make_runner
 from crosstrain.inference.encoding import open_tokenizer
-from crosstrain.inference.lm_eval_tasks import run_tasks
 from crosstrain.inference.open_checkpoint import saved_config
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.optional_deps import require
@@ -128,6 +127,8 @@ def test_the_harness_finds_the_perplexity_that_evaluation_finds(place: Path, fou
 
 def on_ranks(checkpoint: str, folder: str, runner: str) -> dict[str, Any]:
     """Tasks on however many ranks this is run."""
+    from crosstrain.inference.lm_eval_harness import run_tasks
+
     os.environ |= offline(Path(folder))
     config = saved_config(Path(checkpoint), [f"run.runner={runner}"])
     made = make_runner(config)
@@ -179,6 +180,8 @@ print(json.dumps(numbers))
 @harness
 @pytest.mark.slow
 def test_tasks_that_are_not_there_are_named(place: Path, run: Run) -> None:
+    from crosstrain.inference.lm_eval_harness import run_tasks
+
     checkpoint = run.checkpoint(20)
     runner = loaded(checkpoint)[1]
     for task, folder, complaint in (

@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from crosstrain.cli.main import main
 from crosstrain.serving.limits import Limits
 from fixtures_server import Server, served, wait_for
 
@@ -81,6 +82,13 @@ def test_a_parameter_that_cannot_be_is_named(server: Server, change: dict[str, A
 def test_a_part_of_a_chat_that_cannot_be_is_named(server: Server, change: dict[str, Any], param: str) -> None:
     status, document, _ = server.send("POST", "/v1/chat/completions", CHAT | change)
     assert (status, document["error"]["param"]) == (400, param), document
+
+
+@pytest.mark.parametrize("flag", ["--timeout", "--header-timeout"])
+def test_times_are_above_zero(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for value in ("0", "-1", "nan", "soon"):
+        assert main(["serve", "--checkpoint", "none", f"{flag}={value}"]) == 1
+        assert f"argument {flag}: invalid seconds value: '{value}'" in capsys.readouterr().err
 
 
 def test_parameters_that_change_nothing_are_taken(server: Server) -> None:

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Evaluate a checkpoint; returns the exit code."""
     from crosstrain.checkpoint.folders import find_checkpoint
     from crosstrain.data.splits import open_split, prepare_data
-    from crosstrain.inference.open_checkpoint import check_model, check_ranks, open_config
+    from crosstrain.inference.open_checkpoint import check_model, open_config
 
     a = arguments
     checkpoint = find_checkpoint(Path(a.checkpoint))
@@ -75,8 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         require("lm_eval", "--tasks")
     elif a.task_path:
         raise UserError("--task-path: name tasks with --tasks")
-    check_ranks(config, how.world_size)
-    check_model(config, checkpoint)
+    check_model(config, checkpoint, how.world_size)
     if opened := dict.fromkeys([*splits, *asked]):
         prepare_data(config)
         for split in opened:
@@ -92,9 +91,8 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
     from crosstrain.inference.conversation import ChatSession
     from crosstrain.inference.encoding import Encoders
     from crosstrain.inference.generation import Sampling
-    from crosstrain.inference.lm_eval_tasks import run_tasks
     from crosstrain.inference.perplexity import evaluate_loss
-    from crosstrain.inference.vqa_report import answer_splits
+    from crosstrain.inference.vqa import answer_splits
 
     config, checkpoint = Config.from_plain(plain, trust=job["trust"]), job["checkpoint"]
     sampling = Sampling(
@@ -126,6 +124,8 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
         if job["answers"]:
             results["answers"] = answer_splits(config, runner, tokenizer, job, sampling, is_main)
         if job["tasks"]:
+            from crosstrain.inference.lm_eval_harness import run_tasks
+
             encode = partial(encoders.encode, "text")
             results["tasks"] = run_tasks(
                 runner, tokenizer, encode, job["tasks"], job["task_path"], job["max_samples"], is_main

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import replace
 from pathlib import Path
 
 from crosstrain.cli.flags import add_checkpoint, add_config, positive, seconds
@@ -35,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve a checkpoint until a signal comes; returns the exit code."""
     from crosstrain.checkpoint.folders import find_checkpoint
     from crosstrain.inference.encoding import check_stored
-    from crosstrain.inference.open_checkpoint import check_model, check_ranks, open_config
+    from crosstrain.inference.open_checkpoint import check_model, open_config
     from crosstrain.serving.limits import Limits
     from crosstrain.serving.server import ServerOptions, serve_worker
 
@@ -48,14 +47,13 @@ def run(arguments: argparse.Namespace) -> int:
     key = os.environ.get(_KEY) if arguments.api_key is None else arguments.api_key
     if key is not None and not key.strip():
         raise UserError(f"--api-key, ${_KEY}: an empty key lets nobody in; leave it out to need none")
-    server = ServerOptions(checkpoint, arguments.name or _name(checkpoint), arguments.host, arguments.port, key)
-    if not 0 <= server.port < 65536:
-        raise UserError(f"--port: {server.port} is not between 0 and 65535")
+    if not 0 <= arguments.port < 65536:
+        raise UserError(f"--port: {arguments.port} is not between 0 and 65535")
     config = open_config(checkpoint, arguments.cfg_path, arguments.options, arguments.trust_data)
-    server = replace(server, trust=config.trust)
+    name = arguments.name or _name(checkpoint)
+    server = ServerOptions(checkpoint, name, arguments.host, arguments.port, key, config.trust)
     how = Launch.detect(arguments.nproc_per_node, config.run.device)
-    check_ranks(config, how.world_size)
-    check_model(config, checkpoint)
+    check_model(config, checkpoint, how.world_size)
     check_stored(checkpoint)
     code = launch(serve_worker, (config.plain, server, limits, how.starts_workers), how)
     return 0 if code > 128 else code  # a signal is how a server ends

@@ -29,9 +29,7 @@ class ChatSession:
     history: list[Message] = field(default_factory=list)
 
     @staticmethod
-    def about(
-        files: list[str], config: Config, checkpoint: Path, encoders: Encoders | None = None
-    ) -> ChatSession:  # fmt: skip
+    def about(files: list[str], config: Config, checkpoint: Path, encoders: Encoders | None = None) -> ChatSession:
         """A session that begins with these image files, in the configured dataset's format.
 
         Raises UserError where the dataset has no conversations, or no usable format.

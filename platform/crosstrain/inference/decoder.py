@@ -65,8 +65,9 @@ class Decoder:
 
     def __init__(self, runner: Runner, slots: int) -> None:
         self._runner = runner
-        together = runner.model.takes_positions and KVSlots.can_hold(runner.model.new_cache())
-        self._kv = KVSlots(slots) if together else None
+        cache = runner.model.new_cache()  # which has to keep the keys and values of all earlier tokens
+        known = isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers)
+        self._kv = KVSlots(slots) if runner.model.takes_positions and known else None
         self._states: dict[int, DecodeState] = {}
 
     def start(self, slots: list[int], prompt: Sample) -> Tensor:
@@ -110,11 +111,6 @@ class KVSlots(Cache):
         super().__init__(layers=[])
         self.lengths = [0] * slots
         self._held: dict[int, tuple[Tensor, Tensor]] = {}  # layer: keys, values, each [slots, heads, room, width]
-
-    @staticmethod
-    def can_hold(cache: Any) -> bool:
-        """True for a cache whose every layer keeps the keys and values of all earlier tokens."""
-        return isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers)
 
     def take(self, slot: int, cache: DynamicCache) -> None:
         """Copy the one sequence that `cache` holds into a slot."""

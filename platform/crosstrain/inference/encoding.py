@@ -17,7 +17,6 @@ import time
 from array import array
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,13 +41,9 @@ class EncodingError(UserError):
 
 
 def open_tokenizer(checkpoint: Path) -> Any:
-    """The tokenizer stored with a checkpoint, to decode with.
-
-    Raises ConfigError where there is none, and CheckpointError where it cannot be loaded or lets text grow.
-    """
+    """The tokenizer of a checkpoint, to decode with. CheckpointError where it cannot be loaded or lets text grow."""
     from transformers import PreTrainedTokenizerFast
 
-    check_stored(checkpoint)
     try:
         # Not AutoTokenizer, which opens whatever files and imports whatever class the folder's own files name.
         tokenizer = PreTrainedTokenizerFast(**stored_tokenizer(checkpoint))
@@ -207,7 +202,14 @@ def _host(checkpoint: Path, control: Connection) -> None:
 
     try:
         tokenizer = PreTrainedTokenizerFast(**stored_tokenizer(checkpoint))
-        ways: dict[str, Any] = {"text": partial(_text, tokenizer), "chat": partial(_chat, tokenizer)}
+
+        def text(given: Any) -> list[int]:
+            return tokenizer(given, add_special_tokens=False)["input_ids"]
+
+        def chat(messages: list[dict[str, str]]) -> list[int]:
+            return text(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+        ways: dict[str, Any] = {"text": text, "chat": chat}
         with suppress(Exception):  # a tokenizer that conversations in training cannot have had
             ways["words"] = load_tokenizer(checkpoint).encode
         resource.setrlimit(resource.RLIMIT_CPU, cpu_limit)
@@ -223,14 +225,6 @@ def _host(checkpoint: Path, control: Connection) -> None:
                 _work(Connection(handle), ways)
             os.close(handle)
             control.send_bytes(b"%d" % pid)
-
-
-def _text(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def _chat(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    return _text(tokenizer, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
 def _work(connection: Connection, ways: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ class Sequence:
 
     sampling: Sampling
     number: int  # of the completion; its random numbers depend on the seed and this alone
-    ends: frozenset[int]  # tokens
+    end: int  # a token
     text: TextStream
     tokens: int = 0
     finish_reason: Literal["stop", "length"] | None = None
@@ -64,7 +64,7 @@ class Sequence:
 
     def push(self, token: int) -> str:
         """Add a token; returns the text that it completes."""
-        if token in self.ends:
+        if token == self.end:
             self.finish_reason = "stop"
             return ""
         self.tokens += 1
@@ -97,14 +97,9 @@ def decode(
 
 
 def generate(
-    runner: Runner,
-    tokenizer: Any,
-    prompt: str | Sample,
-    sampling: Sampling,
-    on_text: OnText | None = None,
-    end: int | None = None,
-    stops: Iterable[str] = (),
-) -> list[str]:
+    runner: Runner, tokenizer: Any, prompt: str | Sample, sampling: Sampling, on_text: OnText | None = None,
+    end: int | None = None, stops: Iterable[str] = (),
+) -> list[str]:  # fmt: skip
     """Completions of `prompt`, a text or a sample without labels, the same on every rank. Collective.
 
     `on_text(completion, piece)` is called with each piece of text as it is decided. A completion ends at the token
@@ -117,9 +112,7 @@ def generate(
         sample = as_prompt(tokenizer(sample, add_special_tokens=False)["input_ids"], end)
     sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room_after(runner.model, sample)))
     count, whole = sampling.num_completions, not (on_text or stops)
-    sequences = [
-        Sequence(sampling, i, frozenset({end}), TextStream(tokenizer, stops, whole=whole)) for i in range(count)
-    ]
+    sequences = [Sequence(sampling, i, end, TextStream(tokenizer, stops, whole=whole)) for i in range(count)]
     with runner.evaluating():
         decode(runner, [sample] * count, sequences, on_text)
     for i, sequence in enumerate(sequences):

@@ -7,7 +7,6 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,7 @@ def _for_evaluation(saved: dict[str, Any], checkpoint: Path, own: bool) -> dict[
 
     `own`: the current user has trained with it.
     """
-    run, datasets = saved.get("run"), saved.get("datasets")
+    run = saved.get("run")
     if isinstance(run, dict):
         if plugins := run.get("plugins"):
             named = ",".join(map(str, plugins)) if isinstance(plugins, list) else plugins
@@ -78,7 +77,7 @@ def _for_evaluation(saved: dict[str, Any], checkpoint: Path, own: bool) -> dict[
         if isinstance(run.get("num_workers"), int):
             run["num_workers"] = min(run["num_workers"], os.cpu_count() or 1)
         saved = saved | {"run": run}
-    if any(text.startswith("pipe:") for text in _texts(datasets)):  # sooner than when a shard is opened
+    if '"pipe:' in json.dumps(saved.get("datasets")):  # a text that begins so; sooner than when a shard is opened
         raise ConfigError(
             f"{checkpoint}: its data come from a command (pipe:...), which is not run on a checkpoint's word; "
             f"name a project file with --cfg-path"
@@ -86,34 +85,22 @@ def _for_evaluation(saved: dict[str, Any], checkpoint: Path, own: bool) -> dict[
     return saved
 
 
-def _texts(tree: Any) -> Iterator[str]:
-    """Every text in a tree."""
-    if isinstance(tree, str):
-        yield tree
-    elif isinstance(tree, (dict, list)):
-        for item in tree.values() if isinstance(tree, dict) else tree:
-            yield from _texts(item)
-
-
 def open_config(checkpoint: Path, cfg_path: str | None, options: list[str], trust_data: bool) -> Config:
     """The project file `cfg_path`, or else the checkpoint's own configuration, with overrides by `options`."""
     return load_config(cfg_path, options) if cfg_path else saved_config(checkpoint, options, trust_data)
 
 
-def check_ranks(config: Config, world_size: int) -> None:
-    """Raise ConfigError if the runner does not support this number of ranks."""
+def check_model(config: Config, checkpoint: Path, world_size: int) -> None:
+    """Check that the configured model has the checkpoint's parameters and that the runner can spread it over the ranks.
+
+    Raises CheckpointError as `outline` does, and ConfigError for the layout and the number of ranks.
+    """
+    runner = registry.get("runner", config.run.runner.name)
     try:
-        registry.get("runner", config.run.runner.name).data_parallel_size(config.run.runner.options, world_size)
+        runner.data_parallel_size(config.run.runner.options, world_size)
     except ConfigError as error:
         raise ConfigError(f"{error}; give --nproc-per-node N, or another runner: --options run.runner=ddp") from None
-
-
-def check_model(config: Config, checkpoint: Path) -> None:
-    """Check that the configured model has the checkpoint's parameters and that the runner can lay it out.
-
-    Raises CheckpointError as `outline` does, and ConfigError for the layout.
-    """
-    registry.get("runner", config.run.runner.name).check_model(config.run.runner.options, outline(config, checkpoint))
+    runner.check_model(config.run.runner.options, outline(config, checkpoint))
 
 
 def outline(config: Config, checkpoint: Path) -> Model:
@@ -138,8 +125,8 @@ def outline(config: Config, checkpoint: Path) -> Model:
     except (Exception, OutOfTime) as error:  # whatever a library's constructor makes of absurd sizes
         reason = "it takes too long" if isinstance(error, OutOfTime) else first_line(error)
         raise CheckpointError(f"{checkpoint}: the model of its configuration cannot be built ({reason})") from error
-    shapes = {name: tuple(model.logical_shape(name, p.shape)) for name, p in model.canonical_parameters().items()}
-    shards = [Shard("param", name, shape, []) for name, shape in shapes.items()]
+    parameters = model.canonical_parameters().items()
+    shards = [Shard("param", name, tuple(model.logical_shape(name, p.shape)), []) for name, p in parameters]
     load_shards(reader, shards, PretrainedWeights.of(model))
     built = sum(p.numel() for p in model.parameters())
     if built > 2 * sum(sizes) + _PADDING:

@@ -1,23 +1,35 @@
-"""Visual question answering: a model's answers to questions with known answers, and its guesses without the image."""
+"""Visual question answering: answers to questions with known answers, with the image and without; scores; pictures."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from crosstrain.data.vision.image_dataset import Example, VqaDataset
+from crosstrain.config.load import Config
+from crosstrain.data.splits import open_split, training_dataset
+from crosstrain.data.vision.image_dataset import Example, ImageDataset, VqaDataset, prompt_builder
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.detokenizer import TextStream
+from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.generation import Sampling, Sequence, as_prompt, decode
 from crosstrain.utils.errors import UserError
+from crosstrain.utils.logging import log
 from crosstrain.utils.optional_deps import require
 from crosstrain.utils.types import Sample
 
 _LONG = 4  # words: longer answers are also scored as captions
+_BATCH = 64  # questions that are answered together
 _BLOCK = 32  # consecutive samples of one rank; batches do not cross blocks, so they do not depend on the ranks
+_ON_SHEET = 48  # images
+_SIDE, _COLUMNS = 144, 6  # pixels of an image, images in a row
+_LINES, _WIDTH, _HEIGHT = 2, 24, 13  # lines of each text, letters in a line, pixels of a line
+TILE = (_SIDE + 8, _SIDE + 3 * _LINES * _HEIGHT + 8)  # pixels of an image with its texts
 
 
 @dataclass(frozen=True)
@@ -34,10 +46,6 @@ class Answer:
     @property
     def right(self) -> bool:
         return _same(self.text, self.truth)
-
-    @property
-    def right_text_only(self) -> bool:
-        return _same(self.text_only, self.truth)
 
     def document(self) -> dict[str, Any]:
         """The answer as JSON."""
@@ -106,8 +114,8 @@ def _greedy(
         )
     if text_only:
         prompts = [p | {key: np.zeros_like(p[key]) for key in p if key == "pixel_values"} for p in prompts]
-    sampling, ends = Sampling(max_new_tokens, temperature=0), frozenset({end})
-    sequences = [Sequence(sampling, i, ends, TextStream(tokenizer, whole=True)) for i in range(len(prompts))]
+    sampling = Sampling(max_new_tokens, temperature=0)
+    sequences = [Sequence(sampling, i, end, TextStream(tokenizer, whole=True)) for i in range(len(prompts))]
     decode(runner, prompts, sequences, group=runner.dp)
     return [sequence.text.text.strip() for sequence in sequences]
 
@@ -118,21 +126,16 @@ def score(answers: list[Answer]) -> dict[str, dict[str, float]]:
     Kinds whose answers are long also have BLEU-4 (Papineni et al., 2002) and CIDEr-D (Vedantam et al., 2015) by
     pycocoevalcap, the code of the COCO caption challenge; with `_blind`, without images.
     """
-    kinds: dict[str, list[Answer]] = {}
-    for answer in answers:
-        kinds.setdefault(answer.kind, []).append(answer)
-    scores = {}
-    for kind, group in sorted(kinds.items()):
-        scores[kind] = {
-            "questions": float(len(group)),
-            "right": sum(a.right for a in group) / len(group),
-            "right_blind": sum(a.right_text_only for a in group) / len(group),
-        }
+    scores: dict[str, dict[str, float]] = {}
+    for kind in sorted({answer.kind for answer in answers}):
+        group = [answer for answer in answers if answer.kind == kind]
         truths = [a.truth for a in group]
-        if sum(len(truth.split()) for truth in truths) / len(group) > _LONG:
-            scores[kind] |= caption_scores([a.text for a in group], truths)
-            guessed = caption_scores([a.text_only for a in group], truths)
-            scores[kind] |= {f"{name}_blind": value for name, value in guessed.items()}
+        long = sum(len(truth.split()) for truth in truths) / len(group) > _LONG
+        scores[kind] = {"questions": float(len(group))}
+        for ending, texts in (("", [a.text for a in group]), ("_blind", [a.text_only for a in group])):
+            found = {"right": sum(map(_same, texts, truths)) / len(group)}
+            found |= caption_scores(texts, truths) if long else {}
+            scores[kind] |= {f"{name}{ending}": value for name, value in found.items()}
     return scores
 
 
@@ -143,3 +146,87 @@ def caption_scores(captions: list[str], truths: list[str]) -> dict[str, float]:
     true, found = ({i: [" ".join(t.lower().split())] for i, t in enumerate(texts)} for texts in (truths, captions))
     scores = {"cider": float(cider.Cider().compute_score(true, found)[0])}
     return scores | {"bleu4": float(bleu.Bleu(4).compute_score(true, found, verbose=0)[0][3])}
+
+
+def answer_splits(
+    config: Config, runner: Runner, tokenizer: Any, job: dict[str, Any], sampling: Sampling, is_main: bool
+) -> dict[str, Any]:
+    """Scores and predictions of each split in `job["answers"]`; draws the contact sheet `job["sheet"]`. Collective."""
+    component = training_dataset(config)
+    results: dict[str, Any] = {}
+    pictures: list[tuple[Answer, Any]] = []
+    for split in job["answers"]:
+        dataset = open_split(config, split)
+        assert dataset.tokenizer_path is not None
+        end = prompt_builder(component, dataset.tokenizer_path).end_id
+        assert isinstance(dataset, VqaDataset)
+        encoders = None
+        if isinstance(dataset, ImageDataset):  # a plugin's own kind encodes by itself
+            encoders = Encoders(dataset.tokenizer_path)
+            dataset.encoder.encode_text = partial(encoders.encode, "words")
+        answers, silent = answer_questions(
+            runner, tokenizer, end, dataset, job["max_samples"], sampling.max_new_tokens, _BATCH
+        )  # fmt: skip
+        if encoders is not None:
+            encoders.close()
+        scores = score(answers)
+        _say(split, scores, silent)
+        results[split] = {
+            "scores": scores, "samples_without_questions": silent, "predictions": [a.document() for a in answers],
+        }  # fmt: skip
+        if job["sheet"] and is_main:
+            pictures += _pictures(dataset, answers, _ON_SHEET // len(job["answers"]))
+    if job["sheet"] and is_main:
+        contact_sheet(pictures, job["sheet"])
+        log.info("pictures with answers are in %s", job["sheet"])
+    return results
+
+
+def _say(split: str, scores: dict[str, dict[str, float]], silent: int) -> None:
+    for kind, numbers in scores.items():
+        rest = "".join(
+            f" | {key} {numbers[key]:.3f}, without {numbers[f'{key}_blind']:.3f}"
+            for key in ("bleu4", "cider") if key in numbers
+        )  # fmt: skip
+        log.info(
+            "%s | %-10s right %.3f | without the image %.3f (%d questions)%s",
+            split, kind, numbers["right"], numbers["right_blind"], numbers["questions"], rest,
+        )  # fmt: skip
+    if scores:
+        means = [sum(s[key] for s in scores.values()) / len(scores) for key in ("right", "right_blind")]
+        log.info("%s | mean       right %.3f | without the image %.3f", split, *means)
+    if silent:
+        log.warning("%s | nothing was asked about %d samples", split, silent)
+
+
+def _pictures(dataset: VqaDataset, answers: list[Answer], most: int) -> list[tuple[Answer, Any]]:
+    """Some answers from all of the split, one for each image, with their images."""
+    about = {answer.sample: answer for answer in answers[:: max(1, len(answers) // max(1, most))]}
+    found = []
+    for sample, answer in about.items():
+        picture = next((e.picture for e in dataset.examples(sample)), None)
+        if picture is not None:
+            found.append((answer, picture))
+    return found[:most]
+
+
+def contact_sheet(shown: list[tuple[Answer, Any]], path: Path) -> None:
+    """Draw answers with their PIL images: a right answer is green, a wrong one red, the truth below it grey.
+
+    Long texts are cut; the predictions in JSON are whole.
+    """
+    image, draw_module = require("PIL.Image", "--sheet"), require("PIL.ImageDraw", "--sheet")
+    rows = max(1, -(-len(shown) // _COLUMNS))
+    sheet = image.new("RGB", (_COLUMNS * TILE[0], rows * TILE[1]), "white")
+    draw = draw_module.Draw(sheet)
+    for i, (answer, picture) in enumerate(shown):
+        x, y = i % _COLUMNS * TILE[0] + 4, i // _COLUMNS * TILE[1]
+        sheet.paste(picture.resize((_SIDE, _SIDE), image.NEAREST), (x, y + 2))
+        y += _SIDE + 4
+        question = answer.question.replace("<image>", "").strip()
+        text = (answer.text or "(nothing)", "darkgreen" if answer.right else "red")
+        for words, colour in ((question, "black"), text, (answer.truth, "grey")):
+            for line in textwrap.wrap(words, _WIDTH, max_lines=_LINES, placeholder=" ..."):
+                draw.text((x, y), line, fill=colour)
+                y += _HEIGHT
+    sheet.save(path)

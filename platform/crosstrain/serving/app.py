@@ -6,14 +6,13 @@ import asyncio
 import hmac
 import ipaddress
 import json
-import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -24,14 +23,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from crosstrain.serving.api_error import ApiError
-from crosstrain.serving.jobs import Event, Job
+from crosstrain.serving.jobs import Event, Job, Piece
 from crosstrain.serving.requests import ChatRequest, CompletionRequest, parse
 from crosstrain.serving.responses import ChatResponse, CompletionResponse, ResponseBuilder
 from crosstrain.serving.scheduler import Scheduler
 from crosstrain.serving.service import RequestPlan, Service
+from crosstrain.utils.logging import log
 
-log = logging.getLogger("crosstrain")
-T = TypeVar("T")
+Events = asyncio.Queue[Event | ClientDisconnect]
 
 _BODIES = 8  # of the largest size that are held at once
 _PAGE = Path(__file__).with_name("page.html")
@@ -135,35 +134,33 @@ class Web:
         self, kind: Any, plan: Callable[..., RequestPlan], builder: Callable[..., ResponseBuilder], request: Request
     ) -> Response:
         self._admit(request)
-        body = await self._body(request)
-        if self._requests >= self._service.limits.requests:
-            self._bytes -= len(body)
-            raise ApiError(429, "too many requests at once; try again later", code="too_many_requests", retry=5)
-        self._requests += 1
         jobs: list[Job] = []
+        loop, events = asyncio.get_running_loop(), Events()
+
+        def deliver(event: Event) -> None:
+            with suppress(RuntimeError):  # the loop has ended before the computation
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
         with ExitStack() as end:
-            end.callback(self._end, jobs)
-            loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
-
-            def deliver(event: Event) -> None:
-                with suppress(RuntimeError):  # the loop has ended before the computation
-                    loop.call_soon_threadsafe(events.put_nowait, event)
-
-            try:
+            async with self._body(request) as body:
+                if self._requests >= self._service.limits.requests:
+                    raise ApiError(429, "too many requests at once; try again later", code="too_many_requests", retry=5)
+                self._requests += 1
+                end.callback(self._end, jobs)
                 asked = parse(body, kind)
                 planned = await loop.run_in_executor(self._encoding[kind], plan, asked, deliver)
-            finally:
-                self._bytes -= len(body)
             jobs += planned.jobs
             self._scheduler.submit(jobs)
             response = builder(self._service.name, planned, self._tokenizer)
+            leaving = asyncio.create_task(_leaving(request, events))
+            end.callback(leaving.cancel)
             if not asked.stream:
-                await _unless_gone(request, _collect(response, events))
+                while response.unfinished:
+                    response.add(await _next(events))
                 return JSONResponse(response.whole())
-            first = await _unless_gone(request, events.get())
-            if isinstance(first, ApiError):
-                raise first
-            stream = _stream(response, first, events, asked.wants_usage)
+            with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+            stream = _stream(response, await _next(events), events, with_usage)
+            leaving.cancel()  # the stream watches for it itself
             return _Stream(stream, self._service.limits.seconds + 60, end.pop_all().close)
 
     def close(self) -> None:
@@ -176,8 +173,9 @@ class Web:
         self._requests -= 1
         self._scheduler.cancel(jobs)
 
-    async def _body(self, request: Request) -> bytes:
-        """Receive the body, whose bytes count from now on. Raises ApiError 415, 413, 408 or 503."""
+    @asynccontextmanager
+    async def _body(self, request: Request) -> AsyncIterator[bytearray]:
+        """The body, whose bytes count until the end of the block. Raises ApiError 415, 413, 408 or 503."""
         limits = self._service.limits
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "send JSON, with Content-Type: application/json", code="unsupported_media_type")
@@ -185,24 +183,23 @@ class Web:
         length = request.headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > limits.body_bytes:
             raise too_large
-        parts, size = [], 0
+        body = bytearray()
         try:
-            async with asyncio.timeout(limits.body_seconds):
-                async for part in request.stream():
-                    size += len(part)
-                    self._bytes += len(part)
-                    parts.append(part)
-                    if size > limits.body_bytes:
-                        raise too_large
-                    if self._bytes > _BODIES * limits.body_bytes:
-                        raise ApiError(503, "too much is being sent at once; try again later", code="busy", retry=5)
-        except BaseException as error:
-            self._bytes -= size
-            if isinstance(error, TimeoutError):
+            try:
+                async with asyncio.timeout(limits.body_seconds):
+                    async for part in request.stream():
+                        body += part
+                        self._bytes += len(part)
+                        if len(body) > limits.body_bytes:
+                            raise too_large
+                        if self._bytes > _BODIES * limits.body_bytes:
+                            raise ApiError(503, "too much is being sent at once; try again later", code="busy", retry=5)
+            except TimeoutError:
                 late = f"the body did not arrive within {limits.body_seconds:g} s"
                 raise ApiError(408, late, code="timeout") from None
-            raise
-        return b"".join(parts)
+            yield body
+        finally:
+            self._bytes -= len(body)
 
 
 class _Stream(StreamingResponse):
@@ -222,49 +219,39 @@ class _Stream(StreamingResponse):
             self._at_end()
 
 
-async def _stream(
-    response: ResponseBuilder, event: Event, events: asyncio.Queue[Event], with_usage: bool
-) -> AsyncIterator[str]:
+async def _leaving(request: Request, events: Events) -> None:
+    """Put an event into the queue when the client leaves."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    events.put_nowait(ClientDisconnect())
+
+
+async def _next(events: Events) -> Piece:
+    event = await events.get()
+    if isinstance(event, Exception):
+        raise event
+    return event
+
+
+async def _stream(response: ResponseBuilder, piece: Piece, events: Events, with_usage: bool) -> AsyncIterator[str]:
     usage = {"usage": None} if with_usage else {}
     for opening in response.openings():
         yield _event(response.chunk([opening], **usage))
-    while not isinstance(event, ApiError):
-        response.add(event)
-        yield _event(response.chunk([response.part(event)], **usage))
-        if not response.unfinished:
-            if with_usage:
-                yield _event(response.chunk([], usage=response.usage()))
-            yield "data: [DONE]\n\n"
-            return
-        event = await events.get()
-    yield _event(event.document)  # too late for a status
-
-
-async def _collect(response: ResponseBuilder, events: asyncio.Queue[Event]) -> None:
-    while response.unfinished:
-        event = await events.get()
-        if isinstance(event, ApiError):
-            raise event
-        response.add(event)
-
-
-async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`; ClientDisconnect if the client leaves before."""
-
-    async def leaving() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(leaving())]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():
-            raise ClientDisconnect
-        return tasks[0].result()  # type: ignore[return-value]
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while True:
+            response.add(piece)
+            yield _event(response.chunk([response.part(piece)], **usage))
+            if not response.unfinished:
+                break
+            piece = await _next(events)
+    except ApiError as error:  # too late for a status
+        yield _event(error.document)
+        return
+    except ClientDisconnect:
+        return
+    if with_usage:
+        yield _event(response.chunk([], usage=response.usage()))
+    yield "data: [DONE]\n\n"
 
 
 def _event(document: dict[str, Any]) -> str:

@@ -61,13 +61,9 @@ class Connection(H11Protocol):
         phase = None if self.transport.is_closing() else phases.get(self.conn.their_state)
         if phase != self._phase:
             self._enter(phase)
-        oldest = next(iter(self._arriving), None)
-        if len(self._arriving) > self._limits.connections and oldest is not None and oldest._stalls:
+        oldest = next(iter(self._arriving), self)
+        if len(self._arriving) > self._limits.connections and self.loop.time() - oldest._since > _FAIR:
             oldest._late()
-
-    @property
-    def _stalls(self) -> bool:
-        return self.loop.time() - self._since > _FAIR
 
     def _enter(self, phase: _Phase | None) -> None:
         if self._timer is not None:

@@ -66,10 +66,6 @@ class TextRequest(_Strict):
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
-    @property
-    def wants_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
 
 class CompletionRequest(TextRequest):
     """POST /v1/completions"""
@@ -151,7 +147,7 @@ class ChatRequest(TextRequest):
 Request = TypeVar("Request", CompletionRequest, ChatRequest)
 
 
-def parse(body: bytes, kind: type[Request]) -> Request:
+def parse(body: bytearray, kind: type[Request]) -> Request:
     """Check a request's body. Raises ApiError 400 that names the wrong parameter."""
     try:
         document = pydantic_core.from_json(body, allow_inf_nan=False)

@@ -51,12 +51,12 @@ class ResponseBuilder(ABC):
         """The choices that a stream begins with, each in a chunk of its own."""
 
     @abstractmethod
-    def part(self, piece: Piece) -> Document:
-        """The choice of a piece's chunk."""
-
-    @abstractmethod
     def choice(self, piece: Piece) -> Document:
         """A finished choice."""
+
+    def part(self, piece: Piece) -> Document:
+        """The choice of a piece's chunk."""
+        return self.choice(piece)
 
     def _decode(self, token: int) -> str:
         return self._tokenizer.decode([token])
@@ -75,8 +75,6 @@ class CompletionResponse(ResponseBuilder):
     def choice(self, piece: Piece) -> Document:
         logprobs = self._logprobs(piece) if piece.scores else None
         return {"index": piece.choice, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.reason}
-
-    part = choice
 
     def _logprobs(self, piece: Piece) -> Document:
         words, offsets = [self._decode(s.token) for s in piece.scores], []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -19,9 +18,8 @@ from crosstrain.serving.api_error import ApiError
 from crosstrain.serving.jobs import Job, JobSequence
 from crosstrain.serving.limits import Limits
 from crosstrain.utils.errors import UserError, sentence
+from crosstrain.utils.logging import log
 from crosstrain.utils.types import Sample
-
-log = logging.getLogger("crosstrain")
 
 _BEAT = 1.0  # seconds between the heartbeats that idle followers wait for
 
@@ -90,22 +88,22 @@ class Scheduler:
 
     def run(self, stopping: Callable[[], bool]) -> None:
         """Serve until `stopping`; then refuse new jobs, and finish the others while the grace lasts."""
-        grace = None
-        while True:
-            if grace is None and stopping():
-                grace = time.monotonic() + self._limits.finish_seconds
-                with self._changed:
-                    self._closed = True
-            if grace is not None and (time.monotonic() > grace or not (self._running or self._waiting)):
-                break
+        while not stopping():
             self._step()
-        self._drop(lambda job: True, _stopping())
+        with self._changed:
+            self._closed = True
+        end = time.monotonic() + self._limits.finish_seconds
+        while (self._running or self._waiting) and time.monotonic() < end:
+            self._step()
+        self._drop([*self._running_jobs(), *self._waiting], _stopping())
         self._group.broadcast(StepPlan(stop=True))
 
     def _step(self) -> None:
-        late = ApiError(504, f"not done within {self._limits.seconds:g} seconds", code="timeout")
         now = time.monotonic()
-        self._drop(lambda job: job.cancelled or now > job.deadline, late)
+        with self._changed:
+            known = [*self._running_jobs(), *self._waiting]
+        if late := [job for job in known if job.cancelled or now > job.deadline]:
+            self._drop(late, ApiError(504, f"not done within {self._limits.seconds:g} seconds", code="timeout"))
         plan, started = self._plan, self._admit()
         plan.started = [(slots, job.sample) for slots, job in started]
         if not (plan.freed or plan.started or plan.tokens):
@@ -125,7 +123,7 @@ class Scheduler:
             try:
                 logits = self._decoder.step(plan.tokens)
             except Exception as error:
-                self._failed(lambda job: True, error)
+                self._failed(self._running_jobs(), error)
                 return
             for slot, row in logits.items():
                 self._advance(slot, row)
@@ -145,9 +143,9 @@ class Scheduler:
         try:
             logits = self._decoder.start(slots, job.sample)
         except UserError as error:  # every rank raises it
-            self._drop(lambda other: other is job, ApiError(400, sentence(error), code="invalid_value"))
+            self._drop([job], ApiError(400, sentence(error), code="invalid_value"))
         except Exception as error:
-            self._failed(lambda other: other is job, error)
+            self._failed([job], error)
         else:
             for slot in slots:
                 self._advance(slot, logits)
@@ -166,30 +164,28 @@ class Scheduler:
         else:
             self._plan.tokens[slot] = token
 
-    def _failed(self, which: Callable[[Job], bool], error: Exception) -> None:
+    def _failed(self, jobs: list[Job], error: Exception) -> None:
         """Drop the jobs of a failed forward (out of memory, for example). Other ranks may not have failed: then end."""
         if self._group.size > 1:
             raise error
         log.exception("a forward failed")
-        running = {sequence.job for sequence in self._running.values()}
-        self._drop(lambda job: job in running and which(job), _broken(error))
+        self._drop(jobs, _broken(error))
+
+    def _running_jobs(self) -> list[Job]:
+        return list(dict.fromkeys(sequence.job for sequence in self._running.values()))
 
     def _release(self, slot: int) -> None:
         del self._running[slot]
         self._plan.tokens.pop(slot, None)
         self._plan.freed.append(slot)
 
-    def _drop(self, which: Callable[[Job], bool], why: ApiError) -> None:
+    def _drop(self, jobs: list[Job], why: ApiError) -> None:
         """Stop jobs, and tell those who still wait for them."""
-        dropped: dict[Job, None] = {}  # a set in order
-        for slot, sequence in list(self._running.items()):
-            if which(sequence.job):
-                dropped[sequence.job] = None
-                self._release(slot)
+        for slot in [slot for slot, sequence in self._running.items() if sequence.job in jobs]:
+            self._release(slot)
         with self._changed:
-            dropped |= dict.fromkeys(job for job in self._waiting if which(job))
-            self._waiting = deque(job for job in self._waiting if job not in dropped)
-        for job in dropped:
+            self._waiting = deque(job for job in self._waiting if job not in jobs)
+        for job in jobs:
             if not job.cancelled:
                 job.fail(why)
 

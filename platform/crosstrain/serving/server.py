@@ -90,9 +90,7 @@ def run_server(
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
     thread.start()
     if not is_loopback(options.host) and options.key is None:
-        log.warning(
-            "warning: everybody who reaches %s may use this model; --api-key asks them for a key", options.host
-        )  # fmt: skip
+        log.warning("warning: everybody who reaches %s may use this model; --api-key asks them for a key", options.host)
     host = f"[{options.host}]" if ":" in options.host else options.host
     log.info(
         "serving %s (%s) on http://%s:%d; chats are %s; Ctrl-C ends",

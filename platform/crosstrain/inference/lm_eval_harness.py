@@ -1,26 +1,34 @@
-"""The model interface of lm-evaluation-harness (Gao et al., 2021-), under any runner.
+"""Tasks of lm-evaluation-harness (Gao et al., 2021-) under any runner, for `crosstrain evaluate --tasks`.
 
 Needs the package lm_eval. Every rank of a runner computes the same.
 """
 
 from __future__ import annotations
 
+import difflib
+import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from lm_eval.api.model import TemplateLM
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.decoder import DecodeState
 from crosstrain.inference.generation import Sampling, as_prompt, generate
-from crosstrain.utils.errors import UserError
+from crosstrain.utils.errors import UserError, explained
+from crosstrain.utils.logging import log
 from crosstrain.utils.types import IGNORE_INDEX
+from crosstrain.utils.units import finite
 
 _LENGTH = 2048  # tokens, where the model has no limit
 _NEW = 256  # tokens of a text, where the task does not say
+_BOOTSTRAPS = 1000  # draws for standard errors that have no formula
 Encode = Callable[[str], list[int]]  # a text's token ids
 _KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
 
@@ -45,16 +53,13 @@ class HarnessModel(TemplateLM):
         """Token ids of a text, without a token for its beginning, as in training."""
         return self._encode(string)
 
-    # ---- requests of tasks
-
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        found = []
-        for _, context, continuation in tqdm(requests, disable=disable_tqdm or self._quiet):
-            likelihood = self._likelihood(context, continuation)
-            found.append((likelihood, self._is_greedy(context, continuation)))
-        return found
+        return [
+            (self._likelihood(context, continuation), self._is_greedy(context, continuation))
+            for _, context, continuation in tqdm(requests, disable=disable_tqdm or self._quiet)
+        ]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of each text, in windows of the model's length; an end-of-text token comes first."""
@@ -83,8 +88,6 @@ class HarnessModel(TemplateLM):
             found += generate(self._runner, self.tokenizer, prompt, sampling, stops=stops)
         return found
 
-    # ---- computation
-
     def _likelihood(self, context: list[int], continuation: list[int]) -> float:
         """log p(continuation | context); the beginning is cut off where both exceed the model's length."""
         ids = (context + continuation)[-(self._length + 1) :]
@@ -103,3 +106,37 @@ class HarnessModel(TemplateLM):
                 return False
             state.append(torch.tensor([token]))
         return True
+
+
+def run_tasks(
+    runner: Runner, tokenizer: Any, encode: Encode, tasks: list[str], folder: str | None,
+    limit: int | None, is_main: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Metrics by task. Collective; all ranks compute the same. UserError for unknown tasks and missing data.
+
+    `folder` has task files beyond the harness's own; `limit`: documents of each task.
+    """
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    if folder is not None and not Path(folder).is_dir():
+        raise UserError(f"--task-path: {folder} is not a folder")
+    manager = TaskManager(include_path=folder)
+    known = manager.all_tasks
+    for name in tasks:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else "--task-path names a folder with others"
+            raise UserError(f"--tasks: the harness has no task {name}; {hint}")
+    model = HarnessModel(runner, tokenizer, encode, quiet=not is_main)
+    with runner.evaluating(), explained("--tasks: the harness cannot do it"):  # for want of data, or by a task file
+        found = simple_evaluate(
+            model, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=False
+        )
+    results: dict[str, Any] = {}
+    for name, metrics in (found or {"results": {}})["results"].items():  # the harness gives them to the first rank
+        results[name] = {key: finite(value) for key, value in metrics.items() if isinstance(value, (int, float))}
+        for key, value in results[name].items():
+            if value is not None and "_stderr" not in key and "," in key:
+                metric, _, filtered = key.partition(",")
+                spread = results[name].get(f"{metric}_stderr,{filtered}")
+                log.info("%s | %s %.6g%s", name, metric, value, f" (standard error {spread:.2g})" if spread else "")
+    return runner.world.broadcast(results)
