@@ -43,7 +43,7 @@ NVME = {
 
 def configure(workspace: Workspace, stage: int, options: dict[str, Any]) -> Any:
     runner = {"name": "deepspeed", "stage": stage} | options
-    return load_config(workspace.project, [f"run.runner={json.dumps(runner)}"]).runner.options
+    return load_config(workspace.project, [f"run.runner={json.dumps(runner)}"]).run.runner.options
 
 
 @pytest.mark.parametrize("stage", LISTINGS)
