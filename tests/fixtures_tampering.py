@@ -76,9 +76,9 @@ def frugal() -> Iterator[None]:
         return int(found[1]) * 1024
 
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
-    before, start = peak(), time.monotonic()
+    before, start = peak(), time.process_time()  # others may use the machine too
     yield
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
     assert peak() - before < 300 * MB
 
 
