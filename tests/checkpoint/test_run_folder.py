@@ -14,9 +14,11 @@ import yaml
 
 from conftest import Run, Workspace, logged_step
 from crosstrain.checkpoint import folders, run_folder
+from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.run_folder import RunFolder
-from crosstrain.utils.errors import UserError
+from crosstrain.distributed.group import Group
+from crosstrain.utils.errors import CheckpointError, UserError
 from fixtures_kill import assert_same_weights, numbers
 from fixtures_processes import Training
 from fixtures_ranks import mostly_slow
@@ -81,6 +83,22 @@ def test_a_moved_folder_ends_the_run_and_keeps_its_state(trainings: Train, works
     assert not living.folder.exists()
     resumed(trainings, elsewhere)
     assert_whole(elsewhere, folders.steps(elsewhere / "checkpoints"))
+
+
+def test_a_save_that_is_under_way_does_not_make_a_moved_folder_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create({})
+    keeper = Checkpointer(folder.checkpoints, Group(), Retention(), lambda _: None, folder.run_id)
+    folder.path.rename(tmp_path / "elsewhere")
+    keeper.save(1, [], {"step": 1}, background=False)
+    with pytest.raises(CheckpointError, match="not this run's folder any more"):
+        keeper.wait()
+    assert not folder.path.exists(), "the next run here would take it for its own"
+    assert folder.keep()
+    keeper.root = folder.checkpoints
+    keeper.save(1, [], {"step": 1}, background=False)
+    keeper.wait()
+    assert folders.steps(tmp_path / "elsewhere" / "checkpoints") == [1]
 
 
 @pytest.mark.slow

@@ -135,13 +135,15 @@ class Checkpointer:
         return list(results)
 
     def _check_own(self) -> None:
-        if self.run is not None and RunFolder(self.root.parent).read_id() not in (None, self.run):
-            raise CheckpointError(f"{self.root.parent} is another run's folder now")
+        if self.run is not None and RunFolder(self.root.parent).read_id() != self.run:
+            raise CheckpointError(f"{self.root.parent} is not this run's folder any more")
 
     def _begin(self, temporary: Path) -> None:
         if self.group.rank == 0:
             folders.remove(temporary)
-            temporary.mkdir(parents=True)  # `root` may have been deleted
+            # Not the run's folder: if that was moved away meanwhile, its place is another run's.
+            self.root.mkdir(exist_ok=True)
+            temporary.mkdir()
 
     def _write_share(self, temporary: Path, save: _Save, held: dict[Holding, Tensor]) -> dict[str, Any]:
         by_file: dict[str, dict[str, Tensor]] = {}
