@@ -177,10 +177,7 @@ def trained(shared_workspace: Workspace) -> tuple[Workspace, Path]:
     return shared_workspace, run.folder
 
 
-@pytest.mark.parametrize(
-    "runner", mostly_slow(["ddp@1", "ddp@2", "fsdp@2", "zero1@2", "zero3@1", "zero3@2"], ["ddp@1", "zero3@1"])
-)
-def test_evaluation_gives_the_same_perplexity_and_text(trained: tuple[Workspace, Path], runner: str) -> None:
+def evaluated(trained: tuple[Workspace, Path], runner: str) -> dict[str, Any]:
     workspace, folder = trained
     name, size = sized(runner)
     run = workspace.evaluate(
@@ -188,7 +185,18 @@ def test_evaluation_gives_the_same_perplexity_and_text(trained: tuple[Workspace,
         "--generate", "ban", "--max-new-tokens", "8", "--temperature", "0", "--options", f"run.runner={name}",
     )  # fmt: skip
     assert run.code == 0, run.err
-    result = json.loads((workspace.path / f"{runner}.json").read_text())
-    one = json.loads((workspace.path / "ddp@1.json").read_text())
+    return json.loads((workspace.path / f"{runner}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def one(trained: tuple[Workspace, Path]) -> dict[str, Any]:
+    return evaluated(trained, "ddp@1")
+
+
+@pytest.mark.parametrize("runner", mostly_slow(["ddp@2", "fsdp@2", "zero1@2", "zero3@1", "zero3@2"], ["zero3@1"]))
+def test_evaluation_gives_the_same_perplexity_and_text(
+    trained: tuple[Workspace, Path], one: dict[str, Any], runner: str
+) -> None:
+    result = evaluated(trained, runner)
     assert result["splits"]["val"]["perplexity"] == pytest.approx(one["splits"]["val"]["perplexity"], rel=1e-6)
     assert result["completions"] == one["completions"]

@@ -168,7 +168,7 @@ def test_the_program_answers_about_a_picture(trained: tuple[Path, Run], tmp_path
     assert "error: --image: none.png is not a readable image" in out
     spoken = json.loads((tmp_path / "chat.json").read_text())["completions"]
     assert [turn["prompt"] for turn in spoken] == ["how many", "what colour is it", "where", "where"]
-    assert "forgets what was said" in said(*short, "--interactive", typed="what colour is it\nwhere\nstop\n")
+    assert "`new` starts over" in said(*short, "--interactive", typed="what colour is it\nwhere\nstop\n")
     alone = subprocess.run([*command, "--image", str(image)], capture_output=True, text=True, env=ENVIRONMENT)
     assert alone.returncode == 1
     assert "say what is asked about it, with --generate or --interactive" in alone.stderr
