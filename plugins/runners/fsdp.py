@@ -24,7 +24,7 @@ from crosstrain import (
     parameters_on_meta,
     registry,
 )
-from crosstrain.engine.footprint import all_reduced, scattered, share
+from crosstrain.engine.footprint import fully_sharded
 
 
 @registry.register_runner("fsdp")
@@ -53,35 +53,13 @@ class FSDPRunner(Runner):
 
     @classmethod
     def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
-        """While a block computes, the next one is gathered; parameters outside of blocks stay gathered."""
-        sizes, ranks = Sizes.of(at.model), options.shard_size or at.world_size
-        mine, trained = share(sizes.parameters, ranks), share(sizes.trainable, ranks)
-        rounds, copies = at.batch.accumulation, at.batch.dp_size // ranks
-        every, regather, offload = options.sync_each_micro_batch, options.reshard_after_forward, options.cpu_offload
-        block, outside = min(sizes.largest_block, sizes.trainable), min(sizes.outside_blocks, sizes.trainable)
-        waits = rounds > 1 and not every  # all gradients, whole, for the last micro batch
-        shares = 0 if offload else trained
-        sent = rounds * scattered(sizes.parameters, ranks)
-        sent += (rounds if every else 1) * scattered(sizes.trainable, ranks)
-        if regather:
-            sent += scattered(sizes.parameters - sizes.outside_blocks, ranks) * rounds
-        layout = Layout(
-            parameters=0 if offload else mine,
-            held=share(sizes.elements, ranks),
-            updated=share(sizes.trainable_elements, ranks),
-            gradients=sizes.trainable if waits else shares if every else 0,
-            retained_grad_fraction=shares / max(sizes.trainable, 1) if not waits and not every else 0.0,
-            retained_grad_fraction_outside=0.0 if waits else 1.0,  # which are summed last
-            gathered=sizes.outside_blocks + 2 * sizes.largest_block if regather else sizes.parameters,
-            # A block's gradients are copied before they are sent, while the next block makes its own. When the rest is
-            # summed, the shares of all are there.
-            gradient_buffers=2 * block,
-            step_buffers=max(0, 2 * outside - (sizes.trainable - shares if waits else 0)),
-            sent=sent + all_reduced(trained, copies),
-            host={"parameters": mine, "gradients": trained} if offload else {},
-            optimizer="host" if offload else "device",
-        )
-        return [layout]
+        ranks = options.shard_size or at.world_size
+        return [
+            fully_sharded(
+                Sizes.of(at.model), at, ranks, regather=options.reshard_after_forward, offload=options.cpu_offload,
+                every=options.sync_each_micro_batch,
+            )
+        ]  # fmt: skip
 
     def setup(self) -> None:
         super().setup()

@@ -96,8 +96,15 @@ def share(size: int, ranks: int) -> int:
 
 def data_parallel(at: PlanContext) -> Layout:
     """Layout of plain data parallelism: every rank holds everything, and gradients are summed."""
-    sizes, ranks = Sizes.of(at.model), at.batch.dp_size
-    once = ranks == 1 and at.batch.accumulation == 1  # gradients appear one by one, not all at once
+    ranks = at.batch.dp_size
+    return replicated(Sizes.of(at.model), ranks, ranks == 1 and at.batch.accumulation == 1)
+
+
+def replicated(sizes: Sizes, ranks: int, once: bool) -> Layout:
+    """Layout with all of `sizes` on each of `ranks` ranks, which sum gradients.
+
+    once: the step has one backward, so gradients appear one by one; otherwise all are allocated all the time.
+    """
     return Layout(
         parameters=sizes.parameters,
         held=sizes.elements,
@@ -105,4 +112,38 @@ def data_parallel(at: PlanContext) -> Layout:
         gradients=0 if once else sizes.trainable,
         retained_grad_fraction=1.0 if once else 0.0,
         sent=all_reduced(sizes.trainable, ranks),
+    )
+
+
+def fully_sharded(sizes: Sizes, at: PlanContext, ranks: int, *, regather: bool, offload: bool, every: bool) -> Layout:
+    """Layout of torch's FSDP2 with `ranks` ranks to a copy of the model.
+
+    While a block computes, the next one is gathered; parameters outside of blocks stay gathered. `regather`: blocks are
+    freed after their forward. `every`: gradients are reduced after every micro batch, not only after the last.
+    """
+    mine, trained = share(sizes.parameters, ranks), share(sizes.trainable, ranks)
+    rounds = at.batch.accumulation
+    block, outside = min(sizes.largest_block, sizes.trainable), min(sizes.outside_blocks, sizes.trainable)
+    gathered = sizes.outside_blocks + 2 * sizes.largest_block if regather else sizes.parameters
+    waits = rounds > 1 and not every  # all gradients, whole, for the last micro batch
+    shares = 0 if offload else trained
+    copies = at.batch.dp_size // ranks
+    sent = scattered(sizes.parameters, ranks) * rounds + scattered(sizes.trainable, ranks) * (rounds if every else 1)
+    if regather:
+        sent += scattered(sizes.parameters - sizes.outside_blocks, ranks) * rounds
+    return Layout(
+        parameters=0 if offload else mine,
+        held=share(sizes.elements, ranks),
+        updated=share(sizes.trainable_elements, ranks),
+        gradients=sizes.trainable if waits else shares if every else 0,
+        retained_grad_fraction=shares / max(sizes.trainable, 1) if not waits and not every else 0.0,
+        retained_grad_fraction_outside=0.0 if waits else 1.0,  # which are summed last
+        gathered=gathered,
+        # A block's gradients are copied before they are sent, while the next block makes its own. When the rest is
+        # summed, the shares of all are there.
+        gradient_buffers=2 * block,
+        step_buffers=max(0, 2 * outside - (sizes.trainable - shares if waits else 0)),
+        sent=sent + all_reduced(trained, copies),
+        host={"parameters": mine, "gradients": trained} if offload else {},
+        optimizer="host" if offload else "device",
     )

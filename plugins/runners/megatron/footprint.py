@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from crosstrain import Layout, Model, PlanContext, Sizes, registry
-from crosstrain.engine.footprint import data_parallel, scattered, share
+from crosstrain import Layout, Model, PlanContext, Sizes
+from crosstrain.engine.footprint import fully_sharded, replicated, scattered, share
 
 from .data_parallel import MIB
 from .options import Options
@@ -104,7 +103,7 @@ def _layout(
         if closing and stage == stages - 1:
             last = model.get_submodule(closing[-1])
         last.register_forward_hook(tensor.set_aside)
-    out = _owned(options, replace(at, model=model))
+    out = _owned(options, at, Sizes.of(model), at.batch.dp_size)
     out.model = model if tensor is not None or stages > 1 else None
     if out.model is not None:
         cut = options.tensor_parallel, options.sequence_parallel, options.plan
@@ -134,19 +133,15 @@ def _plain(model: Model) -> None:
                 module._parameters[name] = made[parameter]
 
 
-def _owned(options: Options, at: PlanContext) -> Layout:
-    """Layout of the parameters of a stage, `at.model`, under the chosen data-parallel strategy."""
-    copies, sizes = at.batch.dp_size, Sizes.of(at.model)
+def _owned(options: Options, at: PlanContext, sizes: Sizes, copies: int) -> Layout:
+    """Layout of the parameters under the chosen data-parallel strategy."""
     if options.data_parallel_style == "fsdp" or options.offload == "cpu":
-        fsdp = registry.get("runner", "fsdp")
-        sharded = fsdp.Options(shard_size=copies, cpu_offload=options.offload == "cpu")
-        return fsdp.layouts(sharded, at)[0]
+        return fully_sharded(sizes, at, copies, regather=True, offload=options.offload == "cpu", every=False)
     zero1 = options.data_parallel_style == "zero1"
     exchanged = copies > 1
     once = at.batch.accumulation == 1
     bucket = min(options.bucket_mb * MIB, sizes.trainable) if exchanged else 0
-    out = data_parallel(at)
-    out.gradients, out.retained_grad_fraction = (0, 1.0) if once else (sizes.trainable, 0.0)
+    out = replicated(sizes, copies, once)
     out.gradient_buffers = bucket
     if zero1:
         out.updated = share(sizes.trainable_elements, copies)
