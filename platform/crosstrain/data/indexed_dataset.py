@@ -265,8 +265,8 @@ class _Column:
         position, end = self._offset + start * size, self._offset + stop * size
         data = b""
         with os_errors_as(DataError, f"{self._path} cannot be read"):
-            while more := os.pread(self._file.fileno(), end - position - len(data), position + len(data)):
+            while (at := position + len(data)) < end and (more := os.pread(self._file.fileno(), end - at, at)):
                 data += more  # one call reads 2 GiB at most
-        if len(data) < end - position:
+        if at < end:
             raise DataError(f"{self._path} was cut while it was read: it ends before byte {end}")
         return np.frombuffer(data, self._dtype)

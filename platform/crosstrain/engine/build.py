@@ -68,8 +68,8 @@ def make_schedule(config: Config, max_iters: int) -> Callable[[int], float]:
     warmup = run.warmup_steps if run.warmup_steps is not None else (run.warmup_fraction or 0.0) * decay
     if warmup >= decay:
         raise ConfigError(f"run.warmup_steps: the warmup of {warmup:g} steps must be shorter than the decay of {decay}")
-    make = registry.get("lr_scheduler", config.run.lr_sched.name)
-    shape = make(warmup_steps=warmup, decay_steps=decay, options=config.run.lr_sched.options)
+    make = registry.get("lr_scheduler", run.lr_sched.name)
+    shape = make(warmup_steps=warmup, decay_steps=decay, options=run.lr_sched.options)
 
     def rate(applied: int) -> float:
         if applied <= warmup and warmup > 0:
