@@ -171,7 +171,7 @@ def test_the_program_answers_about_a_picture(trained: tuple[Path, Run], tmp_path
     assert "`new` starts over" in said(*short, "--interactive", typed="what colour is it\nwhere\nstop\n")
     alone = subprocess.run([*command, "--image", str(image)], capture_output=True, text=True, env=ENVIRONMENT)
     assert alone.returncode == 1
-    assert "say what is asked about it, with --generate or --interactive" in alone.stderr
+    assert "ask about it with --generate or --interactive" in alone.stderr
     asking = ("--answers", "--max-new-tokens", "3", "--output")
     out = said(*asking, "out.json", "--sheet", "sheet.png")
     assert re.search(r"test \| colour +right 0\.\d+ \| without the image 0\.\d+ \(60 questions\)", out)
