@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # the launcher imports this file
     from crosstrain.distributed.launch.launcher import Launch
 
 _SHUTDOWN_TIMEOUT = 5  # seconds in which ended ranks that wait for a dead one, and cannot hear, are left alone
+_EXIT_TIMEOUT = 30  # seconds in which another node's launcher, whose workers ended with this one's, has to end too
 
 
 class _Stopped(BaseException):
@@ -107,7 +108,9 @@ class _Agent(LocalElasticAgent):
             rdzv_handler=get_rendezvous_handler(rendezvous), max_restarts=how.max_restarts, monitor_interval=0.1,
             local_addr=rendezvous.local_addr,
         )  # fmt: skip
-        super().__init__(spec, DefaultLogsSpecs(), shutdown_timeout=_SHUTDOWN_TIMEOUT)
+        super().__init__(
+            spec, DefaultLogsSpecs(), exit_barrier_timeout=_EXIT_TIMEOUT, shutdown_timeout=_SHUTDOWN_TIMEOUT
+        )
         self._remaining_restarts = restarts_left
         self._stop = stop
         self._failure: Failure | None = None  # the latest
