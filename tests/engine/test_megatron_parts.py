@@ -144,7 +144,8 @@ def test_a_stage_may_have_nothing_to_train(workspace: Workspace, stage: str, sty
     """It trains as in one process, and what it saved goes on in one."""
     runner = f"run.runner={{name: megatron, pipeline_parallel: 2, data_parallel_style: {style}}}"
     options = ("run.lr_decay_iters=12", "run.save_interval=6", "run.micro_batch_size=1", "model.dropout=0")
-    options += (f"run.freeze={json.dumps(FROZEN[stage])}",)
+    # At a rate of 1e-2 the norm jumps in step 9, which then differs by 3.5e-6 under any sum in another order.
+    options += (f"run.freeze={json.dumps(FROZEN[stage])}", "run.init_lr=1e-3")
     one = train(workspace.project, "one", *options, "run.max_iters=12")
     train(workspace.project, "many", *options, "run.max_iters=9", runner, size=size)
     many = train(workspace.project, "many", *options, "run.max_iters=12")
