@@ -95,15 +95,23 @@ def _check_values(given: Mapping[str, Any], config: PreTrainedConfig) -> None:
     for key in (*_SIZES, "max_position_embeddings"):
         if config.attribute_map.get(key, key) not in named:
             continue
-        size, most = getattr(config, key, None), MOST_LAYERS if key == "num_hidden_layers" else LARGEST_SIZE
+        size, most = _global(config, key), MOST_LAYERS if key == "num_hidden_layers" else LARGEST_SIZE
         if type(size) is int and not 1 <= size <= most:
             raise ConfigError(f"model.config.{key}: expected 1 to {most}, got {size}")
-    heads, keys = (getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
+    heads, keys = (_global(config, key) for key in ("num_attention_heads", "num_key_value_heads"))
     if type(heads) is type(keys) is int and heads % keys:
         raise ConfigError(f"model.config.num_key_value_heads: {keys} does not divide num_attention_heads={heads}")
     for key, value in given.items():
         if "drop" in key and isinstance(value, (int, float)) and not 0 <= value < 1:
             raise ConfigError(f"model.config.{key}: expected at least 0 and below 1, got {value}")
+
+
+def _global(config: PreTrainedConfig, key: str) -> Any:
+    """A value of the whole model; None where there is none, or each layer has its own."""
+    try:
+        return getattr(config, key, None)
+    except RuntimeError:  # transformers will not say for some
+        return None
 
 
 def _check_keys(family: str, config: Mapping[str, Any]) -> None:
