@@ -96,6 +96,7 @@ class TextDataset(Dataset):
             self.vocab_size, self.eod_id = summary.vocab_size, summary.eod_id
         if override := _tokenizer_folder(options.tokenizer, options.vocab_file, options.merge_file):
             self.tokenizer_path, self.vocab_size, self.eod_id = override
+        self._num_ids = np.uint64(self.vocab_size or 2**63)
         self.start, self.stop = self._range(split)
         if len(self) < 1:
             raise DataError(self._why_empty(split))
@@ -141,8 +142,8 @@ class TextDataset(Dataset):
     def _tokens(self, start: int, stop: int) -> np.ndarray:
         """Return int64 tokens [start, stop) of the file. DataError if one is not in the vocabulary."""
         tokens = self.file.tokens(start, stop).astype(np.int64)
-        low, high = tokens.min(), tokens.max()
-        if low < 0 or (self.vocab_size is not None and high >= self.vocab_size):
+        if np.maximum.reduce(tokens.view(np.uint64)) >= self._num_ids:  # a negative id is 2^63 or more there
+            low, high = tokens.min(), tokens.max()
             raise DataError(
                 f"{self.file.bin_path} holds token {low if low < 0 else high}, and the tokenizer has ids 0 to"
                 f" {(self.vocab_size or 0) - 1}: the file was made with another tokenizer"
