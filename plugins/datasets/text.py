@@ -11,7 +11,18 @@ import numpy as np
 import torch
 from annotated_types import Interval
 
-from crosstrain import SPLITS, Batch, DataError, Dataset, FilePath, OptionError, Sample, Split, registry
+from crosstrain import (
+    IGNORE_INDEX,
+    SPLITS,
+    Batch,
+    DataError,
+    Dataset,
+    FilePath,
+    OptionError,
+    Sample,
+    Split,
+    registry,
+)
 from crosstrain.corpus.options import PrepareOptions
 from crosstrain.corpus.prepare import prepare
 from crosstrain.data.indexed_dataset import TokenFile
@@ -27,7 +38,8 @@ class TextDataset(Dataset):
     """Documents end to end in one stream of tokens, cut into samples of seq_length.
 
     Sample i has input_ids = tokens [i*S, i*S + S) of its split and labels = tokens [i*S + 1, i*S + S + 1), both
-    int64 [S]: each target is one token on, the last one the next sample's first input.
+    int64 [S]: each target is one token on, the last one the next sample's first input. With `document_mask`,
+    position_ids [S] restart at each document, attention does not cross documents, and their last tokens have no target.
     """
 
     @dataclass
@@ -38,6 +50,7 @@ class TextDataset(Dataset):
         seq_length: Annotated[int, Interval(ge=1, le=2**30)]  # tokens per sample
         # train, val, test, by documents
         split: list[Annotated[float, Interval(ge=0, le=10**12)]] = field(default_factory=lambda: [949.0, 50.0, 1.0])
+        document_mask: bool = False  # True: documents of a sample do not see each other
         tokenizer: FilePath | None = None  # a name or a path; a prepared folder has its own
         vocab_file: FilePath | None = None  # GPT-2's vocab.json and ...
         merge_file: FilePath | None = None  # ... merges.txt instead of `tokenizer`
@@ -81,11 +94,11 @@ class TextDataset(Dataset):
     @classmethod
     def shapes(cls, options: Options) -> Batch:
         ids = torch.zeros(1, options.seq_length, dtype=torch.int64, device="meta")
-        return {"input_ids": ids, "labels": ids}
+        return {"input_ids": ids, "labels": ids} | ({"position_ids": ids} if options.document_mask else {})
 
     def __init__(self, options: Options, split: Split) -> None:
         super().__init__(options, split)
-        self.sequence_length = options.seq_length
+        self.sequence_length, self.documents = options.seq_length, options.document_mask
         prefix, folder = locate(options.path)
         self.file = TokenFile(prefix)
         self.eod_id: int | None = None
@@ -126,7 +139,14 @@ class TextDataset(Dataset):
         length = self.options.seq_length
         first = self.start + index * length
         tokens = self._tokens(first, first + length + 1)
-        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+        if not self.documents:
+            return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+        starts = self.file.document_starts(first + 1, first + length + 1) - first
+        labels, positions = tokens[1:].copy(), np.arange(length)
+        labels[starts - 1] = IGNORE_INDEX
+        for start in starts[starts < length]:
+            positions[start:] = np.arange(length - start)
+        return {"input_ids": tokens[:-1], "labels": labels, "position_ids": positions}
 
     def location(self, index: int) -> str:
         first = self.start + index * self.options.seq_length

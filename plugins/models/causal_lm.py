@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,10 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from transformers.modeling_rope_utils import RopeParameters
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from crosstrain import ConfigError, OptionError, Text, TransformersModel, UserError, pretrained_folder, registry
 from crosstrain.config.schema import nearest
+from crosstrain.modeling.attention import Attention
 from crosstrain.modeling.hf_causal_lm import LARGEST_SIZE, MOST_LAYERS, Size, check_published
 from crosstrain.modeling.hf_internals import padded, without_initial_values
 from crosstrain.utils.errors import sentence
@@ -41,7 +42,8 @@ class CausalLM(TransformersModel):
         pretrained: Text | None = None  # a Hugging Face name or folder to start from
         config: dict[str, Any] = field(default_factory=dict)  # of transformers, with model_type; or what differs
         make_vocab_size_divisible_by: Size = 128  # embedding rows are padded to this; the padding shows nowhere
-        attention: Literal["sdpa", "eager"] = "eager"  # transformers' attention implementation; not all have sdpa
+        # transformers' attention implementation; None: sdpa where the model has it, else eager
+        attention: Attention | None = None
 
         def __post_init__(self) -> None:
             if self.pretrained is None and "model_type" not in self.config:
@@ -53,10 +55,11 @@ class CausalLM(TransformersModel):
         source = pretrained_folder(options.pretrained) if options.pretrained else None
         try:
             config = _config(options, source)
+            kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            made = padded(config, options.make_vocab_size_divisible_by, options.attention, kind)
             with without_initial_values():
                 lm = AutoModelForCausalLM.from_config(
-                    padded(config, options.make_vocab_size_divisible_by, options.attention),
-                    attn_implementation=options.attention, dtype=torch.float32, trust_remote_code=False,
+                    made, attn_implementation=made._attn_implementation, dtype=torch.float32, trust_remote_code=False,
                 )  # fmt: skip
         except UserError:
             raise

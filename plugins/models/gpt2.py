@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from crosstrain import ConfigError, Ends, Text, TransformersModel, pretrained_folder, registry
+from crosstrain.modeling.attention import Attention
 from crosstrain.modeling.hf_causal_lm import DropRate, Layers, Size, check_published
 from crosstrain.modeling.hf_internals import padded, without_initial_values
 
@@ -33,7 +34,7 @@ class GPT2(TransformersModel):
         n_head: Size | None = None  # 12
         dropout: DropRate = 0.1  # of embeddings, residuals and attention alike
         make_vocab_size_divisible_by: Size = 128  # embedding rows are padded to this; the padding shows nowhere
-        attention: Literal["sdpa", "eager"] = "sdpa"  # transformers' attention implementation
+        attention: Attention = "sdpa"  # transformers' attention implementation
 
     def __init__(self, options: Options) -> None:
         source = pretrained_folder(options.pretrained) if options.pretrained else None
@@ -46,7 +47,7 @@ class GPT2(TransformersModel):
         config = GPT2Config.from_pretrained(source, **given) if source else GPT2Config(**given)
         if config.n_embd % config.n_head:
             raise ConfigError(f"model.n_head: {config.n_head} heads do not divide n_embd={config.n_embd} evenly")
-        made = padded(config, options.make_vocab_size_divisible_by, options.attention)
+        made = padded(config, options.make_vocab_size_divisible_by, options.attention, GPT2LMHeadModel)
         # The same function as gelu_new, as one operator: less time and a third of the MLP's activations.
         if made.activation_function == "gelu_new":
             made.activation_function = "gelu_pytorch_tanh"

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from crosstrain import ConfigError, OptionError, PositiveFloat, Text, TransformersModel, pretrained_folder, registry
+from crosstrain.modeling.attention import Attention
 from crosstrain.modeling.hf_causal_lm import DropRate, Layers, Size, check_published
 from crosstrain.modeling.hf_internals import padded, without_initial_values
 
@@ -49,7 +50,7 @@ class Qwen(TransformersModel):
         initializer_range: PositiveFloat | None = None  # standard deviation of initial weights
         attention_dropout: DropRate = 0.0
         make_vocab_size_divisible_by: Size = 128  # embedding rows are padded to this; the padding shows nowhere
-        attention: Literal["sdpa", "eager"] = "sdpa"  # transformers' attention implementation
+        attention: Attention = "sdpa"  # transformers' attention implementation
 
         def __post_init__(self) -> None:
             if self.head_dim is not None and self.head_dim % 2:
@@ -60,7 +61,7 @@ class Qwen(TransformersModel):
     def __init__(self, options: Options) -> None:
         source = pretrained_folder(options.pretrained) if options.pretrained else None
         config = _config(options, source)
-        made = padded(config, options.make_vocab_size_divisible_by, options.attention)
+        made = padded(config, options.make_vocab_size_divisible_by, options.attention, _FAMILIES[config.model_type][1])
         with without_initial_values():
             lm = _FAMILIES[config.model_type][1](made)
         super().__init__(options, config, lm, source)

@@ -42,6 +42,7 @@ class Dataset(ABC):
     vocab_size: int | None = None  # bound of the ids in samples; checked against the model's
     sequence_length: int | None = None  # longest sample in tokens; checked against the model's limit
     tokenizer_path: Path | None = None  # a folder; its tokenizer's files are copied into every checkpoint
+    documents: bool = False  # True: position_ids, which restart at each document, keep the documents of a sample apart
     indexed: bool = True  # False: `get` gives the next sample of a stream and ignores the index
 
     def __init__(self, options: Any, split: Split) -> None:

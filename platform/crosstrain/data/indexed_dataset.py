@@ -136,6 +136,15 @@ class TokenFile:
         """Return the document of the token at `position` among all tokens."""
         return bisect.bisect_right(range(self.num_documents), position, key=self.document_start) - 1
 
+    def document_starts(self, start: int, stop: int) -> np.ndarray:
+        """Return the positions in [start, stop), start > 0, at which documents begin."""
+        starts = []
+        for document in range(self.document_at(start - 1) + 1, self.num_documents):
+            if (position := self.document_start(document)) >= stop:
+                break
+            starts.append(position)
+        return np.unique(np.array(starts, np.int64))
+
     def document(self, document: int) -> np.ndarray:
         """Return the tokens of one document, all its sequences joined."""
         return self.tokens(self.document_start(document), self.document_start(document + 1))

@@ -86,6 +86,8 @@ def check_fit(model: Model, dataset: Dataset) -> None:
             f"model.vocab_size: {model.vocab_size} is too small for the dataset, whose tokenizer has "
             f"{dataset.vocab_size} ids; set model.vocab_size={dataset.vocab_size}"
         )
+    if dataset.documents:
+        model.check_documents()
     check_tokenizer(model.pretrained_weights(), dataset)
     if dataset.sequence_length and model.max_length and dataset.sequence_length > model.max_length:
         raise ConfigError(

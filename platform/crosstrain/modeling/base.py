@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.cross_entropy import Head
 from crosstrain.modeling.pretrained import Source
+from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.types import IGNORE_INDEX, Batch
 
 
@@ -72,6 +73,10 @@ class Model(nn.Module, ABC):
     def num_targets(batch: Batch) -> int:
         """Target tokens in a batch, counted before any forward: the step's loss is divided by their total."""
         return int((batch["labels"] != IGNORE_INDEX).sum())
+
+    def check_documents(self) -> None:
+        """Raise ConfigError unless `forward` keeps the documents of a sequence apart, which position_ids number."""
+        raise ConfigError(f"model: {type(self).__name__} cannot keep the documents of a sequence apart")
 
     # ---- structure
 

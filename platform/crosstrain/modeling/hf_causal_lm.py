@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from crosstrain.modeling import hf_internals
+from crosstrain.modeling.attention import Documents
 from crosstrain.modeling.base import Ends, LanguageModel
 from crosstrain.modeling.cross_entropy import Logits
 from crosstrain.utils.assets import GENERATION_CONFIG, copy_files, plain_files
@@ -43,7 +44,7 @@ def check_published(published: PreTrainedConfig, given: Mapping[str, Any], sourc
 class TransformersModel(LanguageModel):
     """A `...ForCausalLM`, made from a `padded` configuration.
 
-    Subclasses construct it and implement `blocks`. Their options have `make_vocab_size_divisible_by` and `attention`.
+    Subclasses construct it and implement `blocks`. Their options have `make_vocab_size_divisible_by`.
     """
 
     lm: PreTrainedModel
@@ -56,6 +57,10 @@ class TransformersModel(LanguageModel):
         if source is not None:
             with suppress(DataError):  # a link to elsewhere stays there; the model itself is sound
                 self._generation = plain_files(source, {GENERATION_CONFIG})
+        self.attention = lm.config._attn_implementation
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        windows = [getattr(config, key, None) for key in ("sliding_window", "attention_chunk_size")]
+        self._sees_all = kinds == {"full_attention"} and not any(windows)  # every block attends to the whole past
         self.takes_positions = "position_ids" in inspect.signature(lm.base_model.forward).parameters
         words = (lm.get_input_embeddings(), lm.get_output_embeddings())
         if getattr(words[0], "num_embeddings", None) != lm.config.vocab_size:
@@ -70,17 +75,25 @@ class TransformersModel(LanguageModel):
         self, input_ids: Tensor | None = None, labels: Tensor | None = None, cache: Any = None,
         inputs_embeds: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        mask = None if attention_mask is None else self._mask(attention_mask)
-        more = {"inputs_embeds": inputs_embeds, "attention_mask": mask, "position_ids": position_ids}
+        more: dict[str, Any] = {"inputs_embeds": inputs_embeds, "position_ids": position_ids}
+        documents = None
+        if attention_mask is not None:
+            more["attention_mask"] = attention_mask
+        elif position_ids is not None and cache is None and (documents := Documents.of(position_ids)):
+            more |= documents.arguments(self.attention, self._sees_all, position_ids.device)
+        if "attention_mask" in more:
+            more["attention_mask"] = self._mask(more["attention_mask"])
         given = {key: value for key, value in more.items() if value is not None}  # not every model knows all of them
         out = self.lm.base_model(input_ids, past_key_values=cache, use_cache=cache is not None, **given)
+        if documents is not None and self.attention == "sdpa":
+            documents.check_seen(self.blocks())
         head = self.lm.get_output_embeddings()
         logits = Logits(head.bias, self.scale, self.softcap)
         return self.head(out.last_hidden_state, head.weight, labels, self.vocab_size, logits)
 
     def _mask(self, seen: Tensor) -> Tensor:
         """A mask [batch, 1, length, past + length] in the form that the attention implementation takes."""
-        if self.options.attention == "sdpa" or seen.dtype != torch.bool or seen.ndim != 4:
+        if self.attention == "sdpa" or seen.dtype != torch.bool or seen.ndim != 4:
             return seen
         device = seen.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
@@ -88,6 +101,12 @@ class TransformersModel(LanguageModel):
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.lm.get_input_embeddings()(input_ids)
+
+    def check_documents(self) -> None:
+        if not self.takes_positions:
+            raise ConfigError(f"model: {self.config.model_type} takes no positions, so documents cannot be kept apart")
+        if self.attention == "eager" and not self._sees_all:
+            raise ConfigError("model.attention: eager cannot keep documents apart where windows slide; use sdpa")
 
     def ends(self) -> Ends | None:
         theirs = list(self.lm.config.base_model_pp_plan or {})

@@ -18,16 +18,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from crosstrain.modeling.attention import Attention, choose_attention
 from crosstrain.modeling.cross_entropy import Logits
 from crosstrain.modeling.meta_init import parameters_on_meta
 from crosstrain.utils.errors import ConfigError
 
 
-def padded(config: PreTrainedConfig, multiple: int, attention: str) -> PreTrainedConfig:
-    """The configuration with a vocabulary padded to a multiple of `multiple`, and an attention implementation."""
+def padded(
+    config: PreTrainedConfig, multiple: int, attention: Attention | None, model: type[PreTrainedModel]
+) -> PreTrainedConfig:
+    """The configuration with a vocabulary padded to a multiple of `multiple`, and an attention that `model` has."""
     config = copy.deepcopy(config)
     config.vocab_size = -(-config.vocab_size // multiple) * multiple
-    config._attn_implementation = attention
+    config._attn_implementation = choose_attention(attention, model, config)
     return config
 
 

@@ -1,0 +1,128 @@
+"""Render and tokenize conversations once, into a folder of the cache.
+
+tokens.bin, tokens.idx  Megatron's format, a document per conversation, int32; a target is stored as ~id
+places.txt              file and line of each
+report.json             how many were kept and dropped, and why
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections import Counter
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from crosstrain.corpus.conversations import Row, conversation, rows
+from crosstrain.corpus.pool import CorpusStage, WorkerPool, cores
+from crosstrain.corpus.prepare import output_lock, replace_folder
+from crosstrain.data.chat_template import ChatError, ChatTemplate, TrainOn
+from crosstrain.data.indexed_dataset import TokenWriter
+from crosstrain.utils.errors import DataError
+from crosstrain.utils.files import write_json
+
+log = logging.getLogger(__name__)
+
+_FORMAT = 1  # of the folder; another number makes it anew
+_AT_ONCE = 256  # rows of a worker's item
+_NAMED = 1000  # dropped rows in the report
+
+
+@dataclass(frozen=True)
+class ChatSource:
+    """Conversations and how to render them."""
+
+    paths: tuple[str, ...]  # files and folders
+    tokenizer: Path  # a folder with a chat template
+    train_on: TrainOn
+    most: int  # tokens of a conversation that a model may read
+    drops: bool  # conversations that cannot be used; False: the first is an error
+
+
+@dataclass(frozen=True)
+class _Encode(CorpusStage[tuple[tuple[Row | str, str], ...], list[tuple[str, list[int] | str]]]):
+    """Render and tokenize rows: their places, with tokens of which targets are ~id, or a reason."""
+
+    source: ChatSource
+
+    def open(self) -> None:
+        global _template
+        _template = ChatTemplate(self.source.tokenizer)
+
+    def __call__(self, item: tuple[tuple[Row | str, str], ...]) -> list[tuple[str, list[int] | str]]:
+        return [(place, self._tokens(row)) for row, place in item]
+
+    def _tokens(self, row: Row | str) -> list[int] | str:
+        if isinstance(row, str):
+            return row
+        try:
+            turns = _template.encode(*conversation(row), self.source.train_on)
+        except ChatError as error:
+            return str(error)
+        if len(turns.ids) - 1 > self.source.most:
+            return f"it has {len(turns.ids) - 1} tokens, and seq_length is {self.source.most}"
+        return [~token if learned else token for token, learned in zip(turns.ids, turns.learned, strict=True)]
+
+
+_template: ChatTemplate  # of a worker
+
+
+def prepare_chat(source: ChatSource) -> Path:
+    """Make the folder of a source unless it is in the cache; returns it.
+
+    Raises DataError where no conversation can be used, or the first that cannot if none is to be dropped.
+    """
+    state = [
+        _FORMAT, source.tokenizer.name, source.train_on, source.most, source.drops, *map(_state, source.paths),
+    ]  # fmt: skip
+    digest = hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "crosstrain" / "chat" / digest
+    with output_lock(folder, wait=True):
+        if not (folder / "report.json").exists():
+            made = folder.with_name(f"{folder.name}.partial")
+            made.mkdir(parents=True, exist_ok=True)
+            _write(made, source)
+            replace_folder(made, folder)
+    return folder
+
+
+def _write(folder: Path, source: ChatSource) -> None:
+    reasons, named, places = Counter[str](), list[str](), list[str]()
+    with TokenWriter(folder / "tokens", "int32") as writer, WorkerPool(cores()) as pool:
+        found = rows(source.paths)
+        for results in pool.run(_Encode(source), iter(lambda: tuple(islice(found, _AT_ONCE)), ())):
+            for place, tokens in results:
+                if not isinstance(tokens, str):
+                    writer.add([tokens])
+                    places.append(place)
+                    continue
+                if not source.drops:
+                    raise DataError(f"{place}: {tokens}")
+                reasons[tokens] += 1
+                if len(named) < _NAMED:
+                    named.append(f"{place}: {tokens}")
+    dropped = reasons.total()
+    if not places:
+        where = " and ".join(source.paths)
+        why = (
+            f"none of {dropped} conversations can be used; the first: {named[0]}"
+            if named
+            else "no conversation is there"
+        )
+        raise DataError(f"{where}: {why}")
+    if dropped:
+        log.warning("%d of %d conversations are dropped: %s", dropped, dropped + len(places), "; ".join(named[:3]))
+    (folder / "places.txt").write_text("".join(f"{place}\n" for place in places), encoding="utf-8")
+    report = {"conversations": len(places), "dropped": dropped, "reasons": reasons.most_common(100), "named": named}
+    write_json(folder / "report.json", report)
+
+
+def _state(path: str) -> list[list[Any]]:
+    """Names, sizes and times of the files at a path."""
+    root = Path(path).expanduser()
+    files = sorted(file for file in root.rglob("*") if file.is_file()) if root.is_dir() else [root]
+    return [[str(file), *(lambda s: (s.st_size, s.st_mtime_ns))(file.stat())] for file in files if file.exists()]

@@ -1,0 +1,152 @@
+"""Conversations in the layouts that are published: OpenAI's messages, prompt and completion, ShareGPT, Alpaca."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from crosstrain.corpus import io
+from crosstrain.data.chat_template import ChatError
+from crosstrain.utils.errors import DataError
+from crosstrain.utils.optional_deps import require
+
+Row = dict[str, Any]
+_SPEAKERS = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
+    "chatgpt": "assistant", "bot": "assistant", "system": "system", "tool": "tool", "observation": "tool",
+    "function_response": "tool", "developer": "developer",
+}  # fmt: skip
+_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+
+
+def rows(paths: Iterable[str]) -> Iterator[tuple[Row | str, str]]:
+    """Yield the rows of files and folders with their places; for a line that is no JSON object, the reason.
+
+    Raises DataError for a file that is missing or damaged as a whole, or of another kind.
+    """
+    for item in paths:
+        path = io.existing(item)
+        if path.is_dir() and (path / "state.json").is_file():
+            yield from _saved(path)
+            continue
+        files = [file for file in io.files_below(path) if io.has_suffix(file, _SUFFIXES)] if path.is_dir() else [path]
+        if not files:
+            raise io.nothing_in(path, " or ".join(_SUFFIXES))
+        for file in files:
+            yield from _parquet(file) if io.has_suffix(file, (".parquet",)) else _json(file)
+
+
+def _json(file: Path) -> Iterator[tuple[Row | str, str]]:
+    with io.opened(file) as stream:
+        data = stream.read()
+    if data.lstrip()[:1] == b"[":
+        try:
+            found = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{file} is not JSON: {error}") from None
+        entries: Iterator[tuple[Any, str]] = ((entry, f"{file}, entry {number}") for number, entry in enumerate(found))
+    else:
+        lines = enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1)
+        entries = ((_parsed(line), f"{file}:{number}") for number, line in lines if line.strip())
+    for entry, place in entries:
+        yield (entry if isinstance(entry, (dict, str)) else "it is no JSON object"), place
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return f"it is not JSON ({error})"
+    return found if isinstance(found, dict) else None
+
+
+def _parquet(file: Path) -> Iterator[tuple[Row, str]]:
+    parquet, pyarrow = require("pyarrow.parquet", f"reading {file}"), require("pyarrow", f"reading {file}")
+    try:
+        with parquet.ParquetFile(file) as table:
+            entries = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches(1024))
+            yield from ((row, f"{file}, row {number}") for number, row in enumerate(entries))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{file} is not a readable Parquet file: {error}") from None
+
+
+def _saved(folder: Path) -> Iterator[tuple[Row, str]]:
+    library = require("datasets", f"reading {folder}")
+    try:
+        table = library.load_from_disk(str(folder))
+    except Exception as error:  # whatever of its many parts finds fault
+        raise DataError(f"{folder} cannot be read as a Hugging Face dataset: {error}") from None
+    yield from ((row, f"{folder}, row {number}") for number, row in enumerate(table))
+
+
+def conversation(row: Row) -> tuple[list[Row], list[Any] | None]:
+    """Return a row's messages as OpenAI writes them, and its tools. Raises ChatError if it has none of the layouts."""
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            raise ChatError("its tools are not JSON") from None
+    return [_message(message) for message in _messages(row)], tools or None
+
+
+def _messages(row: Row) -> list[Any]:
+    if row.get("messages") is not None:
+        return _turns(row, "messages")
+    if row.get("conversations") is not None:
+        system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+        return system + _turns(row, "conversations")
+    if "prompt" in row and "completion" in row:
+        return _side(row["prompt"], "user") + _side(row["completion"], "assistant")
+    if "instruction" in row and "output" in row:
+        asked = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
+        before = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+        for exchange in row.get("history") or []:
+            before += [
+                {"role": role, "content": text} for role, text in zip(("user", "assistant"), exchange, strict=False)
+            ]
+        return [*before, {"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
+    raise ChatError(
+        f"it has {', '.join(map(str, row)) or 'no keys'}, and none of messages, conversations, prompt and completion, "
+        f"or instruction and output"
+    )
+
+
+def _turns(row: Row, key: str) -> list[Any]:
+    if not isinstance(row[key], list) or not row[key]:
+        raise ChatError(f"{key} is no list of turns")
+    return row[key]
+
+
+def _side(given: Any, role: str) -> list[Any]:
+    return given if isinstance(given, list) else [{"role": role, "content": given}]
+
+
+def _message(given: Any) -> Row:
+    if not isinstance(given, Mapping):
+        raise ChatError(f"a turn is {type(given).__name__}, not an object with role and content")
+    message = {key: value for key, value in given.items() if value is not None}  # Parquet has all keys in all rows
+    role = message.pop("role", None) or message.pop("from", None)
+    content = message.pop("content", None)
+    content = message.pop("value", None) if content is None else content
+    if isinstance(content, list):
+        if not all(isinstance(part, Mapping) and part.get("type", "text") == "text" for part in content):
+            raise ChatError("a turn has parts that are not text")
+        content = "".join(str(part.get("text", "")) for part in content)
+    if role == "function_call":
+        return {"role": "assistant", "content": None, "tool_calls": [_call(content)]}
+    if not isinstance(role, str) or role not in _SPEAKERS:
+        raise ChatError(f"a turn has the role {role!r}; known: {', '.join(sorted(set(_SPEAKERS.values())))}")
+    if not isinstance(content, str) and not message.get("tool_calls"):
+        raise ChatError(f"a turn of {role} has no text")
+    return {"role": _SPEAKERS[role], "content": content} | message
+
+
+def _call(text: Any) -> Row:
+    try:
+        return {"type": "function", "function": dict(json.loads(text))}
+    except (TypeError, ValueError):
+        raise ChatError("a function_call is not JSON") from None

@@ -1,0 +1,36 @@
+"""Pack whole documents into sequences of bounded length."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+from crosstrain.data.shuffle import Permutation
+
+_OPEN = 512  # sequences that still take documents
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Return the documents of each sequence, best fit first: a document goes where it leaves the least room.
+
+    The documents come in one fixed shuffled order. At most 512 sequences are open; the fullest of more is closed.
+    lengths: tokens of each document, at most `capacity`.
+    """
+    sequences: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (room, sequence) of the open ones, sorted
+    order = Permutation(max(len(lengths), 1), 0)
+    for document in map(order, range(len(lengths))):
+        length = lengths[document]
+        assert 0 < length <= capacity
+        at = bisect.bisect_left(rooms, (length, 0))
+        if at < len(rooms):
+            room, sequence = rooms.pop(at)
+        else:
+            room, sequence = capacity, len(sequences)
+            sequences.append([])
+        sequences[sequence].append(document)
+        if room > length:
+            bisect.insort(rooms, (room - length, sequence))
+            if len(rooms) > _OPEN:
+                rooms.pop(0)
+    return sequences

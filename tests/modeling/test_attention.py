@@ -1,0 +1,139 @@
+"""Documents that share a sequence do not see each other: their losses, gradients and hidden states are as if apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import Workspace
+from crosstrain.config.registry import registry
+from crosstrain.modeling.base import Model
+from crosstrain.utils.errors import ConfigError
+from crosstrain.utils.types import IGNORE_INDEX
+from fixtures_ranks import mostly_slow
+from fixtures_training import TOLERANCE, assert_equal_training, follow
+
+SIZES = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "dropout": 0.0}),
+    "qwen": ("qwen", SIZES),
+    "llama": ("causal_lm", {"config": {"model_type": "llama", **SIZES}}),
+    "windows": ("causal_lm", {"config": {"model_type": "mistral", "sliding_window": 8, **SIZES}}),
+    "some windows": (
+        "causal_lm", {"config": {"model_type": "gemma3_text", "head_dim": 8, "sliding_window": 8, **SIZES}},
+    ),
+}  # fmt: skip
+LENGTHS = [[13, 27, 24], [30, 34]]  # documents of two rows
+
+
+def build(name: str, **more: Any) -> Model:
+    kind, options = MODELS[name]
+    component = registry.get("model", kind)
+    torch.manual_seed(0)
+    model = component(component.Options(**options, **more))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.2)
+    return model
+
+
+def packed() -> dict[str, Tensor]:
+    ids = torch.randint(0, 96, (2, 64), generator=torch.Generator().manual_seed(1))
+    labels, positions = torch.roll(ids, -1, 1), torch.empty_like(ids)
+    for row, lengths in enumerate(LENGTHS):
+        positions[row] = torch.cat([torch.arange(n) for n in lengths])
+        labels[row, torch.tensor(lengths).cumsum(0) - 1] = IGNORE_INDEX
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def apart() -> list[dict[str, Tensor]]:
+    batch = packed()
+    return [
+        {key: part[None] for key, part in zip(batch, parts, strict=True)}
+        for row, lengths in enumerate(LENGTHS)
+        for parts in zip(*(tensor[row].split(lengths) for tensor in batch.values()), strict=True)
+    ]
+
+
+def gradients(model: Model, batches: list[dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    losses = [model(**batch) for batch in batches]
+    torch.stack(losses).sum().backward()
+    return sum(loss.item() for loss in losses), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [*((name, "sdpa") for name in MODELS), *((name, "eager") for name in ("gpt2", "qwen", "llama"))],
+)
+def test_a_packed_loss_and_its_gradients_are_those_of_the_documents_apart(name: str, attention: str) -> None:
+    model = build(name, attention=attention)
+    model.check_documents()
+    loss, gradient = gradients(model, [packed()])
+    expected, expected_gradient = gradients(model, apart())
+    assert loss == pytest.approx(expected, rel=1e-6)
+    largest = max(value.norm() for value in expected_gradient.values())
+    for parameter, value in expected_gradient.items():  # fp32 sums in another order; keys' biases have no gradient
+        assert (gradient[parameter] - value).norm() <= 5e-6 * value.norm() + 1e-7 * largest, parameter
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_changed_document_leaves_the_others_bit_identical(name: str) -> None:
+    model = build(name)
+    seen: list[Tensor] = []
+    model.lm.base_model.register_forward_hook(lambda _m, _a, out: seen.append(out.last_hidden_state))  # type: ignore[union-attr, operator]
+    batch = packed()
+    model(**batch)
+    batch["input_ids"] = batch["input_ids"].clone()
+    batch["input_ids"][0, 5] += 1
+    model(**batch)
+    before, after = seen
+    assert not torch.equal(before[0, 5:13], after[0, 5:13])
+    assert torch.equal(before[0, 13:], after[0, 13:])
+    assert torch.equal(before[1], after[1])
+
+
+def test_blocks_that_ignore_documents_are_refused() -> None:
+    model = build("llama")
+    attend = type(model.blocks()[0].self_attn).forward
+    model.blocks()[1].self_attn.forward = lambda *args, documents=None, attention_mask=None, **kwargs: attend(  # type: ignore[union-attr]
+        model.blocks()[1].self_attn, *args, attention_mask=None, **kwargs
+    )
+    with pytest.raises(ConfigError, match=r"block 1 \(LlamaDecoderLayer\) lets documents of a sequence see each other"):
+        model(**packed())
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "mamba", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2}, "takes no positions"),
+        ({"model_type": "gemma2", **SIZES, "head_dim": 8, "sliding_window": 8}, "eager cannot keep documents apart"),
+    ],
+)
+def test_models_that_cannot_keep_documents_apart_are_refused(config: dict[str, Any], reason: str) -> None:
+    component = registry.get("model", "causal_lm")
+    with pytest.raises(ConfigError, match=reason):
+        component(component.Options(config=config)).check_documents()
+
+
+@pytest.mark.parametrize(
+    "runner",
+    mostly_slow(
+        ["ddp@2", "fsdp@2", "zero2@2", "zero3@2", "megatron_tp2@2", "megatron_tp2_sp@2", "megatron_pp2@2",
+         "megatron_tp2_pp2_sp@4"],
+        ["fsdp@2", "megatron_tp2_pp2_sp@4"],
+    ),
+)  # fmt: skip
+def test_training_on_documents_is_equal_under_every_runner(workspace: Workspace, runner: str) -> None:
+    options = (
+        "datasets.tiny.document_mask=true", "datasets.tiny.seq_length=32", "model.dropout=0", "run.max_iters=6",
+        "run.micro_batch_size=2", "run.global_batch_size=8", "run.gradient_checkpointing=full",
+    )  # fmt: skip
+    assert_equal_training(follow(workspace, "ddp@1", *options), follow(workspace, runner, *options), TOLERANCE)
