@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -139,10 +139,5 @@ def _tokenizer(spec: str, template: str | None) -> tuple[TextTokenizer, Path]:
     """Return the tokenizer and a folder of it, which has the template if one is given."""
     tokenizer = load_tokenizer(spec)
     if template is not None:
-        tokenizer = replace(tokenizer, save=partial(_save, tokenizer, template))
+        tokenizer = replace(tokenizer, chat_template=template)
     return tokenizer, cached_folder(tokenizer)
-
-
-def _save(tokenizer: TextTokenizer, template: str, folder: Path) -> None:
-    tokenizer.save(folder)
-    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")

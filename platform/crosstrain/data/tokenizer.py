@@ -25,7 +25,8 @@ from crosstrain.utils.errors import DataError, first_line, os_errors_as
 from crosstrain.utils.files import read_regular, write_json
 from crosstrain.utils.trust import check_source
 
-TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"  # files in a tokenizer's folder, and in a model's
+# Files in a tokenizer's folder, and in a model's.
+TOKENIZER, CONFIG, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _MAX_BYTES = 1 << 27  # of each
 END_OF_TEXT = "<|endoftext|>"
 _MAX_VOCABULARY = 1 << 20
@@ -41,6 +42,7 @@ class TextTokenizer:
     backend: Tokenizer
     end: str  # the token that ends a document
     copy: Callable[[Path], object] | None = None  # copies the files that it was loaded from into a folder
+    chat_template: str | None = None  # Jinja that replaces the files' own
 
     def __post_init__(self) -> None:
         if self.backend.token_to_id(self.end) is None:
@@ -79,6 +81,8 @@ class TextTokenizer:
             write_json(folder / CONFIG, config)
         if self.copy is None or not (folder / TOKENIZER).exists():
             self.backend.save(str(folder / TOKENIZER))
+        if self.chat_template is not None:
+            (folder / CHAT_TEMPLATE).write_text(self.chat_template, encoding="utf-8")
 
 
 def load_tokenizer(spec: str | Path) -> TextTokenizer:
@@ -126,7 +130,7 @@ def stored_tokenizer(folder: Path) -> dict[str, Any]:
     more = config.get("extra_special_tokens") or config.get("additional_special_tokens")
     if isinstance(more, list):
         arguments["extra_special_tokens"] = [_content(token) for token in more]
-    if (template := folder / "chat_template.jinja").exists():
+    if (template := folder / CHAT_TEMPLATE).exists():
         arguments["chat_template"] = _read(template).decode()
     return arguments | {"tokenizer_object": _backend(folder / TOKENIZER)}
 
