@@ -214,7 +214,9 @@ TABLES = {
     "`runner: fsdp`": ("runner", "fsdp"),
     "`optimizer: adamw`": ("optimizer", "adamw"),
     "`optimizer: sgd`": ("optimizer", "sgd"),
+    "`adapter: lora`": ("adapter", "lora"),
     "`name: text`": ("dataset", "text"),
+    "`name: chat`": ("dataset", "chat"),
 }
 
 

@@ -96,8 +96,8 @@ def assert_equal_training(one: Followed, other: Followed, tolerance: float) -> N
     assert relative(other.column("grad_norm"), one.column("grad_norm")) < tolerance
     assert other.gradients.keys() == one.gradients.keys()
     for name, gradient in one.gradients.items():
-        difference = np.linalg.norm(other.gradients[name] - gradient) / np.linalg.norm(gradient)
-        assert difference < GRADIENT_TOLERANCE, name
+        difference = np.linalg.norm(other.gradients[name] - gradient)
+        assert difference <= GRADIENT_TOLERANCE * np.linalg.norm(gradient), name  # some are exactly zero
 
 
 COMMON = ("run.max_iters=20", "run.micro_batch_size=1", "run.global_batch_size=8")  # accumulation 8, 4, 2

@@ -23,7 +23,18 @@ from crosstrain.checkpoint.assignment import Holding, assign, file_names, holdin
 from crosstrain.checkpoint.boxes import Shard
 from crosstrain.checkpoint.files import Reader, check_file, file_sum, fsync, write_file, write_safetensors
 from crosstrain.checkpoint.folders import Retention
-from crosstrain.checkpoint.manifest import MANIFEST, STATE, Files, FrozenParameter, is_count, manifest_text, read_json
+from crosstrain.checkpoint.manifest import (
+    MANIFEST,
+    STATE,
+    Files,
+    FrozenParameter,
+    StoredBox,
+    StoredTensor,
+    Tensors,
+    is_count,
+    manifest_text,
+    read_json,
+)
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.distributed.group import Group
 from crosstrain.utils.errors import CheckpointError, RankLost
@@ -46,15 +57,16 @@ class Checkpointer:
     """Writer of one run's checkpoints under `root`. With `run`, its id, other runs' checkpoints are left alone.
 
     `group` is a process group of its own, so that a background save never meets training's collectives.
-    `write_model_config(folder)` writes what makes the folder a Hugging Face one (rank 0 only).
+    `write_model_config(folder)` writes what makes the folder a Hugging Face one, and `write_parts(folder, reader)` what
+    else is made of the parameters there (rank 0 only).
     """
 
     def __init__(
         self, root: Path, group: Group, retention: Retention, write_model_config: Callable[[Path], None],
-        run: str | None = None,
+        run: str | None = None, write_parts: Callable[[Path, Reader], None] = lambda folder, reader: None,
     ) -> None:  # fmt: skip
         self.root, self.group, self.retention, self.run = root, group, retention, run
-        self.write_model_config = write_model_config
+        self.write_model_config, self.write_parts = write_model_config, write_parts
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         if group.rank == 0:
@@ -165,17 +177,22 @@ class Checkpointer:
             size = sum(files[name]["bytes"] for name in set(index.values()))
             document = {"metadata": {"total_size": size}, "weight_map": index}
             write_json(temporary / "model.safetensors.index.json", document)
+        tensors: Tensors = {}
+        for h, name in save.names.items():
+            stored = tensors.setdefault((h.kind, h.name), StoredTensor(h.shape, h.dtype, []))
+            stored.boxes.append(StoredBox(name, h.key, h.box))
         self.write_model_config(temporary)
+        self.write_parts(temporary, Reader(temporary, tensors))
         write_json(temporary / STATE, save.state)
         for path in temporary.iterdir():
             if path.name not in files:
                 fsync(path)
                 files[path.name] = file_sum(path)
-        tensors: dict[str, dict[str, Any]] = {}
-        for h, name in save.names.items():
-            entry = tensors.setdefault(h.kind, {}).setdefault(h.name, {"shape": h.shape, "dtype": h.dtype, "boxes": []})
-            entry["boxes"].append([name, h.key, h.box.offset, h.box.shape])
-        manifest: dict[str, Any] = {"files": files, "tensors": tensors}
+        listed: dict[str, dict[str, Any]] = {}
+        for (kind, key), stored in tensors.items():
+            boxes = [[where.file, where.key, where.box.offset, where.box.shape] for where in stored.boxes]
+            listed.setdefault(kind, {})[key] = {"shape": stored.shape, "dtype": stored.dtype, "boxes": boxes}
+        manifest: dict[str, Any] = {"files": files, "tensors": listed}
         if self.run:
             manifest["run"] = self.run
         if save.frozen:

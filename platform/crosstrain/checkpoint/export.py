@@ -108,15 +108,13 @@ class _Parameters:
         return value
 
     def _fp32(self, name: str) -> Tensor:
-        frozen = self.reader.frozen.get(name)
-        whole = torch.empty(frozen.shape if frozen else self.reader.tensors["param", name].shape)
+        if (frozen := self.reader.frozen.get(name)) is None:
+            return self.reader.whole(name)
+        assert self.pretrained is not None
+        whole = torch.empty(frozen.shape)
         shard = Shard("param", name, tuple(whole.shape), whole_pieces(whole, tuple(whole.shape)))
-        if frozen is None:
-            self.reader.fill([shard])
-        else:
-            assert self.pretrained is not None
-            self.pretrained.fill([shard])
-            check_frozen(self.reader, fingerprints([shard], Group()))
+        self.pretrained.fill([shard])
+        check_frozen(self.reader, fingerprints([shard], Group()))
         return whole
 
 

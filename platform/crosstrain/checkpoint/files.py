@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from crosstrain.checkpoint.boxes import Box, Shard
+from crosstrain.checkpoint.boxes import Box, Shard, whole_pieces
 from crosstrain.checkpoint.manifest import (
     DTYPES,
     Files,
@@ -158,6 +158,12 @@ class Reader:
         """Check every file's size and SHA-256 sum; raises CheckpointError, which names the file."""
         for name, expected in self.files.items():
             check_file(self.folder / name, expected)
+
+    def whole(self, name: str) -> Tensor:
+        """Read a parameter in fp32; raises as `fill` does."""
+        value = torch.empty(self.tensors["param", name].shape)
+        self.fill([Shard("param", name, tuple(value.shape), whole_pieces(value, tuple(value.shape)))])
+        return value
 
     def fill(self, shards: Iterable[Shard]) -> None:
         """Copy the contents of every piece's box from the files, converted to the piece's type.

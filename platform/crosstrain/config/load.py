@@ -36,6 +36,7 @@ class Config:
     model: Component
     sized: Component  # the model with its preset's sizes also where a pretrained folder, which may be away, has its own
     model_type: str | None  # the file in configs/models/<arch>/ that the model's options started from
+    adapter: Component | None
     datasets: dict[str, Component]
     run: RunOptions
     trust: Trust = Trust.COMMANDS  # how far what it names may be opened
@@ -44,7 +45,8 @@ class Config:
     def plain(self) -> dict[str, Any]:
         """All options resolved and spelled out, as config.yaml holds them; `from_plain` reads it back."""
         variant = {} if self.model_type is None else {"model_type": self.model_type}
-        model = {"arch": self.model.name, **variant, **to_plain(self.model.options)}
+        adapter = {} if self.adapter is None else {"adapter": to_plain(self.adapter)}
+        model = {"arch": self.model.name, **variant, **adapter, **to_plain(self.model.options)}
         return {"model": model, "datasets": to_plain(self.datasets), "run": to_plain(self.run)}
 
     @staticmethod
@@ -112,9 +114,11 @@ class _Builder:
         parts: dict[str, Any] = {"datasets": {}}
         with mistakes:
             if "model" in tree:
-                variant = tree["model"].get("model_type")
+                variant, adapter = tree["model"].get("model_type"), tree["model"].get("adapter")
                 parts["model"] = self._model(tree["model"])
                 parts["sized"] = self._model(tree.get(_SIZED, tree["model"]))
+                at = ("model", "adapter")
+                parts["adapter"] = None if adapter is None else self.check.component("adapter", adapter, at)
                 parts["model_type"] = self.check.value(bounds.FilePath | None, variant, ("model", "model_type"))
         for label, entry in tree.get("datasets", {}).items():
             with mistakes:
@@ -126,7 +130,7 @@ class _Builder:
         return Config(**parts)
 
     def _model(self, tree: dict[str, Any]) -> Component:
-        options = {key: value for key, value in tree.items() if key not in ("arch", "model_type")}
+        options = {key: value for key, value in tree.items() if key not in ("arch", "model_type", "adapter")}
         return self.check.component("model", {"name": tree["arch"], **options}, ("model",))
 
     def _components(self) -> list[tuple[str, Key]]:

@@ -29,7 +29,7 @@ from crosstrain.utils.optional_deps import absent_package, missing
 
 T = TypeVar("T")
 
-KINDS = ("runner", "model", "dataset", "processor", "optimizer", "lr_scheduler", "reader", "tracker")
+KINDS = ("runner", "model", "adapter", "dataset", "processor", "optimizer", "lr_scheduler", "reader", "tracker")
 ENTRY_POINTS = "crosstrain.plugins"
 ENVIRONMENT = "CROSSTRAIN_PLUGINS"
 PACKAGE = "crosstrain_plugins"  # plugin folders become sub-packages of this one, which exists in memory only
@@ -77,6 +77,7 @@ class Registry:
 
     register_runner = partialmethod(register, "runner")
     register_model = partialmethod(register, "model")
+    register_adapter = partialmethod(register, "adapter")
     register_dataset = partialmethod(register, "dataset")
     register_processor = partialmethod(register, "processor")
     register_optimizer = partialmethod(register, "optimizer")

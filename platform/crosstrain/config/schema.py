@@ -74,7 +74,7 @@ class Component:
 def options_class(kind: str, component: Any) -> type:
     """Return the dataclass of options that a registered class or function declares; NoOptions if none."""
     cls = getattr(component, "Options", NoOptions)
-    reserved = {"arch", "model_type"} if kind == "model" else {"name"}
+    reserved = {"arch", "model_type", "adapter"} if kind == "model" else {"name"}
     whose = f"Options of {component.__module__}.{component.__qualname__}"
     if not is_dataclass(cls) or not isinstance(cls, type):
         raise ConfigError(f"{whose} must be a dataclass")

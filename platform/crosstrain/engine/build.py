@@ -12,6 +12,7 @@ from crosstrain.checkpoint.weights import PretrainedWeights, check_frozen, fill_
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
+from crosstrain.config.schema import Component, OptionError
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.tokenizer import TOKENIZER, vocabulary
 from crosstrain.engine.optimizer import optimizer_factory
@@ -34,7 +35,18 @@ def make_runner(config: Config) -> Runner:
 def make_model(config: Config) -> Model:
     """The configured model. Raises ConfigError where it names weights that the configuration is not trusted with."""
     with limited_to(config.trust):
-        return registry.get("model", config.model.name)(config.model.options)
+        model: Model = registry.get("model", config.model.name)(config.model.options)
+        if config.adapter is not None:
+            add_adapter(config.adapter, model.adapted(), "model.adapter")
+        return model
+
+
+def add_adapter(adapter: Component, model: Model, key: str) -> None:
+    """Add the configured adapter to a model, in place. ConfigError, at the YAML's `key`, where it does not fit."""
+    try:
+        registry.get("adapter", adapter.name)(adapter.options).add(model)
+    except OptionError as error:
+        raise ConfigError(f"{key}.{error}") from error
 
 
 def model_on_meta(config: Config) -> Model:

@@ -18,6 +18,8 @@ from crosstrain.modeling.pretrained import Source
 from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.types import IGNORE_INDEX, Batch
 
+ReadParameter = Callable[[str], Tensor]  # the whole value of a parameter, by its canonical name
+
 
 @dataclass(frozen=True)
 class Ends:
@@ -139,6 +141,10 @@ class Model(nn.Module, ABC):
 
     # ---- training
 
+    def adapted(self) -> Model:
+        """The model that `model.adapter` changes: this one, or the language model in it."""
+        return self
+
     def lr_scale(self, name: str) -> float:
         """Factor on the learning rate of the parameter that `named_parameters` calls `name`; of any other, 1."""
         return 1.0
@@ -172,6 +178,9 @@ class Model(nn.Module, ABC):
     @abstractmethod
     def save_config(self, folder: Path) -> None:
         """Write the files that a Hugging Face model folder has besides the weights."""
+
+    def save_parts(self, folder: Path, names: set[str], read: ReadParameter) -> None:
+        """Write files made of the trained parameters `names` (canonical), which a checkpoint then holds too; none."""
 
     def merges(self) -> dict[str, Merge]:
         """Merges that export makes, by canonical name; none by default."""

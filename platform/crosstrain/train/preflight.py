@@ -82,7 +82,11 @@ def preflight(config: Config, world_size: int) -> Preflight:
 def dry_run(config: Config, world_size: int) -> Preflight:
     """Build the parts that a plan needs; nothing is downloaded or prepared, so weights and data may be absent."""
     described, absent = _without_weights(config.model, config.sized)
-    model = model_on_meta(replace(config, model=described))
+    adapter = config.adapter
+    if adapter is not None:
+        adapter, more = _without_weights(adapter, adapter)
+        absent += more
+    model = model_on_meta(replace(config, model=described, adapter=adapter))
     freeze(model, config.run.freeze)
     return Preflight(config, batch_plan(config, world_size), model, config.run.max_iters, absent=absent)
 

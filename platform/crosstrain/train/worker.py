@@ -9,6 +9,7 @@ from typing import Any
 
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
+from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
@@ -70,8 +71,13 @@ def build_trainer(config: Config, runner: Runner, stop: StopRequest, quiet: bool
         runner.model.save_config(checkpoint)
         copy_files(tokenizer_files, checkpoint)
 
+    def write_parts(checkpoint: Path, reader: Reader) -> None:
+        runner.model.save_parts(checkpoint, reader.names("param"), reader.whole)
+
     retention = Retention(run.keep_last, run.keep_every)
-    checkpointer = Checkpointer(folder.checkpoints, runner.new_group(), retention, write_assets, folder.run_id)
+    checkpointer = Checkpointer(
+        folder.checkpoints, runner.new_group(), retention, write_assets, folder.run_id, write_parts
+    )
     saved_step = state.step if start is not None and start.parent == folder.checkpoints else None
     bad_steps = BadSteps(runner, dataset, folder if rank == 0 else None)
     profiler = Profiler(run.profile, folder.profile, rank, runner.device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,26 @@ import torch
 from torch import Tensor, nn
 from transformers import Blip2QFormerConfig, Blip2QFormerModel
 
-from crosstrain import ConfigError, DataError, Head, LanguageModel, Merge, Model, Source, has_values, registry
+from crosstrain import (
+    Component,
+    ConfigError,
+    DataError,
+    Head,
+    LanguageModel,
+    Merge,
+    Model,
+    Source,
+    has_values,
+    registry,
+)
 from crosstrain.config.schema import to_plain
 from crosstrain.data.vision.conversations import IMAGE_ID, SHARED
+from crosstrain.engine.build import add_adapter
 from crosstrain.engine.precision import DTYPES
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.utils.files import write_json
 
-from . import lora, vision, weights
+from . import vision, weights
 from .options import Language, Part, Projector, QFormer, Vision
 
 # By part, which is also the name of its module, the prefix of its parameters' canonical names. These are the names of
@@ -65,9 +76,11 @@ class Blip2Qwen(Model):
     def _freeze(self) -> None:
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(not self._part(name).freeze)
-        if self.options.language_model.lora is not None:
-            trained = not self.options.language_model.freeze
-            lora.add_adapters(self.language_model, self.options.language_model.lora, trained)
+        if (given := self.options.language_model.lora) is not None:
+            lora = Component("lora", registry.get("adapter", "lora").Options(**vars(given)))
+            add_adapter(lora, self.language_model, "model.language_model.lora")
+            if not self.options.language_model.freeze:
+                self.language_model.requires_grad_(True)
         for part in _PREFIXES:
             if (kept := getattr(self.options, part).weights) is not None:
                 weights.keep_matrices_in(DTYPES[kept], getattr(self, part))
@@ -140,10 +153,9 @@ class Blip2Qwen(Model):
         for part in _PREFIXES:
             if getattr(self.options, part).freeze:
                 getattr(self, part).eval()
-        if self.options.language_model.lora is not None:
-            for name, module in self.language_model.named_modules():
-                if ".lora_dropout" in name:
-                    module.train(mode)
+        for name, module in self.language_model.named_modules():
+            if ".lora_dropout" in name:  # adapters are trained
+                module.train(mode)
         return self
 
     # ---- structure
@@ -168,6 +180,11 @@ class Blip2Qwen(Model):
     def checkpointing(self, mode: Mode) -> list[tuple[list[nn.Module], Mode]]:
         return [(b, getattr(self.options, part).gradient_checkpointing or mode) for part, b in self._blocks().items()]
 
+    def adapted(self) -> Model:
+        if self.options.language_model.lora is not None:
+            raise ConfigError("model.adapter: model.language_model.lora is an adapter already; leave one of them out")
+        return self.language_model
+
     def lr_scale(self, name: str) -> float:
         return self._part(name).lr_scale if name.partition(".")[0] in (*_PREFIXES, _QUERIES) else 1.0
 
@@ -175,7 +192,7 @@ class Blip2Qwen(Model):
         part, _, rest = name.partition(".")
         if part == _QUERIES:
             return name
-        inner = self.language_model.canonical_name(lora.canonical(rest)) if part == "language_model" else rest
+        inner = self.language_model.canonical_name(rest) if part == "language_model" else rest
         return _PREFIXES[part] + inner
 
     @property
@@ -192,27 +209,22 @@ class Blip2Qwen(Model):
         return self.language_model.vocabulary_multiple
 
     def tensor_parallel_plan(self) -> dict[str, str]:
-        """The plan of the language model and its adapters; the other parts are replicated."""
-        plan = {
-            _PREFIXES["language_model"] + key: style
-            for key, style in self.language_model.tensor_parallel_plan().items()
-        }
-        return plan | lora.tensor_parallel_plan(plan, map(self.canonical_name, dict(self.named_parameters())))
+        """The language model's plan; the other parts are replicated."""
+        plan = self.language_model.tensor_parallel_plan()
+        return {_PREFIXES["language_model"] + key: style for key, style in plan.items()}
 
     def logical_shape(self, name: str, shape: torch.Size) -> torch.Size:
         inner = name.removeprefix(_PREFIXES["language_model"])
         return shape if inner == name else self.language_model.logical_shape(inner, shape)
 
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
-        """Initial values of timm, transformers and peft for their parts."""
+        """Initial values of timm, of transformers and of the language model for their parts."""
         prefix = next((p for p in _PREFIXES.values() if name.startswith(p)), "")
         inner = name.removeprefix(prefix)
         if name == _QUERIES:
             value.normal_(0.0, self.options.qformer.query_std, generator=rng)
         elif prefix == _PREFIXES["vision"]:
             vision.initialize(inner, value, rng, self.options.vision)
-        elif lora.is_adapter(inner):
-            lora.initialize(inner, value, rng)
         elif prefix == _PREFIXES["language_model"]:
             self.language_model.initialize(inner, value, rng)
         elif value.ndim > 1:
@@ -227,20 +239,12 @@ class Blip2Qwen(Model):
     # ---- life after training
 
     def merges(self) -> dict[str, Merge]:
-        """Merges of adapters into their linear maps."""
-        options = self.options.language_model.lora
-        if options is None:
-            return {}
-        found = {}
-        for name, module in self.named_modules():
-            if hasattr(module, "lora_A"):
-                weight = self.canonical_name(f"{name}.base_layer.weight")
-                stem = weight.removesuffix("weight")
-                found[weight] = Merge(
-                    (f"{stem}lora_A.weight", f"{stem}lora_B.weight"),
-                    partial(lora.merged, options=options, transposed=getattr(module, "fan_in_fan_out", False)),
-                )
-        return found
+        """The language model's, of its adapters."""
+        prefix = _PREFIXES["language_model"]
+        return {
+            prefix + name: Merge(tuple(prefix + other for other in merge.others), merge.combine)
+            for name, merge in self.language_model.merges().items()
+        }
 
     @property
     def vocab_size(self) -> int | None:

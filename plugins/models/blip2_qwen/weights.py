@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from crosstrain import ConfigError, Excerpt, LanguageModel, Source, check_source, pretrained_folder
 from crosstrain.checkpoint.folders import find_checkpoint
 
-from . import lora, vision
+from . import vision
 from .options import Projector, QFormer, Vision
 
 _QUERIES = "query_tokens"
@@ -82,9 +82,9 @@ def _blip2(prefix: str, width: int) -> Callable[[str, set[str]], str | Excerpt]:
 
 
 def _under(prefix: str, source: Source) -> Source:
-    """A language model's source, by its parameters' names in the whole model; adapters have no source."""
+    """A language model's source, by its parameters' names in the whole model."""
 
     def covers(name: str) -> bool:
-        return name.startswith(prefix) and not lora.is_adapter(name) and source.covers(name.removeprefix(prefix))
+        return name.startswith(prefix) and source.covers(name.removeprefix(prefix))
 
     return Source(source.folder, lambda name, names: source.place(name.removeprefix(prefix), names), covers)

@@ -1,0 +1,221 @@
+"""LoRA: low-rank adapters on linear maps, under the names that peft saves."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from annotated_types import MinLen
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from crosstrain import (
+    Adapter,
+    CheckpointError,
+    Merge,
+    Model,
+    OptionError,
+    PositiveFloat,
+    PositiveInt,
+    ReadParameter,
+    Source,
+    Text,
+    check_source,
+    registry,
+)
+from crosstrain.checkpoint.files import write_safetensors
+from crosstrain.checkpoint.folders import find_checkpoint
+from crosstrain.checkpoint.manifest import MANIFEST, read_json
+from crosstrain.modeling.hf_causal_lm import DropRate
+from crosstrain.utils.files import write_json
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_NAME = "default"  # of the adapter in peft's modules
+_PREFIX = "base_model.model."  # of parameters in peft's files
+# Keys of peft's configuration that make an adapter more than B A on linear maps.
+_UNSUPPORTED = (
+    "alora_invocation_tokens", "alpha_pattern", "exclude_modules", "layer_replication", "layers_to_transform",
+    "lora_bias", "modules_to_save", "rank_pattern", "target_parameters", "trainable_token_indices", "use_dora",
+    "use_qalora", "use_rslora",
+)  # fmt: skip
+
+
+@registry.register_adapter("lora")
+class Lora(Adapter):
+    """Low-rank adapters (Hu et al., 2021): W x becomes W x + (alpha / rank) B A x, and A and B alone are trained."""
+
+    @dataclass
+    class Options:
+        """rank, alpha and targets default to those of the `pretrained` adapter."""
+
+        rank: PositiveInt | None = None  # rows of A and columns of B; 8
+        alpha: PositiveFloat | None = None  # the adapters' output is scaled by alpha / rank; 16
+        dropout: DropRate = 0.0  # of the adapters' input
+        # names of linear maps, or their ends, such as q_proj; None: every linear map in the blocks
+        targets: Annotated[list[Text], MinLen(1)] | None = None
+        pretrained: Text | None = None  # an adapter to start from: a run, a checkpoint or a peft folder
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self.folder = None if options.pretrained is None else adapter_folder(options.pretrained)
+        self.settings = options if self.folder is None else _published(options, self.folder)
+        self.rank, self.alpha = self.settings.rank or 8, self.settings.alpha or 16.0
+
+    def add(self, model: Model) -> None:
+        self.targets = linear_maps(model, self.settings.targets)
+        maps = [module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D))]
+        weights = 2.0 * sum(module.weight.numel() for module in maps)
+        self.config = LoraConfig(
+            r=self.rank, lora_alpha=self.alpha, lora_dropout=self.options.dropout,  # type: ignore[arg-type]
+            init_lora_weights=False, target_modules=list(self.targets),
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in maps),
+        )  # fmt: skip
+        inject_adapter_in_model(self.config, model, adapter_name=_NAME)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(is_adapter(name))
+        self.spared_flops = weights - 6.0 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+        model.__class__ = type(type(model).__name__, (_Adapted, type(model)), {})
+        model.adapter = self  # type: ignore[assignment]
+
+
+class _Adapted(Model):
+    """The overrides of a model that has adapters."""
+
+    adapter: Lora
+
+    def canonical_name(self, name: str) -> str:
+        return super().canonical_name(name.replace(".base_layer.", ".").replace(f".{_NAME}.weight", ".weight"))
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """B is sharded like a map's output features, A like its input features."""
+        plan = super().tensor_parallel_plan()
+        modules = {name.rpartition(".")[0] for name in self.canonical_parameters()}
+        sides = {"column": "lora_B", "fused_qkv": "lora_B", "row": "lora_A"}
+        patterns = {f"{key}.{sides[style]}": style for key, style in plan.items() if style in sides}
+        return plan | {key: style for key, style in patterns.items() if fnmatch.filter(modules, key)}
+
+    def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
+        """peft's initial values: A as torch's linear map, B zero, so that the adapter changes nothing at first."""
+        if not is_adapter(name):
+            super().initialize(name, value, rng)
+        elif ".lora_B." in name:
+            value.zero_()
+        else:
+            bound = 1 / math.sqrt(value.shape[1])  # kaiming_uniform_ with a = sqrt(5)
+            value.uniform_(-bound, bound, generator=rng)
+
+    def pretrained_sources(self) -> list[Source]:
+        """The model's folders for all but the adapters, and the adapters' own."""
+        base = [replace(s, covers=partial(_covers_base, s)) for s in super().pretrained_sources()]
+        folder = self.adapter.folder
+        return base if folder is None else [*base, Source(folder, _peft_name, is_adapter)]
+
+    def flops_per_token(self, sequence_length: int | None) -> float | None:
+        """Those of the whole model, without the gradients of frozen weights."""
+        flops = super().flops_per_token(sequence_length)
+        return None if flops is None else flops - self.adapter.spared_flops
+
+    def merges(self) -> dict[str, Merge]:
+        """Merges of adapters into their linear maps."""
+        found = super().merges()
+        for name, module in self.named_modules():
+            if hasattr(module, "lora_A"):
+                weight = self.canonical_name(f"{name}.base_layer.weight")
+                stem = weight.removesuffix("weight")
+                combine = partial(
+                    merged,
+                    scale=self.adapter.alpha / self.adapter.rank,
+                    transposed=isinstance(module.base_layer, Conv1D),
+                )
+                found[weight] = Merge((f"{stem}lora_A.weight", f"{stem}lora_B.weight"), combine)
+        return found
+
+    def save_config(self, folder: Path) -> None:
+        super().save_config(folder)
+        base = self.pretrained_weights()
+        targets = [self.canonical_name(name) for name in self.adapter.targets]
+        settings = {"base_model_name_or_path": base and str(base), "task_type": "CAUSAL_LM", "inference_mode": True}
+        settings |= {"init_lora_weights": True}
+        write_json(folder / _CONFIG, self.adapter.config.to_dict() | settings | {"target_modules": targets})
+
+    def save_parts(self, folder: Path, names: set[str], read: ReadParameter) -> None:
+        """Write the adapter as peft does, so that `PeftModel.from_pretrained` opens the folder."""
+        tensors = {_PREFIX + name: read(name) for name in sorted(names) if is_adapter(name)}
+        write_safetensors(folder / _WEIGHTS, tensors)
+
+
+def _covers_base(source: Source, name: str) -> bool:
+    return not is_adapter(name) and source.covers(name)
+
+
+def _peft_name(name: str, available: set[str]) -> str:
+    return name if name in available else _PREFIX + name
+
+
+def linear_maps(model: Model, targets: list[str] | None) -> list[str]:
+    """The model's own names of the linear maps in its blocks that `targets`, names or their ends, match; None: of all.
+
+    Raises OptionError for a target that matches none.
+    """
+    inside = {id(module) for block in model.blocks() for module in block.modules()}
+    maps = [
+        n for n, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D)) and id(module) in inside
+    ]
+    found = {target: [name for name in maps if f".{name}".endswith(f".{target}")] for target in targets or ()}
+    if missing := [target for target, names in found.items() if not names]:
+        ends = ", ".join(sorted({name.rpartition(".")[2] for name in maps}))
+        raise OptionError("targets", f"{missing[0]!r} is no linear map in the blocks; they are {ends or 'none'}")
+    return maps if targets is None else [name for name in maps if any(name in names for names in found.values())]
+
+
+def adapter_folder(source: str) -> Path:
+    """The folder with the weights of the adapter that `source` names: a run, a checkpoint or a peft folder.
+
+    Raises CheckpointError where there is none, and ConfigError where the configuration is not trusted with it.
+    """
+    check_source(f"the adapter {source}")
+    path = Path(source).expanduser()
+    folder = path if (path / _WEIGHTS).is_file() and not (path / MANIFEST).exists() else find_checkpoint(path)
+    if not (folder / _CONFIG).is_file():
+        raise CheckpointError(f"{folder}: no {_CONFIG}, so it holds no adapter")
+    return folder
+
+
+def _published(options: Lora.Options, folder: Path) -> Lora.Options:
+    """The options with the settings of the adapter in `folder`, which they must not contradict."""
+    config = read_json(folder / _CONFIG, most_bytes=1 << 24)
+    match config:
+        case {
+            "peft_type": "LORA",
+            "r": int(rank),
+            "lora_alpha": int() | float() as alpha,
+            "target_modules": list(targets),
+        }:
+            pass
+        case _:
+            raise CheckpointError(f"{folder / _CONFIG}: not the configuration of a LoRA adapter on named linear maps")
+    if others := [key for key in _UNSUPPORTED if config.get(key)] + ["bias"] * (config.get("bias", "none") != "none"):
+        raise CheckpointError(f"{folder / _CONFIG}: {others[0]} is set, and such adapters cannot be trained here")
+    theirs = {"rank": rank, "alpha": float(alpha), "targets": targets}
+    for key, value in theirs.items():
+        given = getattr(options, key)
+        if given is not None and given != value:
+            raise OptionError(key, f"{given} is not the {value} of {folder}; leave it out")
+    return replace(options, **theirs)
+
+
+def is_adapter(name: str) -> bool:
+    """True for the name of an adapter's parameter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, *, scale: float, transposed: bool) -> Tensor:
+    """Merge an adapter, a [rank, in] and b [out, rank], into a linear map's weight [out, in], or `transposed`."""
+    change = (b @ a) * scale
+    return weight + (change.T if transposed else change)

@@ -1,0 +1,203 @@
+"""Adapters: trained alike under every runner, saved whole, opened by peft, merged by export."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from conftest import ENVIRONMENT, ROOT, Workspace
+from crosstrain.checkpoint.files import Reader
+from crosstrain.checkpoint.folders import find_checkpoint
+from crosstrain.config.load import load_config
+from crosstrain.engine.build import build_model
+from crosstrain.engine.runner import Runner
+from crosstrain.utils.errors import UserError
+from fixtures_ranks import mostly_slow
+from fixtures_training import SETTINGS, TOLERANCE, Followed, assert_equal_training, follow, project
+
+GPT2 = {"arch": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32, "vocab_size": 320}
+SMALL = {
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": GPT2,
+    "qwen": {"arch": "qwen", **SMALL},
+    "llama": {"arch": "causal_lm", "config": {"model_type": "llama", **SMALL}},
+}
+# Absolute, as weights are of order 0.1; sums over ranks are rounded in another order in each of 20 steps.
+WEIGHTS = 2e-6
+Case = tuple[Workspace, list[str], Followed]
+
+
+def build(workspace: Workspace, *options: str, checkpoint: Path | None = None) -> Runner:
+    config = load_config(workspace.project, options)
+    runner = Runner(None, config.run)
+    runner.setup()
+    build_model(config, runner, checkpoint, for_training=False)
+    return runner
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=ids, labels=None).float() if hasattr(model, "blocks") else model(ids).logits[:, -1]
+
+
+IDS = torch.arange(24).view(2, 12) * 13 % 320
+
+
+def pretrained(workspace: Workspace, model: str) -> Path:
+    """A folder of pretrained weights, a checkpoint of full training; the project then begins with them."""
+    if not (workspace.path / "base").exists():
+        project(workspace, MODELS[model])
+        workspace.train("base", "run.max_iters=2")
+    folder = workspace.path / "base" / "checkpoints" / "step_000002"
+    sizes = {"dropout": 0.0} if model == "gpt2" else {}
+    project(workspace, {"arch": MODELS[model]["arch"], "pretrained": str(folder), **sizes})
+    return folder
+
+
+def adapter_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_an_adapter_changes_nothing_at_first_and_is_all_that_trains(workspace: Workspace, model: str) -> None:
+    project(workspace, MODELS[model])
+    plain, adapted = build(workspace).model, build(workspace, "model.adapter={name: lora, rank: 4}").model
+    assert torch.equal(logits(plain, IDS), logits(adapted, IDS))
+    names = {name for name, p in adapted.canonical_parameters().items() if p.requires_grad}
+    assert names == {name for name in adapted.canonical_parameters() if ".lora_" in name}
+    assert names == adapted.canonical_parameters().keys() - plain.canonical_parameters().keys()
+    blocks, per_block = 2, 4 if model == "gpt2" else 7
+    assert len(names) == 2 * blocks * per_block
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Callable[[str, str], Case]:
+    """The run of one process for a model and an optimizer."""
+
+    @lru_cache
+    def make(model: str, optimizer: str) -> Case:
+        workspace = Workspace(tmp_path_factory.mktemp(model), dataset)
+        pretrained(workspace, model)
+        options = [option for option in SETTINGS[optimizer] if "dropout" not in option]
+        options += ["run.micro_batch_size=1", "model.adapter={name: lora, rank: 4, alpha: 8}"]
+        return workspace, options, follow(workspace, "ddp@1", *options)
+
+    return make
+
+
+CASES = [
+    (model, optimizer, runner)
+    for model in MODELS
+    for optimizer in ("sgd", "adamw")
+    for runner in (
+        "ddp@2", "fsdp@2", "zero1@2", "zero2@2", "zero3@2", "megatron_tp2@2", "megatron_pp2@2", "megatron_tp2_zero1@4",
+    )
+]  # fmt: skip
+QUICK = [("gpt2", "adamw", runner) for runner in ("fsdp@2", "zero3@2", "megatron_tp2@2")]
+
+
+@pytest.mark.parametrize("case", mostly_slow(CASES, QUICK), ids="-".join)
+def test_every_runner_trains_and_saves_the_same_adapter(
+    reference: Callable[[str, str], Case], case: tuple[str, str, str]
+) -> None:
+    model, optimizer, runner = case
+    workspace, options, one = reference(model, optimizer)
+    other = follow(workspace, runner, *options, label=f"run_{optimizer}")
+    assert_equal_training(one, other, TOLERANCE)
+    mine, theirs = adapter_tensors(one.checkpoint(20)), adapter_tensors(other.checkpoint(20))
+    assert len(mine) == 2 * 2 * (4 if model == "gpt2" else 7)
+    assert max(value.abs().max() for name, value in mine.items() if "lora_B" in name) > 1e-3  # it has learned
+    assert theirs.keys() == mine.keys()
+    worst = max((theirs[name] - mine[name]).abs().max().item() for name in mine)
+    assert worst < WEIGHTS
+
+
+@pytest.fixture(scope="module")
+def trained(shared_workspace: Workspace) -> Workspace:
+    """A run of two ranks that trained an adapter, in the folder `tuned`."""
+    pretrained(shared_workspace, "gpt2")
+    shared_workspace.train(
+        "tuned",
+        "run.max_iters=8",
+        "run.init_lr=0.05",
+        "model.adapter={name: lora, rank: 4}",
+        "run.runner=fsdp",
+        nproc=2,
+    )
+    return shared_workspace
+
+
+def test_peft_opens_a_checkpoint_and_export_merges_it(trained: Workspace, tmp_path: Path) -> None:
+    folder = trained.path / "tuned" / "checkpoints" / "step_000008"
+    plain = AutoModelForCausalLM.from_pretrained(trained.path / "base" / "checkpoints" / "step_000002")
+    before = logits(plain, IDS)
+    opened = PeftModel.from_pretrained(plain, folder)
+    ours = build(trained, "model.adapter={name: lora, rank: 4}", checkpoint=folder).model
+    assert (logits(opened, IDS) - before).abs().max() > 0.1
+    assert torch.allclose(logits(opened, IDS), logits(ours, IDS), atol=1e-6)
+    command = [sys.executable, "-m", "crosstrain", "export", "--checkpoint", "tuned", "--output", str(tmp_path / "hf")]
+    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform")}
+    subprocess.run(command, cwd=trained.path, env=environment, check=True, capture_output=True)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert torch.allclose(logits(merged, IDS), logits(opened, IDS), atol=2e-6)
+    assert "lora" not in str(load_file(tmp_path / "hf" / "model.safetensors").keys())
+
+
+@pytest.mark.parametrize("source", ["run", "checkpoint", "peft"])
+def test_an_adapter_starts_from_another(trained: Workspace, tmp_path: Path, source: str) -> None:
+    folder = trained.path / "tuned" / "checkpoints" / "step_000008"
+    if source == "peft":
+        plain = AutoModelForCausalLM.from_pretrained(trained.path / "base" / "checkpoints" / "step_000002")
+        PeftModel.from_pretrained(plain, folder).save_pretrained(tmp_path / "peft")
+    path = {"run": trained.path / "tuned", "checkpoint": folder, "peft": tmp_path / "peft"}[source]
+    again = build(trained, f"model.adapter={{name: lora, pretrained: {path}}}").model
+    ours = build(trained, "model.adapter={name: lora, rank: 4}", checkpoint=folder).model
+    assert torch.equal(logits(again, IDS), logits(ours, IDS))
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        (
+            "{name: lora, targets: [q_proj]}",
+            r"model\.adapter\.targets: 'q_proj' is no linear map .* c_attn, c_fc, c_proj",
+        ),
+        ("{name: lora, targets: [lm_head]}", "model.adapter.targets: 'lm_head' is no linear map"),
+        ("{name: lora, rank: 0}", "model.adapter.rank: expected a whole number of at least 1"),
+        ("{name: lara}", "there is no adapter called 'lara'; did you mean lora"),
+        ("{name: lora, rank: 8, pretrained: tuned}", "model.adapter.rank: 8 is not the 4 of"),
+        ("{name: lora, pretrained: base}", "holds no adapter"),
+        ("{name: lora, pretrained: nowhere}", "nowhere"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    trained: Workspace, monkeypatch: pytest.MonkeyPatch, adapter: str, message: str
+) -> None:
+    monkeypatch.chdir(trained.path)
+    with pytest.raises(UserError, match=message):
+        build(trained, f"model.adapter={adapter}")
+
+
+def test_a_run_resumes_and_answers_as_it_is(trained: Workspace) -> None:
+    more = trained.train("tuned", "run.max_iters=10", "model.adapter={name: lora, rank: 4}")
+    whole = trained.train("whole", "run.max_iters=10", "run.init_lr=0.05", "model.adapter={name: lora, rank: 4}")
+    assert len(more.rows) == 10
+    assert set(Reader.open(find_checkpoint(more.folder)).names("param")) == set(
+        name.removeprefix("base_model.model.") for name in adapter_tensors(whole.checkpoint(10))
+    )
+    answer = trained.evaluate("--checkpoint", "tuned", "--generate", "ban ", "--max-new-tokens", "4")
+    assert answer.code == 0, answer.err
