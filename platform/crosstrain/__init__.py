@@ -53,6 +53,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     from crosstrain.modeling.cross_entropy import Head, Logits, token_cross_entropy
     from crosstrain.modeling.hf_causal_lm import TransformersModel
     from crosstrain.modeling.meta_init import has_values, materialize, parameters_on_meta
+    from crosstrain.modeling.objective import Objective, log_probabilities
     from crosstrain.modeling.pretrained import Excerpt, Source, pretrained_folder
     from crosstrain.monitor.metrics import Row, flat, scalars, texts
     from crosstrain.monitor.tracker import TrackedRun, Tracker

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -30,8 +30,96 @@ from crosstrain.data.packing import pack
 from crosstrain.data.tokenizer import TextTokenizer, cached_folder, load_tokenizer
 
 
+@dataclass
+class ConversationOptions:
+    """Files of conversations, their splits, and the length of a sample."""
+
+    # JSON lines, JSON lists or Parquet, folders of them, or a folder of `datasets.save_to_disk`
+    path: FilePath | list[FilePath]
+    tokenizer: FilePath  # a Hugging Face name or a folder: the model's
+    seq_length: Annotated[int, Interval(ge=1, le=2**30)]  # most tokens of a conversation
+    chat_template: Text | None = None  # Jinja, in place of the tokenizer's own
+    unusable: Literal["drop", "error"] = "drop"  # rows that are malformed, too long or without a target
+    # shares of train, val, test, in file order
+    split: list[Annotated[float, Interval(ge=0, le=10**12)]] = field(default_factory=lambda: [1.0, 0.0, 0.0])
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.split) <= 3 or not sum(self.split):
+            raise OptionError("split", f"must be up to three shares such as [95, 5, 0], not {self.split}")
+
+
+class ConversationDataset(Dataset):
+    """Rendered conversations, some of which are a sample."""
+
+    Options = ConversationOptions
+    options: ConversationOptions
+    row_documents = 1  # conversations that a row of the files has
+
+    @classmethod
+    def source(cls, options: Any, paths: tuple[str, ...], tokenizer: Path) -> ChatSource:
+        """What is rendered, and how."""
+        raise NotImplementedError
+
+    @classmethod
+    def prepare(cls, options: Any) -> None:
+        """Render and tokenize the conversations once, in a folder of the cache."""
+        cls.prepared(options)
+
+    @classmethod
+    def prepared(cls, options: Any) -> Path:
+        """The folder of the rendered conversations, made if it is not there."""
+        paths = (options.path,) if isinstance(options.path, str) else tuple(options.path)
+        return prepare_chat(cls.source(options, paths, _tokenizer(options.tokenizer, options.chat_template)[1]))
+
+    def __init__(self, options: Any, split: Split) -> None:
+        super().__init__(options, split)
+        tokenizer, self.tokenizer_path = _tokenizer(options.tokenizer, options.chat_template)
+        self.vocab_size, self.sequence_length = tokenizer.vocab_size, options.seq_length
+        self.folder = self.prepared(options)
+        self.file = TokenFile(self.folder / "tokens")
+        total = self.file.num_documents // self.row_documents
+        k, shares = SPLITS.index(split), [*options.split, 0.0, 0.0][:3]
+        start, stop = (round(sum(shares[:n]) / sum(shares) * total) for n in (k, k + 1))
+        if start == stop:
+            raise DataError(
+                f"the {split} split of {options.path} has none of its {total} rows: change split={options.split}"
+            )
+        self.start, self.count = start * self.row_documents, (stop - start) * self.row_documents  # of conversations
+
+    def tokens(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of a conversation of this split, and for each itself if it is a target, else IGNORE_INDEX."""
+        stored = self.file.document(self.start + number).astype(np.int64)
+        return np.where(stored < 0, ~stored, stored), np.where(stored < 0, ~stored, IGNORE_INDEX)
+
+    def numbers(self, index: int) -> list[int]:
+        """The conversations of a sample."""
+        raise NotImplementedError
+
+    def location(self, index: int) -> str:
+        places = _places(self.folder)
+        return " and ".join(dict.fromkeys(places[self.start + number] for number in self.numbers(index)))
+
+
+def padded_rows(rows: list[Sample], most: int) -> Batch:
+    """Pad rows, whose values are arrays [length], on the right; padding is a document of its own.
+
+    Lengths are multiples of 8, up to `most`: tensor cores want that, and sequence parallelism can cut them.
+    """
+    longest = max(len(row["input_ids"]) for row in rows)
+    longest = max(longest, min(-(-longest // 8) * 8, most))
+    batch = {key: torch.zeros(len(rows), longest, dtype=torch.long) for key in rows[0]}
+    batch["labels"].fill_(IGNORE_INDEX)
+    for number, row in enumerate(rows):
+        length = len(row["input_ids"])
+        for key, values in row.items():
+            batch[key][number, :length] = torch.from_numpy(values)
+        if "position_ids" in row:
+            batch["position_ids"][number, length:] = torch.arange(longest - length)
+    return batch
+
+
 @registry.register_dataset("chat")
-class Chat(Dataset):
+class Chat(ConversationDataset):
     """Conversations whose targets are what the assistant writes, one in a sample or packed.
 
     input_ids, labels: int64 [length]. With `packing`, whole conversations share a sample; position_ids restart at
@@ -39,31 +127,17 @@ class Chat(Dataset):
     """
 
     @dataclass
-    class Options:
-        """Files of conversations, their splits, and the length of a sample."""
+    class Options(ConversationOptions):
+        """And what is learned."""
 
-        # JSON lines, JSON lists or Parquet, folders of them, or a folder of `datasets.save_to_disk`
-        path: FilePath | list[FilePath]
-        tokenizer: FilePath  # a Hugging Face name or a folder: the model's
-        seq_length: Annotated[int, Interval(ge=1, le=2**30)]  # most tokens of a sample
-        chat_template: Text | None = None  # Jinja, in place of the tokenizer's own
         train_on: Literal["assistant", "last", "all"] = "assistant"  # turns: the assistant's, its last one, or all
         packing: bool = False  # True: several conversations share a sample, and do not see each other
-        # conversations that are malformed, too long or without a target
-        unusable: Literal["drop", "error"] = "drop"
-        # shares of train, val, test, in file order
-        split: list[Annotated[float, Interval(ge=0, le=10**12)]] = field(default_factory=lambda: [1.0, 0.0, 0.0])
-
-        def __post_init__(self) -> None:
-            if not 1 <= len(self.split) <= 3 or not sum(self.split):
-                raise OptionError("split", f"must be up to three shares such as [95, 5, 0], not {self.split}")
 
     options: Options
 
     @classmethod
-    def prepare(cls, options: Options) -> None:
-        """Render and tokenize the conversations once, in a folder of the cache."""
-        _prepared(options)
+    def source(cls, options: Options, paths: tuple[str, ...], tokenizer: Path) -> ChatSource:
+        return ChatSource(paths, tokenizer, options.train_on, options.seq_length, drops=options.unusable == "drop")
 
     @classmethod
     def shapes(cls, options: Options) -> Batch:
@@ -72,61 +146,31 @@ class Chat(Dataset):
 
     def __init__(self, options: Options, split: Split) -> None:
         super().__init__(options, split)
-        tokenizer, self.tokenizer_path = _tokenizer(options.tokenizer, options.chat_template)
-        self.vocab_size, self.sequence_length = tokenizer.vocab_size, options.seq_length
         self.documents = options.packing
-        self.folder = _prepared(options)
-        self.file = TokenFile(self.folder / "tokens")
-        total = self.file.num_documents
-        k, shares = SPLITS.index(split), [*options.split, 0.0, 0.0][:3]
-        self.start, stop = (round(sum(shares[:n]) / sum(shares) * total) for n in (k, k + 1))
-        if self.start == stop:
-            raise DataError(
-                f"the {split} split of {options.path} has none of its {total} conversations: "
-                f"change split={options.split}"
-            )
-        lengths = (self.file.sizes[self.start : stop].astype(np.int64) - 1).tolist()
-        self.packs = pack(lengths, options.seq_length) if options.packing else [[n] for n in range(len(lengths))]
+        lengths = (self.file.sizes[self.start : self.start + self.count].astype(np.int64) - 1).tolist()
+        self.packs = pack(lengths, options.seq_length) if options.packing else [[n] for n in range(self.count)]
 
     def __len__(self) -> int:
         return len(self.packs)
 
-    def get(self, index: int, rng: np.random.Generator) -> Sample:
-        parts = [self.file.document(self.start + number).astype(np.int64) for number in self.packs[index]]
-        ids = [np.where(part < 0, ~part, part) for part in parts]
-        labels = [np.where(part < 0, ~part, IGNORE_INDEX)[1:] for part in parts]
-        sample = {"input_ids": np.concatenate([part[:-1] for part in ids]), "labels": np.concatenate(labels)}
-        if self.options.packing:
-            sample["position_ids"] = np.concatenate([np.arange(len(part) - 1) for part in parts])
-        return sample
+    def numbers(self, index: int) -> list[int]:
+        return self.packs[index]
 
-    def location(self, index: int) -> str:
-        places = _places(self.folder)
-        return " and ".join(places[self.start + number] for number in self.packs[index])
+    def get(self, index: int, rng: np.random.Generator) -> Sample:
+        parts = [self.tokens(number) for number in self.packs[index]]
+        sample = {
+            "input_ids": np.concatenate([ids[:-1] for ids, _ in parts]),
+            "labels": np.concatenate([targets[1:] for _, targets in parts]),
+        }
+        if self.options.packing:
+            sample["position_ids"] = np.concatenate([np.arange(len(ids) - 1) for ids, _ in parts])
+        return sample
 
     def shorten(self, batch: Batch, length: int) -> Batch:
         return {key: tokens[:, :length] for key, tokens in batch.items()}
 
     def collate(self, samples: list[Sample]) -> Batch:
-        """Pad on the right; padding is a document of its own."""
-        longest = max(len(sample["input_ids"]) for sample in samples)
-        batch = {key: torch.zeros(len(samples), longest, dtype=torch.long) for key in samples[0]}
-        batch["labels"].fill_(IGNORE_INDEX)
-        for row, sample in enumerate(samples):
-            length = len(sample["input_ids"])
-            for key, values in sample.items():
-                batch[key][row, :length] = torch.from_numpy(values)
-            if self.options.packing:
-                batch["position_ids"][row, length:] = torch.arange(longest - length)
-        return batch
-
-
-def _prepared(options: Chat.Options) -> Path:
-    paths = (options.path,) if isinstance(options.path, str) else tuple(options.path)
-    _, tokenizer = _tokenizer(options.tokenizer, options.chat_template)
-    return prepare_chat(
-        ChatSource(paths, tokenizer, options.train_on, options.seq_length, drops=options.unusable == "drop")
-    )
+        return padded_rows(samples, self.options.seq_length)
 
 
 @lru_cache(maxsize=4)

@@ -29,7 +29,9 @@ from crosstrain.utils.optional_deps import absent_package, missing
 
 T = TypeVar("T")
 
-KINDS = ("runner", "model", "adapter", "dataset", "processor", "optimizer", "lr_scheduler", "reader", "tracker")
+KINDS = (
+    "runner", "model", "adapter", "dataset", "processor", "objective", "optimizer", "lr_scheduler", "reader", "tracker",
+)  # fmt: skip
 ENTRY_POINTS = "crosstrain.plugins"
 ENVIRONMENT = "CROSSTRAIN_PLUGINS"
 PACKAGE = "crosstrain_plugins"  # plugin folders become sub-packages of this one, which exists in memory only
@@ -80,6 +82,7 @@ class Registry:
     register_adapter = partialmethod(register, "adapter")
     register_dataset = partialmethod(register, "dataset")
     register_processor = partialmethod(register, "processor")
+    register_objective = partialmethod(register, "objective")
     register_optimizer = partialmethod(register, "optimizer")
     register_lr_scheduler = partialmethod(register, "lr_scheduler")
     register_reader = partialmethod(register, "reader")

@@ -171,6 +171,8 @@ class RunOptions:
     accum_grad_iters: BatchSize | None = None  # forwards per step on one rank
 
     # Optimization
+    # what is minimised, in place of the targets' cross-entropy
+    objective: Annotated[Component, "objective"] | None = None
     optimizer: Annotated[Component, "optimizer"] = field(default_factory=lambda: Component("adamw"))
     init_lr: Annotated[float, Interval(gt=0, le=10_000)] = 1e-4  # highest learning rate, reached when warmup ends
     min_lr: NonNegativeFloat = 0.0  # where the schedule ends

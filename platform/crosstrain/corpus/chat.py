@@ -2,6 +2,7 @@
 
 tokens.bin, tokens.idx  Megatron's format, a document per conversation, int32; a target is stored as ~id
 places.txt              file and line of each
+answers.bin             a byte for each: 1 where the answer is good, and 2 more where it is no half of a pair
 report.json             how many were kept and dropped, and why
 """
 
@@ -17,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from crosstrain.corpus.conversations import Row, conversation, rows
+from crosstrain.corpus.conversations import Row, conversation, preferences, rows
 from crosstrain.corpus.pool import CorpusStage, WorkerPool, cores
 from crosstrain.corpus.prepare import output_lock, replace_folder
 from crosstrain.data.chat_template import ChatError, ChatTemplate, TrainOn
@@ -27,7 +28,7 @@ from crosstrain.utils.files import write_json
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 1  # of the folder; another number makes it anew
+_FORMAT = 2  # of the folder; another number makes it anew
 _AT_ONCE = 256  # rows of a worker's item
 _NAMED = 1000  # dropped rows in the report
 
@@ -40,12 +41,16 @@ class ChatSource:
     tokenizer: Path  # a folder with a chat template
     train_on: TrainOn
     most: int  # tokens of a conversation that a model may read
-    drops: bool  # conversations that cannot be used; False: the first is an error
+    drops: bool  # rows that cannot be used; False: the first is an error
+    preferences: bool = False  # rows have answers that are good or bad; those of a pair follow each other
+
+
+_Tokens = tuple[list[int], bool]  # of a conversation, targets as ~id, and whether its answer is good
 
 
 @dataclass(frozen=True)
-class _Encode(CorpusStage[tuple[tuple[Row | str, str], ...], list[tuple[str, list[int] | str]]]):
-    """Render and tokenize rows: their places, with tokens of which targets are ~id, or a reason."""
+class _Encode(CorpusStage[tuple[tuple[Row | str, str], ...], list[tuple[str, list[_Tokens] | str]]]):
+    """Render and tokenize rows: their places, with conversations or a reason."""
 
     source: ChatSource
 
@@ -53,18 +58,22 @@ class _Encode(CorpusStage[tuple[tuple[Row | str, str], ...], list[tuple[str, lis
         global _template
         _template = ChatTemplate(self.source.tokenizer)
 
-    def __call__(self, item: tuple[tuple[Row | str, str], ...]) -> list[tuple[str, list[int] | str]]:
-        return [(place, self._tokens(row)) for row, place in item]
+    def __call__(self, item: tuple[tuple[Row | str, str], ...]) -> list[tuple[str, list[_Tokens] | str]]:
+        return [(place, self._read(row)) for row, place in item]
 
-    def _tokens(self, row: Row | str) -> list[int] | str:
+    def _read(self, row: Row | str) -> list[_Tokens] | str:
         if isinstance(row, str):
             return row
         try:
-            turns = _template.encode(*conversation(row), self.source.train_on)
+            found = preferences(row) if self.source.preferences else [(*conversation(row), True)]
+            return [(self._tokens(messages, tools), good) for messages, tools, good in found]
         except ChatError as error:
             return str(error)
+
+    def _tokens(self, messages: list[Row], tools: list[Any] | None) -> list[int]:
+        turns = _template.encode(messages, tools, self.source.train_on)
         if len(turns.ids) - 1 > self.source.most:
-            return f"it has {len(turns.ids) - 1} tokens, and seq_length is {self.source.most}"
+            raise ChatError(f"it has {len(turns.ids) - 1} tokens, and seq_length is {self.source.most}")
         return [~token if learned else token for token, learned in zip(turns.ids, turns.learned, strict=True)]
 
 
@@ -77,7 +86,8 @@ def prepare_chat(source: ChatSource) -> Path:
     Raises DataError where no conversation can be used, or the first that cannot if none is to be dropped.
     """
     state = [
-        _FORMAT, source.tokenizer.name, source.train_on, source.most, source.drops, *map(_state, source.paths),
+        _FORMAT, source.tokenizer.name, source.train_on, source.most, source.drops, source.preferences,
+        *map(_state, source.paths),
     ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "crosstrain" / "chat" / digest
@@ -91,20 +101,22 @@ def prepare_chat(source: ChatSource) -> Path:
 
 
 def _write(folder: Path, source: ChatSource) -> None:
-    reasons, named, places = Counter[str](), list[str](), list[str]()
+    reasons, named, places, answers = Counter[str](), list[str](), list[str](), bytearray()
     with TokenWriter(folder / "tokens", "int32") as writer, WorkerPool(cores()) as pool:
-        found = rows(source.paths)
-        for results in pool.run(_Encode(source), iter(lambda: tuple(islice(found, _AT_ONCE)), ())):
-            for place, tokens in results:
-                if not isinstance(tokens, str):
-                    writer.add([tokens])
-                    places.append(place)
+        given = rows(source.paths)
+        for results in pool.run(_Encode(source), iter(lambda: tuple(islice(given, _AT_ONCE)), ())):
+            for place, found in results:
+                if not isinstance(found, str):
+                    for tokens, good in found:
+                        writer.add([tokens])
+                        answers.append(good + 2 * (len(found) == 1))
+                        places.append(place)
                     continue
                 if not source.drops:
-                    raise DataError(f"{place}: {tokens}")
-                reasons[tokens] += 1
+                    raise DataError(f"{place}: {found}")
+                reasons[found] += 1
                 if len(named) < _NAMED:
-                    named.append(f"{place}: {tokens}")
+                    named.append(f"{place}: {found}")
     dropped = reasons.total()
     if not places:
         where = " and ".join(source.paths)
@@ -117,6 +129,7 @@ def _write(folder: Path, source: ChatSource) -> None:
     if dropped:
         log.warning("%d of %d conversations are dropped: %s", dropped, dropped + len(places), "; ".join(named[:3]))
     (folder / "places.txt").write_text("".join(f"{place}\n" for place in places), encoding="utf-8")
+    (folder / "answers.bin").write_bytes(answers)
     report = {"conversations": len(places), "dropped": dropped, "reasons": reasons.most_common(100), "named": named}
     write_json(folder / "report.json", report)
 

@@ -82,6 +82,30 @@ def _saved(folder: Path) -> Iterator[tuple[Row, str]]:
     yield from ((row, f"{folder}, row {number}") for number, row in enumerate(table))
 
 
+def preferences(row: Row) -> Iterator[tuple[list[Row], list[Any] | None, bool]]:
+    """Yield a row's conversations, with their tools and whether the last answer is good: chosen and rejected, or one.
+
+    Raises ChatError if the row has none of the layouts: chosen and rejected, whole or after a prompt or the turns of a
+    conversation, or prompt, completion and label.
+    """
+    if isinstance(row.get("label"), bool):
+        messages, tools = conversation(row)
+        yield messages, tools, row["label"]
+        return
+    if row.get("chosen") is None or row.get("rejected") is None:
+        raise ChatError("it has neither chosen and rejected, nor prompt, completion and label")
+    before = row.get("prompt") or row.get("conversations") or row.get("messages") or []
+    asked = _side(before, "user") if before else []
+    for key in ("chosen", "rejected"):
+        answer = [row[key]] if isinstance(row[key], Mapping) else _side(row[key], "assistant")
+        messages, tools = conversation({"messages": [*asked, *answer], "tools": row.get("tools")})
+        if not asked and not isinstance(row[key], list):
+            raise ChatError("it has no prompt")
+        if not messages or messages[-1]["role"] != "assistant":
+            raise ChatError(f"the last turn of {key} is not the assistant's")
+        yield messages, tools, key == "chosen"
+
+
 def conversation(row: Row) -> tuple[list[Row], list[Any] | None]:
     """Return a row's messages as OpenAI writes them, and its tools. Raises ChatError if it has none of the layouts."""
     tools = row.get("tools")

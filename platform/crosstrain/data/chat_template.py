@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -86,8 +86,9 @@ class ChatTemplate:
     ) -> tuple[str, list[tuple[int, int]]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        render: Callable[..., Any] = render_jinja_template
         try:
-            texts, marks = render_jinja_template(
+            texts, marks = render(
                 conversations=[list(messages)], tools=tools, add_generation_prompt=answering,
                 chat_template=self.tokenizer.get_chat_template(None, tools), return_assistant_tokens_mask=marked,
                 **self.tokenizer.special_tokens_map,

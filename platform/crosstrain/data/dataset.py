@@ -43,6 +43,9 @@ class Dataset(ABC):
     sequence_length: int | None = None  # longest sample in tokens; checked against the model's limit
     tokenizer_path: Path | None = None  # a folder; its tokenizer's files are copied into every checkpoint
     documents: bool = False  # True: position_ids, which restart at each document, keep the documents of a sample apart
+    row_layout: str | None = None  # how the rows of a sample belong together, for an objective; None: each by itself
+    digest: str = ""  # of what the samples are, where an objective measures them once for all runs
+    reference: np.ndarray | None = None  # measured numbers [samples, rows], which `get` then gives as "reference"
     indexed: bool = True  # False: `get` gives the next sample of a stream and ignores the index
 
     def __init__(self, options: Any, split: Split) -> None:

@@ -20,6 +20,7 @@ from crosstrain.engine.runner import Runner
 from crosstrain.modeling import activation_checkpointing
 from crosstrain.modeling.base import Model, no_match
 from crosstrain.modeling.meta_init import parameters_on_meta
+from crosstrain.modeling.objective import Aimed, aim
 from crosstrain.utils.errors import CheckpointError, ConfigError, explained
 from crosstrain.utils.trust import limited_to
 
@@ -38,6 +39,8 @@ def make_model(config: Config) -> Model:
         model: Model = registry.get("model", config.model.name)(config.model.options)
         if config.adapter is not None:
             add_adapter(config.adapter, model.adapted(), "model.adapter")
+        if (objective := config.run.objective) is not None:
+            aim(model, registry.get("objective", objective.name)(objective.options))
         return model
 
 
@@ -92,7 +95,14 @@ def make_schedule(config: Config, max_iters: int) -> Callable[[int], float]:
 
 
 def check_fit(model: Model, dataset: Dataset) -> None:
-    """Raise ConfigError for samples with ids or of a length that the model cannot take."""
+    """Raise ConfigError for samples that the model, or the objective that it has, cannot take."""
+    takes = model.objective.row_layout if isinstance(model, Aimed) else None
+    if takes != dataset.row_layout:
+        theirs, ours = (layout or "plain samples" for layout in (takes, dataset.row_layout))
+        raise ConfigError(
+            f"run.objective: it takes {theirs}, and the dataset has {ours}; choose another objective, or change the "
+            f"dataset or its options"
+        )
     if dataset.vocab_size and model.vocab_size and dataset.vocab_size > model.vocab_size:
         raise ConfigError(
             f"model.vocab_size: {model.vocab_size} is too small for the dataset, whose tokenizer has "

@@ -9,7 +9,7 @@ switches off without a word.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -102,13 +102,16 @@ class Documents:
                 )
 
 
+_sdpa: Callable[..., tuple[Tensor, None]] = sdpa_attention_forward
+
+
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     documents: Documents | None = None, position_bias: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' sdpa attention, applied to each document by itself; [batch, length, heads, width]."""
     if documents is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, position_bias=position_bias, **kwargs)
+        return _sdpa(module, query, key, value, attention_mask, position_bias=position_bias, **kwargs)
     documents.seen.add(id(module))
     mask = attention_mask if attention_mask is not None and attention_mask.shape[-1] else None
 
@@ -119,7 +122,7 @@ def _attention(
         return own[..., place, place] if both else own[:, :, place]
 
     outputs = [
-        sdpa_attention_forward(
+        _sdpa(
             module, *(within(tensor, row, place, False) for tensor in (query, key, value)),
             within(mask, row, place, True), position_bias=within(position_bias, row, place, True), **kwargs,
         )[0]

@@ -54,6 +54,7 @@ class Model(nn.Module, ABC):
     class Options:
         """A model without options of its own."""
 
+    statistics: tuple[str, ...] = ()  # names of numbers that an objective logs
     takes_positions = False  # True: `forward` takes position_ids and attention_mask, see `LanguageModel.forward`
     head: Head = Head()  # the end of a language model's forward; a runner may replace it
 
@@ -75,6 +76,10 @@ class Model(nn.Module, ABC):
     def num_targets(batch: Batch) -> int:
         """Target tokens in a batch, counted before any forward: the step's loss is divided by their total."""
         return int((batch["labels"] != IGNORE_INDEX).sum())
+
+    def num_tokens(self, batch: Batch) -> int:
+        """Target tokens in a batch, for the throughput; where an objective counts something else, not `num_targets`."""
+        return self.num_targets(batch)
 
     def check_documents(self) -> None:
         """Raise ConfigError unless `forward` keeps the documents of a sequence apart, which position_ids number."""
@@ -152,6 +157,10 @@ class Model(nn.Module, ABC):
     def checkpointing(self, mode: Mode) -> list[tuple[list[nn.Module], Mode]]:
         """Lists of blocks with a mode for each, by default the run's `mode`."""
         return [(self.blocks(), mode)]
+
+    def take_statistics(self) -> list[float]:
+        """Sums and then counts of `statistics`, on this rank, since the last call."""
+        return []
 
     # ---- arithmetic
 

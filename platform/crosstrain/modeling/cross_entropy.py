@@ -8,6 +8,7 @@ gradient is not yet known: being a scalar, it multiplies them afterwards.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,11 +50,13 @@ class Logits:
 
 
 PLAIN = Logits()
+Reduce = Callable[[Tensor], Tensor]  # of the tokens' losses, 0 where there is no target
 
 
 def token_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int | None = None, chunk_tokens: int = 1024,
     group: dist.ProcessGroup | None = None, logits: Logits = PLAIN, traced_rows: int | None = None,
+    reduce: Reduce | None = None,
 ) -> Tensor:  # fmt: skip
     """Sum over target tokens of -log softmax(hidden @ weight.T)[label], an fp32 scalar (fp64 for fp64 inputs).
 
@@ -65,6 +68,9 @@ def token_cross_entropy(
     With a `group` of P ranks, rank r holds the rows [V/P, H] of `weight` from r V/P on, and the same part of a bias.
     Two numbers per token are exchanged, never logits. Every rank returns the loss; its gradient of `hidden` is one term
     of the sum over the ranks. Collective.
+
+    With `reduce`, return its value for the tokens' losses, which have the shape of `labels`, in place of their sum. Its
+    gradient is a factor for each token, so the logits are computed twice: for the losses, and for the gradients.
 
     `traced_rows` is for tracing memory without values: of each chunk only so many rows go through the softmax, all at
     once, because the memory of all others is the same after the first ones' is free.
@@ -83,10 +89,23 @@ def token_cross_entropy(
     needed = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs)
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    return _TokenCrossEntropy.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), rows, chunk_tokens, dtype, needed, first,
-        group, logits, traced_rows, logits.bias,
-    )  # fmt: skip
+
+    def run(needed: tuple[bool, ...], factors: Tensor | None = None, each: bool = False) -> Tensor:
+        return _TokenCrossEntropy.apply(
+            hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), rows, chunk_tokens, dtype, first, group,
+            logits, traced_rows, logits.bias, needed, factors, each,
+        )  # fmt: skip
+
+    if reduce is None:
+        return run(needed)
+    losses = run((False,) * 3, each=True).view(labels.shape).requires_grad_()
+    with torch.enable_grad():
+        value = reduce(losses)
+    if not any(needed):
+        return value.detach()
+    (factors,) = torch.autograd.grad(value, losses)
+    linear = run(needed, factors.reshape(-1))
+    return linear + (value - linear).detach()
 
 
 class Head:
@@ -96,6 +115,7 @@ class Head:
     """
 
     traced_rows: int | None = None  # of `token_cross_entropy`; set by the plan alone
+    reduce: Reduce | None = None  # of `token_cross_entropy`; set by an objective
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: int, logits: Logits = PLAIN
@@ -107,8 +127,9 @@ class Head:
         """
         if labels is not None:
             return token_cross_entropy(
-                hidden, weight, labels, vocab_size=vocab_size, logits=logits, traced_rows=self.traced_rows
-            )
+                hidden, weight, labels, vocab_size=vocab_size, logits=logits, traced_rows=self.traced_rows,
+                reduce=self.reduce,
+            )  # fmt: skip
         last = nn.functional.linear(hidden[:, -1], weight[:vocab_size]).float()
         replace(logits, bias=None if logits.bias is None else logits.bias[:vocab_size]).apply_(last)
         return last
@@ -118,9 +139,11 @@ class _TokenCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, chunk_tokens: int, dtype: torch.dtype,
-        needed: tuple[bool, ...], first: int, group: dist.ProcessGroup | None, head: Logits, traced_rows: int | None,
+        first: int, group: dist.ProcessGroup | None, head: Logits, traced_rows: int | None,
         _bias: Tensor | None,  # of `head`, so that it has a gradient
+        needed: tuple[bool, ...], factors: Tensor | None, each: bool,
     ) -> Tensor:  # fmt: skip
+        """Sum the tokens' losses times `factors`; with `each`, which cannot be differentiated, return all [n]."""
         ctx.lift = _FP16_LIFT if dtype == torch.float16 else 1.0
         ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype
         exact = torch.promote_types(dtype, torch.float32)  # of the softmax and of sums
@@ -154,16 +177,24 @@ class _TokenCrossEntropy(torch.autograd.Function):
                 # Tokens without a target are taken out of the products: their rows of logits would be a whole pass.
                 if grad_hidden is not None:
                     grad_hidden[chunk] = _exact_mm(logits, low_weight).masked_fill_(skip, 0.0)
+                h, ones = h.masked_fill(skip, 0.0), (~skip).to(dtype)
+                if factors is not None:  # not into the logits, which fp16 would not hold
+                    factor = factors[chunk, None].masked_fill(skip, 0.0)
+                    losses[chunk] *= factor[:, 0]
+                    h, ones = h * factor.to(dtype), factor.to(dtype)
+                    if grad_hidden is not None:
+                        grad_hidden[chunk] *= factor
                 if needed[1]:
-                    grad_weight = _exact_addmm(grad_weight, logits.T, h.masked_fill(skip, 0.0))
+                    grad_weight = _exact_addmm(grad_weight, logits.T, h)
                 if needed[2]:
-                    grad_bias = _exact_addmm(grad_bias, logits.T, (~skip).to(dtype))
+                    grad_bias = _exact_addmm(grad_bias, logits.T, ones)
             if needed[1] and grad_weight is None:  # not one token
                 grad_weight = torch.zeros_like(weight, dtype=exact)
             if needed[2]:
                 grad_bias = torch.zeros_like(weight[:, 0], dtype=exact) if grad_bias is None else grad_bias[:, 0]
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
-        return losses.masked_fill_(ignored, 0.0).sum()
+        losses.masked_fill_(ignored, 0.0)
+        return losses if each else losses.sum()
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
@@ -174,7 +205,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
             None if grad is None else grad.mul_(factor).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return hidden, weight, *[None] * 9, bias
+        return hidden, weight, *[None] * 8, bias, *[None] * 3
 
 
 def _losses_and_gradient(logits: Tensor, targets: Tensor, lift: float | None, rows: int) -> Tensor:

@@ -30,13 +30,14 @@ class StepMetrics:
     mfu: float | None = None  # model FLOPs utilisation
     gpu_utilisation: float | None = None  # percent
     loader_samples_per_second: float | None = None
+    statistics: dict[str, float] = field(default_factory=dict)  # of an objective, over the steps since the last logged
     notes: list[str] = field(default_factory=list)  # of stragglers and slow data
 
     def row(self) -> Row:
         """Return the row for trackers, without numbers that were not measured."""
         out: Row = {}
         for name, value in vars(self).items():
-            if name == "memory":
+            if name in ("memory", "statistics"):
                 out |= value
             elif value not in (None, []) or name in ("loss", "grad_norm"):
                 out[name] = value

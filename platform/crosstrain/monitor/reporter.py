@@ -77,6 +77,10 @@ class Reporter:
         seconds = time.perf_counter() - self._start
         waited, metrics.notes = self._stragglers.check(metrics.step, self._steps, seconds, self._waited)
         metrics.gpu_utilisation = gpu_utilisation(self._runner.device)
+        if names := self._runner.model.statistics:
+            sums = self._runner.world.all_reduce_sum(*self._runner.model.take_statistics())
+            counted = zip(names, sums, sums[len(names) :], strict=False)
+            metrics.statistics = {name: total / count for name, total, count in counted if count}
         if waited > 0:
             metrics.loader_samples_per_second = self._global_batch * self._steps / waited
         for line in log_lines(metrics, self._max_iters):
@@ -125,6 +129,7 @@ def log_lines(metrics: StepMetrics, max_iters: int) -> list[str]:
         f"grad norm {_number(metrics.grad_norm, '.3f')}",
         f"tokens/s {metrics.tokens_per_second:.0f}",
     ]
+    first += [f"{name} {value:.4f}" for name, value in metrics.statistics.items()]
     if metrics.skipped_steps:
         first.append(f"skipped steps {metrics.skipped_steps}")
     if metrics.mfu is not None:

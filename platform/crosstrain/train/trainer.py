@@ -144,7 +144,7 @@ class Trainer:
         with timers("batch generator"):
             with timers("data loader"):
                 batch = next(batches)
-            targets, stop = self._agree(batch)
+            targets, tokens, stop = self._agree(batch)
         if stop:
             return None
         rate = self.schedule(state.applied_steps + 1)
@@ -166,16 +166,18 @@ class Trainer:
             samples=state.samples, skipped_steps=state.step - state.applied_steps,
             sequence_length=self._length(state.step) if self.run.curriculum else None,
         )  # fmt: skip
-        self.reporter.measure(metrics, targets, self.dataset.sequence_length)
+        self.reporter.measure(metrics, tokens, self.dataset.sequence_length)
         return metrics
 
-    def _agree(self, batch: Step) -> tuple[int, bool]:
-        """Target tokens of the whole step, known before the first backward, and whether any rank was asked to stop."""
+    def _agree(self, batch: Step) -> tuple[int, int, bool]:
+        """Targets and target tokens of the step, before the first backward, and whether any rank was asked to stop."""
         world, dp = self.runner.world, self.runner.dp
         mine = sum(micro_batch.num_targets for micro_batch in batch)
+        tokens = sum(self.runner.model.num_tokens(micro_batch.data) for micro_batch in batch)
         # In one exchange, because at each the ranks wait for the slowest. Ranks beyond `dp` see the same samples again.
-        targets, stops = world.all_reduce_sum(mine, bool(self.stop) or self.folder.lost is not None)
-        return int(targets) // (world.size // dp.size), stops > 0
+        *sums, stops = world.all_reduce_sum(mine, tokens, bool(self.stop) or self.folder.lost is not None)
+        targets, tokens = (int(total) // (world.size // dp.size) for total in sums)
+        return targets, tokens, stops > 0
 
     def _logs(self, step: int) -> bool:
         """True for one step in `log_interval`, and for the last one, so that the shortest run logs something."""

@@ -13,16 +13,19 @@ from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
+from crosstrain.data.dataset import Dataset
 from crosstrain.data.splits import open_split
 from crosstrain.distributed.group import Group
 from crosstrain.distributed.launch.cluster_env import restart_reason
 from crosstrain.distributed.launch.signals import StopRequest
 from crosstrain.engine.build import build_model, check_tokenizer, make_runner, make_schedule
 from crosstrain.engine.runner import Runner
+from crosstrain.modeling.objective import Aimed
 from crosstrain.monitor.profiler import Profiler
 from crosstrain.monitor.reporter import Reporter
 from crosstrain.train.bad_steps import BadSteps
 from crosstrain.train.prompt_samples import PromptSamples
+from crosstrain.train.reference import add_reference
 from crosstrain.train.state import restore, starting_point
 from crosstrain.train.trainer import Trainer
 from crosstrain.utils.assets import TOKENIZER_FILES, copy_files, plain_files
@@ -63,6 +66,14 @@ def build_trainer(config: Config, runner: Runner, stop: StopRequest, quiet: bool
     frozen = build_model(config, runner, start, for_training=True)  # the runner now holds model and optimizer
     state = restore(start, runner)
 
+    if isinstance(runner.model, Aimed) and runner.model.objective.needs_reference:
+        for split in filter(None, (dataset, val_dataset)):
+            earlier = None if start is None else start.parent.parent / _reference_file(split)
+            add_reference(
+                split, runner, runner.model.objective, plan.micro_batch, run.num_workers,
+                folder.path / _reference_file(split), earlier,
+            )  # fmt: skip
+
     tokenizer = dataset.tokenizer_path
     tokenizer_files = plain_files(tokenizer, TOKENIZER_FILES) if tokenizer is not None else []
 
@@ -89,6 +100,10 @@ def build_trainer(config: Config, runner: Runner, stop: StopRequest, quiet: bool
     )  # fmt: skip
     _log_setup(trainer)
     return trainer
+
+
+def _reference_file(split: Dataset) -> str:
+    return f"reference_{split.split}.npy"
 
 
 def _open_folder(config: Config, world: Group, quiet: bool) -> RunFolder:

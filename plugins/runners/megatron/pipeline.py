@@ -20,7 +20,8 @@ class Stage(nn.Module):
     """This rank's stage as torch's schedules call it.
 
     Every rank of a pipeline reads the micro batch itself. Between stages go hidden states [batch, length, width] in
-    fp32, and the state of the generator of random numbers, so that dropout is that of one process.
+    fp32, padded to the longest micro batch of the step, and the state of the generator of random numbers, so that
+    dropout is that of one process.
     """
 
     def __init__(
@@ -35,13 +36,16 @@ class Stage(nn.Module):
         self.model, self.group, self.rng, self.autocast, self.timers = model, group, rng, autocast, timers
         self.is_first, self.is_last = group.rank == 0, group.rank == group.size - 1
         self.received: Tensor | None = None
+        self.length = 0  # of what goes between stages
+        self.part = 1  # ranks that share a sequence between blocks
         self.batch: Callable[[int], Batch]  # the micro batch of a number; on the first stage, seeds for it
 
     def forward(self, *received: Tensor, number: int) -> Tensor | tuple[Tensor, Tensor]:
         with self.timers("forward"):
             batch = self.batch(number)
             if not self.is_first:
-                self.received, state = received
+                hidden, state = received
+                self.received = hidden[:, : batch["input_ids"].shape[1] // self.part]
                 self.rng.set_state(state.cpu())
             with self.autocast():
                 out = self.model(**batch)
@@ -50,6 +54,7 @@ class Stage(nn.Module):
                 return out
             # Frozen stages hand on what the next stage, as of any other, sends a gradient for.
             out = out.float() if out.requires_grad else out.float().requires_grad_()
+            out = nn.functional.pad(out, (0, 0, 0, self.length - out.shape[1]))
             return out, self.rng.state().to(out.device)
 
     def take_received(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -92,7 +97,7 @@ class Pipeline:
         before their backward; `last` is told before each whether it is the step's last. Returns the losses [count],
         float64, on the last stage, and none on the others.
         """
-        self.stage.batch, self._weight = batch, weight
+        self.stage.batch, self.stage.length, self._weight = batch, shape[1], weight
         schedule = self._schedule(shape, count)
         schedule._stage.before_backward = last
         losses: list[Tensor] = []
@@ -124,7 +129,7 @@ class Pipeline:
             self._schedules[(*shape, count)] = schedule
         return self._schedules[(*shape, count)]
 
-    def evaluate(self, batch: Batch, vocab_size: int) -> Tensor:
+    def evaluate(self, batch: Batch) -> Tensor:
         """The model's output for a batch, on every rank of the pipeline."""
         shape = batch["input_ids"].shape
         stage, group, rank = self.stage, self.group.process_group, self.group.rank
@@ -136,6 +141,11 @@ class Pipeline:
         stage.received = None
         if not stage.is_last:
             dist.send(out, group=group, group_dst=rank + 1)
-            out = out.new_empty(() if "labels" in batch else (shape[0], vocab_size))
+        # A loss, or numbers of each row.
+        extents = torch.tensor([out.ndim, *out.shape, *[0] * (3 - out.ndim)], device=self.device)
+        dist.broadcast(extents, group=group, group_src=self.group.size - 1)
+        if not stage.is_last:
+            dims, *extent = extents.tolist()
+            out = out.new_empty(extent[:dims])
         dist.broadcast(out, group=group, group_src=self.group.size - 1)
         return out

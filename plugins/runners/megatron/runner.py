@@ -225,8 +225,10 @@ class MegatronRunner(Runner):
             seed_everything_for(self.run.seed, micro_batches[number].first_sample)
             return self.to_device(micro_batches[number].data)
 
-        rows, length = micro_batches[0].data["input_ids"].shape
+        shapes = [micro_batch.data["input_ids"].shape for micro_batch in micro_batches]
+        rows, length = max(shapes)
         if self.tensor is not None and self.tensor.splits_sequence:
+            pipeline.stage.part = self.tensor.size
             length //= self.tensor.size
         weight = self.precision.scaler.scale / num_targets
         losses = pipeline.train((rows, length), len(micro_batches), batch, weight, self._before_backward)
@@ -285,7 +287,7 @@ class MegatronRunner(Runner):
         if self.pipeline is None:
             return super().evaluate(batch)
         assert self.model.vocab_size is not None
-        return self.pipeline.evaluate(self.to_device(batch), self.model.vocab_size)
+        return self.pipeline.evaluate(self.to_device(batch))
 
     # ---- what this rank holds
 

@@ -1,0 +1,111 @@
+"""The interface of objective plugins: what training minimises in place of the targets' cross-entropy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from crosstrain.modeling.base import Model
+from crosstrain.modeling.meta_init import has_values
+from crosstrain.utils.errors import ConfigError
+from crosstrain.utils.types import Batch
+
+
+class Objective(ABC):
+    """A function of the targets' losses. `run.objective: {name: ..., <Options>}` chooses and configures one.
+
+    It sees -log p of each target token and the fields of the batch that the model does not read. What it returns is
+    summed over the micro batches and ranks of a step and divided by the step's `units`, so that every runner and batch
+    layout minimises the same.
+    """
+
+    @dataclass
+    class Options:
+        """An objective without options of its own."""
+
+    row_layout: ClassVar[str | None] = None  # `Dataset.row_layout` of the datasets that it takes
+    needs_reference: ClassVar = False  # True: `Fields.reference` has the rows' log-probabilities before training
+    statistics: ClassVar[tuple[str, ...]] = ()  # names of numbers that training logs
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+        self.measures = False  # True: the model returns the log-probability of each row [rows], and no loss
+        self.recording = False  # True: `record` does
+        self._seen: dict[str, tuple[Tensor | float, Tensor | float]] = {}  # sum and count
+
+    @abstractmethod
+    def loss(self, losses: Tensor, batch: Batch) -> Tensor:
+        """Return the sum of the units' losses, an fp32 scalar that is differentiable by `losses`.
+
+        losses: fp32 [rows, length], 0 where there is no target; batch: `labels` and the fields `FIELDS`, as far as the
+        dataset has them. Shapes alone may decide what is computed: a plan traces this without values.
+        """
+
+    @abstractmethod
+    def units(self, batch: Batch) -> int:
+        """Number of what `loss` sums over, such as pairs; counted before any forward."""
+
+    def record(self, name: str, values: Tensor, counts: Tensor | None = None) -> None:
+        """Add `values`, those where `counts` is 1 (None: all), to the mean of one of `statistics`."""
+        counts = torch.ones_like(values) if counts is None else counts
+        if self.recording:
+            total, count = self._seen.get(name, (0.0, 0.0))
+            self._seen[name] = total + (values.detach() * counts).double().sum(), count + counts.double().sum()
+
+    def take_statistics(self) -> list[float]:
+        """Return the statistics' sums, and then their counts, since the last call; they begin anew."""
+        seen, self._seen = self._seen, {}
+        pairs = [seen.get(name, (0.0, 0.0)) for name in self.statistics]
+        return [float(total) for total, _ in pairs] + [float(count) for _, count in pairs]
+
+
+FIELDS = ("preferred", "reference")  # of a batch; the model does not read them
+
+
+def log_probabilities(losses: Tensor) -> Tensor:
+    """Log-probability of each row's targets [rows], from their losses [rows, length]."""
+    return -losses.sum(1)
+
+
+class Aimed(Model):
+    """The overrides of a model that has an objective."""
+
+    objective: Objective
+
+    def forward(self, **batch: Any) -> Any:
+        fields = {name: batch.pop(name) for name in FIELDS if name in batch}
+        if (labels := batch.get("labels")) is None:
+            return super().forward(**batch)  # type: ignore[safe-super]
+        self.objective.recording = self.training and has_values(labels)
+        self.head.reduce = partial(self._reduced, batch={"labels": labels, **fields})
+        try:
+            return super().forward(**batch)  # type: ignore[safe-super]
+        finally:
+            self.head.reduce = None
+
+    def _reduced(self, losses: Tensor, batch: Batch) -> Tensor:
+        if self.objective.measures:
+            return log_probabilities(losses)
+        if self.objective.needs_reference and "reference" not in batch:
+            raise ConfigError("run.objective: the reference's log-probabilities are known in training alone")
+        return self.objective.loss(losses, batch)
+
+    def num_targets(self, batch: Batch) -> int:  # type: ignore[override]
+        return self.objective.units(batch)
+
+    def num_tokens(self, batch: Batch) -> int:
+        return super().num_targets(batch)
+
+    def take_statistics(self) -> list[float]:
+        return self.objective.take_statistics()
+
+
+def aim(model: Model, objective: Objective) -> None:
+    """Let a model's forward return the objective's loss of a batch, in place."""
+    model.__class__ = type(type(model).__name__, (Aimed, type(model)), {})
+    model.objective, model.statistics = objective, objective.statistics  # type: ignore[assignment]

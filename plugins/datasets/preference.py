@@ -1,0 +1,88 @@
+"""Answers that are preferred to others, or are good or bad, for `run.objective`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from crosstrain import IGNORE_INDEX, Batch, DataError, Sample, Split, registry
+from crosstrain.corpus.chat import ChatSource
+
+from .chat import ConversationDataset, ConversationOptions, padded_rows
+
+
+@registry.register_dataset("preference")
+class Preference(ConversationDataset):
+    """Conversations with a chosen and a rejected last answer; its tokens alone are targets.
+
+    A sample has two rows: with `pairs` the chosen answer and the rejected one; without, an answer, and the answer of
+    the next conversation to the same prompt. `preferred` [rows] is 1 for a good answer, -1 for a bad one and 0 for
+    the next conversation's; `reference` [rows] what an objective has measured.
+    """
+
+    @dataclass
+    class Options(ConversationOptions):
+        """And how answers become samples."""
+
+        pairs: bool = True  # a chosen and a rejected answer (dpo, orpo); False: each answer alone, good or bad (kto)
+
+    options: Options
+
+    @classmethod
+    def source(cls, options: Options, paths: tuple[str, ...], tokenizer: Path) -> ChatSource:
+        drops = options.unusable == "drop"
+        return ChatSource(paths, tokenizer, "last", options.seq_length, drops, preferences=True)
+
+    @classmethod
+    def shapes(cls, options: Options) -> Batch:
+        ids = torch.zeros(2, options.seq_length, dtype=torch.int64, device="meta")
+        of_rows = {"preferred": ids[:, 0], "reference": torch.zeros(2, device="meta")}
+        return {"input_ids": ids, "labels": ids, **of_rows}
+
+    def __init__(self, options: Options, split: Split) -> None:
+        self.row_documents = 2 if options.pairs else 1
+        super().__init__(options, split)
+        self.row_layout = "pairs" if options.pairs else "single answers"
+        answers = np.fromfile(self.folder / "answers.bin", np.uint8)
+        if options.pairs and (answers > 1).any():
+            raise DataError(f"{options.path}: some rows have one answer with a label; set pairs: false, for kto")
+        self.good = answers[self.start : self.start + self.count] & 1
+        self.digest = f"{self.folder.name}-{self.start}-{self.count}-{options.pairs}"
+
+    def __len__(self) -> int:
+        return self.count // self.row_documents
+
+    def numbers(self, index: int) -> list[int]:
+        return [2 * index, 2 * index + 1] if self.options.pairs else [index]
+
+    def get(self, index: int, rng: np.random.Generator) -> Sample:
+        if self.options.pairs:
+            rows, kinds = [self.tokens(number) for number in self.numbers(index)], [1, -1]
+        else:
+            rows = [self.tokens(index), self._mismatched(index)]
+            kinds = [1 if self.good[index] else -1, 0]
+        sample: Sample = {"rows": [{"input_ids": ids[:-1], "labels": targets[1:]} for ids, targets in rows]}
+        sample["preferred"] = np.array(kinds)
+        if self.reference is not None:
+            sample["reference"] = self.reference[index]
+        return sample
+
+    def _mismatched(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """A prompt with the answer of the next conversation, as long as seq_length allows."""
+        ids, targets = self.tokens(index)
+        others, other_targets = self.tokens((index + 1) % self.count)
+        prompt = int((targets != IGNORE_INDEX).argmax())
+        answer = int((other_targets != IGNORE_INDEX).argmax())
+        ignored = np.full(prompt, IGNORE_INDEX)
+        most = self.options.seq_length + 1
+        joined = np.concatenate([ids[:prompt], others[answer:]]), np.concatenate([ignored, other_targets[answer:]])
+        return joined[0][:most], joined[1][:most]
+
+    def collate(self, samples: list[Sample]) -> Batch:
+        batch = padded_rows([row for sample in samples for row in sample["rows"]], self.options.seq_length)
+        for key in samples[0].keys() - {"rows"}:
+            batch[key] = torch.from_numpy(np.concatenate([sample[key] for sample in samples]))
+        return batch

@@ -1,0 +1,113 @@
+"""Objectives that learn from preferences: DPO, ORPO and KTO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from annotated_types import Interval
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from crosstrain import IGNORE_INDEX, Batch, Objective, PositiveFloat, log_probabilities, registry
+
+
+class _OfPairs(Objective):
+    """An objective of pairs: rows 2 i are the chosen answers, rows 2 i + 1 the rejected ones."""
+
+    row_layout = "pairs"
+    statistics = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+
+    def units(self, batch: Batch) -> int:
+        return len(batch["labels"]) // 2
+
+    def record_rewards(self, chosen: Tensor, rejected: Tensor) -> None:
+        margins = chosen - rejected
+        for name, values in zip(self.statistics, (chosen, rejected, margins, (margins > 0).float()), strict=True):
+            self.record(name, values)
+
+
+@registry.register_objective("dpo")
+class DPO(_OfPairs):
+    """Direct preference optimization (Rafailov et al., 2023, equation 7), against the model before training."""
+
+    @dataclass
+    class Options:
+        """The published default is that of the authors' code."""
+
+        beta: PositiveFloat = 0.1  # how strongly the reference holds
+        # share of pairs whose order is taken to be wrong (Mitchell, 2023)
+        label_smoothing: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0
+
+    options: Options
+    needs_reference = True
+
+    def loss(self, losses: Tensor, batch: Batch) -> Tensor:
+        rewards = self.options.beta * (log_probabilities(losses) - batch["reference"])
+        chosen, rejected = rewards[0::2], rewards[1::2]
+        self.record_rewards(chosen, rejected)
+        wrong, logits = self.options.label_smoothing, chosen - rejected
+        return -((1 - wrong) * logsigmoid(logits) + wrong * logsigmoid(-logits)).sum()
+
+
+@registry.register_objective("orpo")
+class ORPO(_OfPairs):
+    """Odds ratio preference optimization (Hong et al., 2024, equations 6 and 7), which has no reference.
+
+    A sequence's likelihood is the geometric mean of its tokens'; each pair's cross-entropy is a mean over its tokens.
+    """
+
+    @dataclass
+    class Options:
+        """The published default."""
+
+        beta: PositiveFloat = 0.1  # weight of the odds ratio, lambda in the paper
+
+    options: Options
+
+    def loss(self, losses: Tensor, batch: Batch) -> Tensor:
+        lengths = (batch["labels"] != IGNORE_INDEX).sum(1).clamp(min=1)
+        means = log_probabilities(losses) / lengths
+        odds = means - torch.log(-torch.expm1(means.clamp(max=-1e-7)))  # log p / (1 - p)
+        chosen, rejected = odds[0::2], odds[1::2]
+        self.record_rewards(self.options.beta * means[0::2], self.options.beta * means[1::2])
+        return -(means[0::2] + self.options.beta * logsigmoid(chosen - rejected)).sum()
+
+
+@registry.register_objective("kto")
+class KTO(Objective):
+    """Kahneman-Tversky optimization (Ethayarajh et al., 2024, equation 8), of answers that are good or bad.
+
+    Rows 2 i are answers, rows 2 i + 1 answers to other prompts, which estimate the divergence from the reference: one
+    number for a micro batch, as in the paper, without a gradient.
+    """
+
+    @dataclass
+    class Options:
+        """The published defaults."""
+
+        beta: PositiveFloat = 0.1  # how strongly the reference holds
+        desirable_weight: PositiveFloat = 1.0  # of good answers
+        undesirable_weight: PositiveFloat = 1.0  # of bad ones
+
+    options: Options
+    row_layout = "single answers"
+    needs_reference = True
+    statistics = ("rewards/desirable", "rewards/undesirable", "kl")
+
+    def units(self, batch: Batch) -> int:
+        return len(batch["labels"]) // 2
+
+    def loss(self, losses: Tensor, batch: Batch) -> Tensor:
+        options = self.options
+        ratios = log_probabilities(losses) - batch["reference"]
+        ours, others = ratios[0::2], ratios[1::2].detach()
+        divergence = others.mean().clamp(min=0)
+        good = batch["preferred"][0::2] > 0
+        sign = torch.where(good, 1.0, -1.0)
+        weight = torch.where(good, options.desirable_weight, options.undesirable_weight)
+        self.record("rewards/desirable", options.beta * ours, good.float())
+        self.record("rewards/undesirable", options.beta * ours, 1 - good.float())
+        self.record("kl", divergence[None])
+        return (weight * (1 - torch.sigmoid(sign * options.beta * (ours - divergence)))).sum()

@@ -1,0 +1,251 @@
+"""DPO, ORPO and KTO: the papers' losses and gradients, alike under every runner, and a preference that is learned."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from torch.nn.functional import log_softmax, logsigmoid
+
+from conftest import Workspace
+from crosstrain.config.load import load_config
+from crosstrain.config.registry import registry
+from crosstrain.data.dataset import Dataset
+from crosstrain.data.splits import open_split
+from crosstrain.engine.build import build_model, check_fit, model_on_meta
+from crosstrain.engine.runner import Runner
+from crosstrain.utils.errors import ConfigError, DataError
+from crosstrain.utils.types import IGNORE_INDEX, Batch
+from fixtures_chat import SHAPES, conversation, write_tokenizer
+from fixtures_ranks import mostly_slow
+from fixtures_training import Followed, assert_equal_training, follow
+
+# A margin is a difference of sums of log-probabilities, so its rounding is larger than a mean's.
+TOLERANCE = 5e-6
+RNG = np.random.default_rng(0)
+OBJECTIVES = ("dpo", "orpo", "kto")
+PAIRS = 40
+
+
+def rows() -> list[dict[str, Any]]:
+    rng, found = random.Random(0), []
+    for _ in range(PAIRS):
+        *prompt, chosen = conversation(rng, SHAPES["chatml"], turns=rng.randint(1, 2))
+        other = conversation(rng, SHAPES["chatml"], turns=1)[-1]
+        found.append({"prompt": prompt, "chosen": [chosen], "rejected": [other]})
+    return found
+
+
+def project(workspace: Workspace, objective: str, data: list[dict[str, Any]] | None = None) -> Workspace:
+    tokenizer = write_tokenizer(workspace.path / "tokenizer", SHAPES["chatml"].template)
+    path = workspace.path / "preferences.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in data or rows()))
+    workspace.config["datasets"] = {
+        "answers": {
+            "name": "preference", "path": str(path), "tokenizer": str(tokenizer), "seq_length": 256,
+            "pairs": objective != "kto",
+        }
+    }  # fmt: skip
+    workspace.config["model"] |= {"vocab_size": 512, "n_positions": 256, "dropout": 0.0}
+    workspace.config["run"] |= {"objective": {"name": objective, "beta": 0.3}}
+    workspace.project.write_text(yaml.safe_dump(workspace.config))
+    return workspace
+
+
+def built(workspace: Workspace, *options: str) -> tuple[Runner, Dataset]:
+    config = load_config(workspace.project, options)
+    runner = Runner(None, config.run)
+    runner.setup()
+    build_model(config, runner, None, for_training=True)
+    registry.get("dataset", "preference").prepare(config.datasets["answers"].options)
+    return runner, open_split(config, "train")
+
+
+# ---- the papers, once more, from logits
+
+
+def sequence(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Sums of the targets' log-probabilities, and their numbers, of each row."""
+    logits = model.lm(input_ids=batch["input_ids"]).logits.double()[..., :512]
+    known = batch["labels"] != IGNORE_INDEX
+    picked = log_softmax(logits, -1).gather(-1, batch["labels"].clamp(min=0)[..., None])[..., 0]
+    return torch.where(known, picked, 0.0).sum(1), known.sum(1)
+
+
+def by_the_paper(name: str, model: Any, batch: Batch, beta: float) -> Tensor:
+    sums, lengths = sequence(model, batch)
+    first, second = sums[0::2], sums[1::2]
+    if name == "orpo":
+        chosen, rejected = first / lengths[0::2], second / lengths[1::2]
+        odds = (torch.exp(chosen) / (1 - torch.exp(chosen))) / (torch.exp(rejected) / (1 - torch.exp(rejected)))
+        return (-chosen - beta * logsigmoid(torch.log(odds))).sum()
+    reference = batch["reference"].double()
+    if name == "dpo":
+        ratio = (first - reference[0::2]) - (second - reference[1::2])
+        return -torch.log(torch.sigmoid(beta * ratio)).sum()
+    z0 = (second - reference[1::2]).detach().mean().clamp(min=0)
+    reward = first - reference[0::2]
+    good = batch["preferred"][0::2] == 1
+    value = torch.where(good, torch.sigmoid(beta * (reward - z0)), torch.sigmoid(beta * (z0 - reward)))
+    return (1 - value).sum()
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_losses_and_gradients_are_the_papers(workspace: Workspace, name: str) -> None:
+    runner, data = built(project(workspace, name))
+    # References far from the model's own, so that no sigmoid sits in its middle.
+    data.reference = np.random.default_rng(1).normal(-120, 8, (len(data), 2)).astype(np.float32)
+    model = runner.model
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    batch = data.collate([data.get(index, RNG) for index in range(5)])
+    batch["reference"] = sequence(model, batch)[0].detach().float() + torch.linspace(-4, 4, 10)
+    ours = model(**batch)
+    ours.backward()
+    mine = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    theirs = by_the_paper(name, model, batch, 0.3)
+    theirs.backward()
+    assert ours.item() == pytest.approx(theirs.item(), rel=TOLERANCE)
+    for key, parameter in model.named_parameters():
+        scale = parameter.grad.abs().max()
+        if scale > 1e-6:  # a key's bias has no gradient
+            assert (mine[key] - parameter.grad).abs().max() < TOLERANCE * scale, key
+
+
+# ---- runners
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Callable[[str], tuple[Workspace, Followed]]:
+    @lru_cache
+    def make(name: str) -> tuple[Workspace, Followed]:
+        workspace = project(Workspace(tmp_path_factory.mktemp(name), dataset), name)
+        return workspace, follow(workspace, "ddp@1", *OPTIONS)
+
+    return make
+
+
+OPTIONS = ("run.max_iters=6", "run.micro_batch_size=1", "run.global_batch_size=4", "run.init_lr=1e-3")
+RUNNERS = ("ddp@2", "fsdp@2", "zero2@2", "zero3@2", "megatron_tp2@2", "megatron_tp2_sp@2", "megatron_pp2@2")
+CASES = [(name, runner) for name in OBJECTIVES for runner in RUNNERS]
+
+
+@pytest.mark.parametrize(
+    "case", mostly_slow(CASES, [("dpo", "zero3@2"), ("dpo", "megatron_tp2@2"), ("dpo", "megatron_pp2@2")]), ids="-".join
+)
+def test_every_runner_prefers_alike(
+    reference: Callable[[str], tuple[Workspace, Followed]], monkeypatch: pytest.MonkeyPatch, case: tuple[str, str],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    name, runner = case
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # so that every runner measures its own reference
+    workspace, one = reference(name)
+    other = follow(workspace, runner, *OPTIONS)
+    assert_equal_training(one, other, TOLERANCE)
+    for key in one.rows[-1]:
+        if key.startswith("rewards/") and key != "rewards/accuracies":  # of which the first step's are ties
+            assert other.column(key) == pytest.approx(one.column(key), rel=1e-3, abs=2e-5), key
+    if name == "dpo":
+        assert one.rows[0]["loss"] == pytest.approx(np.log(2), rel=1e-6)
+        assert one.rows[0]["rewards/margins"] == pytest.approx(0, abs=1e-5)
+
+
+def test_a_run_resumes_with_the_reference_that_it_began_with(workspace: Workspace) -> None:
+    project(workspace, "dpo")
+    whole = workspace.train("whole", *OPTIONS)
+    workspace.train("parts", *OPTIONS, "run.max_iters=3", "run.lr_decay_iters=6")
+    parts = workspace.train("parts", *OPTIONS, nproc=2)
+    assert parts.column("loss") == pytest.approx(whole.column("loss"), rel=TOLERANCE)
+    (parts.folder / "reference_train.npy").unlink()
+    lost = workspace.train("parts", *OPTIONS, "run.max_iters=8", "run.lr_decay_iters=6", fails=True)
+    assert lost.code == 1
+    assert "reference_train.npy: the reference that the run began with is not there" in lost.err
+
+
+def test_a_preference_is_learned(workspace: Workspace) -> None:
+    rng = random.Random(1)
+    pairs = [
+        {"prompt": f"say {rng.randint(0, 999)}", "chosen": "hello world", "rejected": "the cat sat on the mat"}
+        for _ in range(64)
+    ]
+    project(workspace, "dpo", pairs)
+    run = workspace.train("run", "run.max_iters=20", "run.global_batch_size=8", "run.init_lr=3e-3")
+    accuracies = run.column("rewards/accuracies")
+    assert accuracies[0] < 0.8
+    assert accuracies[-1] == 1.0
+    assert run.rows[-1]["rewards/margins"] > 1
+
+
+# ---- layouts and mistakes
+
+
+LAYOUTS = {
+    "prompt": {"prompt": "q", "chosen": "good", "rejected": "bad"},
+    "turns": {
+        "prompt": [{"role": "user", "content": "q"}],
+        "chosen": [{"role": "assistant", "content": "good"}],
+        "rejected": [{"role": "assistant", "content": "bad"}],
+    },
+    "whole conversations": {
+        "chosen": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "good"}],
+        "rejected": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "bad"}],
+    },
+    "sharegpt": {
+        "conversations": [{"from": "human", "value": "q"}],
+        "chosen": {"from": "gpt", "value": "good"},
+        "rejected": {"from": "gpt", "value": "bad"},
+    },
+}
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(workspace: Workspace, layout: str) -> None:
+    project(workspace, "dpo", [LAYOUTS[layout]])
+    _, data = built(workspace)
+    from crosstrain.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(data.tokenizer_path)
+    rows = data.get(0, RNG)["rows"]
+    said = [tokenizer.decode([int(t) for t in row["labels"] if t != IGNORE_INDEX]) for row in rows]
+    assert said == ["good<|im_end|>", "bad<|im_end|>"]
+    asked = [row["input_ids"][: int((row["labels"] != IGNORE_INDEX).argmax()) + 1].tolist() for row in rows]
+    assert asked[0] == asked[1]
+
+
+@pytest.mark.usefixtures("home")
+def test_single_answers_and_their_mismatches(workspace: Workspace) -> None:
+    data = [{"prompt": f"q{n}", "completion": f"a{n}", "label": n % 2 == 0} for n in range(4)]
+    project(workspace, "kto", data)
+    _, opened = built(workspace)
+    batch = opened.collate([opened.get(index, RNG) for index in range(4)])
+    assert batch["preferred"].tolist() == [1, 0, -1, 0, 1, 0, -1, 0]
+    from crosstrain.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(opened.tokenizer_path)
+    said = [tokenizer.decode([int(t) for t in row if t != IGNORE_INDEX]) for row in batch["labels"]]
+    assert [words.removesuffix("<|im_end|>") for words in said] == ["a0", "a1", "a1", "a2", "a2", "a3", "a3", "a0"]
+    project(workspace, "dpo", data)
+    with pytest.raises(DataError, match="set pairs: false, for kto"):
+        built(workspace)
+
+
+@pytest.mark.usefixtures("home")
+def test_an_objective_and_a_dataset_that_do_not_fit(workspace: Workspace) -> None:
+    project(workspace, "dpo")
+    _, data = built(workspace)
+    for options in (["run.objective=kto"], ["run.objective=null"]):
+        with pytest.raises(ConfigError, match=r"run\.objective: it takes .*, and the dataset has pairs"):
+            check_fit(model_on_meta(load_config(workspace.project, options)), data)
