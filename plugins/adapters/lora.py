@@ -80,11 +80,11 @@ class Lora(Adapter):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_adapter(name))
         self.spared_flops = weights - 6.0 * sum(p.numel() for p in model.parameters() if p.requires_grad)
-        model.__class__ = type(type(model).__name__, (_Adapted, type(model)), {})
+        model.__class__ = type(type(model).__name__, (AdaptedModel, type(model)), {})
         model.adapter = self  # type: ignore[assignment]
 
 
-class _Adapted(Model):
+class AdaptedModel(Model):
     """The overrides of a model that has adapters."""
 
     adapter: Lora
@@ -131,7 +131,7 @@ class _Adapted(Model):
                 combine = partial(
                     merged,
                     scale=self.adapter.alpha / self.adapter.rank,
-                    transposed=isinstance(module.base_layer, Conv1D),
+                    transposed=self.adapter.config.fan_in_fan_out,
                 )
                 found[weight] = Merge((f"{stem}lora_A.weight", f"{stem}lora_B.weight"), combine)
         return found

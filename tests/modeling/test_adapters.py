@@ -15,7 +15,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from conftest import ENVIRONMENT, ROOT, Workspace
+from conftest import ENVIRONMENT, ROOT, Run, Workspace
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.folders import find_checkpoint
 from crosstrain.config.load import load_config
@@ -201,3 +201,55 @@ def test_a_run_resumes_and_answers_as_it_is(trained: Workspace) -> None:
     )
     answer = trained.evaluate("--checkpoint", "tuned", "--generate", "ban ", "--max-new-tokens", "4")
     assert answer.code == 0, answer.err
+
+
+# ---- QLoRA
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> tuple[Workspace, list[str]]:
+    pytest.importorskip("bitsandbytes")
+    workspace = Workspace(tmp_path_factory.mktemp("quantised"), dataset)
+    pretrained(workspace, "gpt2")
+    return workspace, ["run.micro_batch_size=1", "model.adapter={name: qlora, rank: 4}"]
+
+
+@pytest.mark.parametrize("runner", ["ddp@2", "fsdp@2"])
+def test_qlora_trains_alike_and_its_weights_are_four_bits(
+    quantised: tuple[Workspace, list[str]], runner: str
+) -> None:
+    workspace, options = quantised
+    one = follow(workspace, "ddp@1", *options) if runner == "ddp@2" else Followed(Run(workspace.path / "run_ddp@1"))
+    other = follow(workspace, runner, *options)
+    assert other.column("loss") == pytest.approx(one.column("loss"), rel=TOLERANCE)
+    mine, theirs = adapter_tensors(one.checkpoint(20)), adapter_tensors(other.checkpoint(20))
+    assert max((theirs[name] - mine[name]).abs().max().item() for name in mine) < WEIGHTS
+    assert not any("c_fc.weight" in name for name in Reader.open(one.checkpoint(20)).names("param"))
+
+
+def test_qlora_computes_with_the_weights_that_bitsandbytes_would_keep(quantised: tuple[Workspace, list[str]]) -> None:
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    workspace, options = quantised
+    model, plain = build(workspace, *options).model, build(workspace).model
+    packed = sum(module.weight.nbytes + module.scales.nbytes for module in model.packed().values())
+    whole = sum(p.nbytes for name, p in plain.canonical_parameters().items() if name in model.packed())
+    assert packed / whole == pytest.approx(0.5 / 4 + 1 / 64)
+    with torch.no_grad():
+        for name in model.packed():
+            weight = plain.canonical_parameters()[name]
+            words, state = quantize_4bit(weight.T.contiguous(), blocksize=64, quant_type="nf4")
+            weight.copy_(dequantize_4bit(words, state).T)
+    assert torch.allclose(logits(model, IDS), logits(plain, IDS), atol=2e-6)
+
+
+def test_qlora_is_refused_where_it_cannot_be(quantised: tuple[Workspace, list[str]]) -> None:
+    workspace, options = quantised
+    for runner in ("zero3", "megatron_tp2"):
+        refused = workspace.train(f"refused_{runner}", *options, f"run.runner={runner}", nproc=2, fails=True)
+        assert refused.code == 1
+        assert "model.adapter: qlora keeps weights in few bits, which" in refused.err
+    sizes = "{arch: gpt2, n_embd: 32, n_head: 2, n_layer: 2, vocab_size: 320, n_positions: 32, pretrained: null}"
+    refused = workspace.train("initial", *options, f"model={sizes}", fails=True)
+    assert refused.code == 1
+    assert "the model needs pretrained weights" in refused.err

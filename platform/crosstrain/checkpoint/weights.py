@@ -20,7 +20,7 @@ from crosstrain.checkpoint.manifest import MANIFEST, FrozenParameter
 from crosstrain.distributed.group import Group
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.pretrained import Excerpt, Source
-from crosstrain.utils.errors import CheckpointError
+from crosstrain.utils.errors import CheckpointError, ConfigError
 from crosstrain.utils.rng import generator
 
 _ELEMENTS = 1 << 20  # hashed at a time, which takes some tens of bytes for each
@@ -67,6 +67,22 @@ class PretrainedWeights:
                 exact = Shard(shard.kind, shard.name, shard.shape, pieces)
                 self.fill([exact])
                 yield exact
+
+
+def fill_packed(model: Model, pretrained: PretrainedWeights) -> dict[str, FrozenParameter]:
+    """Read a model's packed parameters whole, one at a time, and pack them; returns their hashes.
+
+    Raises ConfigError for one that no pretrained folder covers.
+    """
+    hashes = {}
+    for name, packed in model.packed().items():
+        if not pretrained.covers(name):
+            raise ConfigError(f"model.adapter: it keeps {name} in few bits, so the model needs pretrained weights")
+        value, shape = torch.empty(packed.shape), tuple(packed.shape)
+        pretrained.fill([Shard("param", name, shape, whole_pieces(value, shape))])
+        hashes[name] = FrozenParameter(shape, f"{fingerprint(value, Box.whole(shape), shape):016x}")
+        packed.pack(value)
+    return hashes
 
 
 def _open(folder: Path) -> Reader:

@@ -8,7 +8,14 @@ from pathlib import Path
 
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.manifest import FrozenParameter
-from crosstrain.checkpoint.weights import PretrainedWeights, check_frozen, fill_initial, fingerprints, load_shards
+from crosstrain.checkpoint.weights import (
+    PretrainedWeights,
+    check_frozen,
+    fill_initial,
+    fill_packed,
+    fingerprints,
+    load_shards,
+)
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
@@ -139,6 +146,13 @@ def check_tokenizer(folder: Path | None, dataset: Dataset) -> None:
         )
 
 
+def check_packed(model: Model, runner: type[Runner], config: Config) -> None:
+    """Raise ConfigError for a model with parameters in few bits under a runner that cannot hold them."""
+    if model.packed() and not runner.takes_packed:
+        adapter, name = config.adapter and config.adapter.name, config.run.runner.name
+        raise ConfigError(f"model.adapter: {adapter} keeps weights in few bits, which {name} cannot; use ddp or fsdp")
+
+
 def freeze(model: Model, patterns: list[str]) -> None:
     """Exclude from training the parameters whose canonical names match one of the patterns (`transformer.h.0.*`).
 
@@ -165,6 +179,7 @@ def build_model(
     initial values. Returns the frozen parameters that stem from pretrained folders, which checkpoints need not hold.
     """
     model = runner.construct(lambda: make_model(config))
+    check_packed(model, type(runner), config)
     if for_training:
         freeze(model, config.run.freeze)
         for blocks, mode in model.checkpointing(config.run.gradient_checkpointing):
@@ -191,6 +206,7 @@ def build_model(
         fill_initial(model, [s for s in parameters if s.name not in published], config.run.seed)
         borrowed = published & frozen
     hashes = fingerprints(pretrained.as_published([s for s in parameters if s.name in borrowed]), runner.world)
+    hashes |= fill_packed(model, pretrained)
     if reader is not None:
         check_frozen(reader, hashes)
     runner.loaded()

@@ -28,10 +28,13 @@ class HeldState:
     def shards(self) -> list[Shard]:
         """This rank's part of parameters and optimizer state, in live memory: reading it saves, writing to it loads.
 
-        Raises CheckpointError for optimizer state that is neither shaped like its parameter nor a scalar tensor.
+        A model's `packed` parameters are not among them. Raises CheckpointError for optimizer state that is neither
+        shaped like its parameter nor a scalar tensor.
         """
-        out = []
+        out, packed = [], self.model.packed()
         for name, parameter in self.model.canonical_parameters().items():
+            if name in packed:
+                continue
             shape = self.model.logical_shape(name, self.full_shape(parameter))
             held = self.held(parameter)
             out.append(Shard("param", name, tuple(shape), self.pieces(parameter, held, shape)))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,16 @@ from crosstrain.modeling.cross_entropy import Head
 from crosstrain.modeling.pretrained import Source
 from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.types import IGNORE_INDEX, Batch
+
+
+class Packed(Protocol):
+    """A frozen parameter that is kept in another form than its logical tensor."""
+
+    shape: torch.Size  # logical
+
+    def pack(self, value: Tensor) -> None:
+        """Take the whole value, fp32; called once, after a runner has sharded the model."""
+
 
 ReadParameter = Callable[[str], Tensor]  # the whole value of a parameter, by its canonical name
 
@@ -123,6 +133,10 @@ class Model(nn.Module, ABC):
     def logical_shape(self, name: str, shape: torch.Size) -> torch.Size:
         """Shape without padding of parameter `name` (canonical), which has `shape` with it."""
         return shape
+
+    def packed(self) -> Mapping[str, Packed]:
+        """Frozen parameters (canonical names) in another form, which are read from pretrained weights; none."""
+        return {}
 
     @abstractmethod
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:

@@ -65,6 +65,7 @@ class MegatronRunner(Runner):
     Options = Options
 
     needs_process_group = True
+    takes_packed = False
     cuts_models = True
     pipeline: Pipeline | None = None
     tensor: TensorParallel | None = None
