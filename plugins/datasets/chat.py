@@ -84,6 +84,11 @@ class ConversationDataset(Dataset):
             raise DataError(
                 f"the {split} split of {options.path} has none of its {total} rows: change split={options.split}"
             )
+        first = range(min(self.file.num_documents, 1000))
+        special = {token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special}
+        last = {~int(ids[ids < 0][-1]) for ids in map(self.file.document, first)}
+        ends = {number for number in last if tokenizer.backend.id_to_token(number) in special}
+        self.end_tokens = tuple(sorted({tokenizer.end_id} | ends))
         self.start, self.count = start * self.row_documents, (stop - start) * self.row_documents  # of conversations
 
     def tokens(self, number: int) -> tuple[np.ndarray, np.ndarray]:

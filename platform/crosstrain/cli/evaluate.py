@@ -19,9 +19,11 @@ from crosstrain.utils.units import finite
 
 if TYPE_CHECKING:
     from crosstrain.engine.runner import Runner
-    from crosstrain.inference.conversation import ChatSession
+    from crosstrain.inference.conversation import ChatSession, TextSession
     from crosstrain.inference.encoding import Encoders
     from crosstrain.inference.generation import Sampling
+
+    Session = ChatSession | TextSession
 
 _MICRO_BATCH = 8  # samples per forward where the run has no number; the result does not depend on it
 
@@ -35,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-samples", type=int, metavar="N", help="at most N samples of each split")
     parser.add_argument("--generate", nargs="+", default=[], metavar="PROMPT", help="complete these prompts")
+    parser.add_argument("--chat", action="store_true", help="the prompts are a user's turns, in the chat template")
     parser.add_argument("--image", nargs="+", default=[], metavar="FILE", help="images that the prompts are about")
     parser.add_argument("--answers", help="ask the questions of these splits, whose answers are known (default: test)",
                         **splits)  # fmt: skip
@@ -71,6 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("--sheet: shows what --answers found; give both")
     if a.image and not (a.generate or a.interactive):
         raise UserError("--image: ask about it with --generate or --interactive")
+    if a.chat and (a.image or not (a.generate or a.interactive)):
+        raise UserError("--chat: say something with --generate or --interactive, and without --image")
     if a.tasks:
         require("lm_eval", "--tasks")
     elif a.task_path:
@@ -88,7 +93,7 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
     """Evaluate on this rank; `job` has the command line's flags."""
     from crosstrain.data.splits import open_split
     from crosstrain.engine.build import build_model, check_fit, make_runner
-    from crosstrain.inference.conversation import ChatSession
+    from crosstrain.inference.conversation import ChatSession, TextSession
     from crosstrain.inference.encoding import Encoders
     from crosstrain.inference.generation import Sampling
     from crosstrain.inference.perplexity import evaluate_loss
@@ -131,7 +136,11 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
                 runner, tokenizer, encode, job["tasks"], job["task_path"], job["max_samples"], is_main
             )
         complete = partial(_complete, runner, tokenizer, encoders, sampling)
-        talk = ChatSession.about(job["image"], config, checkpoint, encoders) if job["image"] else None
+        talk: Session | None = None
+        if job["image"]:
+            talk = ChatSession.about(job["image"], config, checkpoint, encoders)
+        elif job["chat"]:
+            talk = TextSession(encoders, encoders.ends(tokenizer))
         for prompt in job["generate"]:
             texts = complete(prompt, talk, show=is_main)
             results["completions"].append({"prompt": prompt, "completions": texts})
@@ -147,30 +156,31 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
 
 
 def _complete(
-    runner: Runner, tokenizer: Any, encoders: Encoders, sampling: Sampling, prompt: str, talk: ChatSession | None, *,
+    runner: Runner, tokenizer: Any, encoders: Encoders, sampling: Sampling, prompt: str, talk: Session | None, *,
     show: bool,
 ) -> list[str]:  # fmt: skip
-    """Complete a prompt, or answer it where it is about images; a single completion is shown as it grows."""
+    """Complete a prompt, or answer it in a conversation; a single completion is shown as it grows."""
     from crosstrain.inference.generation import as_prompt, generate
 
-    end = tokenizer.eos_token_id if talk is None else talk.prompt_builder.end_id
+    end = tokenizer.eos_token_id
+    ends = [end] if talk is None else talk.ends
     asked = as_prompt(encoders.encode("text", prompt), end) if talk is None else talk.ask(prompt)
     if not show or sampling.num_completions > 1:
-        texts = generate(runner, tokenizer, asked, sampling, None, end)
+        texts = generate(runner, tokenizer, asked, sampling, None, ends)
         for number, text in enumerate(texts if show else [], 1):
             print(printable(f"--- completion {number}\n{prompt}{text}"))
         return texts
     print(prompt, end="" if talk is None else "\n")
     texts = generate(
-        runner, tokenizer, asked, sampling, lambda _, piece: print(printable(piece), end="", flush=True), end
+        runner, tokenizer, asked, sampling, lambda _, piece: print(printable(piece), end="", flush=True), ends
     )
     print()
     return texts
 
 
-def _converse(complete: Callable[..., list[str]], talk: ChatSession | None) -> list[dict[str, Any]]:
+def _converse(complete: Callable[..., list[str]], talk: Session | None) -> list[dict[str, Any]]:
     """Complete the prompts that are typed, until `stop` or the end of the input; returns them with the completions."""
-    about = "" if talk is None else "; `image FILE` adds an image, `new` starts over"
+    about = "" if talk is None else f"; {talk.commands}"
     print(f"type a prompt, or `stop` to end{about}")
     found: list[dict[str, Any]] = []
     while True:

@@ -42,6 +42,7 @@ class Dataset(ABC):
     vocab_size: int | None = None  # bound of the ids in samples; checked against the model's
     sequence_length: int | None = None  # longest sample in tokens; checked against the model's limit
     tokenizer_path: Path | None = None  # a folder; its tokenizer's files are copied into every checkpoint
+    end_tokens: tuple[int, ...] = ()  # that end an answer; a checkpoint's generation_config.json names them
     documents: bool = False  # True: position_ids, which restart at each document, keep the documents of a sample apart
     row_layout: str | None = None  # how the rows of a sample belong together, for an objective; None: each by itself
     digest: str = ""  # of what the samples are, where an objective measures them once for all runs

@@ -1,17 +1,19 @@
-"""Chat sessions about images."""
+"""Chat sessions: in the tokenizer's chat template, or about images as the training's dataset puts them."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from crosstrain.config.load import Config
 from crosstrain.data.splits import training_dataset
 from crosstrain.data.vision.conversations import IMAGE, Message
 from crosstrain.data.vision.image_dataset import PromptBuilder, prompt_builder
 from crosstrain.inference.encoding import Encoders
+from crosstrain.inference.generation import as_prompt
 from crosstrain.utils.errors import UserError, explained
 from crosstrain.utils.files import open_regular
 from crosstrain.utils.optional_deps import require
@@ -20,8 +22,35 @@ from crosstrain.utils.types import Sample
 
 
 @dataclass
+class TextSession:
+    """A conversation that goes on, in the tokenizer's chat template."""
+
+    encoders: Encoders
+    ends: Collection[int]  # tokens
+    history: list[dict[str, str]] = field(default_factory=list)
+    commands: ClassVar[str] = "`new` starts over"
+
+    def ask(self, text: str) -> Sample:
+        """The prompt for an answer to `text`."""
+        return as_prompt(self.encoders.encode("chat", [*self.history, {"role": "user", "content": text}]), -1)
+
+    def remember(self, text: str, answer: str) -> None:
+        """Add an exchange to the history."""
+        self.history += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+
+    def command(self, text: str) -> bool:
+        """Run the command that `text` is; False if it is none."""
+        if text.strip() != "new":
+            return False
+        self.history = []
+        return True
+
+
+@dataclass
 class ChatSession:
     """A conversation about images that goes on."""
+
+    commands: ClassVar[str] = "`image FILE` adds an image, `new` starts over"
 
     prompt_builder: PromptBuilder
     images: list[Any]
@@ -49,6 +78,11 @@ class ChatSession:
             return ChatSession.about([], config, checkpoint, encoders)
         except UserError:
             return None
+
+    @property
+    def ends(self) -> Collection[int]:
+        """Tokens that end an answer."""
+        return [self.prompt_builder.end_id]
 
     def ask(self, text: str) -> Sample:
         """The prompt for an answer to `text`."""

@@ -22,7 +22,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
+from crosstrain.checkpoint.manifest import read_json
 from crosstrain.data.tokenizer import CONFIG, load_tokenizer, stored_tokenizer
+from crosstrain.utils.assets import GENERATION_CONFIG
 from crosstrain.utils.errors import CheckpointError, ConfigError, UserError, first_line, sentence
 
 Kind = Literal["text", "chat", "words"]
@@ -112,6 +114,14 @@ class Encoders:
         with self._lock:
             self._wait()
         return open_tokenizer(self._checkpoint)  # which the host has survived
+
+    def ends(self, tokenizer: Any) -> set[int]:
+        """Tokens that end an answer: the tokenizer's end of text, and those of the model's generation_config.json."""
+        path = self._checkpoint / GENERATION_CONFIG
+        settings = read_json(path, most_bytes=1 << 20) if path.exists() else {}
+        given = settings.get("eos_token_id") if isinstance(settings, dict) else None
+        listed = given if isinstance(given, list) else [given]
+        return {tokenizer.eos_token_id} | {token for token in listed if type(token) is int}
 
     def encode(self, kind: Kind, given: Any) -> list[int]:
         """Token ids of a text; of a chat, by the tokenizer's template; or of words, in which no token is special.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -54,7 +54,7 @@ class Sequence:
 
     sampling: Sampling
     number: int  # of the completion; its random numbers depend on the seed and this alone
-    end: int  # a token
+    ends: Collection[int]  # tokens
     text: TextStream
     tokens: int = 0
     finish_reason: Literal["stop", "length"] | None = None
@@ -64,7 +64,7 @@ class Sequence:
 
     def push(self, token: int) -> str:
         """Add a token; returns the text that it completes."""
-        if token == self.end:
+        if token in self.ends:
             self.finish_reason = "stop"
             return ""
         self.tokens += 1
@@ -98,21 +98,22 @@ def decode(
 
 def generate(
     runner: Runner, tokenizer: Any, prompt: str | Sample, sampling: Sampling, on_text: OnText | None = None,
-    end: int | None = None, stops: Iterable[str] = (),
+    end: int | Collection[int] | None = None, stops: Iterable[str] = (),
 ) -> list[str]:  # fmt: skip
     """Completions of `prompt`, a text or a sample without labels, the same on every rank. Collective.
 
     `on_text(completion, piece)` is called with each piece of text as it is decided. A completion ends at the token
-    `end`, by default the tokenizer's end-of-text token, or before the first of the strings `stops`. Raises UserError
-    where the prompt leaves no room for a token, and where the tokenizer is not the model's.
+    `end`, or one of several, by default the tokenizer's end-of-text token, or before the first of the strings `stops`.
+    Raises UserError where the prompt leaves no room for a token, and where the tokenizer is not the model's.
     """
     end = tokenizer.eos_token_id if end is None else end
+    ends = [end] if isinstance(end, int) else end
     sample = prompt
     if isinstance(sample, str):
-        sample = as_prompt(tokenizer(sample, add_special_tokens=False)["input_ids"], end)
+        sample = as_prompt(tokenizer(sample, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
     sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room_after(runner.model, sample)))
     count, whole = sampling.num_completions, not (on_text or stops)
-    sequences = [Sequence(sampling, i, end, TextStream(tokenizer, stops, whole=whole)) for i in range(count)]
+    sequences = [Sequence(sampling, i, ends, TextStream(tokenizer, stops, whole=whole)) for i in range(count)]
     with runner.evaluating():
         decode(runner, [sample] * count, sequences, on_text)
     for i, sequence in enumerate(sequences):

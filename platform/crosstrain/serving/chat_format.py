@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ class Prompt:
     """A sample without labels, and the end of the text that follows it."""
 
     sample: Sample
-    end: int  # a token
+    ends: Collection[int]  # tokens
     stops: tuple[str, ...] = ()
     strip: bool = False  # blanks at the beginning of the text do not count
 
@@ -52,17 +52,17 @@ def chat_format(tokenizer: Any, builder: PromptBuilder | None, encoders: Encoder
 
     def from_template(messages: Conversation, _: list[Any]) -> Prompt:
         ids = encoders.encode("chat", [{"role": message.role, "content": message.text} for message in messages])
-        return Prompt(as_prompt(ids, end), end)
+        return Prompt(as_prompt(ids, end), encoders.ends(tokenizer))
 
     def plain_turns(messages: Conversation, _: list[Any]) -> Prompt:
         lines = [f"{_NAMES[message.role]}: {message.text.strip()}\n" for message in messages]
         ids = encoders.encode("text", "".join([*lines, "Assistant:"]))
         stops = tuple(f"\n{name}:" for name in _NAMES.values())
-        return Prompt(as_prompt(ids, end), end, stops, strip=True)
+        return Prompt(as_prompt(ids, end), [end], stops, strip=True)
 
     def as_trained(messages: Conversation, images: list[Any]) -> Prompt:
         assert builder is not None
-        return Prompt(builder.ask(messages, images), builder.end_id, strip=True)
+        return Prompt(builder.ask(messages, images), [builder.end_id], strip=True)
 
     if builder is not None:
         return ChatFormat("as in training", True, as_trained)

@@ -79,7 +79,7 @@ class JobSequence(Sequence):
 
     def __init__(self, job: Job, number: int, tokenizer: object) -> None:
         text = TextStream(tokenizer, job.stops, job.prompt.strip)
-        super().__init__(job.sampling, number, job.prompt.end, text)
+        super().__init__(job.sampling, number, job.prompt.ends, text)
         self.job, self.choice, self.started = job, job.completions[number], time.monotonic()
         self._given = job.prompt.ids[:0:-1] if job.score_prompt else []  # still to be scored, last to first
         if job.score_prompt:
@@ -97,7 +97,7 @@ class JobSequence(Sequence):
         if self.job.max_new_tokens:
             token = int(choose(logits[None], self.sampling, [self.rng]))
             text = self.push(token)
-            if token != self.end:
+            if token not in self.ends:
                 self._tell(text, [] if self.job.logprobs is None else [self._score(token, logits)])
             if self.finish_reason is None:
                 return token

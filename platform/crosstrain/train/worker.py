@@ -28,7 +28,7 @@ from crosstrain.train.prompt_samples import PromptSamples
 from crosstrain.train.reference import add_reference
 from crosstrain.train.state import restore, starting_point
 from crosstrain.train.trainer import Trainer
-from crosstrain.utils.assets import TOKENIZER_FILES, copy_files, plain_files
+from crosstrain.utils.assets import GENERATION_CONFIG, TOKENIZER_FILES, add_end_tokens, copy_files, plain_files
 from crosstrain.utils.logging import log, set_up_logging
 
 
@@ -81,6 +81,8 @@ def build_trainer(config: Config, runner: Runner, stop: StopRequest, quiet: bool
         """Make a checkpoint a Hugging Face folder."""
         runner.model.save_config(checkpoint)
         copy_files(tokenizer_files, checkpoint)
+        if dataset.end_tokens:
+            add_end_tokens(checkpoint / GENERATION_CONFIG, dataset.end_tokens)
 
     def write_parts(checkpoint: Path, reader: Reader) -> None:
         runner.model.save_parts(checkpoint, reader.names("param"), reader.whole)

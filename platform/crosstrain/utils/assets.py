@@ -5,13 +5,14 @@ A tokenizer's folder often holds a whole model: only files named here are taken 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 from crosstrain.utils.errors import DataError
-from crosstrain.utils.files import open_regular
+from crosstrain.utils.files import open_regular, write_json
 from crosstrain.utils.logging import log
 
 # What transformers and tokenizers read and write for tokenizers and processors: JSON, text, and protobuf vocabularies.
@@ -46,6 +47,14 @@ def plain_files(folder: Path, names: Iterable[str]) -> list[Path]:
         if not target.is_file() or target.stat().st_size > _MOST_BYTES:
             raise DataError(f"{path} is not a plain file of at most {_MOST_BYTES >> 20} MiB: remove it or name another")
     return paths
+
+
+def add_end_tokens(path: Path, tokens: Iterable[int]) -> None:
+    """Add ids to those at which a generation_config.json, which need not exist, says that an answer ends."""
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    before = settings.get("eos_token_id")
+    known = before if isinstance(before, list) else [] if before is None else [before]
+    write_json(path, settings | {"eos_token_id": sorted({*known, *tokens})})
 
 
 def copy_files(paths: Iterable[Path], folder: Path) -> None:
