@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
@@ -135,7 +136,9 @@ def _write(folder: Path, source: ChatSource) -> None:
 
 
 def _state(path: str) -> list[list[Any]]:
-    """Names, sizes and times of the files at a path."""
+    """Names, sizes and times of the files at a path; of `stdlib`, Python's version."""
+    if path == "stdlib":
+        return [[sys.version, 0, 0]]
     root = Path(path).expanduser()
     files = sorted(file for file in root.rglob("*") if file.is_file()) if root.is_dir() else [root]
     return [[str(file), *(lambda s: (s.st_size, s.st_mtime_ns))(file.stat())] for file in files if file.exists()]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -23,11 +25,14 @@ _SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 
 
 def rows(paths: Iterable[str]) -> Iterator[tuple[Row | str, str]]:
-    """Yield the rows of files and folders with their places; for a line that is no JSON object, the reason.
+    """Yield the rows of files and folders, and of `stdlib`, with their places; for a line that is no JSON object, the reason.
 
     Raises DataError for a file that is missing or damaged as a whole, or of another kind.
     """
     for item in paths:
+        if item == "stdlib":
+            yield from _docstrings()
+            continue
         path = io.existing(item)
         if path.is_dir() and (path / "state.json").is_file():
             yield from _saved(path)
@@ -71,6 +76,23 @@ def _parquet(file: Path) -> Iterator[tuple[Row, str]]:
             yield from ((row, f"{file}, row {number}") for number, row in enumerate(entries))
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file} is not a readable Parquet file: {error}") from None
+
+
+def _docstrings() -> Iterator[tuple[Row, str]]:
+    """Questions about the functions and classes of Python's standard library, answered by their docstrings.
+
+    The rejected answer is another one's. Nothing is imported.
+    """
+    found: list[tuple[str, str, str]] = []
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("[!_]*.py")):
+        for node in ast.parse(file.read_bytes()).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                text = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
+                if text:
+                    found.append((f"{file.stem}.{node.name}", text, f"{file}:{node.lineno}"))
+    for (name, text, place), (_, other, _) in zip(found, [*found[len(found) // 2 :], *found], strict=False):
+        asked = f"What does Python's {name} do?"
+        yield {"prompt": asked, "completion": text, "chosen": text, "rejected": other}, place
 
 
 def _saved(folder: Path) -> Iterator[tuple[Row, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,17 +30,19 @@ class Source:
 
 
 def pretrained_folder(source: str) -> Path:
-    """A local Hugging Face folder with safetensors weights: `source` itself, or the hub's model of that name.
+    """A local Hugging Face folder with safetensors weights: `source`, its last checkpoint, or the hub's model.
 
     Raises CheckpointError where there is neither, and ConfigError where the configuration is not trusted with it. A
     model whose options name a file or a folder opens it by this, or asks `crosstrain.utils.trust.check_source` first.
     """
     check_source(f"the pretrained model {source}")
-    path = Path(source)
+    path = Path(source).expanduser()
+    with suppress(OSError, UnicodeDecodeError):  # of a path that is no run's folder
+        path /= Path("checkpoints", (path / "checkpoints" / "latest").read_text().strip()).as_posix()
     if (path / "config.json").is_file():
         return path
     if path.exists():
-        raise CheckpointError(f"{source}: no config.json, so it is not a Hugging Face model folder")
+        raise CheckpointError(f"{source}: no config.json, so it is neither a Hugging Face model folder nor a run's")
     from huggingface_hub import snapshot_download
 
     try:
