@@ -215,8 +215,12 @@ TABLES = {
     "`optimizer: adamw`": ("optimizer", "adamw"),
     "`optimizer: sgd`": ("optimizer", "sgd"),
     "`adapter: lora`": ("adapter", "lora"),
+    "`objective: dpo`": ("objective", "dpo"),
+    "`objective: orpo`": ("objective", "orpo"),
+    "`objective: kto`": ("objective", "kto"),
     "`name: text`": ("dataset", "text"),
     "`name: chat`": ("dataset", "chat"),
+    "`name: preference`": ("dataset", "preference"),
 }
 
 
