@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 import math
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +12,6 @@ from typing import Annotated
 
 import torch
 from annotated_types import MinLen
-from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -28,6 +28,7 @@ from crosstrain import (
     Text,
     check_source,
     registry,
+    require,
 )
 from crosstrain.checkpoint.files import write_safetensors
 from crosstrain.checkpoint.folders import find_checkpoint
@@ -68,15 +69,18 @@ class Lora(Adapter):
         self.rank, self.alpha = self.settings.rank or 8, self.settings.alpha or 16.0
 
     def add(self, model: Model) -> None:
+        # peft imports bitsandbytes, which on a CPU warns of a package that it does without.
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+        peft = require("peft", "model.adapter")
         self.targets = linear_maps(model, self.settings.targets)
         maps = [module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D))]
         weights = 2.0 * sum(module.weight.numel() for module in maps)
-        self.config = LoraConfig(
+        self.config = peft.LoraConfig(
             r=self.rank, lora_alpha=self.alpha, lora_dropout=self.options.dropout,  # type: ignore[arg-type]
             init_lora_weights=False, target_modules=list(self.targets),
             fan_in_fan_out=any(isinstance(module, Conv1D) for module in maps),
         )  # fmt: skip
-        inject_adapter_in_model(self.config, model, adapter_name=_NAME)
+        peft.inject_adapter_in_model(self.config, model, adapter_name=_NAME)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_adapter(name))
         self.spared_flops = weights - 6.0 * sum(p.numel() for p in model.parameters() if p.requires_grad)

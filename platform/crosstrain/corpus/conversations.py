@@ -27,7 +27,8 @@ _SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 def rows(paths: Iterable[str]) -> Iterator[tuple[Row | str, str]]:
     """Yield the rows of files and folders, and of `stdlib`, with their places.
 
-    For a line that is no JSON object, the reason takes its place. Raises DataError for a file that is missing or damaged as a whole, or of another kind.
+    For a line that is no JSON object, the reason takes its place. Raises DataError for a file that is missing or
+    damaged as a whole, or of another kind.
     """
     for item in paths:
         if item == "stdlib":

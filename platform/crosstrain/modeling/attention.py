@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available
 
+from crosstrain.modeling.meta_init import has_values
 from crosstrain.utils.errors import ConfigError
 
 Attention = Literal["sdpa", "eager", "flash_attention_2", "flex_attention"]
@@ -58,7 +59,12 @@ class Documents:
 
     @staticmethod
     def of(position_ids: Tensor) -> Documents | None:
-        """Find the documents in position_ids [batch, length], which begin with 0; None if each row is a single one."""
+        """Find the documents in position_ids [batch, length], which begin with 0; None if each row is a single one.
+
+        None also for position_ids without values: a plan counts attention as if nothing was packed.
+        """
+        if not has_values(position_ids):
+            return None
         rows, length = position_ids.shape
         starts = (position_ids.flatten() == 0).nonzero().flatten().tolist()
         assert set(range(0, rows * length, length)) <= set(starts), "a row begins with a document"

@@ -15,7 +15,7 @@ from torch import nn
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
-from crosstrain.engine.build import batch_plan
+from crosstrain.engine.build import batch_plan, check_packed
 from crosstrain.engine.footprint import Layout, PlanContext, Sizes
 from crosstrain.engine.optimizer import create_state, optimizer_factory
 from crosstrain.engine.precision import DTYPES
@@ -81,6 +81,7 @@ class Project:
         """Estimate under the runner of `config`, a variant of the project. Raises ConfigError where it cannot train."""
         batch, mode = batch_plan(config, world_size), config.run.gradient_checkpointing
         runner = registry.get("runner", config.run.runner.name)
+        check_packed(self.model, runner, config)
         runner.check_model(config.run.runner.options, self.model)
         with fake_world(world_size):
             found = []
@@ -104,7 +105,7 @@ class Project:
         return registry.get("runner", config.run.runner.name).layouts(config.run.runner.options, at)
 
     def _batch_of(self, rows: int) -> Batch:
-        return {k: v.expand(rows * len(v), *v.shape[1:]) for k, v in (self.inputs or {}).items()}
+        return {k: v.repeat(rows, *[1] * (v.ndim - 1)) for k, v in (self.inputs or {}).items()}
 
     def trace_of(self, layout: Layout, rows: int, mode: Mode) -> Trace:
         """The trace of a micro batch; an empty one where the forward cannot be traced, which `problem` then explains.
@@ -190,7 +191,7 @@ class Project:
         for name, p in self.model.canonical_parameters().items():
             if p.requires_grad:
                 size += p.numel() * (_FP32 + self.state_bytes)
-            elif not any(source.covers(name) for source in sources):
+            elif not self.absent and not any(source.covers(name) for source in sources):
                 size += p.numel() * p.element_size()
         return size
 

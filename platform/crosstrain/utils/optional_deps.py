@@ -12,7 +12,8 @@ EXTRAS = {  # module -> extra
     module: extra
     for extra, modules in {
         "deepspeed": "deepspeed",
-        "vision": "timm torchvision PIL webdataset braceexpand peft pycocoevalcap",
+        "vision": "timm torchvision PIL webdataset braceexpand pycocoevalcap",
+        "adapters": "peft bitsandbytes",
         "serve": "uvicorn starlette pydantic",
         "report": "plotly jinja2 matplotlib",
         "eval": "lm_eval",
