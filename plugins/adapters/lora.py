@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters on linear maps, under the names that peft saves."""
+"""LoRA and DoRA: low-rank adapters on linear maps, under the names that peft saves."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from crosstrain import (
     Adapter,
     CheckpointError,
+    ConfigError,
     Merge,
     Model,
     OptionError,
@@ -33,16 +34,18 @@ from crosstrain import (
 from crosstrain.checkpoint.files import write_safetensors
 from crosstrain.checkpoint.folders import find_checkpoint
 from crosstrain.checkpoint.manifest import MANIFEST, read_json
+from crosstrain.checkpoint.weights import PretrainedWeights
 from crosstrain.modeling.hf_causal_lm import DropRate
 from crosstrain.utils.files import write_json
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"  # of the adapter in peft's modules
+_MAGNITUDE = ".lora_magnitude_vector."
 _PREFIX = "base_model.model."  # of parameters in peft's files
 # Keys of peft's configuration that make an adapter more than B A on linear maps.
 _UNSUPPORTED = (
     "alora_invocation_tokens", "alpha_pattern", "exclude_modules", "layer_replication", "layers_to_transform",
-    "lora_bias", "modules_to_save", "rank_pattern", "target_parameters", "trainable_token_indices", "use_dora",
+    "lora_bias", "modules_to_save", "rank_pattern", "target_parameters", "trainable_token_indices",
     "use_qalora", "use_rslora",
 )  # fmt: skip
 
@@ -53,10 +56,11 @@ class Lora(Adapter):
 
     @dataclass
     class Options:
-        """rank, alpha and targets default to those of the `pretrained` adapter."""
+        """rank, alpha, dora and targets default to those of the `pretrained` adapter."""
 
         rank: PositiveInt | None = None  # rows of A and columns of B; 8
         alpha: PositiveFloat | None = None  # the adapters' output is scaled by alpha / rank; 16
+        dora: bool | None = None  # also train the norm of each output's weights (Liu et al., 2024); False
         dropout: DropRate = 0.0  # of the adapters' input
         # names of linear maps, or their ends, such as q_proj; None: every linear map in the blocks
         targets: Annotated[list[Text], MinLen(1)] | None = None
@@ -77,7 +81,7 @@ class Lora(Adapter):
         weights = 2.0 * sum(module.weight.numel() for module in maps)
         self.config = peft.LoraConfig(
             r=self.rank, lora_alpha=self.alpha, lora_dropout=self.options.dropout,  # type: ignore[arg-type]
-            init_lora_weights=False, target_modules=list(self.targets),
+            use_dora=bool(self.settings.dora), init_lora_weights=False, target_modules=list(self.targets),
             fan_in_fan_out=any(isinstance(module, Conv1D) for module in maps),
         )  # fmt: skip
         peft.inject_adapter_in_model(self.config, model, adapter_name=_NAME)
@@ -85,7 +89,7 @@ class Lora(Adapter):
             parameter.requires_grad_(is_adapter(name))
         self.spared_flops = weights - 6.0 * sum(p.numel() for p in model.parameters() if p.requires_grad)
         model.__class__ = type(type(model).__name__, (AdaptedModel, type(model)), {})
-        model.adapter = self  # type: ignore[assignment]
+        model.adapter, model.reads_across = self, bool(self.settings.dora)  # type: ignore[assignment]
 
 
 class AdaptedModel(Model):
@@ -98,6 +102,8 @@ class AdaptedModel(Model):
 
     def tensor_parallel_plan(self) -> dict[str, str]:
         """B is sharded like a map's output features, A like its input features."""
+        if self.adapter.settings.dora:
+            return {}
         plan = super().tensor_parallel_plan()
         modules = {name.rpartition(".")[0] for name in self.canonical_parameters()}
         sides = {"column": "lora_B", "fused_qkv": "lora_B", "row": "lora_A"}
@@ -110,9 +116,20 @@ class AdaptedModel(Model):
             super().initialize(name, value, rng)
         elif ".lora_B." in name:
             value.zero_()
+        elif _MAGNITUDE in name:
+            value.copy_(_norms(self._published(name.replace(_MAGNITUDE, ".")), self.adapter.config.fan_in_fan_out))
         else:
             bound = 1 / math.sqrt(value.shape[1])  # kaiming_uniform_ with a = sqrt(5)
             value.uniform_(-bound, bound, generator=rng)
+
+    def _published(self, name: str) -> Tensor:
+        """A pretrained weight, whole."""
+        for source, reader in PretrainedWeights.of(self).parts:
+            if source.covers(name):
+                place = source.place(name, reader.names("param"))
+                assert isinstance(place, str)
+                return reader.whole(place)
+        raise ConfigError("model.adapter.dora: it begins with the norms of pretrained weights, so the model needs some")
 
     def pretrained_sources(self) -> list[Source]:
         """The model's folders for all but the adapters, and the adapters' own."""
@@ -137,7 +154,8 @@ class AdaptedModel(Model):
                     scale=self.adapter.alpha / self.adapter.rank,
                     transposed=self.adapter.config.fan_in_fan_out,
                 )
-                found[weight] = Merge((f"{stem}lora_A.weight", f"{stem}lora_B.weight"), combine)
+                parts = ("lora_A", "lora_B", "lora_magnitude_vector")[: 3 if self.adapter.settings.dora else 2]
+                found[weight] = Merge(tuple(f"{stem}{part}.weight" for part in parts), combine)
         return found
 
     def save_config(self, folder: Path) -> None:
@@ -150,7 +168,8 @@ class AdaptedModel(Model):
 
     def save_parts(self, folder: Path, names: set[str], read: ReadParameter) -> None:
         """Write the adapter as peft does, so that `PeftModel.from_pretrained` opens the folder."""
-        tensors = {_PREFIX + name: read(name) for name in sorted(names) if is_adapter(name)}
+        own = sorted(filter(is_adapter, names))
+        tensors = {_PREFIX + name.replace(f"{_MAGNITUDE}weight", _MAGNITUDE[:-1]): read(name) for name in own}
         write_safetensors(folder / _WEIGHTS, tensors)
 
 
@@ -159,7 +178,12 @@ def _covers_base(source: Source, name: str) -> bool:
 
 
 def _peft_name(name: str, available: set[str]) -> str:
-    return name if name in available else _PREFIX + name
+    return name if name in available else _PREFIX + name.replace(f"{_MAGNITUDE}weight", _MAGNITUDE[:-1])
+
+
+def _norms(weight: Tensor, transposed: bool) -> Tensor:
+    """Norm of each output's weights [out]."""
+    return torch.linalg.norm(weight.T if transposed else weight, dim=1)
 
 
 def linear_maps(model: Model, targets: list[str] | None) -> list[str]:
@@ -206,7 +230,8 @@ def _published(options: Lora.Options, folder: Path) -> Lora.Options:
             raise CheckpointError(f"{folder / _CONFIG}: not the configuration of a LoRA adapter on named linear maps")
     if others := [key for key in _UNSUPPORTED if config.get(key)] + ["bias"] * (config.get("bias", "none") != "none"):
         raise CheckpointError(f"{folder / _CONFIG}: {others[0]} is set, and such adapters cannot be trained here")
-    theirs = {"rank": rank, "alpha": float(alpha), "targets": targets}
+    dora = bool(config.get("use_dora"))
+    theirs = {"rank": rank, "alpha": float(alpha), "targets": targets, "dora": dora}
     for key, value in theirs.items():
         given = getattr(options, key)
         if given is not None and given != value:
@@ -216,10 +241,19 @@ def _published(options: Lora.Options, folder: Path) -> Lora.Options:
 
 def is_adapter(name: str) -> bool:
     """True for the name of an adapter's parameter."""
-    return ".lora_A." in name or ".lora_B." in name
+    return ".lora_A." in name or ".lora_B." in name or _MAGNITUDE in name
 
 
-def merged(weight: Tensor, a: Tensor, b: Tensor, *, scale: float, transposed: bool) -> Tensor:
-    """Merge an adapter, a [rank, in] and b [out, rank], into a linear map's weight [out, in], or `transposed`."""
+def merged(
+    weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None = None, *, scale: float, transposed: bool
+) -> Tensor:
+    """Merge an adapter into a linear map's weight [out, in], or `transposed`.
+
+    a: [rank, in]; b: [out, rank]; magnitude: DoRA's norms [out].
+    """
     change = (b @ a) * scale
-    return weight + (change.T if transposed else change)
+    weight = weight + (change.T if transposed else change)
+    if magnitude is None:
+        return weight
+    factors = magnitude / _norms(weight, transposed)
+    return weight * (factors if transposed else factors[:, None])

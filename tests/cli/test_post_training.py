@@ -113,7 +113,8 @@ def _served(folder: Path, checkpoint: str, said: str) -> str:
     try:
         assert server.stdout is not None
         address = next(found[0] for line in server.stdout if (found := re.search(r"http://[\w.]+:\d+", line)))
-        body = {"messages": [{"role": "user", "content": said}], "temperature": 0, "max_tokens": 20}
+        turns = [{"role": "user", "content": said}]
+        body = {"model": checkpoint, "messages": turns, "temperature": 0, "max_tokens": 20}
         request = urllib.request.Request(
             f"{address}/v1/chat/completions", json.dumps(body).encode(),
             {"Content-Type": "application/json"},

@@ -66,6 +66,7 @@ class Model(nn.Module, ABC):
 
     statistics: tuple[str, ...] = ()  # names of numbers that an objective logs
     takes_positions = False  # True: `forward` takes position_ids and attention_mask, see `LanguageModel.forward`
+    reads_across = False  # True: modules in a block read weights of others there, which have to be whole
     head: Head = Head()  # the end of a language model's forward; a runner may replace it
 
     def __init__(self, options: Any) -> None:

@@ -68,6 +68,11 @@ class DeepSpeedRunner(Runner):
             )
 
     @classmethod
+    def check_model(cls, options: Any, model: Model) -> None:
+        if options.stage == 3 and model.reads_across:
+            raise ConfigError("run.runner.stage: parts of the model (dora) need whole weights; use stage 2 or fsdp")
+
+    @classmethod
     def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
         return [layout(options, at)]
 

@@ -82,6 +82,8 @@ class MegatronRunner(Runner):
     @classmethod
     def check_model(cls, options: Options, model: Model) -> None:
         plan = resolve(model, options.plan)
+        if options.tensor_parallel > 1 and model.reads_across:
+            raise ConfigError("run.runner.tensor_parallel: parts of the model (dora) need whole weights; leave it out")
         if options.tensor_parallel > 1:
             shard_specs(model, plan, options.tensor_parallel)
         if options.sequence_parallel:
