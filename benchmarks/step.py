@@ -44,7 +44,7 @@ class Clock:
         if len(self.stamps) == 2:
             self.first = time.time()
 
-    def result(self, device: str) -> Result:
+    def result(self, device: str, tokens: float = TOKENS) -> Result:
         import torch
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - self.resident
@@ -52,7 +52,7 @@ class Clock:
             peak = torch.cuda.max_memory_allocated()
         seconds = [b - a for a, b in zip(self.stamps, self.stamps[1:], strict=False)][2:]
         return {
-            "tokens_per_second": TOKENS / statistics.median(seconds),
+            "tokens_per_second": tokens / statistics.median(seconds),
             "peak_mb": peak / 2**20,
             "startup_s": self.first - float(os.environ["BENCHMARK_STARTED"]),
         }

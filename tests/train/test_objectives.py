@@ -168,10 +168,15 @@ def test_a_run_resumes_with_the_reference_that_it_began_with(workspace: Workspac
     workspace.train("parts", *OPTIONS, "run.max_iters=3", "run.lr_decay_iters=6")
     parts = workspace.train("parts", *OPTIONS, nproc=2)
     assert parts.column("loss") == pytest.approx(whole.column("loss"), rel=TOLERANCE)
-    (parts.folder / "reference_train.npy").unlink()
-    lost = workspace.train("parts", *OPTIONS, "run.max_iters=8", "run.lr_decay_iters=6", fails=True)
-    assert lost.code == 1
-    assert "reference_train.npy: the reference that the run began with is not there" in lost.err
+    longer = (*OPTIONS, "run.max_iters=8", "run.lr_decay_iters=6")
+    own = parts.folder / "reference_train.bin"
+    own.write_bytes(own.read_bytes()[:-1] + b"?")
+    damaged = workspace.train("parts", *longer, fails=True)
+    assert "reference_train.bin: damaged; remove it, or put a copy back" in damaged.err
+    own.unlink()
+    lost = workspace.train("parts", *longer, fails=True)
+    assert lost.code == damaged.code == 1
+    assert "reference_train.bin: the reference that the run began with is not there" in lost.err
 
 
 def test_a_preference_is_learned(workspace: Workspace) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from crosstrain.utils.errors import CheckpointError, first_line
+from crosstrain.utils.files import read_regular
 from crosstrain.utils.trust import check_source
 
 
@@ -37,8 +39,10 @@ def pretrained_folder(source: str) -> Path:
     """
     check_source(f"the pretrained model {source}")
     path = Path(source).expanduser()
-    with suppress(OSError, UnicodeDecodeError):  # of a path that is no run's folder
-        path /= Path("checkpoints", (path / "checkpoints" / "latest").read_text().strip()).as_posix()
+    with suppress(OSError):  # the path is no run's folder
+        latest = read_regular(path / "checkpoints" / "latest", 100, follow=False).decode("ascii", "replace").strip()
+        if re.fullmatch(r"step_[0-9]+", latest):
+            path = path / "checkpoints" / latest
     if (path / "config.json").is_file():
         return path
     if path.exists():

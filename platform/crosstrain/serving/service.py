@@ -94,7 +94,7 @@ class Service:
                 given = self.encoders.encode("text", given)
         elif any(not 0 <= i < (size or i + 1) for i in given):
             raise wrong("prompt", f"a token is not one of the model's, which are 0 to {(size or 0) - 1}")
-        return Prompt(as_prompt(given, end), end)
+        return Prompt(as_prompt(given, end), [end])
 
     def _check_length(self, param: str, characters: int) -> None:
         """Refuse a text that has too many tokens in any case, without the time to count them."""

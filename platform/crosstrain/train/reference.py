@@ -18,9 +18,11 @@ from crosstrain.data.loader import evaluation_batches
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling.objective import Objective
 from crosstrain.utils.errors import TrainingError
-from crosstrain.utils.files import write_atomically
+from crosstrain.utils.files import read_regular, write_atomically
 from crosstrain.utils.logging import log
 
+_SUM = hashlib.sha256().digest_size
+_MOST_BYTES = 1 << 36
 
 def add_reference(
     dataset: Dataset, runner: Runner, objective: Objective, micro_batch: int, num_workers: int, own: Path,
@@ -70,11 +72,20 @@ def _measure(
 
 
 def _read(path: Path) -> np.ndarray | None:
-    return np.load(path, allow_pickle=False) if path.exists() else None
+    try:
+        data = read_regular(path, _MOST_BYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise TrainingError(f"{path}: cannot be read ({error.strerror})") from None
+    if hashlib.sha256(data[_SUM:]).digest() != data[:_SUM]:
+        raise TrainingError(f"{path}: damaged; remove it, or put a copy back")
+    return np.load(io.BytesIO(data[_SUM:]), allow_pickle=False)
 
 
 def _write(path: Path, values: np.ndarray) -> None:
+    """Write the array as NumPy does, after the SHA-256 of that."""
     file = io.BytesIO()
     np.save(file, values, allow_pickle=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, file.getvalue())
+    write_atomically(path, hashlib.sha256(file.getvalue()).digest() + file.getvalue())

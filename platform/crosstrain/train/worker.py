@@ -105,7 +105,7 @@ def build_trainer(config: Config, runner: Runner, stop: StopRequest, quiet: bool
 
 
 def _reference_file(split: Dataset) -> str:
-    return f"reference_{split.split}.npy"
+    return f"reference_{split.split}.bin"
 
 
 def _open_folder(config: Config, world: Group, quiet: bool) -> RunFolder:
