@@ -138,7 +138,7 @@ def crosstrain(folder: Path, steps: int, precision: str, device: str, rows: int)
 
 def _result(clock: Clock, device: str, tokens: float, loss: float) -> Result:
     found = clock.result(device, tokens)
-    return {"tokens_per_second": found["tokens_per_second"], "peak_mb": found["peak_mb"], "tokens": tokens, "loss": loss}
+    return {key: found[key] for key in ("tokens_per_second", "peak_mb")} | {"tokens": tokens, "loss": loss}
 
 
 CONTESTANTS = {

@@ -28,6 +28,7 @@ from crosstrain import (
     Source,
     Text,
     check_source,
+    override,
     registry,
     require,
 )
@@ -42,12 +43,12 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"  # of the adapter in peft's modules
 _MAGNITUDE = ".lora_magnitude_vector."
 _PREFIX = "base_model.model."  # of parameters in peft's files
-# Keys of peft's configuration that make an adapter more than B A on linear maps.
-_UNSUPPORTED = (
-    "alora_invocation_tokens", "alpha_pattern", "exclude_modules", "layer_replication", "layers_to_transform",
-    "lora_bias", "modules_to_save", "rank_pattern", "target_parameters", "trainable_token_indices",
-    "use_qalora", "use_rslora",
-)  # fmt: skip
+# Keys of peft's configuration that may differ from its defaults.
+_SUPPORTED = {
+    "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "lora_alpha", "lora_dropout",
+    "peft_type", "peft_version", "r", "revision", "target_modules", "task_type", "use_dora",
+}  # fmt: skip
+_INITIAL = (True, False, None, "gaussian", "orthogonal")  # `init_lora_weights` that leave the base weights as they are
 
 
 @registry.register_adapter("lora")
@@ -70,7 +71,7 @@ class Lora(Adapter):
         super().__init__(options)
         self.folder = None if options.pretrained is None else adapter_folder(options.pretrained)
         self.settings = options if self.folder is None else _published(options, self.folder)
-        self.rank, self.alpha = self.settings.rank or 8, self.settings.alpha or 16.0
+        self.rank, self.alpha = self.settings.rank or 8, self.settings.alpha or 16.0  # neither can be 0
 
     def add(self, model: Model) -> None:
         # peft imports bitsandbytes, which on a CPU warns of a package that it does without.
@@ -88,7 +89,7 @@ class Lora(Adapter):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_adapter(name))
         self.spared_flops = weights - 6.0 * sum(p.numel() for p in model.parameters() if p.requires_grad)
-        model.__class__ = type(type(model).__name__, (AdaptedModel, type(model)), {})
+        override(model, AdaptedModel)
         model.adapter, model.reads_across = self, bool(self.settings.dora)  # type: ignore[assignment]
 
 
@@ -138,7 +139,7 @@ class AdaptedModel(Model):
         return base if folder is None else [*base, Source(folder, _peft_name, is_adapter)]
 
     def flops_per_token(self, sequence_length: int | None) -> float | None:
-        """Those of the whole model, without the gradients of frozen weights."""
+        """Count as the whole model does, without the gradients of frozen weights."""
         flops = super().flops_per_token(sequence_length)
         return None if flops is None else flops - self.adapter.spared_flops
 
@@ -158,18 +159,14 @@ class AdaptedModel(Model):
                 found[weight] = Merge(tuple(f"{stem}{part}.weight" for part in parts), combine)
         return found
 
-    def save_config(self, folder: Path) -> None:
-        super().save_config(folder)
+    def save_parts(self, folder: Path, names: set[str], read: ReadParameter) -> None:
+        """Write the adapter as peft does, so that `PeftModel.from_pretrained` opens the folder."""
         base = self.pretrained_weights()
         targets = [self.canonical_name(name) for name in self.adapter.targets]
         settings = {"base_model_name_or_path": base and str(base), "task_type": "CAUSAL_LM", "inference_mode": True}
         settings |= {"init_lora_weights": True}
         write_json(folder / _CONFIG, self.adapter.config.to_dict() | settings | {"target_modules": targets})
-
-    def save_parts(self, folder: Path, names: set[str], read: ReadParameter) -> None:
-        """Write the adapter as peft does, so that `PeftModel.from_pretrained` opens the folder."""
-        own = sorted(filter(is_adapter, names))
-        tensors = {_PREFIX + name.replace(f"{_MAGNITUDE}weight", _MAGNITUDE[:-1]): read(name) for name in own}
+        tensors = {_saved_name(name): read(name) for name in sorted(names) if is_adapter(name)}
         write_safetensors(folder / _WEIGHTS, tensors)
 
 
@@ -178,7 +175,13 @@ def _covers_base(source: Source, name: str) -> bool:
 
 
 def _peft_name(name: str, available: set[str]) -> str:
-    return name if name in available else _PREFIX + name.replace(f"{_MAGNITUDE}weight", _MAGNITUDE[:-1])
+    """Its name in a checkpoint, where it may be a part of a larger model, or in peft's files."""
+    return next((key for key in available if f".{key}".endswith(f".{name}")), _saved_name(name))
+
+
+def _saved_name(name: str) -> str:
+    """A parameter's name in peft's files."""
+    return _PREFIX + name.replace(f"{_MAGNITUDE}weight", _MAGNITUDE[:-1])
 
 
 def _norms(weight: Tensor, transposed: bool) -> Tensor:
@@ -228,7 +231,12 @@ def _published(options: Lora.Options, folder: Path) -> Lora.Options:
             pass
         case _:
             raise CheckpointError(f"{folder / _CONFIG}: not the configuration of a LoRA adapter on named linear maps")
-    if others := [key for key in _UNSUPPORTED if config.get(key)] + ["bias"] * (config.get("bias", "none") != "none"):
+    if rank < 1 or not 0 < alpha < math.inf or not all(isinstance(target, str) for target in targets):
+        raise CheckpointError(f"{folder / _CONFIG}: rank {rank}, alpha {alpha} or its targets make no adapter")
+    usual = require("peft", "model.adapter").LoraConfig().to_dict() | {"init_lora_weights": None}
+    config["init_lora_weights"] = None if (start := config.get("init_lora_weights")) in _INITIAL else start
+    others = [key for key, value in config.items() if value and value != usual.get(key) and key not in _SUPPORTED]
+    if others:
         raise CheckpointError(f"{folder / _CONFIG}: {others[0]} is set, and such adapters cannot be trained here")
     dora = bool(config.get("use_dora"))
     theirs = {"rank": rank, "alpha": float(alpha), "targets": targets, "dora": dora}

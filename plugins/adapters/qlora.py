@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from crosstrain import Box, Model, dtensor_pieces, registry, whole_pieces
+from crosstrain import Box, Model, OptionError, dtensor_pieces, override, registry, whole_pieces
 
 from .lora import Lora
 
@@ -29,7 +29,12 @@ class QLora(Lora):
 
     @dataclass
     class Options(Lora.Options):
-        """Those of lora."""
+        """The options of lora, dora excepted."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        if self.settings.dora:
+            raise OptionError("dora", "needs whole weights, and qlora keeps them in four bits; use lora")
 
     def add(self, model: Model) -> None:
         super().add(model)
@@ -39,13 +44,13 @@ class QLora(Lora):
                     adapter = name.startswith("default") or isinstance(parent, NF4Linear)
                     if isinstance(module, (nn.Linear, Conv1D)) and not adapter and module.weight.numel() % _BLOCK == 0:
                         setattr(parent, name, NF4Linear(module))
-        model.__class__ = type(type(model).__name__, (_Quantised, type(model)), {})
+        override(model, _QuantizedModel)
 
 
-class _Quantised(Model):
+class _QuantizedModel(Model):
     """The overrides of a model with weights in four bits."""
 
-    def packed(self) -> dict[str, NF4Linear]:  # type: ignore[override]
+    def quantized(self) -> dict[str, NF4Linear]:  # type: ignore[override]
         return {
             self.canonical_name(f"{name}.weight"): module
             for name, module in self.named_modules()
@@ -53,7 +58,7 @@ class _Quantised(Model):
         }
 
     def logical_shape(self, name: str, shape: torch.Size) -> torch.Size:
-        module = self.packed().get(name)
+        module = self.quantized().get(name)
         return super().logical_shape(name, shape) if module is None else module.shape
 
 
@@ -76,12 +81,7 @@ class NF4Linear(nn.Module):
         self.register_buffer("scales", torch.zeros(elements // _BLOCK), persistent=False)
         self.register_buffer("code", get_4bit_type("nf4", device="cpu", blocksize=_BLOCK), persistent=False)
 
-    @property
-    def matrix(self) -> tuple[int, ...]:
-        """Its weight's shape [out, in]."""
-        return tuple(reversed(self.shape)) if self.transposed else tuple(self.shape)
-
-    def pack(self, value: Tensor) -> None:
+    def quantize(self, value: Tensor) -> None:
         """Quantise the whole weight, fp32 of `shape`, and keep this rank's part."""
         whole = (value.T if self.transposed else value).contiguous().to(self.scales.device)
         words, state = quantize_4bit(whole, blocksize=_BLOCK, quant_type="nf4", quant_storage=torch.float32)
@@ -93,8 +93,9 @@ class NF4Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        shape = self.shape[::-1] if self.transposed else self.shape
         state = QuantState(
-            self.scales, shape=torch.Size(self.matrix), code=self.code, blocksize=_BLOCK, quant_type="nf4", dtype=dtype
+            self.scales, shape=torch.Size(shape), code=self.code, blocksize=_BLOCK, quant_type="nf4", dtype=dtype
         )
         bias = None if self.bias is None else self.bias.to(dtype)
         return bitsandbytes.matmul_4bit(x.to(dtype), self.weight.t(), quant_state=state, bias=bias)

@@ -85,9 +85,9 @@ class ConversationDataset(Dataset):
                 f"the {split} split of {options.path} has none of its {total} rows: change split={options.split}"
             )
         first = range(min(self.file.num_documents, 1000))
-        special = {token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special}
-        last = {~int(ids[ids < 0][-1]) for ids in map(self.file.document, first)}
-        ends = {number for number in last if tokenizer.backend.id_to_token(number) in special}
+        special = [number for number, t in tokenizer.backend.get_added_tokens_decoder().items() if t.special]
+        targets = (~ids[ids < 0] for ids in map(self.file.document, first))
+        ends = {int(ids[np.isin(ids, special)][-1]) for ids in targets if np.isin(ids, special).any()}
         self.end_tokens = tuple(sorted({tokenizer.end_id} | ends))
         self.start, self.count = start * self.row_documents, (stop - start) * self.row_documents  # of conversations
 
@@ -133,7 +133,7 @@ class Chat(ConversationDataset):
 
     @dataclass
     class Options(ConversationOptions):
-        """And what is learned."""
+        """Conversation options, and what is learned."""
 
         train_on: Literal["assistant", "last", "all"] = "assistant"  # turns: the assistant's, its last one, or all
         packing: bool = False  # True: several conversations share a sample, and do not see each other
@@ -142,7 +142,7 @@ class Chat(ConversationDataset):
 
     @classmethod
     def source(cls, options: Options, paths: tuple[str, ...], tokenizer: Path) -> ChatSource:
-        return ChatSource(paths, tokenizer, options.train_on, options.seq_length, drops=options.unusable == "drop")
+        return ChatSource(paths, tokenizer, options.train_on, options.seq_length, options.unusable == "drop")
 
     @classmethod
     def shapes(cls, options: Options) -> Batch:

@@ -86,7 +86,12 @@ class Mixture(VqaDataset):
         for part in self.parts[1:]:
             if not _same_vocabulary(part.tokenizer_path, first.tokenizer_path):
                 raise DataError("the parts of a mixture have different tokenizers: give them the same one")
+            if part.documents != first.documents:
+                raise DataError("either every part of a mixture keeps documents of a sample apart, or none does")
+        if any(part.row_layout for part in self.parts):
+            raise DataError("preferences cannot be mixed: name all their files in one dataset")
         self.vocab_size, self.tokenizer_path = first.vocab_size, first.tokenizer_path
+        self.documents, self.end_tokens = first.documents, tuple(sorted({t for p in self.parts for t in p.end_tokens}))
         self.indexed = all(part.indexed for part in self.parts)
         longest = [part.sequence_length for part in self.parts]
         self.sequence_length = None if None in longest else max(length or 0 for length in longest)

@@ -25,7 +25,7 @@ class Preference(ConversationDataset):
 
     @dataclass
     class Options(ConversationOptions):
-        """And how answers become samples."""
+        """Conversation options, and how answers become samples."""
 
         pairs: bool = True  # a chosen and a rejected answer (dpo, orpo); False: each answer alone, good or bad (kto)
 
@@ -33,8 +33,7 @@ class Preference(ConversationDataset):
 
     @classmethod
     def source(cls, options: Options, paths: tuple[str, ...], tokenizer: Path) -> ChatSource:
-        drops = options.unusable == "drop"
-        return ChatSource(paths, tokenizer, "last", options.seq_length, drops, preferences=True)
+        return ChatSource(paths, tokenizer, "last", options.seq_length, options.unusable == "drop", preferences=True)
 
     @classmethod
     def shapes(cls, options: Options) -> Batch:
@@ -49,7 +48,7 @@ class Preference(ConversationDataset):
         answers = np.fromfile(self.folder / "answers.bin", np.uint8)
         if options.pairs and (answers > 1).any():
             raise DataError(f"{options.path}: some rows have one answer with a label; set pairs: false, for kto")
-        self.good = answers[self.start : self.start + self.count] & 1
+        self.answers = answers[self.start : self.start + self.count]
         self.digest = f"{self.folder.name}-{self.start}-{self.count}-{options.pairs}"
 
     def __len__(self) -> int:
@@ -63,7 +62,7 @@ class Preference(ConversationDataset):
             rows, kinds = [self.tokens(number) for number in self.numbers(index)], [1, -1]
         else:
             rows = [self.tokens(index), self._mismatched(index)]
-            kinds = [1 if self.good[index] else -1, 0]
+            kinds = [1 if self.answers[index] & 1 else -1, 0]
         sample: Sample = {"rows": [{"input_ids": ids[:-1], "labels": targets[1:]} for ids, targets in rows]}
         sample["preferred"] = np.array(kinds)
         if self.reference is not None:
@@ -73,7 +72,8 @@ class Preference(ConversationDataset):
     def _mismatched(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """A prompt with the answer of the next conversation, as long as seq_length allows."""
         ids, targets = self.tokens(index)
-        others, other_targets = self.tokens((index + 1) % self.count)
+        after = 2 if self.answers[index] == 1 else 1  # the next one may be the rejected answer to the same prompt
+        others, other_targets = self.tokens((index + after) % self.count)
         prompt = int((targets != IGNORE_INDEX).argmax())
         answer = int((other_targets != IGNORE_INDEX).argmax())
         ignored = np.full(prompt, IGNORE_INDEX)

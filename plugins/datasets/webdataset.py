@@ -22,7 +22,7 @@ from filelock import FileLock
 from webdataset.gopen import gopen, gopen_schemes
 
 from crosstrain import DataError, check_command
-from crosstrain.utils.files import open_regular, write_atomically
+from crosstrain.utils.files import cache_folder, open_regular, write_atomically
 from crosstrain.utils.resource_limits import OutOfTime, timed
 
 T = TypeVar("T")
@@ -108,7 +108,7 @@ def local_path(name: str) -> Path:
 
 def default_cache() -> Path:
     """Return the folder of indexes and of copies of remote shards."""
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "crosstrain" / "shards"
+    return cache_folder("shards")
 
 
 def prepare(names: Iterable[str], cache: Path) -> None:

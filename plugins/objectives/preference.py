@@ -16,6 +16,7 @@ from crosstrain import IGNORE_INDEX, Batch, Objective, PositiveFloat, log_probab
 class _OfPairs(Objective):
     """An objective of pairs: rows 2 i are the chosen answers, rows 2 i + 1 the rejected ones."""
 
+    fields = ("preferred", "reference")
     row_layout = "pairs"
     statistics = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
@@ -92,6 +93,7 @@ class KTO(Objective):
         undesirable_weight: PositiveFloat = 1.0  # of bad ones
 
     options: Options
+    fields = ("preferred", "reference")
     row_layout = "single answers"
     needs_reference = True
     statistics = ("rewards/desirable", "rewards/undesirable", "kl")

@@ -40,17 +40,17 @@ def test_targets_are_exactly_the_assistants_words_and_the_end_of_its_turn(
         own = [message for message in messages if message["role"] == "assistant"]
         for train_on, wanted in (("assistant", own), ("last", own[-1:])):
             try:
-                turns = template.encode(messages, None, train_on)
+                encoded = template.encode(messages, None, train_on)
             except ChatError as error:
                 if not metaspace or "a token crosses" not in str(error):
                     raise
                 refused += 1
                 continue
-            found = [template.backend.decode(ids, skip_special_tokens=False) for ids in targets(turns)]
+            found = [template.backend.decode(ids, skip_special_tokens=False) for ids in targets(encoded)]
             assert [text.strip(" ") for text in found] == [expected(shape, message).strip(" ") for message in wanted]
             if not metaspace:
                 text = template.render(messages)
-                assert template.backend.decode(turns.ids, skip_special_tokens=False) == text
+                assert template.backend.decode(encoded.ids, skip_special_tokens=False) == text
     assert refused < CONVERSATIONS, "most conversations are used"
 
 
@@ -81,10 +81,11 @@ def test_the_prompt_of_an_answer_is_the_beginning_of_the_trained_sequence(tmp_pa
         template = ChatTemplate(write_tokenizer(tmp_path / name, shape.template))
         for _ in range(20):
             messages = conversation(rng, shape, turns=2)
-            turns = template.encode(messages, None, "last")
-            prompt = template.prompt(messages[:-1])
-            assert turns.ids[: len(prompt)] == prompt, name
-            assert turns.learned.index(True) == len(prompt)
+            encoded = template.encode(messages, None, "last")
+            asked = template.render(messages[:-1], answering=True)
+            prompt = template.backend.encode(asked, add_special_tokens=False).ids
+            assert encoded.ids[: len(prompt)] == prompt, name
+            assert encoded.is_target.index(True) == len(prompt)
 
 
 def test_words_with_special_tokens_are_refused(tmp_path: Path) -> None:
@@ -97,5 +98,5 @@ def test_words_with_special_tokens_are_refused(tmp_path: Path) -> None:
 def test_all_tokens_can_be_targets(tmp_path: Path) -> None:
     template = ChatTemplate(write_tokenizer(tmp_path / "t", SHAPES["chatml"].template))
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you"}]
-    turns = template.encode(messages, None, "all")
-    assert turns.learned == [False] + [True] * (len(turns.ids) - 1)
+    encoded = template.encode(messages, None, "all")
+    assert encoded.is_target == [False] + [True] * (len(encoded.ids) - 1)

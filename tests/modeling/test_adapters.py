@@ -267,11 +267,11 @@ def test_qlora_computes_with_the_weights_that_bitsandbytes_would_keep(quantised:
 
     workspace, options = quantised
     model, plain = build(workspace, *options).model, build(workspace).model
-    packed = sum(module.weight.nbytes + module.scales.nbytes for module in model.packed().values())
-    whole = sum(p.nbytes for name, p in plain.canonical_parameters().items() if name in model.packed())
+    packed = sum(module.weight.nbytes + module.scales.nbytes for module in model.quantized().values())
+    whole = sum(p.nbytes for name, p in plain.canonical_parameters().items() if name in model.quantized())
     assert packed / whole == pytest.approx(0.5 / 4 + 1 / 64)
     with torch.no_grad():
-        for name in model.packed():
+        for name in model.quantized():
             weight = plain.canonical_parameters()[name]
             words, state = quantize_4bit(weight.T.contiguous(), blocksize=64, quant_type="nf4")
             weight.copy_(dequantize_4bit(words, state).T)

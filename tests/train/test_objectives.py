@@ -172,7 +172,7 @@ def test_a_run_resumes_with_the_reference_that_it_began_with(workspace: Workspac
     own = parts.folder / "reference_train.bin"
     own.write_bytes(own.read_bytes()[:-1] + b"?")
     damaged = workspace.train("parts", *longer, fails=True)
-    assert "reference_train.bin: damaged; remove it, or put a copy back" in damaged.err
+    assert "reference_train.bin: damaged, or of other data" in damaged.err
     own.unlink()
     lost = workspace.train("parts", *longer, fails=True)
     assert lost.code == damaged.code == 1

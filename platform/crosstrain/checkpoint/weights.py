@@ -69,19 +69,19 @@ class PretrainedWeights:
                 yield exact
 
 
-def fill_packed(model: Model, pretrained: PretrainedWeights) -> dict[str, FrozenParameter]:
-    """Read a model's packed parameters whole, one at a time, and pack them; returns their hashes.
+def fill_quantized(model: Model, pretrained: PretrainedWeights) -> dict[str, FrozenParameter]:
+    """Read a model's quantized parameters whole, one at a time, and quantize them; returns their hashes.
 
     Raises ConfigError for one that no pretrained folder covers.
     """
     hashes = {}
-    for name, packed in model.packed().items():
+    for name, parameter in model.quantized().items():
         if not pretrained.covers(name):
             raise ConfigError(f"model.adapter: it keeps {name} in few bits, so the model needs pretrained weights")
-        value, shape = torch.empty(packed.shape), tuple(packed.shape)
+        value, shape = torch.empty(parameter.shape), tuple(parameter.shape)
         pretrained.fill([Shard("param", name, shape, whole_pieces(value, shape))])
         hashes[name] = FrozenParameter(shape, f"{fingerprint(value, Box.whole(shape), shape):016x}")
-        packed.pack(value)
+        parameter.quantize(value)
     return hashes
 
 

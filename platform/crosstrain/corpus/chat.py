@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
+import shutil
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -24,12 +24,14 @@ from crosstrain.corpus.pool import CorpusStage, WorkerPool, cores
 from crosstrain.corpus.prepare import output_lock, replace_folder
 from crosstrain.data.chat_template import ChatError, ChatTemplate, TrainOn
 from crosstrain.data.indexed_dataset import TokenWriter
-from crosstrain.utils.errors import DataError
-from crosstrain.utils.files import write_json
+from crosstrain.utils.errors import DataError, first_line
+from crosstrain.utils.files import cache_folder, write_json
+from crosstrain.utils.resource_limits import OutOfTime, timed
 
 log = logging.getLogger(__name__)
 
 _FORMAT = 2  # of the folder; another number makes it anew
+_SECONDS = 20  # of computing time for a row
 _AT_ONCE = 256  # rows of a worker's item
 _NAMED = 1000  # dropped rows in the report
 
@@ -41,8 +43,8 @@ class ChatSource:
     paths: tuple[str, ...]  # files and folders
     tokenizer: Path  # a folder with a chat template
     train_on: TrainOn
-    most: int  # tokens of a conversation that a model may read
-    drops: bool  # rows that cannot be used; False: the first is an error
+    max_tokens: int  # of a conversation that a model may read
+    drop_unusable: bool  # rows that cannot be used; False: the first is an error
     preferences: bool = False  # rows have answers that are good or bad; those of a pair follow each other
 
 
@@ -66,16 +68,23 @@ class _Encode(CorpusStage[tuple[tuple[Row | str, str], ...], list[tuple[str, lis
         if isinstance(row, str):
             return row
         try:
-            found = preferences(row) if self.source.preferences else [(*conversation(row), True)]
-            return [(self._tokens(messages, tools), good) for messages, tools, good in found]
+            with timed(_SECONDS):
+                found = preferences(row) if self.source.preferences else [(*conversation(row), True)]
+                return [(self._tokens(messages, tools), good) for messages, tools, good in found]
+        except OutOfTime:
+            return f"the chat template takes more than {_SECONDS} seconds"
         except ChatError as error:
             return str(error)
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:  # JSON may be anything
+            return f"it is malformed ({first_line(error)})"
 
     def _tokens(self, messages: list[Row], tools: list[Any] | None) -> list[int]:
-        turns = _template.encode(messages, tools, self.source.train_on)
-        if len(turns.ids) - 1 > self.source.most:
-            raise ChatError(f"it has {len(turns.ids) - 1} tokens, and seq_length is {self.source.most}")
-        return [~token if learned else token for token, learned in zip(turns.ids, turns.learned, strict=True)]
+        encoded = _template.encode(messages, tools, self.source.train_on)
+        if len(encoded.ids) < 2:
+            raise ChatError("it has no token to be learned")
+        if len(encoded.ids) - 1 > self.source.max_tokens:
+            raise ChatError(f"it has {len(encoded.ids) - 1} tokens, and seq_length is {self.source.max_tokens}")
+        return [~token if is_target else token for token, is_target in zip(encoded.ids, encoded.is_target, strict=True)]
 
 
 _template: ChatTemplate  # of a worker
@@ -87,15 +96,16 @@ def prepare_chat(source: ChatSource) -> Path:
     Raises DataError where no conversation can be used, or the first that cannot if none is to be dropped.
     """
     state = [
-        _FORMAT, source.tokenizer.name, source.train_on, source.most, source.drops, source.preferences,
+        _FORMAT, source.tokenizer.name, source.train_on, source.max_tokens, source.drop_unusable, source.preferences,
         *map(_state, source.paths),
     ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "crosstrain" / "chat" / digest
+    folder = cache_folder("chat") / digest
     with output_lock(folder, wait=True):
         if not (folder / "report.json").exists():
             made = folder.with_name(f"{folder.name}.partial")
-            made.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(made, ignore_errors=True)
+            made.mkdir(parents=True)
             _write(made, source)
             replace_folder(made, folder)
     return folder
@@ -113,7 +123,7 @@ def _write(folder: Path, source: ChatSource) -> None:
                         answers.append(good + 2 * (len(found) == 1))
                         places.append(place)
                     continue
-                if not source.drops:
+                if not source.drop_unusable:
                     raise DataError(f"{place}: {found}")
                 reasons[found] += 1
                 if len(named) < _NAMED:
@@ -136,8 +146,8 @@ def _write(folder: Path, source: ChatSource) -> None:
 
 
 def _state(path: str) -> list[list[Any]]:
-    """Names, sizes and times of the files at a path; of `stdlib`, Python's version."""
-    if path == "stdlib":
+    """Names, sizes and times of the files at a path; of `docstrings`, Python's version."""
+    if path == "docstrings":
         return [[sys.version, 0, 0]]
     root = Path(path).expanduser()
     files = sorted(file for file in root.rglob("*") if file.is_file()) if root.is_dir() else [root]

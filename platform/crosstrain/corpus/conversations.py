@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
@@ -22,16 +23,17 @@ _SPEAKERS = {
     "function_response": "tool", "developer": "developer",
 }  # fmt: skip
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+_SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?![A-Za-z])")  # as the hub's files begin
 
 
 def rows(paths: Iterable[str]) -> Iterator[tuple[Row | str, str]]:
-    """Yield the rows of files and folders, and of `stdlib`, with their places.
+    """Yield the rows of files and folders, and of `docstrings`, with their places.
 
     For a line that is no JSON object, the reason takes its place. Raises DataError for a file that is missing or
     damaged as a whole, or of another kind.
     """
     for item in paths:
-        if item == "stdlib":
+        if item == "docstrings":
             yield from _docstrings()
             continue
         path = io.existing(item)
@@ -39,6 +41,9 @@ def rows(paths: Iterable[str]) -> Iterator[tuple[Row | str, str]]:
             yield from _saved(path)
             continue
         files = [file for file in io.files_below(path) if io.has_suffix(file, _SUFFIXES)] if path.is_dir() else [path]
+        splits = {found[1] for file in files if (found := _SPLIT.match(file.name))}
+        if (path / "dataset_dict.json").is_file() or len(splits) > 1:
+            raise DataError(f"{path} holds several splits: name the files or the folder of one")
         if not files:
             raise io.nothing_in(path, " or ".join(_SUFFIXES))
         for file in files:
@@ -53,20 +58,22 @@ def _json(file: Path) -> Iterator[tuple[Row | str, str]]:
             found = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{file} is not JSON: {error}") from None
-        entries: Iterator[tuple[Any, str]] = ((entry, f"{file}, entry {number}") for number, entry in enumerate(found))
+        entries = ((_object(entry), f"{file}, entry {number}") for number, entry in enumerate(found))
     else:
         lines = enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1)
         entries = ((_parsed(line), f"{file}:{number}") for number, line in lines if line.strip())
-    for entry, place in entries:
-        yield (entry if isinstance(entry, (dict, str)) else "it is no JSON object"), place
+    yield from entries
 
 
-def _parsed(line: bytes) -> Any:
+def _parsed(line: bytes) -> Row | str:
     try:
-        found = json.loads(line)
+        return _object(json.loads(line))
     except (ValueError, RecursionError) as error:
         return f"it is not JSON ({error})"
-    return found if isinstance(found, dict) else None
+
+
+def _object(entry: Any) -> Row | str:
+    return entry if isinstance(entry, dict) else "it is no JSON object"
 
 
 def _parquet(file: Path) -> Iterator[tuple[Row, str]]:
@@ -74,7 +81,7 @@ def _parquet(file: Path) -> Iterator[tuple[Row, str]]:
     try:
         with parquet.ParquetFile(file) as table:
             entries = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches(1024))
-            yield from ((row, f"{file}, row {number}") for number, row in enumerate(entries))
+            yield from ((_given(row), f"{file}, row {number}") for number, row in enumerate(entries))
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file} is not a readable Parquet file: {error}") from None
 
@@ -85,7 +92,7 @@ def _docstrings() -> Iterator[tuple[Row, str]]:
     The rejected answer is another one's. Nothing is imported.
     """
     found: list[tuple[str, str, str]] = []
-    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("[!_]*.py")):
+    for file in sorted(Path(sysconfig.get_path("docstrings")).glob("[!_]*.py")):
         for node in ast.parse(file.read_bytes()).body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
                 text = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
@@ -102,7 +109,14 @@ def _saved(folder: Path) -> Iterator[tuple[Row, str]]:
         table = library.load_from_disk(str(folder))
     except Exception as error:  # whatever of its many parts finds fault
         raise DataError(f"{folder} cannot be read as a Hugging Face dataset: {error}") from None
-    yield from ((row, f"{folder}, row {number}") for number, row in enumerate(table))
+    yield from ((_given(row), f"{folder}, row {number}") for number, row in enumerate(table))
+
+
+def _given(value: Any) -> Any:
+    """A value without the nulls of a table, whose rows all have the keys of any."""
+    if isinstance(value, dict):
+        return {key: _given(inner) for key, inner in value.items() if inner is not None}
+    return [_given(inner) for inner in value] if isinstance(value, list) else value
 
 
 def preferences(row: Row) -> Iterator[tuple[list[Row], list[Any] | None, bool]]:
@@ -118,13 +132,15 @@ def preferences(row: Row) -> Iterator[tuple[list[Row], list[Any] | None, bool]]:
     if row.get("chosen") is None or row.get("rejected") is None:
         raise ChatError("it has neither chosen and rejected, nor prompt, completion and label")
     before = row.get("prompt") or row.get("conversations") or row.get("messages") or []
-    asked = _side(before, "user") if before else []
+    asked = [_message(message) for message in _side(before, "user")] if before else []
     for key in ("chosen", "rejected"):
         answer = [row[key]] if isinstance(row[key], Mapping) else _side(row[key], "assistant")
-        messages, tools = conversation({"messages": [*asked, *answer], "tools": row.get("tools")})
-        if not asked and not isinstance(row[key], list):
-            raise ChatError("it has no prompt")
-        if not messages or messages[-1]["role"] != "assistant":
+        messages, tools = conversation({"messages": answer, "tools": row.get("tools")})
+        if messages[0]["role"] == "assistant":  # otherwise it is a whole conversation, which a prompt repeats
+            if not asked:
+                raise ChatError("it has no prompt")
+            messages = asked + messages
+        if messages[-1]["role"] != "assistant":
             raise ChatError(f"the last turn of {key} is not the assistant's")
         yield messages, tools, key == "chosen"
 
@@ -175,7 +191,7 @@ def _side(given: Any, role: str) -> list[Any]:
 def _message(given: Any) -> Row:
     if not isinstance(given, Mapping):
         raise ChatError(f"a turn is {type(given).__name__}, not an object with role and content")
-    message = {key: value for key, value in given.items() if value is not None}  # Parquet has all keys in all rows
+    message = {key: value for key, value in given.items() if value is not None}
     role = message.pop("role", None) or message.pop("from", None)
     content = message.pop("content", None)
     content = message.pop("value", None) if content is None else content

@@ -27,11 +27,11 @@ class ChatError(Exception):
 
 
 @dataclass(frozen=True)
-class Turns:
+class EncodedChat:
     """A rendered conversation: its tokens, and a flag for each that is a target."""
 
     ids: list[int]
-    learned: list[bool]
+    is_target: list[bool]
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,6 @@ class ChatTemplate:
         """Render a conversation; with `answering`, up to where the assistant's next words begin. ChatError if not."""
         return self._render(messages, tools, answering, False)[0]
 
-    def prompt(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[int]:
-        """Return the tokens up to where the assistant's next words begin. Raises ChatError."""
-        return self._encode([self.render(messages, tools, answering=True)])[0]
-
     def _render(
         self, messages: Sequence[Message], tools: list[Any] | None, answering: bool, marked: bool
     ) -> tuple[str, list[tuple[int, int]]]:
@@ -99,15 +95,17 @@ class ChatTemplate:
 
     # ---- targets
 
-    def encode(self, messages: Sequence[Message], tools: list[Any] | None, train_on: TrainOn = "assistant") -> Turns:
+    def encode(
+        self, messages: Sequence[Message], tools: list[Any] | None, train_on: TrainOn = "assistant"
+    ) -> EncodedChat:
         """Return tokens and targets: of the assistant's turns, of the last of them alone, or all tokens but the first.
 
         Raises ChatError for a conversation without such turns, and where targets cannot be told from the rest.
         """
-        self._check(messages)
+        self._check(messages, tools)
         if train_on == "all":
             ids = self._encode([self.render(messages, tools)])[0]
-            return Turns(ids, [False] + [True] * (len(ids) - 1))
+            return EncodedChat(ids, [False] + [True] * (len(ids) - 1))
         own = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if not own:
             raise ChatError("no turn is the assistant's, so nothing is to be learned")
@@ -126,10 +124,12 @@ class ChatTemplate:
         ]
         return self._tokens(text, spans)
 
-    def _check(self, messages: Sequence[Message]) -> None:
-        for number, message in enumerate(messages, 1):
-            if found := self._special_token.search(message.get("content") or ""):
-                raise ChatError(f"the words of turn {number} contain the special token {found.group()}")
+    def _check(self, messages: Sequence[Message], tools: list[Any] | None) -> None:
+        parts = {"the tools": tools} | {f"turn {number}": message for number, message in enumerate(messages, 1)}
+        for name, part in parts.items():
+            for text in _strings(part):
+                if found := self._special_token.search(text):
+                    raise ChatError(f"the words of {name} contain the special token {found.group()}")
 
     def _after_prompt(self, text: str, messages: Sequence[Message], number: int, tools: list[Any] | None) -> _Span:
         """Find a turn as what is added to the prompt for it. Raises ChatError unless prompt and turn are prefixes."""
@@ -171,23 +171,32 @@ class ChatTemplate:
 
     # ---- tokens
 
-    def _tokens(self, text: str, spans: list[_Span]) -> Turns:
+    def _tokens(self, text: str, spans: list[_Span]) -> EncodedChat:
         """Tokenize; a token begins where a span begins, as at inference, where the prompt ends there."""
         bounds = [0, *(place for span in spans for place in (span.start, span.stop)), len(text)]
         parts = self._encode([text[a:b] for a, b in itertools.pairwise(bounds)])
         ids = [i for part in parts for i in part]
         if self.backend.decode(ids, skip_special_tokens=False) == text:
-            return Turns(ids, [bool(n % 2) for n, part in enumerate(parts) for _ in part])
+            return EncodedChat(ids, [bool(n % 2) for n, part in enumerate(parts) for _ in part])
         # A tokenizer that begins each text with a space: the whole, if its tokens end where the spans do.
         whole = self.backend.encode(text, add_special_tokens=False)
         starts, stops = {a for a, _ in whole.offsets}, {b for _, b in whole.offsets}
         if not all(span.start in starts and span.stop in stops for span in spans):
             raise ChatError("a token crosses the beginning of the assistant's words")
         learned = [any(span.start <= a and b <= span.stop for span in spans) for a, b in whole.offsets]
-        return Turns(whole.ids, learned)
+        return EncodedChat(whole.ids, learned)
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self.backend.encode_batch(texts, add_special_tokens=False)]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield all strings in a JSON value, keys as well."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for inner in itertools.chain(value, value.values()) if isinstance(value, Mapping) else value:
+            yield from _strings(inner)
 
 
 def _dense(text: Any) -> str:
@@ -195,10 +204,10 @@ def _dense(text: Any) -> str:
     return "".join(text.split()) if isinstance(text, str) else ""
 
 
-def targets(turns: Turns) -> Iterator[list[int]]:
+def targets(encoded: EncodedChat) -> Iterator[list[int]]:
     """Yield the runs of target tokens."""
     run: list[int] = []
-    for token, learned in zip(turns.ids, turns.learned, strict=True):
+    for token, learned in zip(encoded.ids, encoded.is_target, strict=True):
         if learned:
             run.append(token)
         elif run:

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from crosstrain.utils.assets import TOKENIZER_FILES, copy_files, plain_files
 from crosstrain.utils.errors import DataError, first_line, os_errors_as
-from crosstrain.utils.files import read_regular, write_json
+from crosstrain.utils.files import cache_folder, read_regular, write_json
 from crosstrain.utils.trust import check_source
 
 # Files in a tokenizer's folder, and in a model's.
@@ -191,7 +191,7 @@ def vocabulary(path: Path) -> dict[str, int]:
 
 def cached_folder(tokenizer: TextTokenizer) -> Path:
     """Save the tokenizer in a folder under $XDG_CACHE_HOME/crosstrain, named by the content of its files."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "crosstrain" / "tokenizers"
+    cache = cache_folder("tokenizers")
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as partial:
         new = Path(partial) / "new"

@@ -12,7 +12,7 @@ from crosstrain.checkpoint.weights import (
     PretrainedWeights,
     check_frozen,
     fill_initial,
-    fill_packed,
+    fill_quantized,
     fingerprints,
     load_shards,
 )
@@ -27,7 +27,7 @@ from crosstrain.engine.runner import Runner
 from crosstrain.modeling import activation_checkpointing
 from crosstrain.modeling.base import Model, no_match
 from crosstrain.modeling.meta_init import parameters_on_meta
-from crosstrain.modeling.objective import Aimed, aim
+from crosstrain.modeling.objective import ModelWithObjective, set_objective
 from crosstrain.utils.errors import CheckpointError, ConfigError, explained
 from crosstrain.utils.trust import limited_to
 
@@ -47,7 +47,7 @@ def make_model(config: Config) -> Model:
         if config.adapter is not None:
             add_adapter(config.adapter, model.adapted(), "model.adapter")
         if (objective := config.run.objective) is not None:
-            aim(model, registry.get("objective", objective.name)(objective.options))
+            set_objective(model, registry.get("objective", objective.name)(objective.options))
         return model
 
 
@@ -103,7 +103,7 @@ def make_schedule(config: Config, max_iters: int) -> Callable[[int], float]:
 
 def check_fit(model: Model, dataset: Dataset) -> None:
     """Raise ConfigError for samples that the model, or the objective that it has, cannot take."""
-    takes = model.objective.row_layout if isinstance(model, Aimed) else None
+    takes = model.objective.row_layout if isinstance(model, ModelWithObjective) else None
     if takes != dataset.row_layout:
         theirs, ours = (layout or "plain samples" for layout in (takes, dataset.row_layout))
         raise ConfigError(
@@ -146,9 +146,9 @@ def check_tokenizer(folder: Path | None, dataset: Dataset) -> None:
         )
 
 
-def check_packed(model: Model, runner: type[Runner], config: Config) -> None:
+def check_quantized(model: Model, runner: type[Runner], config: Config) -> None:
     """Raise ConfigError for a model with parameters in few bits under a runner that cannot hold them."""
-    if model.packed() and not runner.takes_packed:
+    if model.quantized() and not runner.takes_quantized:
         adapter, name = config.adapter and config.adapter.name, config.run.runner.name
         raise ConfigError(f"model.adapter: {adapter} keeps weights in few bits, which {name} cannot; use ddp or fsdp")
 
@@ -179,7 +179,7 @@ def build_model(
     initial values. Returns the frozen parameters that stem from pretrained folders, which checkpoints need not hold.
     """
     model = runner.construct(lambda: make_model(config))
-    check_packed(model, type(runner), config)
+    check_quantized(model, type(runner), config)
     if for_training:
         freeze(model, config.run.freeze)
         for blocks, mode in model.checkpointing(config.run.gradient_checkpointing):
@@ -206,7 +206,7 @@ def build_model(
         fill_initial(model, [s for s in parameters if s.name not in published], config.run.seed)
         borrowed = published & frozen
     hashes = fingerprints(pretrained.as_published([s for s in parameters if s.name in borrowed]), runner.world)
-    hashes |= fill_packed(model, pretrained)
+    hashes |= fill_quantized(model, pretrained)
     if reader is not None:
         check_frozen(reader, hashes)
     runner.loaded()

@@ -28,12 +28,12 @@ class HeldState:
     def shards(self) -> list[Shard]:
         """This rank's part of parameters and optimizer state, in live memory: reading it saves, writing to it loads.
 
-        A model's `packed` parameters are not among them. Raises CheckpointError for optimizer state that is neither
+        A model's `quantized` parameters are not among them. Raises CheckpointError for optimizer state that is neither
         shaped like its parameter nor a scalar tensor.
         """
-        out, packed = [], self.model.packed()
+        out, quantized = [], self.model.quantized()
         for name, parameter in self.model.canonical_parameters().items():
-            if name in packed:
+            if name in quantized:
                 continue
             shape = self.model.logical_shape(name, self.full_shape(parameter))
             held = self.held(parameter)

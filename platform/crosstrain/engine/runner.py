@@ -53,7 +53,7 @@ class Runner(HeldState):
         """A runner without options of its own."""
 
     needs_process_group = False  # True: the engine needs torch's process group even for a single process
-    takes_packed = True  # False: parameters in another form than their logical tensor (`Model.packed`) are refused
+    takes_quantized = True  # False: a model with parameters in few bits (`Model.quantized`) is refused
     cuts_models = False  # True: a rank may compute with a part of the model, which `layouts` describes
 
     device: torch.device

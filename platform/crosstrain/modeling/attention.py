@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -76,11 +77,15 @@ class Documents:
             row, begin = divmod(start, self.length)
             yield row, slice(begin, begin + stop - start)
 
-    def mask(self) -> Tensor:
-        """The causal mask within documents, boolean [batch, 1, length, length]."""
+    def numbers(self) -> Tensor:
+        """The number of the document of each token [batch, length]."""
         numbers = torch.zeros(self.rows * self.length, dtype=torch.long)
         numbers[self.starts[:-1]] = 1
-        numbers = numbers.cumsum(0).view(self.rows, self.length)
+        return numbers.cumsum(0).view(self.rows, self.length)
+
+    def mask(self) -> Tensor:
+        """The causal mask within documents, boolean [batch, 1, length, length]."""
+        numbers = self.numbers()
         return (numbers[:, :, None] == numbers[:, None]).tril()[:, None]
 
     def arguments(self, attention: str, uniform: bool, device: torch.device) -> dict[str, Any]:
@@ -93,7 +98,13 @@ class Documents:
         if attention == "eager":
             return {"attention_mask": self.mask().to(device)}
         if attention == "flex_attention":
-            return {}  # transformers makes a mask of blocks from restarting positions
+            numbers = self.numbers().to(device)
+
+            def within(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+                return (query >= key) & (numbers[row, query] == numbers[row, key])
+
+            blocks = create_block_mask(within, self.rows, None, self.length, self.length, device=device.type)
+            return {"attention_mask": blocks}
         starts = torch.tensor(self.starts, dtype=torch.int32, device=device)
         longest = max(place.stop - place.start for _, place in self)
         return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}

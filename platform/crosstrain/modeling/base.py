@@ -19,12 +19,12 @@ from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.types import IGNORE_INDEX, Batch
 
 
-class Packed(Protocol):
-    """A frozen parameter that is kept in another form than its logical tensor."""
+class Quantized(Protocol):
+    """A frozen parameter that is kept in few bits."""
 
     shape: torch.Size  # logical
 
-    def pack(self, value: Tensor) -> None:
+    def quantize(self, value: Tensor) -> None:
         """Take the whole value, fp32; called once, after a runner has sharded the model."""
 
 
@@ -135,7 +135,7 @@ class Model(nn.Module, ABC):
         """Shape without padding of parameter `name` (canonical), which has `shape` with it."""
         return shape
 
-    def packed(self) -> Mapping[str, Packed]:
+    def quantized(self) -> Mapping[str, Quantized]:
         """Frozen parameters (canonical names) in another form, which are read from pretrained weights; none."""
         return {}
 
@@ -219,6 +219,11 @@ class Model(nn.Module, ABC):
     def canonical_parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter once (a tied one under its first name), by canonical name."""
         return {self.canonical_name(name): parameter for name, parameter in self.named_parameters()}
+
+
+def override(model: Model, methods: type[nn.Module]) -> None:
+    """Put `methods`, a class of overrides, before the methods of one model, in place."""
+    model.__class__ = type(type(model).__name__, (methods, type(model)), {})
 
 
 class LanguageModel(Model):

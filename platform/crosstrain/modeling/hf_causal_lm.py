@@ -105,8 +105,10 @@ class TransformersModel(LanguageModel):
     def check_documents(self) -> None:
         if not self.takes_positions:
             raise ConfigError(f"model: {self.config.model_type} takes no positions, so documents cannot be kept apart")
-        if self.attention == "eager" and not self._sees_all:
-            raise ConfigError("model.attention: eager cannot keep documents apart where windows slide; use sdpa")
+        if getattr(self.lm, "_is_stateful", False):
+            raise ConfigError(f"model: {self.config.model_type} carries a state from document to document")
+        if self.attention in ("eager", "flex_attention") and not self._sees_all:
+            raise ConfigError(f"model.attention: {self.attention} cannot keep documents apart where windows slide")
 
     def ends(self) -> Ends | None:
         theirs = list(self.lm.config.base_model_pp_plan or {})

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from crosstrain.modeling.base import Model
+from crosstrain.modeling.base import Model, override
 from crosstrain.modeling.meta_init import has_values
 from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.types import Batch
@@ -28,8 +28,9 @@ class Objective(ABC):
     class Options:
         """An objective without options of its own."""
 
+    fields: ClassVar[tuple[str, ...]] = ()  # of the batch, which the model does not read
     row_layout: ClassVar[str | None] = None  # `Dataset.row_layout` of the datasets that it takes
-    needs_reference: ClassVar = False  # True: `Fields.reference` has the rows' log-probabilities before training
+    needs_reference: ClassVar = False  # True: the field `reference` has the rows' log-probabilities before training
     statistics: ClassVar[tuple[str, ...]] = ()  # names of numbers that training logs
 
     def __init__(self, options: Any) -> None:
@@ -42,8 +43,8 @@ class Objective(ABC):
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
         """Return the sum of the units' losses, an fp32 scalar that is differentiable by `losses`.
 
-        losses: fp32 [rows, length], 0 where there is no target; batch: `labels` and the fields `FIELDS`, as far as the
-        dataset has them. Shapes alone may decide what is computed: a plan traces this without values.
+        losses: fp32 [rows, length], 0 where there is no target; batch: `labels` and the `fields` that the dataset has.
+        Shapes alone may decide what is computed: a plan traces this without values.
         """
 
     @abstractmethod
@@ -64,21 +65,18 @@ class Objective(ABC):
         return [float(total) for total, _ in pairs] + [float(count) for _, count in pairs]
 
 
-FIELDS = ("preferred", "reference")  # of a batch; the model does not read them
-
-
 def log_probabilities(losses: Tensor) -> Tensor:
     """Log-probability of each row's targets [rows], from their losses [rows, length]."""
     return -losses.sum(1)
 
 
-class Aimed(Model):
+class ModelWithObjective(Model):
     """The overrides of a model that has an objective."""
 
     objective: Objective
 
     def forward(self, **batch: Any) -> Any:
-        fields = {name: batch.pop(name) for name in FIELDS if name in batch}
+        fields = {name: batch.pop(name) for name in self.objective.fields if name in batch}
         if (labels := batch.get("labels")) is None:
             return super().forward(**batch)  # type: ignore[safe-super]
         self.objective.recording = self.training and has_values(labels)
@@ -105,7 +103,7 @@ class Aimed(Model):
         return self.objective.take_statistics()
 
 
-def aim(model: Model, objective: Objective) -> None:
+def set_objective(model: Model, objective: Objective) -> None:
     """Let a model's forward return the objective's loss of a batch, in place."""
-    model.__class__ = type(type(model).__name__, (Aimed, type(model)), {})
+    override(model, ModelWithObjective)
     model.objective, model.statistics = objective, objective.statistics  # type: ignore[assignment]

@@ -15,7 +15,7 @@ from torch import nn
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
-from crosstrain.engine.build import batch_plan, check_packed
+from crosstrain.engine.build import batch_plan, check_quantized
 from crosstrain.engine.footprint import Layout, PlanContext, Sizes
 from crosstrain.engine.optimizer import create_state, optimizer_factory
 from crosstrain.engine.precision import DTYPES
@@ -81,7 +81,7 @@ class Project:
         """Estimate under the runner of `config`, a variant of the project. Raises ConfigError where it cannot train."""
         batch, mode = batch_plan(config, world_size), config.run.gradient_checkpointing
         runner = registry.get("runner", config.run.runner.name)
-        check_packed(self.model, runner, config)
+        check_quantized(self.model, runner, config)
         runner.check_model(config.run.runner.options, self.model)
         with fake_world(world_size):
             found = []

@@ -17,7 +17,7 @@ from crosstrain.config.schema import Component
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.splits import first_batch, open_split, prepare_data, training_dataset
 from crosstrain.distributed.launch.signals import sigint_kills
-from crosstrain.engine.build import batch_plan, check_fit, check_packed, freeze, make_schedule, model_on_meta
+from crosstrain.engine.build import batch_plan, check_fit, check_quantized, freeze, make_schedule, model_on_meta
 from crosstrain.engine.optimizer import optimizer_factory
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling.base import Model
@@ -67,7 +67,7 @@ def preflight(config: Config, world_size: int) -> Preflight:
         model = model_on_meta(config)
     with explained("the model, its data and the run do not go together"):
         check_fit(model, dataset)
-        check_packed(model, runner, config)
+        check_quantized(model, runner, config)
         PretrainedWeights.of(model).verify()
         freeze(model, run.freeze)
         runner.check_model(config.run.runner.options, model)

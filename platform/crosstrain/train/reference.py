@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -18,39 +18,40 @@ from crosstrain.data.loader import evaluation_batches
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling.objective import Objective
 from crosstrain.utils.errors import TrainingError
-from crosstrain.utils.files import read_regular, write_atomically
+from crosstrain.utils.files import cache_folder, read_regular, write_atomically
 from crosstrain.utils.logging import log
 
 _SUM = hashlib.sha256().digest_size
 _MOST_BYTES = 1 << 36
 
 def add_reference(
-    dataset: Dataset, runner: Runner, objective: Objective, micro_batch: int, num_workers: int, own: Path,
-    earlier: Path | None,
+    dataset: Dataset, runner: Runner, objective: Objective, weights: object, micro_batch: int, num_workers: int,
+    own: Path, earlier: Path | None,
 ) -> None:  # fmt: skip
     """Set a dataset's `reference` to what the model with its present weights gives. Collective.
 
-    own: file in the run's folder; earlier: that of the run which this one continues, and whose start is the reference.
-    Raises TrainingError where that file is not there.
+    weights: what tells them and their arithmetic apart, besides the parameters that the runner holds; own: file in the
+    run's folder; earlier: that of the run which this one continues, and whose start is the reference. Raises
+    TrainingError where that file is not there, damaged, or of other data.
     """
     world = runner.world
-    found = _read(own) if earlier is None or own.exists() else _read(earlier)
-    values = world.broadcast(found)
+    values = world.broadcast(None if earlier is None else _read(earlier, dataset.digest))
     if values is None and earlier is not None:
         raise TrainingError(f"{earlier}: the reference that the run began with is not there; start it anew")
     if values is None:
         hashes = fingerprints((s for s in runner.shards() if s.kind == "param"), world)
-        state = dataset.digest, sorted((name, held.hash) for name, held in hashes.items())
-        key = hashlib.sha256(repr(state).encode()).hexdigest()[:32]
-        cached = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "crosstrain" / "reference" / key
-        values = world.broadcast(_read(cached))
+        state = dataset.digest, weights, sorted((name, held.hash) for name, held in hashes.items())
+        cached = cache_folder("reference") / hashlib.sha256(repr(state).encode()).hexdigest()[:32]
+        with suppress(TrainingError):  # damaged: it is measured again
+            values = _read(cached, dataset.digest)
+        values = world.broadcast(values)
         if values is None:
             log.info("measuring the reference: %d samples", len(dataset))
             values = _measure(dataset, runner, objective, micro_batch, num_workers)
             if world.rank == 0:
-                _write(cached, values)
+                _write(cached, values, dataset.digest)
     if world.rank == 0:
-        _write(own, values)
+        _write(own, values, dataset.digest)
     dataset.reference = values
 
 
@@ -71,21 +72,25 @@ def _measure(
     return np.concatenate([parts[first] for first in sorted(parts)]).reshape(len(dataset), -1)
 
 
-def _read(path: Path) -> np.ndarray | None:
+def _read(path: Path, digest: str) -> np.ndarray | None:
     try:
         data = read_regular(path, _MOST_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise TrainingError(f"{path}: cannot be read ({error.strerror})") from None
-    if hashlib.sha256(data[_SUM:]).digest() != data[:_SUM]:
-        raise TrainingError(f"{path}: damaged; remove it, or put a copy back")
+    if data[:_SUM] != _sum(data[_SUM:], digest):
+        raise TrainingError(f"{path}: damaged, or of other data; put back what was there, or start the run anew")
     return np.load(io.BytesIO(data[_SUM:]), allow_pickle=False)
 
 
-def _write(path: Path, values: np.ndarray) -> None:
-    """Write the array as NumPy does, after the SHA-256 of that."""
+def _write(path: Path, values: np.ndarray, digest: str) -> None:
+    """Write the array as NumPy does, after a sum of it and the data."""
     file = io.BytesIO()
     np.save(file, values, allow_pickle=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, hashlib.sha256(file.getvalue()).digest() + file.getvalue())
+    write_atomically(path, _sum(file.getvalue(), digest) + file.getvalue())
+
+
+def _sum(data: bytes, digest: str) -> bytes:
+    return hashlib.sha256(digest.encode() + data).digest()

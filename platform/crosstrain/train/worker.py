@@ -20,7 +20,7 @@ from crosstrain.distributed.launch.cluster_env import restart_reason
 from crosstrain.distributed.launch.signals import StopRequest
 from crosstrain.engine.build import build_model, check_tokenizer, make_runner, make_schedule
 from crosstrain.engine.runner import Runner
-from crosstrain.modeling.objective import Aimed
+from crosstrain.modeling.objective import ModelWithObjective
 from crosstrain.monitor.profiler import Profiler
 from crosstrain.monitor.reporter import Reporter
 from crosstrain.train.bad_steps import BadSteps
@@ -66,12 +66,12 @@ def build_trainer(config: Config, runner: Runner, stop: StopRequest, quiet: bool
     frozen = build_model(config, runner, start, for_training=True)  # the runner now holds model and optimizer
     state = restore(start, runner)
 
-    if isinstance(runner.model, Aimed) and runner.model.objective.needs_reference:
+    if isinstance(runner.model, ModelWithObjective) and runner.model.objective.needs_reference:
         for split in filter(None, (dataset, val_dataset)):
             earlier = None if start is None else start.parent.parent / _reference_file(split)
             add_reference(
-                split, runner, runner.model.objective, plan.micro_batch, run.num_workers,
-                folder.path / _reference_file(split), earlier,
+                split, runner, runner.model.objective, (run.amp, sorted(frozen.items())), plan.micro_batch,
+                run.num_workers, folder.path / _reference_file(split), earlier,
             )  # fmt: skip
 
     tokenizer = dataset.tokenizer_path

@@ -9,7 +9,9 @@ import json
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from crosstrain.utils.errors import DataError
 from crosstrain.utils.files import open_regular, write_json
@@ -51,9 +53,12 @@ def plain_files(folder: Path, names: Iterable[str]) -> list[Path]:
 
 def add_end_tokens(path: Path, tokens: Iterable[int]) -> None:
     """Add ids to those at which a generation_config.json, which need not exist, says that an answer ends."""
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    settings: Any = {}
+    with suppress(OSError, ValueError, RecursionError):  # what is no JSON says nothing
+        settings = json.loads(path.read_bytes())
+    settings = settings if isinstance(settings, dict) else {}
     before = settings.get("eos_token_id")
-    known = before if isinstance(before, list) else [] if before is None else [before]
+    known = {token for token in (before if isinstance(before, list) else [before]) if type(token) is int}
     write_json(path, settings | {"eos_token_id": sorted({*known, *tokens})})
 
 

@@ -48,6 +48,11 @@ def _check_regular(status: os.stat_result, path: str | Path) -> None:
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
+def cache_folder(kind: str) -> Path:
+    """Return the user's folder for what can be made again, of one kind; it may not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "crosstrain" / kind
+
+
 def write_atomically(path: Path, data: str | bytes) -> None:
     """Replace a file; raises OSError, and leaves the previous one, where that fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

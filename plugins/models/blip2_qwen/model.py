@@ -20,6 +20,8 @@ from crosstrain import (
     LanguageModel,
     Merge,
     Model,
+    Quantized,
+    ReadParameter,
     Source,
     has_values,
     registry,
@@ -213,6 +215,13 @@ class Blip2Qwen(Model):
         plan = self.language_model.tensor_parallel_plan()
         return {_PREFIXES["language_model"] + key: style for key, style in plan.items()}
 
+    @property
+    def reads_across(self) -> bool:  # type: ignore[override]
+        return self.language_model.reads_across
+
+    def quantized(self) -> dict[str, Quantized]:
+        return {_PREFIXES["language_model"] + name: kept for name, kept in self.language_model.quantized().items()}
+
     def logical_shape(self, name: str, shape: torch.Size) -> torch.Size:
         inner = name.removeprefix(_PREFIXES["language_model"])
         return shape if inner == name else self.language_model.logical_shape(inner, shape)
@@ -259,6 +268,12 @@ class Blip2Qwen(Model):
 
     def save_config(self, folder: Path) -> None:
         write_json(folder / "config.json", {"arch": "blip2_qwen", **to_plain(self.options)})
+
+    def save_parts(self, folder: Path, names: set[str], read: ReadParameter) -> None:
+        """The language model's, of its adapters."""
+        prefix = _PREFIXES["language_model"]
+        own = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+        self.language_model.save_parts(folder, own, lambda name: read(prefix + name))
 
 
 def _qformer_config(options: QFormer, encoder_width: int) -> Blip2QFormerConfig:

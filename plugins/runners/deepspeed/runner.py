@@ -55,7 +55,7 @@ class DeepSpeedRunner(Runner):
     Options = Options
 
     needs_process_group = True
-    takes_packed = False
+    takes_quantized = False
     engine: Any = None  # None: nothing is sharded, because stages below 3 shard nothing that evaluation needs
     partition: Partition | None = None  # None: this rank holds everything
 

@@ -65,7 +65,7 @@ class MegatronRunner(Runner):
     Options = Options
 
     needs_process_group = True
-    takes_packed = False
+    takes_quantized = False
     cuts_models = True
     pipeline: Pipeline | None = None
     tensor: TensorParallel | None = None
