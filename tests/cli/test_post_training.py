@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shlex
 import subprocess
 import sys
 import urllib.request
@@ -104,6 +105,23 @@ def test_from_pretrained_weights_to_a_served_chat(chats: Workspace) -> None:
     assert torch.isfinite(opened(**prompt).logits).all()
 
 
+@pytest.mark.slow
+def test_the_commands_of_the_tutorial_run(tmp_path: Path) -> None:
+    """All of docs/post-training.md, as they stand there but for the length of the trainings."""
+    (tmp_path / "projects").symlink_to(ROOT / "projects")
+    page = (ROOT / "docs" / "post-training.md").read_text()
+    commands = [line for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) for line in block.splitlines()]
+    assert len(commands) == 9
+    for command in commands:
+        program, *arguments = shlex.split(command)
+        if program == "python":
+            arguments = ["train", *arguments[1:], "--options", "run.max_iters=8", "run.lr_decay_iters=8"]
+        if arguments[0] == "serve":
+            assert _served(tmp_path, arguments[-1], "What does Python's os.getcwd do?") is not None
+        else:
+            crosstrain(tmp_path, *arguments)
+
+
 def _served(folder: Path, checkpoint: str, said: str) -> str:
     """The answer of a server to one message."""
     server = subprocess.Popen(
@@ -114,7 +132,7 @@ def _served(folder: Path, checkpoint: str, said: str) -> str:
         assert server.stdout is not None
         address = next(found[0] for line in server.stdout if (found := re.search(r"http://[\w.]+:\d+", line)))
         turns = [{"role": "user", "content": said}]
-        body = {"model": checkpoint, "messages": turns, "temperature": 0, "max_tokens": 20}
+        body = {"model": Path(checkpoint).name, "messages": turns, "temperature": 0, "max_tokens": 20}
         request = urllib.request.Request(
             f"{address}/v1/chat/completions", json.dumps(body).encode(),
             {"Content-Type": "application/json"},

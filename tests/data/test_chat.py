@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from conftest import Workspace
 from crosstrain.config.registry import registry
+from crosstrain.config.schema import Component
 from crosstrain.data.packing import pack
 from crosstrain.utils.errors import DataError
 from crosstrain.utils.types import IGNORE_INDEX
@@ -101,6 +103,12 @@ def test_unusable_conversations_are_dropped_and_named(
         '{"messages": [{"role": "user"}]}': "a turn of user has no text",
         '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "a turn has parts that are not text",
         '{"prompt": "a<|im_end|>", "completion": "b"}': "contain the special token",
+        json.dumps({"messages": [TURNS[0], TURNS[1] | {"reasoning_content": "x<|im_end|>"}]}): "turn 2 contain the",
+        json.dumps({"messages": TURNS, "tools": [{"name": "<|im_start|>"}]}): "the tools contain the special token",
+        '{"instruction": 5, "output": "a"}': "it is malformed",
+        '{"instruction": "a", "history": [5], "output": "a"}': "it is malformed",
+        json.dumps({"messages": TURNS, "tools": "[" * 10**5}): "it is malformed",
+        '{"messages": [{"role": "assistant", "content": 5, "tool_calls": [{}]}]}': "a turn of assistant has no text",
         json.dumps({"prompt": "a", "completion": "b " * 300}): "seq_length is 256",
     }
     path = lines(tmp_path / "d.jsonl", [LAYOUTS["messages"], *reasons, LAYOUTS["prompt"]])
@@ -115,6 +123,44 @@ def test_unusable_conversations_are_dropped_and_named(
     assert f"{len(reasons)} of {len(reasons) + 2} conversations are dropped" in caplog.text
     with pytest.raises(DataError, match=r"d\.jsonl:2: it is not JSON"):
         chat(path, chatml, unusable="error")
+
+
+@pytest.mark.usefixtures("home")
+def test_a_table_s_nulls_and_splits(tmp_path: Path, chatml: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}
+    rows = [{"messages": [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [call]}]}]
+    tables = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name in ("train", "test")})
+    tables.save_to_disk(str(tmp_path / "tables"))
+    with pytest.raises(DataError, match="tables holds several splits: name the files or the folder of one"):
+        chat(tmp_path / "tables", chatml)
+    tools = write_tokenizer(tmp_path / "tools", SHAPES["tool calls as JSON"].template)
+    data = chat(tmp_path / "tables" / "train", tools)
+    assert '"arguments": {"a": 1}' in said(data, data.get(0, RNG))
+
+
+@pytest.mark.usefixtures("home")
+def test_all_tokens_are_learned_and_the_end_of_a_turn_ends_an_answer(tmp_path: Path, chatml: Path) -> None:
+    path = lines(tmp_path / "d.jsonl", [LAYOUTS["messages"]])
+    ends = [set(chat(path, chatml, train_on=which).end_tokens) for which in ("assistant", "all")]
+    assert ends[0] == ends[1]
+    assert len(ends[0]) == 2  # of a turn and of a text
+
+
+@pytest.mark.usefixtures("home")
+def test_a_mixture_of_what_is_packed_and_what_is_not_is_refused(tmp_path: Path, chatml: Path) -> None:
+    mixture = registry.get("dataset", "mixture")
+    part = sys.modules[mixture.__module__].MixturePart
+    path = str(lines(tmp_path / "d.jsonl", [LAYOUTS["messages"]]))
+    parts = [
+        part(Component("chat", Chat.Options(path, str(chatml), seq_length=64, packing=packing)))
+        for packing in (True, False)
+    ]
+    with pytest.raises(DataError, match="either every part of a mixture keeps documents of a sample apart, or none"):
+        mixture(mixture.Options(parts), "train")
+    mixed = mixture(mixture.Options([parts[0], parts[0]]), "train")
+    assert mixed.documents
+    assert len(mixed.end_tokens) == 2
 
 
 @pytest.mark.usefixtures("home")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
+import shutil
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -124,6 +126,75 @@ def test_losses_and_gradients_are_the_papers(workspace: Workspace, name: str) ->
             assert (mine[key] - parameter.grad).abs().max() < TOLERANCE * scale, key
 
 
+# ---- another library
+
+
+def by_trl(name: str, policy: Any, reference: Any, rows: list[dict[str, Any]], home: Path, good: list[bool]) -> Tensor:
+    """The mean loss of TRL's trainer for rows that are tokenized already, after its own forward passes."""
+    import trl
+    from datasets import Dataset as Table
+    from transformers import AutoTokenizer
+
+    kinds = {"dpo": (trl.DPOTrainer, trl.DPOConfig), "kto": (trl.KTOTrainer, trl.KTOConfig)}
+    arguments = kinds[name][1](
+        output_dir=str(home / "trl"), beta=0.3, bf16=False, use_cpu=True, report_to=[], gradient_checkpointing=False,
+        per_device_train_batch_size=4,
+    )  # fmt: skip
+    table = [{"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", "completion": "a", "label": True}]
+    trainer = kinds[name][0](
+        model=policy, ref_model=reference, args=arguments,
+        processing_class=AutoTokenizer.from_pretrained(home / "tokenizer"),
+        train_dataset=Table.from_list([table[name == "kto"]] * 4),
+    )  # fmt: skip
+
+    def inputs(chosen: list[dict[str, Any]], prefix: str = "") -> dict[str, Tensor]:
+        longest = 1 + max(len(row["input_ids"]) for row in chosen)
+        ids, attends, completes = (torch.zeros(len(chosen), longest, dtype=torch.long) for _ in range(3))
+        for number, row in enumerate(chosen):
+            length, labels = len(row["input_ids"]), torch.from_numpy(row["labels"])
+            ids[number, :length] = torch.from_numpy(row["input_ids"])
+            ids[number, length] = labels[-1].clamp(min=0)
+            attends[number, : length + 1] = 1
+            completes[number, 1 : length + 1] = labels != IGNORE_INDEX
+        found = {"input_ids": ids, "attention_mask": attends, "completion_mask": completes}
+        return {prefix + key: value for key, value in found.items()}
+
+    if name == "dpo":
+        given = inputs(rows[0::2] + rows[1::2])
+    else:
+        given = inputs(rows[0::2]) | inputs(rows[1::2], "KL_") | {"label": torch.tensor(good)}
+    return trainer.compute_loss(trainer.model, given)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_losses_and_gradients_are_those_of_trl(workspace: Workspace, name: str) -> None:
+    runner, data = built(project(workspace, name))
+    model: Any = runner.model
+    reference = copy.deepcopy(model.lm)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)  # away from the reference
+    policy = copy.deepcopy(model.lm)
+    data.reference = np.zeros((len(data), 2), np.float32)
+    samples = [data.get(index, RNG) for index in range(6)]
+    batch = data.collate(samples)
+    model.lm, own = reference, model.lm
+    batch["reference"] = sequence(model, batch)[0].detach().float()
+    model.lm = own
+    ours = model(**batch) / 6
+    ours.backward()
+    rows = [row for sample in samples for row in sample["rows"]]
+    theirs = by_trl(name, policy, reference, rows, workspace.path, (batch["preferred"][0::2] == 1).tolist())
+    theirs.backward()
+    assert ours.item() == pytest.approx(theirs.item(), rel=TOLERANCE)
+    for (key, mine), other in zip(model.lm.named_parameters(), policy.parameters(), strict=True):
+        scale = other.grad.abs().max()
+        if scale > 1e-6:  # a key's bias has no gradient
+            assert (mine.grad - other.grad).abs().max() < 10 * TOLERANCE * scale, key  # TRL's softmax is fp32
+
+
 # ---- runners
 
 
@@ -162,6 +233,22 @@ def test_every_runner_prefers_alike(
         assert one.rows[0]["rewards/margins"] == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.slow
+def test_a_reference_of_other_weights_or_data_is_not_taken(workspace: Workspace) -> None:
+    project(workspace, "dpo")
+    once = workspace.train("run", *OPTIONS, "run.max_iters=2", "run.save_interval=100")
+    measured = (once.folder / "reference_train.bin").read_bytes()
+    shutil.rmtree(once.folder / "checkpoints")  # as if it had been stopped before the first
+    other = workspace.train("run", *OPTIONS, "run.max_iters=2", "run.seed=5")  # other initial weights
+    assert (other.folder / "reference_train.bin").read_bytes() != measured
+    assert other.rows[0]["rewards/margins"] == pytest.approx(0, abs=1e-5)
+    project(workspace, "dpo", rows()[:-1])
+    refused = workspace.train("run", *OPTIONS, fails=True)
+    assert refused.code == 1
+    assert "reference_train.bin: damaged, or of other data" in refused.err
+
+
+@pytest.mark.slow
 def test_a_run_resumes_with_the_reference_that_it_began_with(workspace: Workspace) -> None:
     project(workspace, "dpo")
     whole = workspace.train("whole", *OPTIONS)
@@ -207,6 +294,11 @@ LAYOUTS = {
         "chosen": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "good"}],
         "rejected": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "bad"}],
     },
+    "whole conversations that begin with the prompt": {
+        "prompt": "q",
+        "chosen": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "good"}],
+        "rejected": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "bad"}],
+    },
     "sharegpt": {
         "conversations": [{"from": "human", "value": "q"}],
         "chosen": {"from": "gpt", "value": "good"},
@@ -228,6 +320,7 @@ def test_layouts(workspace: Workspace, layout: str) -> None:
     assert said == ["good<|im_end|>", "bad<|im_end|>"]
     asked = [row["input_ids"][: int((row["labels"] != IGNORE_INDEX).argmax()) + 1].tolist() for row in rows]
     assert asked[0] == asked[1]
+    assert tokenizer.decode(asked[0]).count("q") == 1
 
 
 @pytest.mark.usefixtures("home")
@@ -242,6 +335,13 @@ def test_single_answers_and_their_mismatches(workspace: Workspace) -> None:
     tokenizer = load_tokenizer(opened.tokenizer_path)
     said = [tokenizer.decode([int(t) for t in row if t != IGNORE_INDEX]) for row in batch["labels"]]
     assert [words.removesuffix("<|im_end|>") for words in said] == ["a0", "a1", "a1", "a2", "a2", "a3", "a3", "a0"]
+    pairs = [{"prompt": f"q{n}", "chosen": f"good{n}", "rejected": f"bad{n}"} for n in range(3)]
+    project(workspace, "kto", pairs)
+    _, opened = built(workspace)
+    batch = opened.collate([opened.get(index, RNG) for index in range(6)])
+    said = [tokenizer.decode([int(t) for t in row if t != IGNORE_INDEX]) for row in batch["labels"][1::2]]
+    others = ["good1", "good1", "good2", "good2", "good0", "good0"]
+    assert [words.removesuffix("<|im_end|>") for words in said] == others
     project(workspace, "dpo", data)
     with pytest.raises(DataError, match="set pairs: false, for kto"):
         built(workspace)

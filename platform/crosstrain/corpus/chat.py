@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 _FORMAT = 2  # of the folder; another number makes it anew
 _SECONDS = 20  # of computing time for a row
 _AT_ONCE = 256  # rows of a worker's item
+_WORTH_WORKERS = 1 << 22  # bytes of conversations that take longer than it takes workers to start
 _NAMED = 1000  # dropped rows in the report
 
 
@@ -113,7 +114,9 @@ def prepare_chat(source: ChatSource) -> Path:
 
 def _write(folder: Path, source: ChatSource) -> None:
     reasons, named, places, answers = Counter[str](), list[str](), list[str](), bytearray()
-    with TokenWriter(folder / "tokens", "int32") as writer, WorkerPool(cores()) as pool:
+    size = sum(entry[1] for path in source.paths for entry in _state(path))
+    workers = cores() if size > _WORTH_WORKERS else 1
+    with TokenWriter(folder / "tokens", "int32") as writer, WorkerPool(workers) as pool:
         given = rows(source.paths)
         for results in pool.run(_Encode(source), iter(lambda: tuple(islice(given, _AT_ONCE)), ())):
             for place, found in results:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -92,7 +91,7 @@ def _docstrings() -> Iterator[tuple[Row, str]]:
     The rejected answer is another one's. Nothing is imported.
     """
     found: list[tuple[str, str, str]] = []
-    for file in sorted(Path(sysconfig.get_path("docstrings")).glob("[!_]*.py")):
+    for file in sorted(Path(ast.__file__).parent.glob("[!_]*.py")):
         for node in ast.parse(file.read_bytes()).body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
                 text = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
@@ -203,7 +202,7 @@ def _message(given: Any) -> Row:
         return {"role": "assistant", "content": None, "tool_calls": [_call(content)]}
     if not isinstance(role, str) or role not in _SPEAKERS:
         raise ChatError(f"a turn has the role {role!r}; known: {', '.join(sorted(set(_SPEAKERS.values())))}")
-    if not isinstance(content, str) and not message.get("tool_calls"):
+    if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
         raise ChatError(f"a turn of {role} has no text")
     return {"role": _SPEAKERS[role], "content": content} | message
 
