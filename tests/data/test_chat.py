@@ -227,7 +227,7 @@ def project(workspace: Workspace, tokenizer: Path, **options: Any) -> Workspace:
 
 
 @pytest.mark.parametrize(
-    "runner", mostly_slow(["fsdp@2", "zero2@2", "zero3@2", "megatron_tp2_sp@2", "megatron_tp2_pp2@4"], ["zero3@2"])
+    "runner", mostly_slow(["fsdp@2", "zero2@2", "zero3@2", "megatron_tp2_sp@2", "megatron_tp2_pp2@4"], [])
 )
 def test_packed_conversations_train_alike_under_every_runner(workspace: Workspace, chatml: Path, runner: str) -> None:
     project(workspace, chatml, packing=True)

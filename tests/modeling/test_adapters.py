@@ -109,7 +109,7 @@ CASES = [
         "ddp@2", "fsdp@2", "zero1@2", "zero2@2", "zero3@2", "megatron_tp2@2", "megatron_pp2@2", "megatron_tp2_zero1@4",
     )
 ]  # fmt: skip
-QUICK = [("gpt2", "adamw", runner) for runner in ("fsdp@2", "megatron_tp2@2")]
+QUICK = [("gpt2", "adamw", "megatron_tp2@2")]
 
 
 @pytest.mark.parametrize("case", mostly_slow(CASES, QUICK), ids="-".join)
@@ -273,7 +273,7 @@ def quantised(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> tuple[
     return workspace, ["run.micro_batch_size=1", "model.adapter={name: qlora, rank: 4}"]
 
 
-@pytest.mark.parametrize("runner", ["ddp@2", pytest.param("fsdp@2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runner", mostly_slow(["ddp@2", "fsdp@2"], []))
 def test_qlora_trains_alike_and_its_weights_are_four_bits(
     quantised: tuple[Workspace, list[str]], runner: str
 ) -> None:

@@ -22,7 +22,7 @@ from crosstrain.data.splits import prepare_data
 from crosstrain.data.vision.conversations import collate
 from crosstrain.utils.errors import CheckpointError, ConfigError
 from fixtures_ranks import mostly_slow, train
-from fixtures_training import HALF_TOLERANCE, TOLERANCE, relative, stored
+from fixtures_training import HALF_TOLERANCE, TOLERANCE, relative, sized, stored
 from fixtures_vision import LANGUAGE, MODEL, build, options, picture, sample, shapes, write_project
 
 
@@ -333,6 +333,44 @@ def test_adapters_are_merged_on_export(published: Path, adapted: Run) -> None:
 def test_adapters_for_what_is_not_there_are_refused(published: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.language_model\.lora\.targets: .*c_attn"):
         build(published, "model.language_model.lora={targets: [c_attn]}")
+
+
+ADAPTER = "model.adapter={name: lora, rank: 4, alpha: 8}"
+
+
+@pytest.mark.slow
+def test_an_adapter_of_the_model_is_its_language_model_s(published: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    one = train(published, "generic@1", ADAPTER)
+    for name in ("fsdp@2", "zero3@2", "megatron_tp2@2"):
+        runner, size = sized(name)
+        run = train(published, f"generic_{name}", ADAPTER, f"run.runner={runner}", size=size)
+        assert relative(run.column("loss"), one.column("loss")) < TOLERANCE
+    folder = one.checkpoint(8)
+    kept = load_file(folder / "adapter_model.safetensors")
+    assert len(kept) == 2 * 2 * 7
+    plain = AutoModelForCausalLM.from_pretrained(published.parent / "qwen")
+    opened = PeftModel.from_pretrained(plain, folder).state_dict()
+    for key, value in kept.items():
+        assert torch.equal(opened[key.replace(".weight", ".default.weight")], value)
+    again = build(published, f"model.adapter={{name: lora, pretrained: {one.folder}}}").model.canonical_parameters()
+    ours = build(published, ADAPTER, checkpoint=folder).model.canonical_parameters()
+    assert all(torch.equal(value, ours[name]) for name, value in again.items() if "lora_" in name)
+
+
+@pytest.mark.slow
+def test_its_language_model_is_kept_in_four_bits(published: Path) -> None:
+    qlora = ADAPTER.replace("lora,", "qlora,")
+    one = train(published, "four@1", qlora)
+    other = train(published, "four_fsdp@2", qlora, "run.runner=fsdp", size=2)
+    assert relative(other.column("loss"), one.column("loss")) < TOLERANCE
+    kept = build(published, qlora).model.quantized()
+    assert len(kept) == 2 * 7
+    assert all(module.scales.any() for module in kept.values())
+    with pytest.raises(AssertionError, match="qlora keeps weights in few bits, which zero3 cannot"):
+        train(published, "four_zero3", qlora, "run.runner=zero3", size=2)
 
 
 # ---- the recipes of the real sizes, on tiny weights in the original layouts
