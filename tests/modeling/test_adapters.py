@@ -229,9 +229,7 @@ def test_a_run_resumes_and_answers_as_it_is(trained: Workspace) -> None:
 # ---- DoRA
 
 
-@pytest.mark.parametrize(
-    "runner", mostly_slow(["ddp@2", "fsdp@2", "zero2@2", "megatron_pp2@2"], [])
-)
+@pytest.mark.parametrize("runner", mostly_slow(["ddp@2", "fsdp@2", "zero2@2", "megatron_pp2@2"], []))
 def test_dora_trains_alike_and_is_opened_and_merged(
     reference: Callable[[str, str], Case], runner: str, tmp_path: Path
 ) -> None:
@@ -274,9 +272,7 @@ def quantised(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> tuple[
 
 
 @pytest.mark.parametrize("runner", mostly_slow(["ddp@2", "fsdp@2"], []))
-def test_qlora_trains_alike_and_its_weights_are_four_bits(
-    quantised: tuple[Workspace, list[str]], runner: str
-) -> None:
+def test_qlora_trains_alike_and_its_weights_are_four_bits(quantised: tuple[Workspace, list[str]], runner: str) -> None:
     workspace, options = quantised
     done = workspace.path / "run_ddp@1"
     one = Followed(Run(done)) if done.exists() else follow(workspace, "ddp@1", *options)

@@ -213,9 +213,7 @@ RUNNERS = ("ddp@2", "fsdp@2", "zero2@2", "zero3@2", "megatron_tp2@2", "megatron_
 CASES = [(name, runner) for name in OBJECTIVES for runner in RUNNERS]
 
 
-@pytest.mark.parametrize(
-    "case", mostly_slow(CASES, [("dpo", "zero3@2")]), ids="-".join
-)
+@pytest.mark.parametrize("case", mostly_slow(CASES, [("dpo", "zero3@2")]), ids="-".join)
 def test_every_runner_prefers_alike(
     reference: Callable[[str], tuple[Workspace, Followed]], monkeypatch: pytest.MonkeyPatch, case: tuple[str, str],
     tmp_path: Path,
