@@ -115,7 +115,7 @@ def test_the_commands_of_the_tutorial_run(tmp_path: Path) -> None:
     for command in commands:
         program, *arguments = shlex.split(command)
         if program == "python":
-            arguments = ["train", *arguments[1:], "--options", "run.max_iters=8", "run.lr_decay_iters=8"]
+            arguments = ["train", *arguments[1:], "--options", "run.max_epoch=null", "run.max_iters=8"]
         if arguments[0] == "serve":
             assert _served(tmp_path, arguments[-1], "What does Python's os.getcwd do?") is not None
         else:

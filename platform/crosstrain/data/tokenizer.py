@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from crosstrain.utils.assets import TOKENIZER_FILES, copy_files, plain_files
 from crosstrain.utils.errors import DataError, first_line, os_errors_as
-from crosstrain.utils.files import cache_folder, read_regular, write_json
+from crosstrain.utils.files import cache_folder, last_checkpoint, read_regular, write_json
 from crosstrain.utils.trust import check_source
 
 # Files in a tokenizer's folder, and in a model's.
@@ -88,7 +88,8 @@ class TextTokenizer:
 def load_tokenizer(spec: str | Path) -> TextTokenizer:
     """Load a tokenizer by folder (tokenizer.json, or GPT-2's vocab.json and merges.txt), file, or Hugging Face name.
 
-    Raises DataError if there is none under that name, or it names no token that ends a text.
+    A folder of prepared data or of a run stands for the tokenizer in it, or in its last checkpoint. Raises DataError if
+    there is none under that name, or it names no token that ends a text.
     """
     path = Path(spec).expanduser()
     if path.exists() and not path.is_dir():
@@ -97,6 +98,7 @@ def load_tokenizer(spec: str | Path) -> TextTokenizer:
         if Path(spec).is_absolute() or str(spec).startswith((".", "~")):
             raise DataError(f"there is no tokenizer at {spec}")
         return _from_transformers(str(spec))
+    path = path / "tokenizer" if (path / "tokenizer").is_dir() else last_checkpoint(path)
     config = _read_json(path / CONFIG) if (path / CONFIG).exists() else {}
     if (path / TOKENIZER).exists():
         return _from_file(path / TOKENIZER, config)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from crosstrain.utils.errors import CheckpointError, first_line
-from crosstrain.utils.files import read_regular
+from crosstrain.utils.files import last_checkpoint
 from crosstrain.utils.trust import check_source
 
 
@@ -38,11 +36,7 @@ def pretrained_folder(source: str) -> Path:
     model whose options name a file or a folder opens it by this, or asks `crosstrain.utils.trust.check_source` first.
     """
     check_source(f"the pretrained model {source}")
-    path = Path(source).expanduser()
-    with suppress(OSError):  # the path is no run's folder
-        latest = read_regular(path / "checkpoints" / "latest", 100, follow=False).decode("ascii", "replace").strip()
-        if re.fullmatch(r"step_[0-9]+", latest):
-            path = path / "checkpoints" / latest
+    path = last_checkpoint(Path(source).expanduser())
     if (path / "config.json").is_file():
         return path
     if path.exists():

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -46,6 +47,15 @@ def read_regular(path: str | Path, most: int, *, follow: bool = True) -> bytes:
 def _check_regular(status: os.stat_result, path: str | Path) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def last_checkpoint(path: Path) -> Path:
+    """Return the last checkpoint of a run's folder; any other path as it is."""
+    with suppress(OSError):
+        latest = read_regular(path / "checkpoints" / "latest", 100, follow=False).decode("ascii", "replace").strip()
+        if re.fullmatch(r"step_[0-9]+", latest):
+            return path / "checkpoints" / latest
+    return path
 
 
 def cache_folder(kind: str) -> Path:
