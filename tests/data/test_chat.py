@@ -240,7 +240,7 @@ def test_a_run_stopped_within_an_epoch_of_packs_resumes_exactly_on_other_ranks(
     workspace: Workspace, chatml: Path
 ) -> None:
     project(workspace, chatml, packing=True)
-    options = ("run.global_batch_size=4", "run.micro_batch_size=1", "run.save_iters=3")
+    options = ("run.global_batch_size=4", "run.micro_batch_size=1", "run.save_interval=3", "run.lr_decay_iters=6")
     whole = workspace.train("whole", *options, "run.max_iters=6")
     workspace.train("parts", *options, "run.max_iters=3", nproc=2)
     parts = workspace.train("parts", *options, "run.max_iters=6")
