@@ -369,7 +369,7 @@ def test_its_language_model_is_kept_in_four_bits(published: Path) -> None:
     kept = build(published, qlora).model.quantized()
     assert len(kept) == 2 * 7
     assert all(module.scales.any() for module in kept.values())
-    with pytest.raises(AssertionError, match="qlora keeps weights in few bits, which zero3 cannot"):
+    with pytest.raises(AssertionError, match="qlora keeps weights in few bits, which deepspeed cannot"):
         train(published, "four_zero3", qlora, "run.runner=zero3", size=2)
 
 
