@@ -264,18 +264,31 @@ def test_a_run_resumes_with_the_reference_that_it_began_with(workspace: Workspac
     assert "reference_train.bin: the reference that the run began with is not there" in lost.err
 
 
+def win_rate(workspace: Workspace, checkpoint: Path | None) -> float:
+    """Share of held-out pairs whose chosen answer is likelier than the rejected one."""
+    config = load_config(workspace.project)
+    runner = Runner(None, config.run)
+    runner.setup()
+    build_model(config, runner, checkpoint, for_training=False)
+    data = open_split(config, "val")
+    with torch.no_grad():
+        sums = sequence(runner.model, data.collate([data.get(index, RNG) for index in range(len(data))]))[0]
+    return (sums[0::2] > sums[1::2]).double().mean().item()
+
+
 def test_a_preference_is_learned(workspace: Workspace) -> None:
     rng = random.Random(1)
-    pairs = [
-        {"prompt": f"say {rng.randint(0, 999)}", "chosen": "hello world", "rejected": "the cat sat on the mat"}
-        for _ in range(64)
+    pairs = [  # the longer answer is the less likely one at first
+        {"prompt": f"say {rng.randint(0, 999)}", "chosen": "the cat sat on the mat", "rejected": "hello world"}
+        for _ in range(96)
     ]
     project(workspace, "dpo", pairs)
-    run = workspace.train("run", "run.max_iters=20", "run.global_batch_size=8", "run.init_lr=3e-3")
-    accuracies = run.column("rewards/accuracies")
-    assert accuracies[0] < 0.8
-    assert accuracies[-1] == 1.0
-    assert run.rows[-1]["rewards/margins"] > 1
+    workspace.config["datasets"]["answers"]["split"] = [2, 1, 0]
+    workspace.project.write_text(yaml.safe_dump(workspace.config))
+    run = workspace.train("run", "run.max_iters=40", "run.global_batch_size=8", "run.init_lr=1e-2")
+    assert win_rate(workspace, None) == 0.0
+    assert win_rate(workspace, run.checkpoint(40)) == 1.0
+    assert run.column("rewards/accuracies")[-1] == 1.0
 
 
 # ---- layouts and mistakes
