@@ -127,31 +127,12 @@ class CurriculumOptions:
 
 
 # Keys of other programs, and ours.
-_ELSEWHERE = {
-    theirs: f"use {ours}"
-    for ours, names in {
-        "init_lr": "lr learning_rate",
-        "max_iters": "train_iters max_steps num_steps",
-        "accum_grad_iters": "gradient_accumulation_steps",
-        "grad_norm_clip": "clip_grad max_grad_norm",
-        "log_interval": "logging_steps log_freq",
-        "eval_interval": "eval_steps evaluation_steps",
-        "save_interval": "save_steps",
-        "trackers": "report_to",
-        "amp": "fp16 bf16 autocast_dtype mixed_precision",
-    }.items()
-    for theirs in names.split()
-}
-
-
 @dataclass
 class RunOptions:
     """Options of a training run. Steps are attempted optimizer steps; a sample is one row of a batch.
 
     Raises OptionError, a ConfigError, for values that cannot go together.
     """
-
-    elsewhere: ClassVar = _ELSEWHERE
 
     output_dir: FilePath  # folder of the run: config.yaml, log.txt, metrics.jsonl, tensorboard/, checkpoints/
     runner: Annotated[Component, "runner"] = field(default_factory=lambda: Component("ddp"))  # or a preset

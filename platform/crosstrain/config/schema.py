@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from crosstrain.config import bounds
+from crosstrain.config.foreign_keys import foreign_hint
 from crosstrain.config.registry import registry
 from crosstrain.utils.errors import ConfigError, ConfigErrors, UserError, sentence
 
@@ -164,7 +165,7 @@ class Checker:
                 with mistakes:
                     if instead := getattr(cls, "elsewhere", {}).get(name):
                         self.fail((*key, str(name)), f"not an option here: {instead}")
-                    meant.update(nearest(str(name), known))
+                    meant.update(nearest(str(name), known, _SURE))
                     self.unknown_key((*key, str(name)), known)
         arguments = {}
         for name, field in known.items():
@@ -190,7 +191,9 @@ class Checker:
 
     def unknown_key(self, key: Key, known: Iterable[str]) -> NoReturn:
         names = list(known)
-        if near := nearest(key[-1], names):
+        if foreign := foreign_hint(key[-1]):
+            self.fail(key, f"unknown key; {foreign}")
+        if near := nearest(key[-1], names, _SURE):
             self.fail(key, f"unknown key; did you mean {'.'.join((*key[:-1], near[0]))}?")
         self.fail(key, "unknown key; " + (f"known: {', '.join(names)}" if names else "there are no options here"))
 
@@ -293,8 +296,11 @@ def _takes(hint: Any, value: Any) -> bool:
     return isinstance(value, (list, tuple)) and origin in (list, tuple)
 
 
-def nearest(name: str, known: Iterable[str]) -> list[str]:
-    return difflib.get_close_matches(name[:100], list(known), n=1)
+_SURE = 0.75  # below this, a key that looks alike means something else as often as not
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    return difflib.get_close_matches(name[:100], list(known), n=1, cutoff=cutoff)
 
 
 def _expected(hint: Any, value: Any) -> str:

@@ -1,0 +1,114 @@
+"""Keys of other programs are answered with what they are called here, and a hint is right or not given."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import yaml
+
+from conftest import ROOT
+from crosstrain.config.foreign_keys import foreign_hint, foreign_keys
+from crosstrain.config.load import load_config
+from crosstrain.config.registry import registry
+from crosstrain.config.run_options import RunOptions
+from crosstrain.config.schema import Component
+from crosstrain.utils.errors import ConfigError
+
+ANSWERS = sorted({answer for programs in foreign_keys().values() for answer in programs.values()})
+LANGUAGE = {"arch", "model_type", "adapter"}  # keys of `model` that no model declares
+
+
+def members(hint: Any) -> Iterator[Any]:
+    yield hint
+    for inner in get_args(hint):
+        yield from members(inner)
+
+
+def exists(cls: type, names: list[str]) -> bool:
+    """True where an options class, or a component or mapping in it, has an option of that path."""
+    hints = get_type_hints(cls, include_extras=True)
+    if names[0] not in hints:
+        return False
+    if len(names) == 1:
+        return True
+    for hint in members(hints[names[0]]):
+        if is_dataclass(hint) and hint is not Component and exists(hint, names[1:]):
+            return True
+        if get_args(hint)[:1] == (Component,) and any(exists(c, names[1:]) for c in options(get_args(hint)[1])):
+            return True
+    return False
+
+
+def options(kind: str) -> list[type]:
+    return [registry.get(kind, name).Options for name in registry.names(kind)]
+
+
+@pytest.mark.parametrize("answer", [a for a in ANSWERS if not a.startswith("none: ")])
+def test_every_counterpart_is_an_option(answer: str) -> None:
+    section, *names = answer.partition(":")[0].split(".")
+    if section == "run":
+        assert exists(RunOptions, names)
+    elif section == "datasets":
+        assert names[0] == "NAME"
+        assert any(exists(cls, names[1:]) for cls in options("dataset"))
+    else:
+        assert section == "model"
+        adapter = names[0] == "adapter" and (len(names) == 1 or any(exists(c, names[1:]) for c in options("adapter")))
+        assert adapter or names[0] in LANGUAGE or any(exists(cls, names) for cls in options("model"))
+
+
+def test_the_lists() -> None:
+    files = sorted((ROOT / "configs" / "foreign_keys").glob("*.yaml"))
+    assert len(files) == 7
+    documents = [yaml.safe_load(path.read_text()) for path in files]
+    assert sum(len(document["keys"]) for document in documents) >= 300
+    for document in documents:
+        for key, answer in document["keys"].items():
+            assert re.fullmatch(r"[a-z0-9_]+", key), key
+            assert re.fullmatch(r"none: \S.*|(run|model|datasets)\.[\w.]+(: \S.*)?", answer), (key, answer)
+
+
+PROJECT = {
+    "model": {"arch": "gpt2"},
+    "datasets": {"mine": {"name": "text", "path": "data", "seq_length": 8}},
+    "run": {"output_dir": "out", "max_iters": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("run.lr=1", "run.lr: unknown key; what Megatron-LM calls so is run.init_lr"),
+        ("run.lr_decay_style=cosine", "run.lr_decay_style: unknown key; what Megatron-LM calls so is run.lr_sched"),
+        ("run.evaluate=true", "LAVIS has it, and there is none here: crosstrain evaluate is a command"),
+        ("run.save_steps=5", "what Hugging Face's Trainer calls so is run.save_interval"),
+        ("run.per_device_train_batch_size=5", "is run.micro_batch_size"),
+        ("run.train_micro_batch_size_per_gpu=5", "what DeepSpeed calls so is run.micro_batch_size"),
+        ("run.runner={name: megatron, expert_parallel: 2}", "expert parallelism is not there"),
+        ("model.freeze_vit=true", "what LAVIS calls so is model.vision.freeze"),
+        ("run.resume_ckpt_load_dir=x", "what LAVIS calls so is run.resume_from"),
+        ("run.gradient_accumulation_steps=2", "DeepSpeed and nanoGPT and Hugging Face's Trainer calls so is run.accum"),
+        ("run.--clip-grad=1", "what Megatron-LM calls so is run.grad_norm_clip"),
+        ("run.max_iter=5", "unknown key; did you mean run.max_iters?"),
+        ("run.anything=5", "unknown key; known: "),
+    ],
+)
+def test_what_an_error_says(tmp_path: Path, option: str, said: str) -> None:
+    project = tmp_path / "project.yaml"
+    project.write_text(yaml.safe_dump(PROJECT))
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(project, [option])
+
+
+def test_all_keys_of_a_file_are_answered_at_once(tmp_path: Path) -> None:
+    project = tmp_path / "project.yaml"
+    foreign = {"lr": 1.0, "train_iters": 5, "clip_grad": 1.0, "bf16": True, "tensor_model_parallel_size": 2}
+    project.write_text(yaml.safe_dump(PROJECT | {"run": PROJECT["run"] | foreign}))
+    with pytest.raises(ConfigError) as failed:
+        load_config(project, [])
+    assert all(foreign_hint(key) in str(failed.value) for key in foreign)
