@@ -165,7 +165,7 @@ class Checker:
                 with mistakes:
                     if instead := getattr(cls, "elsewhere", {}).get(name):
                         self.fail((*key, str(name)), f"not an option here: {instead}")
-                    meant.update(nearest(str(name), known, _SURE))
+                    meant.update(nearest_key(str(name), known))
                     self.unknown_key((*key, str(name)), known)
         arguments = {}
         for name, field in known.items():
@@ -193,7 +193,7 @@ class Checker:
         names = list(known)
         if foreign := foreign_hint(key[-1]):
             self.fail(key, f"unknown key; {foreign}")
-        if near := nearest(key[-1], names, _SURE):
+        if near := nearest_key(key[-1], names):
             self.fail(key, f"unknown key; did you mean {'.'.join((*key[:-1], near[0]))}?")
         self.fail(key, "unknown key; " + (f"known: {', '.join(names)}" if names else "there are no options here"))
 
@@ -296,11 +296,13 @@ def _takes(hint: Any, value: Any) -> bool:
     return isinstance(value, (list, tuple)) and origin in (list, tuple)
 
 
-_SURE = 0.75  # below this, a key that looks alike means something else as often as not
-
-
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
     return difflib.get_close_matches(name[:100], list(known), n=1, cutoff=cutoff)
+
+
+def nearest_key(name: str, known: Iterable[str]) -> list[str]:
+    """A key that `name` misspells, if any; a long one that shares but a word means something else."""
+    return nearest(name, known, 0.6 if len(name) <= 4 else 0.75)
 
 
 def _expected(hint: Any, value: Any) -> str:
