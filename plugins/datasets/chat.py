@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -56,9 +57,9 @@ class ConversationDataset(Dataset):
     row_documents = 1  # conversations that a row of the files has
 
     @classmethod
+    @abstractmethod
     def source(cls, options: Any, paths: tuple[str, ...], tokenizer: Path) -> ChatSource:
-        """What is rendered, and how."""
-        raise NotImplementedError
+        """Return the conversations and the way to render them."""
 
     @classmethod
     def prepare(cls, options: Any) -> None:
@@ -96,9 +97,9 @@ class ConversationDataset(Dataset):
         stored = self.file.document(self.start + number).astype(np.int64)
         return np.where(stored < 0, ~stored, stored), np.where(stored < 0, ~stored, IGNORE_INDEX)
 
+    @abstractmethod
     def numbers(self, index: int) -> list[int]:
-        """The conversations of a sample."""
-        raise NotImplementedError
+        """Return the conversations of a sample."""
 
     def location(self, index: int) -> str:
         places = _places(self.folder)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import yaml
@@ -68,13 +69,12 @@ def test_every_layout_gives_the_same_sample(tmp_path: Path, chatml: Path, layout
     if kind == "json":
         path.write_text(json.dumps([row]))
     elif kind == "parquet":
-        pytest.importorskip("pyarrow")
         import pyarrow
         import pyarrow.parquet
 
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
     elif kind == "saved":
-        pytest.importorskip("datasets").Dataset.from_list([row]).save_to_disk(str(path))
+        datasets.Dataset.from_list([row]).save_to_disk(str(path))
     elif kind == "folder":
         path.mkdir()
         lines(path / "part.jsonl", [row])
@@ -127,7 +127,6 @@ def test_unusable_conversations_are_dropped_and_named(
 
 @pytest.mark.usefixtures("home")
 def test_a_table_s_nulls_and_splits(tmp_path: Path, chatml: Path) -> None:
-    datasets = pytest.importorskip("datasets")
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}
     rows = [{"messages": [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [call]}]}]
     tables = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name in ("train", "test")})

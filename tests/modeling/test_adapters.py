@@ -265,7 +265,6 @@ def test_dora_is_refused_where_it_cannot_be(trained: Workspace) -> None:
 
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> tuple[Workspace, list[str]]:
-    pytest.importorskip("bitsandbytes")
     workspace = Workspace(tmp_path_factory.mktemp("quantised"), dataset)
     pretrained(workspace, "gpt2")
     return workspace, ["run.micro_batch_size=1", "model.adapter={name: qlora, rank: 4}"]
