@@ -131,7 +131,7 @@ def test_losses_and_gradients_are_the_papers(workspace: Workspace, name: str) ->
 
 def by_trl(name: str, policy: Any, reference: Any, rows: list[dict[str, Any]], home: Path, good: list[bool]) -> Tensor:
     """The mean loss of TRL's trainer for rows that are tokenized already, after its own forward passes."""
-    import trl
+    trl = pytest.importorskip("trl")  # of the extra `bench`
     from datasets import Dataset as Table
     from transformers import AutoTokenizer
 
