@@ -158,14 +158,14 @@ def conversation(row: Row) -> tuple[list[Row], list[Any] | None]:
 def _messages(row: Row) -> list[Any]:
     if row.get("messages") is not None:
         return _turns(row, "messages")
+    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     if row.get("conversations") is not None:
-        system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
         return system + _turns(row, "conversations")
     if "prompt" in row and "completion" in row:
         return _side(row["prompt"], "user") + _side(row["completion"], "assistant")
     if "instruction" in row and "output" in row:
         asked = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
-        before = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+        before = system
         for exchange in row.get("history") or []:
             before += [
                 {"role": role, "content": text} for role, text in zip(("user", "assistant"), exchange, strict=False)

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from crosstrain.checkpoint.manifest import read_json
 from crosstrain.data.tokenizer import CONFIG, load_tokenizer, stored_tokenizer
-from crosstrain.utils.assets import GENERATION_CONFIG
+from crosstrain.utils.assets import GENERATION_CONFIG, end_tokens
 from crosstrain.utils.errors import CheckpointError, ConfigError, UserError, first_line, sentence
 
 Kind = Literal["text", "chat", "words"]
@@ -119,9 +119,7 @@ class Encoders:
         """Tokens that end an answer: the tokenizer's end of text, and those of the model's generation_config.json."""
         path = self._checkpoint / GENERATION_CONFIG
         settings = read_json(path, most_bytes=1 << 20) if path.exists() else {}
-        given = settings.get("eos_token_id") if isinstance(settings, dict) else None
-        listed = given if isinstance(given, list) else [given]
-        return {tokenizer.eos_token_id} | {token for token in listed if type(token) is int}
+        return {tokenizer.eos_token_id} | end_tokens(settings)
 
     def encode(self, kind: Kind, given: Any) -> list[int]:
         """Token ids of a text; of a chat, by the tokenizer's template; or of words, in which no token is special.

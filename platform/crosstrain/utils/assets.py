@@ -51,15 +51,19 @@ def plain_files(folder: Path, names: Iterable[str]) -> list[Path]:
     return paths
 
 
+def end_tokens(settings: Any) -> set[int]:
+    """Return the ids at which an answer ends by the contents of a generation_config.json, which may be any JSON."""
+    given = settings.get("eos_token_id") if isinstance(settings, dict) else None
+    return {token for token in (given if isinstance(given, list) else [given]) if type(token) is int}
+
+
 def add_end_tokens(path: Path, tokens: Iterable[int]) -> None:
     """Add ids to those at which a generation_config.json, which need not exist, says that an answer ends."""
     settings: Any = {}
     with suppress(OSError, ValueError, RecursionError):  # what is no JSON says nothing
         settings = json.loads(path.read_bytes())
     settings = settings if isinstance(settings, dict) else {}
-    before = settings.get("eos_token_id")
-    known = {token for token in (before if isinstance(before, list) else [before]) if type(token) is int}
-    write_json(path, settings | {"eos_token_id": sorted({*known, *tokens})})
+    write_json(path, settings | {"eos_token_id": sorted(end_tokens(settings).union(tokens))})
 
 
 def copy_files(paths: Iterable[Path], folder: Path) -> None:
