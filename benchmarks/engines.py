@@ -35,8 +35,8 @@ from crosstrain.engine.optimizer import parameter_groups
 from crosstrain.engine.precision import DTYPES
 from crosstrain.modeling.base import Model
 from crosstrain.monitor.metrics import StepMetrics
-from crosstrain.train.trainer import Trainer
-from crosstrain.train.worker import build_trainer
+from crosstrain.training.trainer import Trainer
+from crosstrain.training.worker import build_trainer
 from crosstrain.utils.types import Batch
 
 

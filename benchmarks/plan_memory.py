@@ -114,7 +114,7 @@ def rank_of(project: str, modules: Path) -> None:
     from crosstrain.config.load import load_config
     from crosstrain.engine.build import make_model, make_runner
     from crosstrain.modeling.meta_init import parameters_on_meta
-    from crosstrain.train.worker import train_worker
+    from crosstrain.training.worker import train_worker
 
     config = load_config(project)
     make_runner(config)

@@ -9,8 +9,8 @@ import torch.utils.tensorboard  # noqa: F401
 import transformers
 from transformers import GPT2LMHeadModel, Qwen2ForCausalLM, Qwen3ForCausalLM  # noqa: F401
 
-import crosstrain.train.preflight
-import crosstrain.train.worker  # noqa: F401
+import crosstrain.training.preflight
+import crosstrain.training.worker  # noqa: F401
 
 with contextlib.suppress(ImportError):
     import deepspeed  # noqa: F401

@@ -135,7 +135,7 @@ def train(project: Path, name: str, *options: str, size: int = 1) -> Run:
 
 def _train(project: str, options: tuple[str, ...]) -> int:
     from crosstrain.config.load import load_config
-    from crosstrain.train.worker import train_worker
+    from crosstrain.training.worker import train_worker
 
     os.chdir(Path(project).parent)
     return train_worker(load_config(project, options).plain, True)
@@ -146,7 +146,7 @@ def make_trainer(project: str, options: tuple[str, ...]) -> Any:
     from crosstrain.config.load import load_config
     from crosstrain.distributed.launch.signals import StopRequest
     from crosstrain.engine.build import make_runner
-    from crosstrain.train.worker import build_trainer
+    from crosstrain.training.worker import build_trainer
 
     config = load_config(project, options)
     runner = make_runner(config)

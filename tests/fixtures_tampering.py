@@ -25,7 +25,7 @@ from crosstrain.checkpoint.files import Reader, file_sum
 from crosstrain.checkpoint.manifest import manifest_text
 from crosstrain.checkpoint.weights import load_shards
 from crosstrain.distributed.group import Group
-from crosstrain.train.state import State
+from crosstrain.training.state import State
 from crosstrain.utils.errors import CheckpointError
 
 MB = 2**20

@@ -33,13 +33,13 @@ FLOORS = (  # a package imports only from floors below its own
     {"checkpoint", "data"},
     {"engine", "corpus"},
     {"monitor", "inference", "planning"},
-    {"train", "serving"},
-    {"compare"},
+    {"training", "serving"},
+    {"comparison"},
     {"cli"},
     {"__main__"},
 )
 TRAIN_PATH = {
-    "train", "engine", "data", "modeling", "checkpoint", "config", "distributed", "monitor", "utils", "inference",
+    "training", "engine", "data", "modeling", "checkpoint", "config", "distributed", "monitor", "utils", "inference",
 }  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def test_the_core_is_packages_whose_imports_point_down() -> None:
     [
         ("utils/units.py", "from crosstrain.engine.runner import Runner"),
         ("data/dataset.py", "from crosstrain.checkpoint import boxes"),
-        ("engine/runner.py", "def f():\n    from crosstrain.train import trainer"),
+        ("engine/runner.py", "def f():\n    from crosstrain.training import trainer"),
         ("engine/optimizer.py", "from crosstrain.engine.build import build_model"),
     ],
 )
@@ -104,7 +104,7 @@ def test_a_planted_import_breaks_the_contract(tmp_path: Path, file: str, planted
 
 
 def test_training_needs_neither_corpus_nor_server_nor_plan() -> None:
-    found, seen = arrows(CORE), ["train.worker"]
+    found, seen = arrows(CORE), ["training.worker"]
     for module in seen:
         seen += [other for other in sorted(found[module]) if other not in seen]
     assert {module.split(".")[0] for module in seen} <= TRAIN_PATH

@@ -25,7 +25,7 @@ from crosstrain.checkpoint.manifest import IncompatibleCheckpointError, manifest
 from crosstrain.checkpoint.weights import load_shards
 from crosstrain.cli.main import main
 from crosstrain.distributed.group import Group
-from crosstrain.train.state import State, starting_point
+from crosstrain.training.state import State, starting_point
 from crosstrain.utils.errors import CheckpointError
 from fixtures_ranks import mostly_slow, run_ranks
 from fixtures_tampering import seal

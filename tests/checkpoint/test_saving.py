@@ -40,7 +40,7 @@ def _measure(project: str, options: tuple[str, ...]) -> dict[str, int]:
     from crosstrain.config.load import load_config
     from crosstrain.distributed.launch.signals import StopRequest
     from crosstrain.engine.build import make_runner
-    from crosstrain.train.worker import build_trainer
+    from crosstrain.training.worker import build_trainer
 
     config = load_config(project, options)
     runner = make_runner(config)

@@ -16,7 +16,7 @@ import pytest
 
 from conftest import ENVIRONMENT, ROOT, Workspace
 from crosstrain.config.load import Config, load_config
-from crosstrain.train.preflight import preflight
+from crosstrain.training.preflight import preflight
 from crosstrain.utils.errors import UserError, sentence
 from fixtures_config import ROWS
 from fixtures_mistakes import mutate
@@ -120,7 +120,7 @@ def test_ten_thousand_files_with_mistakes(workspace: Workspace, monkeypatch: pyt
 SERVER = """
 import os, sys
 from pathlib import Path
-import crosstrain.planning.plan, crosstrain.train.worker  # every command line would import them anew
+import crosstrain.planning.plan, crosstrain.training.worker  # every command line would import them anew
 from crosstrain.cli.main import main
 from crosstrain.config.load import load_config
 for runner in ("ddp", "zero2"):

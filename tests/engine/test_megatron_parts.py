@@ -216,7 +216,7 @@ def _peak(project: str, options: tuple[str, ...]) -> tuple[int, int, float]:
     runner.setup()
     before = memory_mb(runner.device)["memory_allocated_mb"]
     from crosstrain.distributed.launch.signals import StopRequest
-    from crosstrain.train.worker import build_trainer
+    from crosstrain.training.worker import build_trainer
 
     trainer = build_trainer(config, runner, StopRequest(True), quiet=True)
     batches = trainer.batches()

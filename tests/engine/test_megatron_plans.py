@@ -11,7 +11,7 @@ from crosstrain.config.load import Config, load_config
 from crosstrain.config.registry import registry
 from crosstrain.planning.estimate import Project
 from crosstrain.planning.plan import Budget, make_plan
-from crosstrain.train.preflight import dry_run, preflight
+from crosstrain.training.preflight import dry_run, preflight
 from crosstrain.utils.errors import ConfigError
 from fixtures_families import tiny
 from fixtures_ranks import train

@@ -74,7 +74,7 @@ def test_the_tolerance_is_four_times_the_noise_of_one_process(reference: Any) ->
 def _train_in_reverse(project: str, options: tuple[str, ...]) -> None:
     from crosstrain.config.load import load_config
     from crosstrain.engine.runner import Runner
-    from crosstrain.train.worker import train_worker
+    from crosstrain.training.worker import train_worker
 
     forward = Runner.forward_backward
     Runner.forward_backward = lambda self, batches, targets: forward(self, batches[::-1], targets)  # type: ignore

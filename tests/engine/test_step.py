@@ -12,8 +12,8 @@ from crosstrain.config.load import load_config
 from crosstrain.data.loader import MicroBatch, Step
 from crosstrain.engine.build import build_model
 from crosstrain.engine.runner import Runner, StepResult
-from crosstrain.train.bad_steps import BadSteps
-from crosstrain.train.state import State
+from crosstrain.training.bad_steps import BadSteps
+from crosstrain.training.state import State
 from crosstrain.utils.errors import TrainingError
 
 

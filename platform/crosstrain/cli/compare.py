@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     a = arguments
     if len(a.runners) < 2:
         raise UserError("--runners: name at least two, such as ddp@1 fsdp@2; the first is what the others are held to")
-    from crosstrain.compare.comparison import compare
+    from crosstrain.comparison.compare import compare
 
     failures, results = compare(a.cfg_path, a.options, a.runners, a.nproc_per_node, a.steps, a.scratch)
     if a.output:

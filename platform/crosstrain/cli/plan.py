@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the plan of a project, and write it where the flags say; returns the exit code."""
     from crosstrain.planning.estimate import Project
     from crosstrain.planning.plan import Budget, make_plan
-    from crosstrain.train.preflight import dry_run
+    from crosstrain.training.preflight import dry_run
 
     a = arguments
     config = load_config(a.cfg_path, a.options)

@@ -39,8 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
         from crosstrain.engine.build import batch_plan
         from crosstrain.planning.estimate import Project
         from crosstrain.planning.fit import check_memory, gpu_memory
-        from crosstrain.train.preflight import preflight
-        from crosstrain.train.worker import train_worker
+        from crosstrain.training.preflight import preflight
+        from crosstrain.training.worker import train_worker
 
         config = load_config(a.cfg_path, a.options)
     how = Launch.detect(a.nproc_per_node, config.run.device, nodes, config.run.max_restarts)

@@ -16,7 +16,7 @@ from crosstrain.checkpoint.boxes import Box, Piece, Shard
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.folders import step_folder
-from crosstrain.compare.diagnosis import Sums
+from crosstrain.comparison.diagnosis import Sums
 from crosstrain.config.load import Config
 from crosstrain.data.loader import Step
 from crosstrain.distributed.launch.signals import StopRequest
@@ -24,7 +24,7 @@ from crosstrain.engine.build import make_runner
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.perplexity import evaluate_loss
 from crosstrain.monitor.hardware import memory_mb
-from crosstrain.train.worker import build_trainer
+from crosstrain.training.worker import build_trainer
 
 
 class Probe:

@@ -23,11 +23,11 @@ from crosstrain.engine.runner import Runner
 from crosstrain.modeling.objective import ModelWithObjective
 from crosstrain.monitor.profiler import Profiler
 from crosstrain.monitor.reporter import Reporter
-from crosstrain.train.bad_steps import BadSteps
-from crosstrain.train.prompt_samples import PromptSamples
-from crosstrain.train.reference import add_reference
-from crosstrain.train.state import restore, starting_point
-from crosstrain.train.trainer import Trainer
+from crosstrain.training.bad_steps import BadSteps
+from crosstrain.training.prompt_samples import PromptSamples
+from crosstrain.training.reference import add_reference
+from crosstrain.training.state import restore, starting_point
+from crosstrain.training.trainer import Trainer
 from crosstrain.utils.assets import GENERATION_CONFIG, TOKENIZER_FILES, add_end_tokens, copy_files, plain_files
 from crosstrain.utils.logging import log, set_up_logging
 

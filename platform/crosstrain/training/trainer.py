@@ -21,9 +21,9 @@ from crosstrain.inference.perplexity import LossMetrics, evaluate_loss
 from crosstrain.monitor.metrics import Row, StepMetrics
 from crosstrain.monitor.profiler import Profiler
 from crosstrain.monitor.reporter import Reporter
-from crosstrain.train.bad_steps import BadSteps, RollBack
-from crosstrain.train.prompt_samples import PromptSamples
-from crosstrain.train.state import State, reload, restore, starting_point
+from crosstrain.training.bad_steps import BadSteps, RollBack
+from crosstrain.training.prompt_samples import PromptSamples
+from crosstrain.training.state import State, reload, restore, starting_point
 from crosstrain.utils.errors import CheckpointError, TrainingError
 from crosstrain.utils.logging import log
 from crosstrain.utils.trust import signature
@@ -32,7 +32,7 @@ from crosstrain.utils.units import finite
 
 @dataclass
 class Trainer:
-    """The loop over the steps of a run, with the parts that `train.worker` builds; every rank calls `fit`."""
+    """The loop over the steps of a run, with the parts that `training.worker` builds; every rank calls `fit`."""
 
     config: Config
     runner: Runner  # holds the model and the optimizer, filled with the weights of `state`

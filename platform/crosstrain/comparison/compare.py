@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crosstrain.compare.diagnosis import Record, Tolerance, diagnose, difference, largest, number_difference
-from crosstrain.compare.worker import compare_worker
+from crosstrain.comparison.diagnosis import Record, Tolerance, diagnose, difference, largest, number_difference
+from crosstrain.comparison.worker import compare_worker
 from crosstrain.config.load import Config, load_config
 from crosstrain.distributed.launch.launcher import Launch, launch
 from crosstrain.distributed.launch.worker_errors import WorkerFailure
 from crosstrain.engine.build import batch_plan
 from crosstrain.planning.estimate import Project
-from crosstrain.train.preflight import preflight
+from crosstrain.training.preflight import preflight
 from crosstrain.utils.errors import UserError
 
 _Contestant = tuple[str, int, Config]  # label, number of workers

@@ -15,7 +15,7 @@ from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import MicroBatch, Step, one_sample
 from crosstrain.data.skip_ranges import Ranges, leave_out, show
 from crosstrain.engine.runner import Runner, StepResult
-from crosstrain.train.state import State
+from crosstrain.training.state import State
 from crosstrain.utils.errors import ConfigError, TrainingError
 from crosstrain.utils.logging import log
 from crosstrain.utils.units import finite

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from conftest import Workspace
-from crosstrain.compare.diagnosis import Tolerance, diagnose
+from crosstrain.comparison.diagnosis import Tolerance, diagnose
 from fixtures_ranks import mostly_slow
 from fixtures_training import compare
 
