@@ -1,0 +1,253 @@
+"""A Sphinx extension that writes docs/reference/: the verbs, the options of every component, the public Python names.
+
+Options are read from the dataclasses that the checker of configurations uses; their meanings are the comments there.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import io
+import json
+import re
+import textwrap
+import tokenize
+import types
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, GroupedMetadata, Gt, Le, Lt, MinLen
+from sphinx.application import Sphinx
+from sphinx.util import logging
+
+import crosstrain
+from crosstrain.cli.main import VERBS, parse
+from crosstrain.config.load import preset_files
+from crosstrain.config.registry import KINDS, registry
+from crosstrain.config.run_options import RunOptions
+from crosstrain.config.schema import Component, NoOptions, defaults, options_class
+from crosstrain.utils.errors import UserError
+
+FOLDER = Path(__file__).parent / "reference"
+WORDS = {bool: "true or false", int: "whole number", float: "number", str: "text", type(None): "null", dict: "mapping"}
+SIGNS = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
+
+log = logging.getLogger(__name__)
+
+
+class Row(NamedTuple):
+    """An option, as a table shows it."""
+
+    key: str
+    type: str
+    default: str
+    meaning: str
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.connect("builder-inited", write)
+    app.connect("autodoc-process-docstring", describe_fields)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def write(app: Sphinx) -> None:
+    """Write the pages anew. A page whose text is as before keeps its time, so that Sphinx does not read it again."""
+    pages = {
+        "commands": commands(),
+        "options": contents("Options", "Everything that a project file can say."),
+        "options-run": run_page(),
+        "python": contents("Python", "The public names: `from crosstrain import Runner, registry`."),
+    }
+    pages |= {f"options-{kind}": kind_page(kind) for kind in KINDS}
+    pages |= {f"python-{package}": page for package, page in python_pages()}
+    FOLDER.mkdir(exist_ok=True)
+    for stale in {path.stem for path in FOLDER.glob("*.md")} - set(pages):
+        (FOLDER / f"{stale}.md").unlink()
+    for name, text in pages.items():
+        path = FOLDER / f"{name}.md"
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+
+
+def contents(title: str, intro: str) -> str:
+    """Return a page that lists the pages below it in docs/navigation.yml."""
+    return f"# {title}\n\n{intro}\n\n```{{tableofcontents}}\n```\n"
+
+
+# ---- the command line
+
+
+def commands() -> str:
+    """Return the page of the verbs, with the help of each."""
+    parts = ["# Commands\n\n`crosstrain VERB --help` prints the same.\n"]
+    for verb, summary in VERBS.items():
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            parse([verb, "--help"])
+        parts.append(f"## {verb}\n\n{sentence(summary)}\n\n```text\n{printed.getvalue().rstrip()}\n```\n")
+    return "\n".join(parts)
+
+
+# ---- options
+
+
+def run_page() -> str:
+    intro = "The section `run` of a project file. [Configuration](../configuration.md) groups the keys by purpose."
+    return f"# Options of a run\n\n{intro}\n\n{table(RunOptions)}"
+
+
+def kind_page(kind: str) -> str:
+    """Return the page of a kind: its components, their options, and the presets."""
+    parts = [f"# Components: {kind.replace('_', ' ')}\n\n`crosstrain list {kind}` prints the names.\n"]
+    for name in registry.names(kind):
+        parts.append(f"## {name}\n")
+        try:
+            component = registry.get(kind, name)
+        except UserError as error:
+            log.warning("%s %s: %s", kind, name, error)
+            continue
+        parts.append(docstring(component))
+        options = options_class(kind, component)
+        parts.append("It has no options.\n" if options is NoOptions else table(options))
+    if presets := preset_files(kind):
+        parts.append("## Presets\n\n| name | meaning |\n|---|---|")
+        first_lines = {name: file.read_text().splitlines()[0].lstrip("# ") for name, file in presets.items()}
+        parts += [f"| `{name}` | {escape(line)} |" for name, line in first_lines.items()]
+    return "\n".join(parts) + "\n"
+
+
+def docstring(component: Any) -> str:
+    """Return a docstring as Markdown, with what it indents as a block of code."""
+    text = inspect.getdoc(component) or ""
+    return re.sub(r"(?m)^((?:    .*\n?)+)", r"```text\n\1```\n", text) + "\n"
+
+
+def table(options: type) -> str:
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    lines += [f"| `{r.key}` | {escape(r.type)} | {escape(r.default)} | {escape(r.meaning)} |" for r in rows(options)]
+    return "\n".join(lines) + "\n"
+
+
+def rows(options: type, prefix: str = "") -> Iterator[Row]:
+    """Yield the options of a dataclass; those of one inside it follow, with its key in front."""
+    hints, given, said = get_type_hints(options, include_extras=True), defaults(options), meanings(options)
+    for field in fields(options):
+        if not field.init:
+            continue
+        hint = hints[field.name]
+        inner = next((h for h in (hint, *get_args(hint)) if isinstance(h, type) and is_dataclass(h)), None)
+        inner = None if inner is Component else inner
+        required = field.default is MISSING and field.default_factory is MISSING
+        default = "" if inner and given.get(field.name) else plain(given.get(field.name))
+        yield Row(prefix + field.name, in_words(hint), "required" if required else default, said.get(field.name, ""))
+        if inner:
+            yield from rows(inner, f"{prefix}{field.name}.")
+
+
+def plain(value: Any) -> str:
+    if isinstance(value, dict) and list(value) == ["name"]:
+        value = value["name"]
+    return f"`{value}`" if isinstance(value, str) and value else f"`{json.dumps(value)}`"
+
+
+def in_words(hint: Any) -> str:
+    """Return a type and its bounds in words: `whole number ≥ 1 or null`."""
+    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    if origin is Annotated:
+        if arguments[0] is Component:
+            return f"a {arguments[1].replace('_', ' ')}"
+        return in_words(arguments[0]) + "".join(bounds(arguments[1:]))
+    if origin in (Union, types.UnionType):
+        return " or ".join(in_words(a) for a in arguments)
+    if origin is Literal:
+        return ", ".join(plain(a) for a in arguments)
+    if origin in (list, tuple) and arguments:
+        return f"list of {', '.join(in_words(a) for a in arguments if a is not Ellipsis)}"
+    return WORDS.get(origin, "mapping" if is_dataclass(origin) else "path" if origin is Path else "anything")
+
+
+def bounds(constraints: tuple[Any, ...]) -> Iterator[str]:
+    begun = False
+    for constraint in constraints:
+        for each in constraint if isinstance(constraint, GroupedMetadata) else [constraint]:
+            if type(each) in SIGNS:
+                yield f"{',' * begun} {SIGNS[type(each)]} {getattr(each, type(each).__name__.lower()):,}"
+                begun = True
+            elif isinstance(each, MinLen) and each.min_length:
+                yield ", not empty"
+
+
+def meanings(options: type) -> dict[str, str]:
+    """Return the comments beside or above the fields of a dataclass and of those that it extends."""
+    found: dict[str, str] = {}
+    for cls in reversed(options.__mro__):
+        with contextlib.suppress(OSError, TypeError):  # made by a program, or built in: no source
+            found |= _comments(cls)
+    return found
+
+
+@cache
+def _comments(cls: type) -> dict[str, str]:
+    source = textwrap.dedent(inspect.getsource(cls))
+    lines = source.splitlines()
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+    found = {}
+    for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        above, line = [], node.lineno - 1
+        while line in comments and lines[line - 1].lstrip().startswith("#"):
+            above.insert(0, comments[line])
+            line -= 1
+        said = " ".join([*above, comments.get(node.end_lineno or node.lineno, "")])
+        found[node.target.id] = said.removesuffix("  # fmt: skip").strip()
+    return found
+
+
+def escape(text: str) -> str:
+    """Return text that Markdown and reStructuredText, also in tables, show as it is; code in it stays code."""
+    parts = re.split(r"(`[^`]*`)", text)
+    escaped = [re.sub(r"([*_<\[\]$|])", r"\\\1", part) if i % 2 == 0 else part for i, part in enumerate(parts)]
+    return "".join(escaped)
+
+
+def sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + "."
+
+
+# ---- Python
+
+
+def python_pages() -> Iterator[tuple[str, str]]:
+    """Yield each package that has public names, and its page."""
+    packages: dict[str, list[str]] = {}
+    for name in crosstrain.__all__:
+        packages.setdefault(crosstrain._HOMES[name].split(".")[1], []).append(name)
+    for package, names in packages.items():
+        summary = inspect.getdoc(import_module(f"crosstrain.{package}"))
+        parts = [f"# {package}\n\n{summary}\n\n```{{eval-rst}}\n.. currentmodule:: crosstrain\n"]
+        parts += [autodoc(name, getattr(crosstrain, name)) for name in names]
+        yield package, "\n".join(parts) + "\n```\n"
+
+
+def autodoc(name: str, value: Any) -> str:
+    """Return the directive that documents a public name."""
+    if inspect.isclass(value):
+        return f".. autoclass:: {name}\n   :members:\n"
+    if inspect.isroutine(value):
+        return f".. autofunction:: {name}\n"
+    return f".. py:data:: {name}\n   :value: {value!r}\n"
+
+
+def describe_fields(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Append the comments beside the fields of a class to its docstring, as Sphinx asks before it shows one."""
+    if what == "class":
+        shown = getattr(value, "__dataclass_fields__", getattr(value, "_fields", ()))
+        described = [(field, text) for field, text in meanings(value).items() if text and field in shown]
+        lines += ["", *(f":param {field}: {escape(text)}" for field, text in described), ""]
