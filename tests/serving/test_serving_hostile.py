@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import resource
@@ -41,7 +42,7 @@ HARM = {
     "a wide field": "{{ '%999999999999d' % 1 }}",
     "padding": "{{ ''.center(99999999999) }}",
     "attributes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "a function's world": "{{ cycler.__init__.__globals__.os.system('touch harmed') }}",
+    "the world of a function": "{{ cycler.__init__.__globals__.os.system('touch harmed') }}",
     "format": "{{ '{0.__class__.__init__.__globals__}'.format(namespace) }}",
     "an error": "{{ 1 / 0 }}",
     "a name": "{{ nothing.at.all }}",
@@ -49,43 +50,49 @@ HARM = {
 }  # fmt: skip
 
 
-def template(harm: str) -> str:
+def template() -> str:
+    """A chat template that does one kind of harm where a user names it, and answers everybody else."""
     said = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<says>"
-    return f"{{% if messages[0].content == 'harm' %}}{harm}{{% else %}}{said}{{% endif %}}"
+    branches = (f"{{% if messages[0].content == 'harm by {kind}' %}}" for kind in HARM)
+    return "".join(f"{branch}{harm}{{% else %}}" for branch, harm in zip(branches, HARM.values(), strict=True)) + (
+        said + "{% endif %}" * len(HARM)
+    )
 
 
 def chat(words: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": words}]
 
 
-def hostile(speaker: Path, folder: Path, harm: str) -> Path:
+def hostile(speaker: Path, folder: Path) -> Path:
     copy = Path(shutil.copytree(speaker, folder / "step_000030"))
-    (copy / "chat_template.jinja").write_text(template(harm))
+    (copy / "chat_template.jinja").write_text(template())
     return copy
 
 
-@pytest.mark.parametrize("kind", HARM)
-def test_a_hostile_template_costs_its_own_request(
-    kind: str, speaker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(encoding, "_SECONDS", 1.0)
-    encoders = Encoders(hostile(speaker, tmp_path, HARM[kind]))
-    try:
-        expected = encoders.encode("chat", chat("ban"))
-        with ThreadPoolExecutor() as pool:
-            started = time.monotonic()
-            harmed = pool.submit(encoders.encode, "chat", chat("harm"))
-            assert encoders.encode("chat", chat("ban")) == expected
-            with suppress(EncodingError):  # what the sandbox renders harmlessly is fine
-                assert len(harmed.result()) < 10_000
-            assert time.monotonic() - started < 3.0
-        refusal = harmed.exception()
-        assert refusal is None or (isinstance(refusal, EncodingError) and refusal.code != "busy"), refusal
-        assert encoders.encode("chat", chat("ban")) == expected
-    finally:
+@pytest.fixture(scope="module")
+def encoders(speaker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Encoders]:
+    folder = tmp_path_factory.mktemp("hostile")
+    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(folder):
+        patch.setattr(encoding, "_SECONDS", 1.0)
+        encoders = Encoders(hostile(speaker, folder))
+        yield encoders
         encoders.close()
-    assert not (tmp_path / "harmed").exists()
+    assert not (folder / "harmed").exists()
+
+
+@pytest.mark.parametrize("kind", HARM)
+def test_a_hostile_template_costs_its_own_request(kind: str, encoders: Encoders) -> None:
+    expected = encoders.encode("chat", chat("ban"))
+    with ThreadPoolExecutor() as pool:
+        started = time.monotonic()
+        harmed = pool.submit(encoders.encode, "chat", chat(f"harm by {kind}"))
+        assert encoders.encode("chat", chat("ban")) == expected
+        with suppress(EncodingError):  # what the sandbox renders harmlessly is fine
+            assert len(harmed.result()) < 10_000
+        assert time.monotonic() - started < 3.0
+    refusal = harmed.exception()
+    assert refusal is None or (isinstance(refusal, EncodingError) and refusal.code != "busy"), refusal
+    assert encoders.encode("chat", chat("ban")) == expected
 
 
 def test_a_tokenizer_whose_expression_never_ends_costs_its_own_request(
@@ -159,12 +166,12 @@ def test_others_are_served_while_templates_hang(
     speaker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encoding, "_SECONDS", 2.5)
-    with served(hostile(speaker, tmp_path, HARM["endless"])) as server, ThreadPoolExecutor() as pool:
+    with served(hostile(speaker, tmp_path)) as server, ThreadPoolExecutor() as pool:
         body = {"model": "tiny", "max_tokens": 2}
         good = body | {"messages": chat("ban")}
         assert server.send("POST", "/v1/chat/completions", good)[0] == 200
         harmed = [
-            pool.submit(server.send, "POST", "/v1/chat/completions", body | {"messages": chat("harm")})
+            pool.submit(server.send, "POST", "/v1/chat/completions", body | {"messages": chat("harm by endless")})
             for _ in range(4)
         ]
         seen = []
@@ -328,7 +335,7 @@ def test_two_thousand_half_open_connections_lock_nobody_out(speaker: Path) -> No
 
 def stuck_template(port: int) -> ExitStack:
     held = ExitStack()
-    body = json.dumps({"model": "m", "messages": chat("harm")}).encode()
+    body = json.dumps({"model": "m", "messages": chat("harm by endless")}).encode()
     ask = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     held.enter_context(sockets(port, 20, ask + b"Content-Length: %d\r\n\r\n" % len(body) + body))
     return held
@@ -353,7 +360,7 @@ def unread_streams(port: int) -> ExitStack:
 def test_sigterm_ends_the_server_in_every_state(
     state: Callable[[int], ExitStack], speaker: Path, tmp_path: Path
 ) -> None:
-    with program(hostile(speaker, tmp_path, HARM["endless"]), "--name", "m") as (url, process):
+    with program(hostile(speaker, tmp_path), "--name", "m") as (url, process):
         probe(port_of(url))
         with state(port_of(url)):
             time.sleep(1)
