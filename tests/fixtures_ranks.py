@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,7 +24,15 @@ import pytest
 from conftest import Run
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["preload"])
+_context.set_forkserver_preload(["fixtures_preload"])
+
+
+def _process(target: Callable[..., None], args: tuple[Any, ...]) -> BaseProcess:
+    """A process that the server forks when it is started."""
+    with pytest.MonkeyPatch.context() as patch:  # before 3.12.8, Python does not hand its path to the server
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
+    return _context.Process(target=target, args=args)  # type: ignore[attr-defined]
 
 
 def mostly_slow(values: Iterable[Any], quick: Iterable[Any]) -> list[Any]:
@@ -41,9 +50,7 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, seconds: floa
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     pipes = [_context.Pipe(duplex=False) for _ in range(size)]
-    ranks = [
-        _context.Process(target=_rank, args=(pipes[rank][1], rank, size, port, function, args)) for rank in range(size)
-    ]
+    ranks = [_process(_rank, (pipes[rank][1], rank, size, port, function, args)) for rank in range(size)]
     for process in ranks:
         process.start()
     for _, sender in pipes:
@@ -98,9 +105,7 @@ def start(size: int, arguments: Iterable[str], out: Path) -> list[BaseProcess]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ranks = [
-        _context.Process(target=_program, args=(rank, size, port, [*arguments], str(out))) for rank in range(size)
-    ]
+    ranks = [_process(_program, (rank, size, port, [*arguments], str(out))) for rank in range(size)]
     for process in ranks:
         process.start()
     return ranks

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from conftest import ENVIRONMENT, ROOT
+from fixtures_ranks import run_ranks
 
 CORE = ROOT / "platform" / "crosstrain"
 PLUGINS = ROOT / "plugins"
@@ -193,3 +194,11 @@ def test_naming_a_runner_imports_that_runner_alone() -> None:
     loaded = imported_by("from crosstrain.config.registry import registry; registry.get('runner', 'ddp')")
     assert "crosstrain_plugins.builtin.runners.ddp" in loaded
     assert not loaded & {"deepspeed", "transformers", "fairscale", "crosstrain_plugins.builtin.models.gpt2"}
+
+
+def imported() -> bool:
+    return {"transformers", "crosstrain.training.worker"} <= sys.modules.keys()
+
+
+def test_the_ranks_of_tests_start_with_everything_imported() -> None:
+    assert run_ranks(1, imported) == [True]
