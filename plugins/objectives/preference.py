@@ -12,21 +12,22 @@ from torch.nn.functional import logsigmoid
 
 from crosstrain import IGNORE_INDEX, Batch, Objective, PositiveFloat, log_probabilities, registry
 
+_REWARDS = ("chosen", "rejected", "margins", "accuracies")
+
 
 class _OfPairs(Objective):
     """An objective of pairs: rows 2 i are the chosen answers, rows 2 i + 1 the rejected ones."""
 
     fields = ("preferred", "reference")
     row_layout = "pairs"
-    statistics = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
     def units(self, batch: Batch) -> int:
         return len(batch["labels"]) // 2
 
     def record_rewards(self, chosen: Tensor, rejected: Tensor) -> None:
         margins = chosen - rejected
-        for name, values in zip(self.statistics, (chosen, rejected, margins, (margins > 0).float()), strict=True):
-            self.record(name, values)
+        for name, values in zip(_REWARDS, (chosen, rejected, margins, (margins > 0).float()), strict=True):
+            self.record(f"rewards/{name}", values)
 
 
 @registry.register_objective("dpo")
@@ -96,7 +97,6 @@ class KTO(Objective):
     fields = ("preferred", "reference")
     row_layout = "single answers"
     needs_reference = True
-    statistics = ("rewards/desirable", "rewards/undesirable", "kl")
 
     def units(self, batch: Batch) -> int:
         return len(batch["labels"]) // 2

@@ -117,12 +117,9 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
         dataset = open_split(config, split)
         check_fit(runner.model, dataset)
         metrics = evaluate_loss(runner, dataset, micro_batch, job["max_samples"], config.run.num_workers)
-        results["splits"][split] = {
-            "loss": finite(metrics.loss), "perplexity": finite(metrics.perplexity), "tokens": metrics.targets,
-        }  # fmt: skip
-        log.info(
-            "%s | loss %.6f | perplexity %.4f (%d tokens)", split, metrics.loss, metrics.perplexity, metrics.targets
-        )
+        numbers = {name: finite(value) for name, value in metrics.named.items()}
+        results["splits"][split] = numbers | {metrics.unit: metrics.targets}
+        log.info("%s | %s", split, metrics.line(".6f"))
 
     if encoders is not None:
         tokenizer = encoders.load()

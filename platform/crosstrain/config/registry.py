@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 KINDS = (
     "runner", "model", "adapter", "dataset", "processor", "objective", "optimizer", "lr_scheduler", "reader", "tracker",
+    "callback", "metric",
 )  # fmt: skip
 ENTRY_POINTS = "crosstrain.plugins"
 ENVIRONMENT = "CROSSTRAIN_PLUGINS"
@@ -87,6 +88,8 @@ class Registry:
     register_lr_scheduler = partialmethod(register, "lr_scheduler")
     register_reader = partialmethod(register, "reader")
     register_tracker = partialmethod(register, "tracker")
+    register_callback = partialmethod(register, "callback")
+    register_metric = partialmethod(register, "metric")
 
     def get(self, kind: str, name: str, others: Iterable[str] = ()) -> Any:
         """Return the class or function registered as `name`; imports its module on first use.

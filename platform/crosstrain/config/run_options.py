@@ -176,6 +176,8 @@ class RunOptions:
     log_interval: Steps = 10
     eval_interval: Steps | None = None  # None: no validation
     eval_iters: Steps = 10  # global batches per evaluation
+    # numbers of a task that validation and evaluation give besides the loss
+    metrics: list[Annotated[Component, "metric"]] = field(default_factory=list)
     sample_prompts: list[Text] = field(default_factory=list)  # continued and shown when training ends
     sample_tokens: Annotated[int, Interval(ge=1, le=2**20)] = 64  # length of those continuations
 

@@ -20,7 +20,7 @@ from crosstrain.engine.footprint import Layout, PlanContext, data_parallel
 from crosstrain.engine.held_state import HeldState
 from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, create_state, global_norm, gradients_of
 from crosstrain.engine.precision import Precision
-from crosstrain.modeling.base import Model
+from crosstrain.modeling.base import Model, Sums, add_sums
 from crosstrain.modeling.meta_init import construct
 from crosstrain.utils.errors import ConfigError, first_line
 from crosstrain.utils.rng import seed_everything_for
@@ -217,6 +217,13 @@ class Runner(HeldState):
         assert self.optimizer is not None
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
+
+    def means(self, sums: Sums) -> dict[str, float]:
+        """Means over all ranks of what each rank's model recorded (`Model.take_recorded`), by name. Collective."""
+        totals: Sums = {}
+        for held in self.world.all_gather(sums):
+            add_sums(totals, held)
+        return {name: total / count for name, (total, count) in totals.items() if count}
 
     # ---- evaluation
 

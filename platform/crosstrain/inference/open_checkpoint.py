@@ -54,7 +54,7 @@ def saved_config(checkpoint: Path, options: list[str], trust_data: bool = False)
 
 # Options of `run` that a checkpoint decides; the others have their defaults, and unknown ones are refused.
 _FROM_ANYBODY = {"device", "amp"}
-_FROM_ITS_USER = _FROM_ANYBODY | {"runner", "micro_batch_size", "num_workers"}
+_FROM_ITS_USER = _FROM_ANYBODY | {"runner", "micro_batch_size", "num_workers", "metrics"}
 _NO_TRAINING = {"output_dir": "none", "max_iters": 1, "accum_grad_iters": 1}  # required, and not used
 
 

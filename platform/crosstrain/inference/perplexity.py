@@ -1,42 +1,81 @@
-"""Loss and perplexity of a split."""
+"""Loss, perplexity and metrics of a split."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 
+import torch
+
+from crosstrain.config.registry import registry
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import evaluation_batches
 from crosstrain.engine.runner import Runner
+from crosstrain.inference.metric import Metric
+from crosstrain.modeling.base import Sums, add_sums
+from crosstrain.utils.units import disjoint
 
 
 @dataclass
 class LossMetrics:
-    """Mean loss in nats per target token over `targets` of them."""
+    """Mean loss over `targets` of them, in nats for tokens, and named numbers of the model and of `run.metrics`."""
 
     loss: float
     targets: int
+    of_tokens: bool = True
+    more: dict[str, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
         """exp(loss); infinite where that is beyond a float."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
+    @property
+    def unit(self) -> str:
+        return "tokens" if self.of_tokens else "targets"
+
+    @property
+    def named(self) -> dict[str, float]:
+        """All numbers by name; TrainingError for a name that is there twice."""
+        return disjoint({"loss": self.loss} | ({"perplexity": self.perplexity} if self.of_tokens else {}), self.more)
+
+    def line(self, form: str) -> str:
+        numbers = " | ".join(f"{name} {value:{form}}" for name, value in self.named.items())
+        return f"{numbers} ({self.targets} {self.unit})"
+
 
 def evaluate_loss(
     runner: Runner, dataset: Dataset, micro_batch: int, max_samples: int | None = None, num_workers: int = 0
 ) -> LossMetrics:
-    """Loss over the first `max_samples` samples of a split (None: all), the same on every rank. Collective."""
+    """Loss and metrics over the first `max_samples` samples (None: all), the same on every rank. Collective."""
+    model = runner.model
+    metrics: list[Metric] = [registry.get("metric", m.name)(m.options) for m in runner.run.metrics]
     total = targets = 0.0
+    recorded: Sums = {}
+    scores = [torch.zeros(1, dtype=torch.float64)] * len(metrics)
     batches = evaluation_batches(
         dataset, micro_batch, dp_rank=runner.dp.rank, dp_size=runner.dp.size,
-        max_samples=max_samples, num_workers=num_workers, num_targets=runner.model.num_targets,
+        max_samples=max_samples, num_workers=num_workers, num_targets=model.num_targets,
     )  # fmt: skip
     with runner.evaluating():
         for micro, counts in batches:
+            if metrics:
+                given = {key: value for key, value in micro.data.items() if key != "labels"}
+                outputs, batch = runner.evaluate(given).float(), runner.to_device(micro.data)
+                sums = [metric.sums(outputs, batch).double().cpu() for metric in metrics]
+                if not counts:
+                    sums = [torch.zeros_like(own) for own in sums]
+                scores = [score + own for score, own in zip(scores, sums, strict=True)]
+            model.take_recorded()  # without targets, or before
             loss = runner.evaluate(micro.data).item()
             if counts:
                 total += loss
                 targets += micro.num_targets
-    total, targets = runner.dp.all_reduce_sum(total, targets)
-    return LossMetrics(total / max(targets, 1), int(targets))
+                add_sums(recorded, model.take_recorded())
+    flat = [number for score in scores for number in score.tolist()]
+    total, targets, *flat = runner.dp.all_reduce_sum(total, targets, *flat)
+    more, rest = runner.means(recorded), iter(flat)
+    for metric, score in zip(metrics, scores, strict=True):
+        more = disjoint(more, metric.values(list(islice(rest, len(score)))))
+    return LossMetrics(total / max(targets, 1), int(targets), model.predicts_tokens, more)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.cross_entropy import Head
+from crosstrain.modeling.meta_init import has_values
 from crosstrain.modeling.pretrained import Source
 from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.types import IGNORE_INDEX, Batch
@@ -29,6 +30,14 @@ class Quantized(Protocol):
 
 
 ReadParameter = Callable[[str], Tensor]  # the whole value of a parameter, by its canonical name
+Sums = dict[str, tuple[float, float]]  # sums of recorded values and of their counts, by name
+
+
+def add_sums(totals: Sums, more: Sums) -> None:
+    """Add the sums `more` to `totals`, in place."""
+    for name, (total, count) in more.items():
+        before = totals.get(name, (0.0, 0.0))
+        totals[name] = before[0] + total, before[1] + count
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,6 @@ class Model(nn.Module, ABC):
     class Options:
         """A model without options of its own."""
 
-    statistics: tuple[str, ...] = ()  # names of numbers that an objective logs
     takes_positions = False  # True: `forward` takes position_ids and attention_mask, see `LanguageModel.forward`
     reads_across = False  # True: modules in a block read weights of others there, which have to be whole
     head: Head = Head()  # the end of a language model's forward; a runner may replace it
@@ -72,6 +80,7 @@ class Model(nn.Module, ABC):
     def __init__(self, options: Any) -> None:
         super().__init__()
         self.options = options
+        self._recorded: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # in evaluation, in training
 
     # ---- compute
 
@@ -173,9 +182,17 @@ class Model(nn.Module, ABC):
         """Lists of blocks with a mode for each, by default the run's `mode`."""
         return [(self.blocks(), mode)]
 
-    def take_statistics(self) -> list[float]:
-        """Sums and then counts of `statistics`, on this rank, since the last call."""
-        return []
+    def record(self, name: str, values: Tensor, counts: Tensor | None = None) -> None:
+        """Add `values`, weighted by `counts` (None: 1 each), to the mean that is logged as `name`; for `forward`.
+
+        The mean is over the micro batches and ranks of all steps since the last logged one. Validation and evaluation
+        report another, over their samples, as val_NAME.
+        """
+        if has_values(values):
+            counts = torch.ones_like(values) if counts is None else counts
+            seen = self._recorded[self.training]
+            total, count = seen.get(name, (0.0, 0.0))
+            seen[name] = total + (values.detach() * counts).double().sum(), count + counts.double().sum()
 
     # ---- arithmetic
 
@@ -193,6 +210,11 @@ class Model(nn.Module, ABC):
     def vocab_size(self) -> int | None:
         """Bound of the ids of real tokens."""
         return None
+
+    @property
+    def predicts_tokens(self) -> bool:
+        """True for a language model, whose loss has a perplexity; by default a model with a vocabulary is one."""
+        return self.vocab_size is not None
 
     @property
     def max_length(self) -> int | None:
@@ -219,6 +241,15 @@ class Model(nn.Module, ABC):
     def canonical_parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter once (a tied one under its first name), by canonical name."""
         return {self.canonical_name(name): parameter for name, parameter in self.named_parameters()}
+
+    def take_recorded(self) -> Sums:
+        """Sums of what this rank recorded in the present mode, training or evaluation, since the last call."""
+        found: Sums = {}
+        for model in (module for module in self.modules() if isinstance(module, Model)):
+            seen = model._recorded[self.training]
+            add_sums(found, {name: (float(total), float(count)) for name, (total, count) in seen.items()})
+            seen.clear()
+        return found
 
 
 def override(model: Model, methods: type[nn.Module]) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from crosstrain.modeling.base import Model, override
-from crosstrain.modeling.meta_init import has_values
 from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.types import Batch
 
@@ -31,13 +30,12 @@ class Objective(ABC):
     fields: ClassVar[tuple[str, ...]] = ()  # of the batch, which the model does not read
     row_layout: ClassVar[str | None] = None  # `Dataset.row_layout` of the datasets that it takes
     needs_reference: ClassVar = False  # True: the field `reference` has the rows' log-probabilities before training
-    statistics: ClassVar[tuple[str, ...]] = ()  # names of numbers that training logs
+
+    record: Callable[..., None]  # `Model.record` of the model that has the objective
 
     def __init__(self, options: Any) -> None:
         self.options = options
         self.measures = False  # True: the model returns the log-probability of each row [rows], and no loss
-        self.recording = False  # True: `record` does
-        self._seen: dict[str, tuple[Tensor | float, Tensor | float]] = {}  # sum and count
 
     @abstractmethod
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
@@ -50,19 +48,6 @@ class Objective(ABC):
     @abstractmethod
     def units(self, batch: Batch) -> int:
         """Number of what `loss` sums over, such as pairs; counted before any forward."""
-
-    def record(self, name: str, values: Tensor, counts: Tensor | None = None) -> None:
-        """Add `values`, those where `counts` is 1 (None: all), to the mean of one of `statistics`."""
-        counts = torch.ones_like(values) if counts is None else counts
-        if self.recording:
-            total, count = self._seen.get(name, (0.0, 0.0))
-            self._seen[name] = total + (values.detach() * counts).double().sum(), count + counts.double().sum()
-
-    def take_statistics(self) -> list[float]:
-        """Return the statistics' sums, and then their counts, since the last call; they begin anew."""
-        seen, self._seen = self._seen, {}
-        pairs = [seen.get(name, (0.0, 0.0)) for name in self.statistics]
-        return [float(total) for total, _ in pairs] + [float(count) for _, count in pairs]
 
 
 def log_probabilities(losses: Tensor) -> Tensor:
@@ -79,7 +64,6 @@ class ModelWithObjective(Model):
         fields = {name: batch.pop(name) for name in self.objective.fields if name in batch}
         if (labels := batch.get("labels")) is None:
             return super().forward(**batch)  # type: ignore[safe-super]
-        self.objective.recording = self.training and has_values(labels)
         self.head.reduce = partial(self._reduced, batch={"labels": labels, **fields})
         try:
             return super().forward(**batch)  # type: ignore[safe-super]
@@ -99,11 +83,8 @@ class ModelWithObjective(Model):
     def num_tokens(self, batch: Batch) -> int:
         return super().num_targets(batch)
 
-    def take_statistics(self) -> list[float]:
-        return self.objective.take_statistics()
-
 
 def set_objective(model: Model, objective: Objective) -> None:
     """Let a model's forward return the objective's loss of a batch, in place."""
     override(model, ModelWithObjective)
-    model.objective, model.statistics = objective, objective.statistics  # type: ignore[assignment]
+    model.objective, objective.record = objective, model.record  # type: ignore[assignment]

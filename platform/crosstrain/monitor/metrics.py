@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from crosstrain.utils.units import disjoint
+
 Row = dict[str, Any]  # step, plain numbers, {"timers": {phase: ms}}, and texts: see `texts`
 
 
@@ -24,24 +26,31 @@ class StepMetrics:
 
     # Measured by the reporter, over the steps since the last logged one.
     step_ms: float = 0.0
-    tokens_per_second: float = 0.0
+    tokens_per_second: float | None = None  # of a language model,
+    samples_per_second: float | None = None  # and of any other
     timers: dict[str, float] = field(default_factory=dict)  # phase -> ms, of this step
     memory: dict[str, float] = field(default_factory=dict)  # memory_allocated_mb and the like
     mfu: float | None = None  # model FLOPs utilisation
     gpu_utilisation: float | None = None  # percent
     loader_samples_per_second: float | None = None
-    statistics: dict[str, float] = field(default_factory=dict)  # of an objective, over the steps since the last logged
+    recorded: dict[str, float] = field(default_factory=dict)  # of the model, over the steps since the last logged
     notes: list[str] = field(default_factory=list)  # of stragglers and slow data
 
     def row(self) -> Row:
         """Return the row for trackers, without numbers that were not measured."""
         out: Row = {}
         for name, value in vars(self).items():
-            if name in ("memory", "statistics"):
-                out |= value
+            if name in ("memory", "recorded"):
+                out = disjoint(out, value)
             elif value not in (None, []) or name in ("loss", "grad_norm"):
                 out[name] = value
         return out
+
+    @property
+    def throughput(self) -> str:
+        """The rate and its unit."""
+        tokens = self.tokens_per_second
+        return f"samples/s {self.samples_per_second or 0:.1f}" if tokens is None else f"tokens/s {tokens:.0f}"
 
 
 def scalars(row: Row) -> Iterator[tuple[str, float]]:

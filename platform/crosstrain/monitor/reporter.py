@@ -39,7 +39,7 @@ class Reporter:
         self.begin_interval()
 
     def begin_interval(self) -> None:
-        self._steps, self._tokens, self._waited, self._start = 0, 0, 0.0, time.perf_counter()
+        self._steps, self._counted, self._waited, self._start = 0, 0, 0.0, time.perf_counter()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -48,25 +48,29 @@ class Reporter:
         yield
         self._start += time.perf_counter() - started
 
-    def measure(self, metrics: StepMetrics, tokens: int, sequence_length: int | None) -> None:
-        """Count a step of `tokens` target tokens, and fill in its speed, memory and utilisation."""
+    def measure(self, metrics: StepMetrics, count: int, sequence_length: int | None) -> None:
+        """Fill in speed, memory and utilisation of a step of `count` target tokens, or samples of other models."""
         device, timers = self._runner.device, self._runner.timers.seconds
         self._steps += 1
-        self._tokens += tokens
+        self._counted += count
         self._waited += timers.get("data loader", 0.0)
         seconds = time.perf_counter() - self._start
         metrics.step_ms = 1000 * seconds / self._steps
-        metrics.tokens_per_second = self._tokens / seconds
+        rate = self._counted / seconds
+        if self._runner.model.predicts_tokens:
+            metrics.tokens_per_second = rate
+        else:
+            metrics.samples_per_second = rate
         metrics.timers = {phase: 1000 * s for phase, s in timers.items()}
         metrics.memory = memory_mb(device)
         peak = peak_flops(device, self._runner.precision.dtype)
         if peak and (flops := self._runner.model.flops_per_token(sequence_length)):
-            metrics.mfu = metrics.tokens_per_second * flops / (peak * self._runner.world.size)
+            metrics.mfu = (metrics.tokens_per_second or 0.0) * flops / (peak * self._runner.world.size)
 
     def advance(self, metrics: StepMetrics) -> None:
         """Move the progress bar by a step."""
         loss = _number(metrics.loss, ".4f")
-        self._bar.set_postfix_str(f"loss {loss}, {metrics.tokens_per_second:.0f} tokens/s", refresh=False)
+        self._bar.set_postfix_str(f"loss {loss}, {metrics.throughput}", refresh=False)
         self._bar.update()
 
     def log(self, metrics: StepMetrics) -> Row:
@@ -77,10 +81,7 @@ class Reporter:
         seconds = time.perf_counter() - self._start
         waited, metrics.notes = self._stragglers.check(metrics.step, self._steps, seconds, self._waited)
         metrics.gpu_utilisation = gpu_utilisation(self._runner.device)
-        if names := self._runner.model.statistics:
-            sums = self._runner.world.all_reduce_sum(*self._runner.model.take_statistics())
-            counted = zip(names, sums, sums[len(names) :], strict=False)
-            metrics.statistics = {name: total / count for name, total, count in counted if count}
+        metrics.recorded = self._runner.means(self._runner.model.take_recorded())
         if waited > 0:
             metrics.loader_samples_per_second = self._global_batch * self._steps / waited
         for line in log_lines(metrics, self._max_iters):
@@ -124,12 +125,12 @@ def log_lines(metrics: StepMetrics, max_iters: int) -> list[str]:
         f"iteration {metrics.step:8d}/{max_iters:8d}",
         f"elapsed time per iteration (ms): {metrics.step_ms:.1f}",
         f"learning rate {metrics.lr:.3E}",
-        f"lm loss {_number(metrics.loss, '.6E')}",
+        f"{'loss' if metrics.tokens_per_second is None else 'lm loss'} {_number(metrics.loss, '.6E')}",
         f"loss scale {metrics.loss_scale:.1f}",
         f"grad norm {_number(metrics.grad_norm, '.3f')}",
-        f"tokens/s {metrics.tokens_per_second:.0f}",
+        metrics.throughput,
     ]
-    first += [f"{name} {value:.4f}" for name, value in metrics.statistics.items()]
+    first += [f"{name} {value:.6g}" for name, value in metrics.recorded.items()]
     if metrics.skipped_steps:
         first.append(f"skipped steps {metrics.skipped_steps}")
     if metrics.mfu is not None:

@@ -166,7 +166,8 @@ class Trainer:
             samples=state.samples, skipped_steps=state.step - state.applied_steps,
             sequence_length=self._length(state.step) if self.run.curriculum else None,
         )  # fmt: skip
-        self.reporter.measure(metrics, tokens, self.dataset.sequence_length)
+        counted = tokens if runner.model.predicts_tokens else len(batch.numbers)
+        self.reporter.measure(metrics, counted, self.dataset.sequence_length)
         return metrics
 
     def _agree(self, batch: Step) -> tuple[int, int, bool]:
@@ -199,11 +200,8 @@ class Trainer:
         with self.reporter.paused():
             metrics = self.last_validation = self.validate()
             self.last_samples = self.samples.draw()
-        log.info(
-            "validation at step %d | loss %.6E | perplexity %.6E (%d tokens)",
-            self.state.step, metrics.loss, metrics.perplexity, metrics.targets,
-        )  # fmt: skip
-        row: Row = {"val_loss": metrics.loss, "val_perplexity": metrics.perplexity}
+        log.info("validation at step %d | %s", self.state.step, metrics.line(".6E"))
+        row: Row = {f"val_{name}": value for name, value in metrics.named.items()}
         return row | ({"generated": self.last_samples} if self.last_samples else {})
 
     def _save(self, *, best: bool, background: bool) -> None:

@@ -153,8 +153,12 @@ def _log_summary(trainer: Trainer) -> None:
     # A run too short for its first validation, such as a smoke run, does not end in one either.
     if trainer.val_dataset is not None and run.eval_interval is not None and run.eval_interval <= trainer.max_iters:
         metrics = trainer.last_validation or trainer.validate()
-        log.info("validation perplexity %.2f (loss %.4f, %d tokens)", metrics.perplexity, metrics.loss, metrics.targets)
-        if trainer.is_main:
+        if not metrics.of_tokens or metrics.more:
+            log.info("validation %s", metrics.line(".4f"))
+        if metrics.of_tokens:
+            loss, tokens = metrics.loss, metrics.targets
+            log.info("validation perplexity %.2f (loss %.4f, %d tokens)", metrics.perplexity, loss, tokens)
+        if trainer.is_main and metrics.of_tokens:
             for name, perplexity in trainer.val_dataset.baselines().items():
                 log.info("  against %.2f of the %s model, which learns nothing from context", perplexity, name)
     for sample in trainer.last_samples if trainer.last_validation else trainer.samples.draw():

@@ -1,4 +1,4 @@
-"""Sizes and large numbers as people write them."""
+"""Sizes and large numbers as people write them, and numbers by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any
 
-from crosstrain.utils.errors import UserError
+from crosstrain.utils.errors import TrainingError, UserError
 
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "B": 3, "T": 4, "P": 5}
 
@@ -48,3 +48,10 @@ def show_number(value: float) -> str:
 def finite(value: Any) -> Any:
     """Return `value`, or None for a number that JSON has no form for."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def disjoint(numbers: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Join numbers by name. Raises TrainingError for a name that both have."""
+    if twice := numbers.keys() & more.keys():
+        raise TrainingError(f"two numbers are called {min(twice)!r}; rename that of the model, metric or callback")
+    return numbers | more

@@ -15,14 +15,16 @@ from crosstrain.monitor.report.read_run import ReadRun
 from crosstrain.utils.errors import printable
 from crosstrain.utils.optional_deps import require
 
+_NATS = "nats per target token"  # of language models
 # Key of metrics.jsonl: title, unit, and whether a moving average is drawn over the values.
 _CURVES = {
-    "loss": ("Training loss", "nats per target token", True),
-    "val_loss": ("Validation loss", "nats per target token", False),
+    "loss": ("Training loss", _NATS, True),
+    "val_loss": ("Validation loss", _NATS, False),
     "val_perplexity": ("Validation perplexity", "", False),
     "lr": ("Learning rate", "", False),
     "grad_norm": ("Gradient norm", "before clipping", True),
     "tokens_per_second": ("Tokens per second", "all ranks together", True),
+    "samples_per_second": ("Samples per second", "all ranks together", True),
     "step_ms": ("Time per step", "ms", True),
     "mfu": ("Model FLOPs utilisation", "share of the peak", True),
     "gpu_utilisation": ("GPU utilisation", "percent, rank 0", True),
@@ -74,6 +76,7 @@ def _summary(runs: Sequence[ReadRun]) -> _Table:
         "last loss": _column(runs, "loss", _last, "{:.4f}"),
         "best validation loss": [_best_validation(run) for run in runs],
         "median tokens/s": _column(runs, "tokens_per_second", median, "{:,.0f}"),
+        "median samples/s": _column(runs, "samples_per_second", median, "{:,.1f}"),
         "median ms per step": _column(runs, "step_ms", median, "{:.1f}"),
         "median MFU": _column(runs, "mfu", median, "{:.1%}"),
         "peak memory": _column(runs, "memory_peak_mb", max, "{:,.0f} MiB"),
@@ -112,7 +115,12 @@ def _curves(runs: Sequence[ReadRun]) -> list[Chart]:
         if len({value for run in runs if key in run.curves for value in run.curves[key].values}) < 2
     }  # fmt: skip
     keys = [key for key in _keys(runs) if key not in hidden and not key.startswith("timers/")]
-    return [chart(runs, key, *_CURVES.get(key, (key,))) for key in dict.fromkeys([*_CURVES, *keys]) if key in keys]
+    of_tokens = any("tokens_per_second" in run.curves for run in runs)
+    named = {key: _CURVES.get(key, (key, "", False)) for key in [*_CURVES, *keys] if key in keys}
+    return [
+        chart(runs, key, title, unit if of_tokens or unit != _NATS else "", smoothed)
+        for key, (title, unit, smoothed) in named.items()
+    ]
 
 
 def _phases(runs: Sequence[ReadRun]) -> list[tuple[Chart, list[tuple[str, float]]]]:

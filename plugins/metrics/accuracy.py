@@ -1,0 +1,22 @@
+"""The share of right answers."""
+
+import torch
+from torch import Tensor
+
+from crosstrain import IGNORE_INDEX, Batch, Metric, registry
+
+
+@registry.register_metric("accuracy")
+class Accuracy(Metric):
+    """Share of the labels that have the highest logit; of a language model, at the last position of each sample."""
+
+    def sums(self, outputs: Tensor, batch: Batch) -> Tensor:
+        labels = batch["labels"]
+        if labels.ndim == outputs.ndim:  # a sequence of labels, and logits after its last position
+            labels = labels[..., -1]
+        known = labels != IGNORE_INDEX
+        return torch.stack([((outputs.argmax(-1) == labels) & known).sum(), known.sum()])
+
+    def values(self, sums: list[float]) -> dict[str, float]:
+        right, known = sums
+        return {"accuracy": right / known if known else float("nan")}
