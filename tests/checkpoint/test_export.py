@@ -14,16 +14,22 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
-from conftest import ENVIRONMENT, ROOT, kill, wait_until
+from conftest import ENVIRONMENT, ROOT, Workspace, kill, wait_until
 from crosstrain.checkpoint import export as exporting
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.boxes import Box, Piece, Shard, flat_range_pieces, whole_pieces
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
 from crosstrain.cli.main import main
+from crosstrain.config.load import load_config
+from crosstrain.data.splits import prepare_data
 from crosstrain.distributed.group import Group
+from fixtures_ranks import train
+from fixtures_vision import LANGUAGE, shapes, write_project
 
 MB = 2**20
 
@@ -269,3 +275,48 @@ def test_code_and_pickles_are_not_handed_on(tmp_path: Path) -> None:
     folder = save(tmp_path / "checkpoints", [[Shard("param", "w", (2,), whole_pieces(weight, (2,)))]], write_config)
     exporting.export(folder, tmp_path / "out", None, 1 << 30, lambda line: None)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.safetensors", "vocab.txt"]
+
+
+@pytest.mark.parametrize("frozen", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_parts_of_a_vision_language_model_open_alone(
+    frozen: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    language = Qwen2Config(**{key: value for key, value in LANGUAGE.items() if key != "name"})
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(language).save_pretrained(tmp_path / "qwen")
+    project = write_project(tmp_path / "project.yaml", shapes(tmp_path))
+    prepare_data(load_config(project))
+    own = {"name": "qwen", "pretrained": str(tmp_path / "qwen")}
+    settings = yaml.safe_load(project.read_text())
+    settings["model"]["language_model"] = {"model": own, "lora": {"rank": 2}, "freeze": frozen}
+    project.write_text(yaml.safe_dump(settings))
+    run = train(project, "out", "run.max_iters=2", "run.init_lr=0.1")
+
+    export = ["export", "--checkpoint", str(run.folder)]
+    for part in ("language_model", "adapter"):
+        assert main([*export, "--part", part, "--output", str(tmp_path / part)]) == 0
+    assert "Qwen2ForCausalLM.from_pretrained(" in capsys.readouterr().out
+    found, problems = Qwen2ForCausalLM.from_pretrained(tmp_path / "language_model", output_loading_info=True)
+    assert not any(problems.values()), problems
+    base = Qwen2ForCausalLM.from_pretrained(tmp_path / "qwen")
+    if frozen:
+        adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
+        ids = torch.arange(12)[None]
+        with torch.no_grad():
+            merged, separate = found(ids).logits, adapted(ids).logits
+            with adapted.disable_adapter():
+                start = adapted(ids).logits
+        # W x + s B (A x) in another order than (W + s B A) x, in fp32.
+        torch.testing.assert_close(merged, separate, rtol=1e-4, atol=1e-5)
+        assert (merged - start).abs().max() > 1e-3  # the adapter has learned something
+    assert (tmp_path / "adapter" / "tokenizer.json").exists()
+    assert main([*export, "--part", "vision", "--output", str(tmp_path / "none")]) == 1
+    assert "no part 'vision' to export; known: adapter, language_model" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_model_without_parts_has_none_to_export(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    run, output = train(workspace.project, "out", "run.max_iters=1"), workspace.path / "exported"
+    for part, said in ("adapter", "has no adapter"), ("language_model", "gpt2 has no part 'language_model' to export"):
+        assert said in complaint(capsys, "--checkpoint", run.folder, "--part", part, "--output", output)
+    assert not list(workspace.path.glob("*exported*"))

@@ -292,7 +292,21 @@ def test_a_missing_folder_is_an_error_that_says_who_named_it(home: Path, monkeyp
     forget_plugins()
     monkeypatch.setenv("CROSSTRAIN_PLUGINS", "nowhere")
     for _ in range(2):
-        assert complaint("model", "x") == "CROSSTRAIN_PLUGINS: nowhere: no such folder of plugins"
+        assert complaint("model", "x") == "CROSSTRAIN_PLUGINS: nowhere: no such folder of plugins, nor a .py file"
+
+
+def test_a_file_is_taken_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(home / "mine", {"it.py": plugin("model", "it"), "other.py": plugin("model", "other")})
+    (home / "mine" / "notes.txt").write_text(plugin("model", "notes"))
+    monkeypatch.setenv("CROSSTRAIN_PLUGINS", "mine/it.py")
+    assert registry.names("model") == ["it"]
+    assert registry.get("model", "it").__module__ == "crosstrain_plugins.it"
+    assert registry.folders() == [("it", home / "mine" / "it.py")]
+    registry.add_folder("mine")
+    assert registry.get("model", "other").__module__ == "crosstrain_plugins.mine.other"
+    for named in ("mine/notes.txt", "mine/none.py"):
+        with pytest.raises(ConfigError, match=r"no such folder of plugins, nor a \.py file"):
+            registry.add_folder(named)
 
 
 def test_a_folder_given_twice_or_inside_another_is_read_once(home: Path) -> None:

@@ -159,7 +159,8 @@ def test_the_command_line_talks(locked: Server) -> None:
     chosen = ("--temperature", "0", "--max-tokens", "5", "--system", "kin")
     out = chatted(locked, "ban\n/help\ndes\n/image none.png\n/new\nban\n/exit\nnever\n", *chosen, key="secret")
     assert out.startswith("talking with tiny; /image FILE")
-    answers = [part for part in out.split("> ")[1:]]
+    typed, answers = zip(*(part.partition("\n")[::2] for part in out.split("\n> ")[1:]), strict=True)
+    assert typed == ("ban", "/help", "des", "/image none.png", "/new", "ban", "/exit")
     assert "never" not in out
     assert "/image FILE adds an image" in answers[1]
     assert "error: /image: none.png cannot be read" in answers[3]
@@ -184,3 +185,6 @@ def test_the_command_line_shows_images(eyes: Server, tmp_path: Path) -> None:
     image = picture(tmp_path / "0.png", 0)
     out = chatted(eyes, f"/image {image}\nwhat colour is it\n", "--temperature", "0", "--max-tokens", "3")
     assert "error" not in out
+    assert out.splitlines()[1:4] == [
+        f"> /image {image}", f"added {image}; your next words are about 1 image(s)", "> what colour is it"
+    ]  # fmt: skip

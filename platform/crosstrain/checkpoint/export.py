@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from crosstrain.checkpoint.files import Reader, fsync, write_safetensors
 from crosstrain.checkpoint.manifest import DTYPES, read_json
 from crosstrain.checkpoint.weights import PretrainedWeights, check_frozen, fingerprints
 from crosstrain.distributed.group import Group
-from crosstrain.modeling.base import Merge
+from crosstrain.modeling.base import Merge, Model
 from crosstrain.utils.assets import MODEL_FILES, TOKENIZER_FILES
 from crosstrain.utils.errors import CheckpointError, UserError
 from crosstrain.utils.files import write_json
@@ -47,24 +48,51 @@ class Exported:
 def export(
     checkpoint: Path, output: Path, dtype: torch.dtype | None, max_shard_bytes: int, progress: Callable[[str], None],
     pretrained: PretrainedWeights | None = None, merges: dict[str, Merge] | None = None,
+    part: tuple[str, Model] | None = None,
 ) -> Exported:  # fmt: skip
     """Write the model in a verified `checkpoint` to the folder `output`, which appears when it is complete.
 
     Floating-point tensors are converted to `dtype`, unless it is None. `progress` gets a line for each file.
     `pretrained` has the frozen parameters, which the checkpoint does not hold; `merges` says which parameters are
-    merged into others. Raises UserError where `output` is not empty or cannot be written, and CheckpointError for a
-    malformed checkpoint.
+    merged into others. `part`, one of `Model.parts`, is written alone. Raises UserError where `output` is not empty or
+    cannot be written, and CheckpointError for a malformed checkpoint.
     """
+    reader = Reader.open(checkpoint)
+    with _folder(output) as folder:
+        source = _Parameters(reader, pretrained, merges or {}, part[0] if part else "")
+        return _write(source, folder, dtype, max_shard_bytes, progress, part and part[1])
+
+
+def export_adapter(checkpoint: Path, output: Path, dtype: torch.dtype | None, model: Model) -> None:
+    """Write the adapter of a verified `checkpoint`, whose model is `model`, to the folder `output` as peft does.
+
+    Raises UserError as `export` does and where there is no adapter.
+    """
+    reader = Reader.open(checkpoint)
+
+    def read(name: str) -> Tensor:
+        return reader.whole(name).to(dtype)
+
+    with _folder(output) as folder:
+        model.save_parts(folder, reader.names("param"), read)
+        if not any(folder.iterdir()):
+            raise UserError(f"--part adapter: {checkpoint} has no adapter")
+        for name in reader.files.keys() & TOKENIZER_FILES:
+            _copy(reader.folder / name, folder / name)
+
+
+@contextmanager
+def _folder(output: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which becomes `output` at the end of the block."""
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UserError(f"--output: {output} exists already and is not an empty folder; name another one")
-    reader = Reader.open(checkpoint)
     final = output.absolute()
     temporary = final.with_name(f".{final.name}.export")
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)  # what an earlier attempt left that was killed
         temporary.mkdir()
-        exported = _write(_Parameters(reader, pretrained, merges or {}), temporary, dtype, max_shard_bytes, progress)
+        yield temporary
         for path in (*temporary.iterdir(), temporary):
             fsync(path)
         os.rename(temporary, final)
@@ -73,14 +101,18 @@ def export(
         raise UserError(f"--output: {output} cannot be written ({error.strerror or error})") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return exported
 
 
 class _Parameters:
-    """The parameters to export: those of the checkpoint, and the frozen ones from pretrained weights."""
+    """The parameters to export: those of the checkpoint, and the frozen ones from pretrained weights.
 
-    def __init__(self, reader: Reader, pretrained: PretrainedWeights | None, merges: dict[str, Merge]) -> None:
-        self.reader, self.pretrained, self.merges = reader, pretrained, merges
+    Only names that begin with `prefix` are exported, without it.
+    """
+
+    def __init__(
+        self, reader: Reader, pretrained: PretrainedWeights | None, merges: dict[str, Merge], prefix: str
+    ) -> None:
+        self.reader, self.pretrained, self.merges, self.prefix = reader, pretrained, merges, prefix
         if reader.frozen and pretrained is None:
             name = next(iter(reader.frozen))
             raise CheckpointError(f"{reader.folder}: {name} was frozen and its source is not known")
@@ -91,13 +123,16 @@ class _Parameters:
         found |= {name: (frozen.shape, torch.float32) for name, frozen in self.reader.frozen.items()}
         merged = {other for merge in self.merges.values() for other in merge.others}
         return {
-            name: torch.empty(shape, dtype=dtype if dtype and stored.is_floating_point else stored, device="meta")
+            name.removeprefix(self.prefix): torch.empty(
+                shape, dtype=dtype if dtype and stored.is_floating_point else stored, device="meta"
+            )
             for name, (shape, stored) in found.items()
-            if name not in merged
+            if name.startswith(self.prefix) and name not in merged
         }
 
     def read(self, name: str, outline: Tensor, memory: Tensor) -> Tensor:
         """Read a parameter, in the type and shape of `outline`, to the beginning of `memory`."""
+        name = self.prefix + name
         value = memory[: outline.nbytes].view(outline.dtype).view(outline.shape)
         if name in self.merges:
             merge = self.merges[name]
@@ -119,8 +154,9 @@ class _Parameters:
 
 
 def _write(
-    source: _Parameters, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int, progress: Callable[[str], None]
-) -> Exported:
+    source: _Parameters, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int, progress: Callable[[str], None],
+    part: Model | None,
+) -> Exported:  # fmt: skip
     tensors = source.outlines(dtype)
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_bytes)
     memory = torch.empty(max((t.nbytes for t in tensors.values()), default=0), dtype=torch.uint8)  # for one at a time
@@ -133,23 +169,33 @@ def _write(
     if split.is_sharded:
         write_json(folder / _INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
     config = None
-    for name in source.reader.files.keys() & (TOKENIZER_FILES | MODEL_FILES):
-        path = source.reader.folder / name
-        if not name.endswith("config.json"):
-            shutil.copyfile(path, folder / name)
-            continue
-        try:
-            content = _without_redirections(read_json(path))
-            if name == "config.json":
-                config = content
-                if dtype is not None and isinstance(config, dict):
-                    config.pop("torch_dtype", None)  # transformers' name before version 4.56
-                    config["dtype"] = str(dtype).removeprefix("torch.")
-            write_json(folder / name, content)
-        except RecursionError as error:
-            raise CheckpointError(f"{path}: not a configuration ({error})") from None
+    paths = {name: source.reader.folder / name for name in source.reader.files.keys() & (TOKENIZER_FILES | MODEL_FILES)}
+    if part is not None:
+        part.save_config(folder)
+        paths["config.json"] = folder / "config.json"
+    for name, path in paths.items():
+        content = _copy(path, folder / name)
+        if name == "config.json":
+            config = content
+            if dtype is not None and isinstance(config, dict):
+                config.pop("torch_dtype", None)  # transformers' name before version 4.56
+                config["dtype"] = str(dtype).removeprefix("torch.")
+                write_json(folder / name, config)
     sizes = sum(t.numel() for t in tensors.values()), sum(t.nbytes for t in tensors.values())
     return Exported(*sizes, len(split.filename_to_tensors), _architecture(config))
+
+
+def _copy(path: Path, target: Path) -> Any:
+    """Copy a file; return the contents of a configuration, which loses its redirections."""
+    if not path.name.endswith("config.json"):
+        shutil.copyfile(path, target)
+        return None
+    try:
+        content = _without_redirections(read_json(path))
+        write_json(target, content)
+    except RecursionError as error:
+        raise CheckpointError(f"{path}: not a configuration ({error})") from None
+    return content
 
 
 def _without_redirections(value: Any) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from crosstrain.cli.flags import positive
+from crosstrain.cli.flags import ask, positive
 from crosstrain.utils.errors import UserError, os_errors_as, printable, sentence
 
 _SECONDS = 600.0  # without a word
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"talking with {sentence(request['model'])}; {_HELP}")
     while True:
         try:
-            text = input("> ").strip()
+            text = ask().strip()
         except EOFError:
             return 0
         word, _, rest = text.partition(" ")
@@ -114,6 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
                 history, images = list(system), []
             elif word == "/image" and rest:
                 images.append(_image(rest.strip()))
+                print(f"added {printable(rest.strip())}; your next words are about {len(images)} image(s)")
             elif word.startswith("/"):
                 print(_HELP)
             elif text:

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crosstrain.cli.flags import add_checkpoint, add_config, new_file
+from crosstrain.cli.flags import add_checkpoint, add_config, ask, new_file
 from crosstrain.config.load import Config
-from crosstrain.distributed.launch.launcher import Launch, launch
+from crosstrain.distributed.launch.launcher import launch
 from crosstrain.utils.errors import UserError, printable, sentence
 from crosstrain.utils.logging import log, set_up_logging
 from crosstrain.utils.optional_deps import require
@@ -58,14 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Evaluate a checkpoint; returns the exit code."""
     from crosstrain.checkpoint.folders import find_checkpoint
     from crosstrain.data.splits import open_split, prepare_data
-    from crosstrain.inference.open_checkpoint import check_model, open_config
+    from crosstrain.inference.open_checkpoint import open_on_workers
 
     a = arguments
     checkpoint = find_checkpoint(Path(a.checkpoint))
-    config = open_config(checkpoint, a.cfg_path, a.options, a.trust_data)
-    how = Launch.detect(a.nproc_per_node, config.run.device)
-    if a.interactive and how.world_size > 1:
-        raise UserError("--interactive: prompts are typed into one process; use --nproc-per-node 1")
     asked = [] if a.answers is None else a.answers or ["test"]
     splits = a.splits
     if splits is None:
@@ -80,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         require("lm_eval", "--tasks")
     elif a.task_path:
         raise UserError("--task-path: name tasks with --tasks")
-    check_model(config, checkpoint, how.world_size)
+    config, how = open_on_workers(checkpoint, a.cfg_path, a.options, a.trust_data, a.nproc_per_node, a.interactive)
     if opened := dict.fromkeys([*splits, *asked]):
         prepare_data(config)
         for split in opened:
@@ -182,7 +178,7 @@ def _converse(complete: Callable[..., list[str]], talk: Session | None) -> list[
     found: list[dict[str, Any]] = []
     while True:
         try:
-            prompt = input("> ")
+            prompt = ask()
         except EOFError:
             return found
         if prompt.strip() == "stop":

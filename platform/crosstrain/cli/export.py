@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from crosstrain.cli.flags import add_checkpoint
+from crosstrain.utils.errors import UserError
 from crosstrain.utils.units import read_bytes
 
 
@@ -13,7 +14,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
     parser.add_argument("--output", required=True, metavar="DIR", help="a folder that is empty or does not exist")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="convert to it (default: as it is stored)")
+    parser.add_argument("--part", metavar="NAME",
+                        help="write only the adapter, or a part that is a model, such as language_model")  # fmt: skip
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="begin another file beyond this")
+    parser.add_argument("--cfg-path", metavar="FILE", help="a project file, in place of the checkpoint's configuration")
     parser.add_argument("--options", nargs="+", default=[], metavar="KEY=VALUE",
                         help="change the configuration that names the source of frozen parameters")  # fmt: skip
 
@@ -21,23 +25,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the checkpoint to the output folder; returns the exit code."""
     from crosstrain.checkpoint.checkpointer import load_state
-    from crosstrain.checkpoint.export import export
+    from crosstrain.checkpoint.export import export, export_adapter
     from crosstrain.checkpoint.files import Reader
     from crosstrain.checkpoint.folders import find_checkpoint
     from crosstrain.checkpoint.weights import PretrainedWeights
     from crosstrain.engine.precision import DTYPES
-    from crosstrain.inference.open_checkpoint import outline, saved_config
+    from crosstrain.inference.open_checkpoint import open_config, outline
 
-    limit = read_bytes(arguments.max_shard_size, "--max-shard-size")
+    limit, output = read_bytes(arguments.max_shard_size, "--max-shard-size"), Path(arguments.output)
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     checkpoint = find_checkpoint(Path(arguments.checkpoint))
-    model = None  # for a checkpoint that does not describe its model and has no frozen parameters
-    if Reader.open(checkpoint).frozen or isinstance(load_state(checkpoint).get("config"), dict):
+    model = part = None  # for a checkpoint that does not describe its model and has no frozen parameters
+    described = arguments.cfg_path or arguments.part or isinstance(load_state(checkpoint).get("config"), dict)
+    if described or Reader.open(checkpoint).frozen:
         # Without weights: it knows the sources of frozen parameters, and which ones are merged.
-        model = outline(saved_config(checkpoint, arguments.options, arguments.trust_data), checkpoint)
+        config = open_config(checkpoint, arguments.cfg_path, arguments.options, arguments.trust_data)
+        model = outline(config, checkpoint)
+        if arguments.part == "adapter":
+            export_adapter(checkpoint, output, dtype, model)
+            print(f"{output}: the adapter; peft's PeftModel.from_pretrained(model, {str(output)!r}) adds it to a model")
+            return 0
+        if arguments.part and (part := model.parts().get(arguments.part)) is None:
+            known = ", ".join(["adapter", *model.parts()])
+            raise UserError(f"--part: {config.model.name} has no part {arguments.part!r} to export; known: {known}")
     exported = export(
-        checkpoint, Path(arguments.output), dtype, limit, lambda line: print(line, flush=True),
-        None if model is None else PretrainedWeights.of(model), None if model is None else model.merges(),
+        checkpoint, output, dtype, limit, lambda line: print(line, flush=True),
+        None if model is None else PretrainedWeights.of(model), None if model is None else model.merges(), part,
     )  # fmt: skip
     opens = exported.architecture  # None: transformers has no such model
     print(

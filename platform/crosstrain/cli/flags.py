@@ -1,9 +1,12 @@
-"""Flags that several verbs share."""
+"""Flags and input that several verbs share."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+
+from crosstrain.utils.errors import printable
 
 
 def positive(text: str) -> int:
@@ -31,6 +34,15 @@ def new_file(text: str) -> Path:
     """The type of a flag that takes a file to write, in a folder that exists."""
     folder(str(Path(text).absolute().parent))
     return Path(text)
+
+
+def ask() -> str:
+    """Read a line after a prompt; EOFError at the end. Input that nobody types is shown as if somebody did."""
+    if sys.stdin.isatty():
+        return input("> ")
+    line = input()
+    print(f"> {printable(line)}")
+    return line
 
 
 def add_config(parser: argparse.ArgumentParser, *, required: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from crosstrain import __version__
 from crosstrain.utils.errors import UserError, first_line, printable, refusal, sentence
+from crosstrain.utils.program import command
 
 VERBS = {
     "train": "train what a project file says, resuming where its folder left off",
@@ -35,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
         self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=debug)
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {self.prog} --help")
+        raise UserError(f"{message}; see {command(*self.prog.split()[1:], '--help')}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 from crosstrain.cli.flags import add_checkpoint, add_config, positive, seconds
-from crosstrain.distributed.launch.launcher import Launch, launch
-from crosstrain.utils.errors import UserError
+from crosstrain.distributed.launch.launcher import launch
+from crosstrain.utils.errors import UserError, printable
 from crosstrain.utils.optional_deps import require
 
 _KEY = "CROSSTRAIN_API_KEY"
@@ -32,9 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve a checkpoint until a signal comes; returns the exit code."""
+    print(f"loading {printable(arguments.checkpoint)} ...", flush=True)  # libraries alone take seconds
     from crosstrain.checkpoint.folders import find_checkpoint
     from crosstrain.inference.encoding import check_stored
-    from crosstrain.inference.open_checkpoint import check_model, open_config
+    from crosstrain.inference.open_checkpoint import open_on_workers
     from crosstrain.serving.limits import Limits
     from crosstrain.serving.server import ServerOptions, serve_worker
 
@@ -49,11 +50,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--api-key, ${_KEY}: an empty key lets nobody in; leave it out to need none")
     if not 0 <= arguments.port < 65536:
         raise UserError(f"--port: {arguments.port} is not between 0 and 65535")
-    config = open_config(checkpoint, arguments.cfg_path, arguments.options, arguments.trust_data)
     name = arguments.name or _name(checkpoint)
+    config, how = open_on_workers(
+        checkpoint, arguments.cfg_path, arguments.options, arguments.trust_data, arguments.nproc_per_node
+    )
     server = ServerOptions(checkpoint, name, arguments.host, arguments.port, key, config.trust)
-    how = Launch.detect(arguments.nproc_per_node, config.run.device)
-    check_model(config, checkpoint, how.world_size)
     check_stored(checkpoint)
     code = launch(serve_worker, (config.plain, server, limits, how.starts_workers), how)
     return 0 if code > 128 else code  # a signal is how a server ends

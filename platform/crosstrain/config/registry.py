@@ -35,7 +35,7 @@ KINDS = (
 )  # fmt: skip
 ENTRY_POINTS = "crosstrain.plugins"
 ENVIRONMENT = "CROSSTRAIN_PLUGINS"
-PACKAGE = "crosstrain_plugins"  # plugin folders become sub-packages of this one, which exists in memory only
+PACKAGE = "crosstrain_plugins"  # plugin folders and files are in this package, which exists in memory only
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Entry:
 class Registry:
     """Every component that YAML can name, by kind and name.
 
-    Sources, first owner of a name first: the built-in `plugins/`, the folders in CROSSTRAIN_PLUGINS, folders
+    Sources, first owner of a name first: the built-in `plugins/`, folders and files in CROSSTRAIN_PLUGINS, those
     given to `add_folder`, and installed packages with an entry point in the group `crosstrain.plugins`.
     """
 
@@ -122,16 +122,16 @@ class Registry:
     # ---- sources
 
     def add_folder(self, path: str | os.PathLike[str], label: str | None = None) -> None:
-        """Read the plugins in a folder, whose files become `crosstrain_plugins.<label>.<path>`.
+        """Read the plugins in a folder, whose files become `crosstrain_plugins.<label>.<path>`, or in a file.
 
-        `label` defaults to the folder's name. A folder added before is passed over. Raises ConfigError if
-        there is no such folder.
+        `label` defaults to its name. What was added before is passed over. Raises ConfigError if there is no such
+        folder or .py file.
         """
         self._scan_sources(installed=False)
         self._add_folder(Path(path), label)
 
     def folders(self) -> list[tuple[str, Path]]:
-        """Return (label, folder) of every folder of plugins so far, for another process to add."""
+        """Return (label, path) of every folder or file of plugins so far, for another process to add."""
         self._scan_sources(installed=False)
         return list(self._labels.items())
 
@@ -158,14 +158,15 @@ class Registry:
 
     def _add_folder(self, path: Path, label: str | None, prefix: str = "") -> None:
         folder = path.expanduser().resolve()
-        if not folder.is_dir():
-            raise ConfigError(f"{prefix}{path}: no such folder of plugins")
+        is_file = folder.suffix == ".py" and folder.is_file()
+        if not is_file and not folder.is_dir():
+            raise ConfigError(f"{prefix}{path}: no such folder of plugins, nor a .py file")
         if folder in self._labels.values():
             return
-        stem = re.sub(r"\W", "_", label or folder.name)
+        stem = re.sub(r"\W", "_", label or folder.name.removesuffix(".py"))
         label = next(name for i in range(1, 10_000) if (name := stem if i == 1 else f"{stem}_{i}") not in self._labels)
         self._labels[label] = folder
-        self._scan_folder(folder, f"{PACKAGE}.{label}")
+        (self._scan if is_file else self._scan_folder)(folder, f"{PACKAGE}.{label}")
 
     def _scan_folder(self, folder: Path, package: str) -> None:
         for directory, subfolders, files in os.walk(folder):
@@ -203,14 +204,15 @@ class Registry:
             raise ConfigError(f"{what} was not registered when its file was imported: is the decorator conditional?")
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Find the package of a folder of plugins, for Python's import; `sys.meta_path` asks this."""
+        """Find the package of a folder of plugins, or a file's module, for Python's import; `sys.meta_path` asks."""
         root, _, label = name.partition(".")
         if root != PACKAGE or (label and label not in self._labels):
             return None
-        if label and (init := self._labels[label] / "__init__.py").is_file():
-            return importlib.util.spec_from_file_location(name, init)
+        place = self._labels[label] if label else Path()
+        if label and (file := place if place.is_file() else place / "__init__.py").is_file():
+            return importlib.util.spec_from_file_location(name, file)
         spec = ModuleSpec(name, None, is_package=True)
-        spec.submodule_search_locations = [str(self._labels[label])] if label else []
+        spec.submodule_search_locations = [str(place)] if label else []
         return spec
 
     def _unknown(self, kind: str, name: str, others: Iterable[str]) -> ConfigError:

@@ -16,6 +16,7 @@ from crosstrain.utils.errors import ConfigError
 Steps = Annotated[int, Interval(ge=1, le=10**12)]
 BatchSize = Annotated[int, Interval(ge=1, le=2**24)]  # samples, or forwards
 Scale = Annotated[float, Interval(ge=1e-6, le=1e20)]  # of a loss; fp32 holds it times such
+DEFAULT_RUNNER = "ddp"  # with one process, plain torch
 
 
 @dataclass
@@ -135,10 +136,10 @@ class RunOptions:
     """
 
     output_dir: FilePath  # folder of the run: config.yaml, log.txt, metrics.jsonl, tensorboard/, checkpoints/
-    runner: Annotated[Component, "runner"] = field(default_factory=lambda: Component("ddp"))  # or a preset
+    runner: Annotated[Component, "runner"] = field(default_factory=lambda: Component(DEFAULT_RUNNER))  # or a preset
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
     seed: NonNegativeInt = 1234  # of initial values, sample order, dropout and augmentation
-    plugins: list[FilePath] = field(default_factory=list)  # further folders of plugins
+    plugins: list[FilePath] = field(default_factory=list)  # further folders and .py files of plugins
     # how often all workers start again, from the newest checkpoint, after one has died
     max_restarts: NonNegativeInt = 0
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from crosstrain.utils.errors import DataError
 from crosstrain.utils.files import read_regular, write_json
+from crosstrain.utils.program import command
 
 FORMAT_VERSION = 1
 _MOST_BYTES = 1 << 26  # of dataset.json
@@ -77,5 +78,5 @@ def locate(where: str | Path) -> tuple[Path, Path | None]:
         raise DataError(f"{path} holds several token files ({', '.join(f.stem for f in found)}): path must name one")
     raise DataError(
         f"there are no tokens at {path}, neither a folder made by `crosstrain prepare` nor a Megatron prefix: run"
-        f" `crosstrain prepare`, or say under `prepare` how to make it"
+        f" `{command('prepare')}`, or say under `prepare` how to make it"
     )

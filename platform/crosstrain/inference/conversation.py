@@ -14,7 +14,7 @@ from crosstrain.data.vision.conversations import IMAGE, Message
 from crosstrain.data.vision.image_dataset import PromptBuilder, prompt_builder
 from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.generation import as_prompt
-from crosstrain.utils.errors import UserError, explained
+from crosstrain.utils.errors import UserError, explained, printable
 from crosstrain.utils.files import open_regular
 from crosstrain.utils.optional_deps import require
 from crosstrain.utils.trust import limited_to
@@ -99,6 +99,7 @@ class ChatSession:
         if word == "image" and rest:
             self.images.append(_open(rest))
             self.waiting += 1
+            print(f"added {printable(rest)}; your next words are about {self.waiting} image(s)")
         elif text.strip() == "new":
             self.history, self.waiting = [], len(self.images)
         else:

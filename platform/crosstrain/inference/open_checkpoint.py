@@ -17,14 +17,15 @@ from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.weights import PretrainedWeights, load_shards
 from crosstrain.config.load import Config, load_config
 from crosstrain.config.registry import registry
-from crosstrain.config.run_options import RunOptions
+from crosstrain.config.run_options import DEFAULT_RUNNER, RunOptions
 from crosstrain.config.yaml_text import LARGEST_TREE
+from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.engine.build import make_model
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.meta_init import parameters_on_meta
 from crosstrain.utils.errors import CheckpointError, ConfigError, UserError, first_line, sentence
 from crosstrain.utils.resource_limits import OutOfTime, at_most
-from crosstrain.utils.trust import Trust, check_source, is_own, limited_to
+from crosstrain.utils.trust import Trust, check_source, is_own, limited_to, names_command
 
 # Limits of a model's constructor. The address space, beside the largest parameter, is hardly touched.
 _BUILDING_BYTES, _BUILDING_SECONDS = 1 << 30, 10.0
@@ -68,7 +69,7 @@ def _for_evaluation(saved: dict[str, Any], checkpoint: Path, own: bool) -> dict[
         if plugins := run.get("plugins"):
             named = ",".join(map(str, plugins)) if isinstance(plugins, list) else plugins
             note = (
-                f"note: {checkpoint} names plugin folders, which are code and not imported on a checkpoint's word; if "
+                f"note: {checkpoint} names plugins, which are code and not imported on a checkpoint's word; if "
                 f"you trust them: --options {shlex.quote(f'run.plugins=[{named}]')}"  # somebody may paste it
             )
             print(sentence(note), file=sys.stderr)
@@ -77,7 +78,7 @@ def _for_evaluation(saved: dict[str, Any], checkpoint: Path, own: bool) -> dict[
         if isinstance(run.get("num_workers"), int):
             run["num_workers"] = min(run["num_workers"], os.cpu_count() or 1)
         saved = saved | {"run": run}
-    if '"pipe:' in json.dumps(saved.get("datasets")):  # a text that begins so; sooner than when a shard is opened
+    if names_command(saved):  # sooner than when a shard is opened
         raise ConfigError(
             f"{checkpoint}: its data come from a command (pipe:...), which is not run on a checkpoint's word; "
             f"name a project file with --cfg-path"
@@ -90,17 +91,33 @@ def open_config(checkpoint: Path, cfg_path: str | None, options: list[str], trus
     return load_config(cfg_path, options) if cfg_path else saved_config(checkpoint, options, trust_data)
 
 
-def check_model(config: Config, checkpoint: Path, world_size: int) -> None:
-    """Check that the configured model has the checkpoint's parameters and that the runner can spread it over the ranks.
+def open_on_workers(
+    checkpoint: Path, cfg_path: str | None, options: list[str], trust_data: bool, nproc_per_node: int | None,
+    alone: bool = False,
+) -> tuple[Config, Launch]:  # fmt: skip
+    """Open a configuration and choose the workers that compute with its checked model: one, if `alone`.
 
-    Raises CheckpointError as `outline` does, and ConfigError for the layout and the number of ranks.
+    Where the runner needs another number than there are, and the user chose neither runner nor number, plain torch in
+    one process takes its place. Raises ConfigError as `open_config` does and for a layout that is not possible, and
+    CheckpointError as `outline` does.
     """
+    config = open_config(checkpoint, cfg_path, options, trust_data)
+    how = Launch.detect(nproc_per_node or (1 if alone else None), config.run.device)
+    if alone and how.world_size > 1:
+        raise UserError("--interactive: prompts are typed into one process; use --nproc-per-node 1")
     runner = registry.get("runner", config.run.runner.name)
     try:
-        runner.data_parallel_size(config.run.runner.options, world_size)
+        runner.data_parallel_size(config.run.runner.options, how.world_size)
     except ConfigError as error:
-        raise ConfigError(f"{error}; give --nproc-per-node N, or another runner: --options run.runner=ddp") from None
+        if nproc_per_node or how.joined or any(option.startswith("run.runner") for option in options):
+            hint = f"give --nproc-per-node N, or another runner: --options run.runner={DEFAULT_RUNNER}"
+            raise ConfigError(f"{error}; {hint}") from None
+        config = Config.from_plain(config.plain, [f"run.runner={DEFAULT_RUNNER}"], trust=config.trust)
+        how = Launch.detect(1, config.run.device)
+        print(sentence(f"note: {error}; one process computes instead, with plain torch"), file=sys.stderr)
+        runner = registry.get("runner", DEFAULT_RUNNER)
     runner.check_model(config.run.runner.options, outline(config, checkpoint))
+    return config, how
 
 
 def outline(config: Config, checkpoint: Path) -> Model:

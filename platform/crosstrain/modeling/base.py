@@ -228,6 +228,10 @@ class Model(nn.Module, ABC):
     def save_parts(self, folder: Path, names: set[str], read: ReadParameter) -> None:
         """Write files made of the trained parameters `names` (canonical), which a checkpoint then holds too; none."""
 
+    def parts(self) -> dict[str, tuple[str, Model]]:
+        """Models in this one that export can write alone, with the prefix of their canonical names; none."""
+        return {}
+
     def merges(self) -> dict[str, Merge]:
         """Merges that export makes, by canonical name; none by default."""
         return {}

@@ -11,6 +11,7 @@ from crosstrain.config.load import Config
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.planning.estimate import Estimate, Project, with_options
 from crosstrain.utils.errors import UserError
+from crosstrain.utils.program import command
 from crosstrain.utils.units import show_bytes
 
 # Slower ones later; `offload` takes fairscale and host memory.
@@ -32,7 +33,7 @@ def check_memory(project: Project, world_size: int, limit: int) -> None:
         advice = nearest(project, {}, world_size, limit)
         raise UserError(
             f"a rank would need {show_bytes(needed)} of memory, and its device has {show_bytes(limit)}"
-            f"{f'; {advice}' if advice else ''}; `crosstrain plan` shows other layouts, and --no-fit-check starts it"
+            f"{f'; {advice}' if advice else ''}; `{command('plan')}` shows other layouts, and --no-fit-check starts it"
         )
 
 

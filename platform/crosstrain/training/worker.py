@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import textwrap
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.splits import open_split
+from crosstrain.data.tokenizer import TOKENIZER
 from crosstrain.distributed.group import Group
 from crosstrain.distributed.launch.cluster_env import restart_reason
 from crosstrain.distributed.launch.signals import StopRequest
@@ -30,6 +32,8 @@ from crosstrain.training.state import restore, starting_point
 from crosstrain.training.trainer import Trainer
 from crosstrain.utils.assets import GENERATION_CONFIG, TOKENIZER_FILES, add_end_tokens, copy_files, plain_files
 from crosstrain.utils.logging import log, set_up_logging
+from crosstrain.utils.program import command
+from crosstrain.utils.trust import names_command
 
 
 def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
@@ -164,10 +168,23 @@ def _log_summary(trainer: Trainer) -> None:
     for sample in trainer.last_samples if trainer.last_validation else trainer.samples.draw():
         text = sample["prompt"] + sample["text"]
         log.info("sample of generated text:\n%s", textwrap.indent(text, "    | ", lambda _: True))
-    folder = trainer.folder
-    lines = [
-        ("checkpoint", f"{folder.checkpoints} (`crosstrain export` makes a Hugging Face folder of one)"),
-        *trainer.reporter.trackers.places(),
-        ("try it", f"python evaluate.py --checkpoint {folder.path} --interactive"),
-    ]
+    lines = [("checkpoint", trainer.folder.checkpoints), *trainer.reporter.trackers.places(), *_next_commands(trainer)]
     log.info("open next:\n%s", "\n".join(f"  {what:<12} {where}" for what, where in lines))
+
+
+def _next_commands(trainer: Trainer) -> list[tuple[str, str]]:
+    """Titles and commands that can work on this run, from the working directory."""
+    run, folder, dataset, tokenizer = trainer.run, trainer.folder, trainer.dataset, trainer.dataset.tokenizer_path
+    checkpoint: list[object] = ["--checkpoint", folder.path]
+    if run.plugins or names_command(trainer.config.plain):  # which are not taken from a checkpoint
+        checkpoint += ["--cfg-path", folder.config]
+    lines = []
+    if trainer.runner.model.predicts_tokens and tokenizer is not None and (tokenizer / TOKENIZER).is_file():
+        chat = ["--chat"] if dataset.end_tokens else []
+        lines.append(("try it", command("evaluate", *checkpoint, "--interactive", *chat)))
+        if all(find_spec(package) for package in ("uvicorn", "starlette", "pydantic")):
+            lines.append(("serve it", command("serve", *checkpoint)))
+    else:
+        lines.append(("evaluate it", command("evaluate", *checkpoint, "--splits", "train", "--max-samples", 100)))
+    output = folder.path / "export"
+    return lines if output.exists() else [*lines, ("export it", command("export", *checkpoint, "--output", output))]

@@ -66,6 +66,11 @@ def check_command(what: str) -> None:
         raise ConfigError(f"{what}: a command is not run on a checkpoint's word; name a project file with --cfg-path")
 
 
+def names_command(config: Mapping[str, Any]) -> bool:
+    """True for a configuration whose data come from a command."""
+    return '"pipe:' in json.dumps(config.get("datasets"))  # a text that begins so
+
+
 def signature(config: Mapping[str, Any]) -> str | None:
     """Return this user's signature of a run's configuration; None where no key can be kept.
 

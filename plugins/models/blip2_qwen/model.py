@@ -247,6 +247,9 @@ class Blip2Qwen(Model):
 
     # ---- life after training
 
+    def parts(self) -> dict[str, tuple[str, Model]]:
+        return {"language_model": (_PREFIXES["language_model"], self.language_model)}
+
     def merges(self) -> dict[str, Merge]:
         """The language model's, of its adapters."""
         prefix = _PREFIXES["language_model"]

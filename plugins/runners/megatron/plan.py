@@ -72,7 +72,7 @@ def shard_specs(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str]
         family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         raise ConfigError(
             f"run.runner.tensor_parallel: {family} has no plan that says how to cut its parameters; write one under "
-            f"run.runner.plan, as docs/megatron.md shows"
+            f"run.runner.plan, such as {{model.layers.*.mlp.up_proj: column, model.layers.*.mlp.down_proj: row}}"
         )
     cuts: dict[tuple[str, str], ShardSpec] = {}
     common, problem = 0, ""  # the greatest common divisor of all that ranks share

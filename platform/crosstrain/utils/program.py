@@ -1,0 +1,34 @@
+"""The command line of this program, for hints that name a command."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from crosstrain.utils.paths import home
+
+
+def command(verb: str, *arguments: object) -> str:
+    """Return the words that run a verb, or show `--help`, from the working directory, quoted for a shell.
+
+    They are train.py and evaluate.py of a checkout if one of them was called, else `crosstrain` if this environment has
+    that program, else `python -m crosstrain`.
+    """
+    called, script = Path(sys.argv[0]), Path(sys.executable).with_name("crosstrain")
+    in_checkout = called.name in ("train.py", "evaluate.py") and called.resolve().parent == home()
+    own = called.with_name(f"{verb}.py")
+    words: list[object] = [_as_typed(Path(sys.executable)), "-m", "crosstrain", verb]
+    if in_checkout and own.exists():
+        words = [words[0], own]
+    elif called.name != "__main__.py" and script.exists():
+        words = [_as_typed(script), verb]
+    elif in_checkout:  # which finds the package by itself
+        words = ["env", f"PYTHONPATH={home() / 'platform'}", *words]
+    return shlex.join(str(word) for word in (*words, *arguments))
+
+
+def _as_typed(program: Path) -> Path:
+    """Return the name alone where the shell finds this very program by it."""
+    return Path(program.name) if shutil.which(program.name) == str(program) else program
