@@ -36,6 +36,7 @@ FLOORS = (  # a package imports only from floors below its own
     {"monitor", "inference", "planning"},
     {"training", "serving"},
     {"comparison"},
+    {"api"},
     {"cli"},
     {"__main__"},
 )

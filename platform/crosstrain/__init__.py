@@ -1,7 +1,8 @@
 """Crosstrain: train the model that a YAML file names with the runner that the file names.
 
-The names below are for plugins: `from crosstrain import Runner, registry`. Each is imported when it is first asked for,
-so that importing this package imports neither torch nor anything else.
+The names below are for plugins, `from crosstrain import Runner, registry`, and for Python programs and notebooks,
+`crosstrain.train(...)`. Each is imported when it is first asked for, so that importing this package imports neither
+torch nor anything else.
 """
 
 import ast
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names for mypy and editors
+    from crosstrain.api.samples import samples
     from crosstrain.checkpoint.boxes import (
         Box,
         Piece,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors
         PositiveInt,
         Text,
     )
+    from crosstrain.config.load import Config, load_config
     from crosstrain.config.registry import registry
     from crosstrain.config.run_options import RunOptions
     from crosstrain.config.schema import Component, NoOptions, OptionError
@@ -36,6 +39,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     from crosstrain.corpus.reader import Chunk, Document, FileReader, Reader, Task
     from crosstrain.data.dataset import SPLITS, Dataset, ReadContext, Split
     from crosstrain.data.loader import MicroBatch
+    from crosstrain.data.sample_view import SampleView
     from crosstrain.data.vision.image_dataset import (
         Annotation,
         Example,

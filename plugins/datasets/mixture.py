@@ -122,7 +122,8 @@ class Mixture(VqaDataset):
 
     def location(self, index: int) -> str:
         part, inner = self._place(index)
-        return part.location(inner)
+        number = self.parts.index(part)
+        return f"part {number} ({self.options.parts[number].dataset.name}), {part.location(inner)}".rstrip(", ")
 
     def evaluation_index(self, place: int) -> int:
         k, n = self.order.place(place)

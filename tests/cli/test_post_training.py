@@ -60,10 +60,13 @@ def chats(workspace: Workspace) -> Workspace:
 
 
 def test_what_a_sample_trains_is_shown(chats: Workspace) -> None:
-    shown = crosstrain(chats.path, "prepare", "inspect", "--cfg-path", "project.yaml")
-    assert "sample 0 of 64, chats.jsonl:1\n" in shown
-    said = SAYS["red" if "red" in shown else "blue"]
-    assert f"<|im_start|>assistant\n«{said}<|im_end|>»" in shown
+    shown = crosstrain(chats.path, "samples", "--cfg-path", "project.yaml")
+    title, text = shown.split("\n", 1)
+    found = re.fullmatch(r"sample 0 of train, index (\d+) of 64, chats.jsonl:(\d+)", title)
+    assert found
+    assert int(found[2]) == int(found[1]) + 1
+    said = SAYS["red" if "red" in text else "blue"]
+    assert f"<|im_start|>assistant\n«{said}<|im_end|>»" in text
 
 
 @pytest.mark.slow

@@ -27,14 +27,14 @@ from crosstrain.inference.encoding import EncodingError, open_tokenizer
 from crosstrain.inference.generation import Sampling, generate
 from crosstrain.inference.open_checkpoint import saved_config
 from crosstrain.inference.vqa import (
-    TILE,
     Answer,
     answer_questions,
+    answer_sheet,
     answer_splits,
     caption_scores,
-    contact_sheet,
     score,
 )
+from crosstrain.utils.drawing import TILE
 from crosstrain.utils.errors import ConfigError, UserError
 from fixtures_ranks import mostly_slow, run_ranks, train
 from fixtures_shards import module_of
@@ -276,7 +276,7 @@ def test_cider_and_bleu_are_what_their_papers_say() -> None:
 def test_a_sheet_shows_pictures_with_answers(tmp_path: Path) -> None:
     image = Image.new("RGB", (10, 10), "red")
     shown = [(answer("no", "yes \N{SNOWMAN} " * 40), image) for _ in range(7)]
-    contact_sheet(shown, tmp_path / "sheet.png")
+    answer_sheet(shown, tmp_path / "sheet.png")
     sheet = Image.open(tmp_path / "sheet.png")
     assert sheet.size == (6 * TILE[0], 2 * TILE[1])
     assert sheet.getpixel((60, 60)) == (255, 0, 0)

@@ -21,6 +21,7 @@ VERBS = {
     "serve": "answer to OpenAI's interface and a web page from a checkpoint",
     "chat": "talk with a server on the command line",
     "export": "write a checkpoint as a plain Hugging Face model folder",
+    "samples": "show the samples of a project, with what is learned marked",
     "prepare": "turn text into tokens, or make a dataset's files",
     "compare": "prove that runners train alike, on your own project",
     "report": "one page about one or several runs: curves, timings, differences",

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import dataclass, fields
 from functools import reduce
 from pathlib import Path
 
 from crosstrain.config.bounds import FilePath
-from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Checker, defaults, options_class
 from crosstrain.config.sources import Origins, merge, plain_layer, read_options, read_yaml, resolve
 from crosstrain.corpus import tools
 from crosstrain.corpus.options import PrepareOptions
 from crosstrain.corpus.prepare import prepare
-from crosstrain.data.marked_text import marked_text
-from crosstrain.data.splits import open_split, prepare_data
-from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.utils import paths
 from crosstrain.utils.errors import UserError, printable
-from crosstrain.utils.rng import sample_rng
 
 _FLAGS = ("input", "output", "tokenizer", "train_tokenizer", "text_key", "separator", "min_tokens", "workers")
 
@@ -48,8 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-tokens", type=int, metavar="N", help="drop shorter documents")
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
     parser.add_argument("--shares", type=float, nargs="+", metavar="N", help="of split: the parts' shares")
-    parser.add_argument("--document", type=int, default=0, metavar="N",
-                        help="of inspect: number of the one to show; with --cfg-path, of the sample")  # fmt: skip
+    parser.add_argument("--document", type=int, default=0, metavar="N", help="of inspect: number of the one to show")
     parser.add_argument(
         "--options", nargs="+", default=[], metavar="KEY=VALUE", help="of the recipe, or of the named dataset"
     )
@@ -99,11 +92,9 @@ def _existing(arguments: argparse.Namespace) -> int:
     """Inspect, merge or split prepared folders."""
     verb, given = arguments.dataset, arguments.paths
     if verb == "inspect":
-        if arguments.cfg_path and not given:
-            print(_sample(arguments.cfg_path, arguments.options, arguments.document))
-            return 0
         if not given:
-            raise UserError("prepare inspect: name a prepared folder, or a Megatron prefix")
+            problem = "name a prepared folder, or a Megatron prefix; `crosstrain samples` shows what a project trains"
+            raise UserError(f"prepare inspect: {problem}")
         for path in given:
             print(printable(tools.inspect(path, arguments.document, arguments.tokenizer)))
         return 0
@@ -119,22 +110,6 @@ def _existing(arguments: argparse.Namespace) -> int:
     for folder, summary in made:
         print(f"{folder}: {summary.documents:,} documents, {summary.tokens:,} tokens")
     return 0
-
-
-def _sample(cfg_path: str, options: list[str], number: int) -> str:
-    """Describe a sample of a project's training data: its text, with what is learned marked."""
-    config = load_config(cfg_path, options)
-    prepare_data(config)
-    dataset = open_split(config, "train")
-    if not 0 <= number < len(dataset):
-        raise UserError(f"prepare inspect: --document {number}: the training data has {len(dataset)} samples")
-    if dataset.tokenizer_path is None:
-        raise UserError("prepare inspect: the dataset has no tokenizer, so its samples cannot be shown as text")
-    sample = dataset.get(number, sample_rng(config.run.seed, number))
-    where = dataset.location(number)
-    heading = f"sample {number} of {len(dataset)}" + (f", {where}" if where else "")
-    rows = marked_text(sample, load_tokenizer(dataset.tokenizer_path), colour=sys.stdout.isatty())
-    return "\n".join([printable(heading), *rows])
 
 
 def _prepare_dataset(name: str, output: str, options: list[str]) -> int:

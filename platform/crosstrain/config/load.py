@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import reduce
 from operator import getitem
@@ -51,7 +52,7 @@ class Config:
 
     @staticmethod
     def from_plain(
-        plain: Mapping[str, Any], options: Iterable[str] = (), label: str = "config", trust: Trust = Trust.COMMANDS
+        plain: Mapping[str, Any], options: sources.Overrides = (), label: str = "config", trust: Trust = Trust.COMMANDS
     ) -> Config:
         """Read a configuration that `plain` spells out, with overrides; only the overrides may name presets.
 
@@ -61,13 +62,21 @@ class Config:
         return replace(_Builder(spelled_out, overrides, presets=False).build(), trust=trust)
 
 
-def load_config(cfg_path: str | Path, options: Iterable[str] = ()) -> Config:
-    """Load the configuration of a project file, with `key=value` overrides from the command line.
+ProjectLike = str | os.PathLike[str] | Mapping[str, Any]  # a project file, or its content
 
-    Raises ConfigError, one sentence with file, line and key, for anything that is wrong with it, and
-    UserError when a component that it names needs a package that is not installed.
+
+def load_config(project: ProjectLike, options: sources.Overrides = ()) -> Config:
+    """Load the configuration of a project: a file, or a dict with the same sections; `options` overrides its keys.
+
+    `options`: `key=value` texts as on the command line, or a dict of values by dotted key. Raises ConfigError, one
+    sentence with file, line and key, for anything that is wrong with it, and UserError when a component that it names
+    needs a package that is not installed.
     """
-    return _Builder(sources.read_yaml(paths.find(cfg_path)), sources.read_options(options), presets=True).build()
+    if isinstance(project, Mapping):
+        base = sources.plain_layer("config", to_plain(project))
+    else:
+        base = sources.read_yaml(paths.find(project))
+    return _Builder(base, sources.read_options(options), presets=True).build()
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from crosstrain.config.schema import Key, nearest
+from crosstrain.config.schema import Key, nearest, to_plain
 from crosstrain.config.yaml_text import LARGEST_TREE, Unreadable, parse
 from crosstrain.utils import paths
 from crosstrain.utils.errors import ConfigError, first_line, sentence
@@ -85,22 +85,30 @@ def read_yaml(path: Path, at: Key = ()) -> Layer:
     return Layer(label, tree, dict(_lines(root, at)))
 
 
-def read_options(options: Iterable[str]) -> Layer:
-    """Parse command-line overrides `a.b=value`, the value in YAML; for the same key the last one counts."""
+Overrides = Iterable[str] | Mapping[str, Any]  # `a.b=value`, the value in YAML; or values by dotted key
+
+
+def read_options(options: Overrides) -> Layer:
+    """Read overrides, as the command line and Python give them; for the same key the last one counts."""
     tree: dict[str, Any] = {}
-    for option in options:
-        key, separator, text = option.partition("=")
-        if not separator or not all(part.strip() for part in key.split(".")):
-            raise ConfigError(f"{OPTIONS}: {option!r} is not of the form key=value, such as run.seed=1")
+    for key, value in options.items() if isinstance(options, Mapping) else map(_parse_option, options):
         parsed = OmegaConf.create()
         try:
-            OmegaConf.update(parsed, key, parse(text)[0])
+            OmegaConf.update(parsed, key, to_plain(value))
             tree = merge(tree, OmegaConf.to_container(parsed), names_replace=False)
-        except Unreadable as error:
-            raise ConfigError(sentence(f"{OPTIONS}: {key}: the value is {error}")) from error
         except OmegaConfBaseException as error:
             raise ConfigError(f"{OPTIONS}: {key}: {first_line(error)}") from error
     return plain_layer(OPTIONS, tree)
+
+
+def _parse_option(option: str) -> tuple[str, Any]:
+    key, separator, text = option.partition("=")
+    if not separator or not all(part.strip() for part in key.split(".")):
+        raise ConfigError(f"{OPTIONS}: {option!r} is not of the form key=value, such as run.seed=1")
+    try:
+        return key, parse(text)[0]
+    except Unreadable as error:
+        raise ConfigError(sentence(f"{OPTIONS}: {key}: the value is {error}")) from error
 
 
 def plain_layer(label: str, tree: dict[str, Any]) -> Layer:

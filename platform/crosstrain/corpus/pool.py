@@ -20,6 +20,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from crosstrain.config.registry import registry
 from crosstrain.utils.errors import DataError
+from crosstrain.utils.processes import main_hidden
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -76,7 +77,8 @@ class WorkerPool:
             file.flush()
             try:
                 for item in items:
-                    running.append(self._executor.submit(_work, file.name, item))
+                    with main_hidden():
+                        running.append(self._executor.submit(_work, file.name, item))
                     if len(running) >= 3 * self.workers:
                         yield running.popleft().result()
                 while running:

@@ -51,9 +51,10 @@ def inspect(path: str, document: int = 0, tokenizer: str | None = None) -> str:
         raise DataError(f"{path} has documents 0 to {file.num_documents - 1}, no document {document}")
     if spec is None:
         lines.append("nothing says which tokenizer made it; --tokenizer shows a document as text")
-    elif file.num_documents:
+    if file.num_documents:
         tokens = file.document(document)
-        text = load_tokenizer(spec).decode(tokens[:_SHOWN].tolist())
+        ids = tokens[:_SHOWN].tolist()
+        text = " ".join(map(str, ids)) if spec is None else load_tokenizer(spec).decode(ids)
         begins = ", begins" if len(tokens) > _SHOWN else ""
         lines.append(f"document {document}, {len(tokens):,} tokens{begins}:\n{text}")
     return "\n".join(lines)

@@ -82,6 +82,19 @@ def _batches(
         yield batch
 
 
+def step_numbers(plan: BatchPlan, start: int, left_out: Ranges | None = None) -> Iterator[list[int]]:
+    """Yield the sample numbers of each step on all ranks, without end, from `start` on."""
+    following = sample_numbers(start, left_out or [])
+    while True:
+        yield list(islice(following, plan.global_batch))
+
+
+def share_of_rank(plan: BatchPlan, dp_rank: int, numbers: list[int]) -> list[list[int]]:
+    """Return the micro batches of a data-parallel rank, of a step's sample numbers."""
+    size = plan.micro_batch
+    return [numbers[i : i + size] for i in range(dp_rank * size, len(numbers), plan.dp_size * size)]
+
+
 def training_steps(
     dataset: Dataset, plan: BatchPlan, *, seed: int, start: int, dp_rank: int, num_workers: int = 0,
     lengths: Iterator[int] | None = None, left_out: Ranges | None = None, num_targets: CountTargets = lambda _: 0,
@@ -92,20 +105,12 @@ def training_steps(
     left_out: sample numbers to skip.
     """
 
-    def step_numbers() -> Iterator[list[int]]:
-        following = sample_numbers(start, left_out or [])
-        while True:
-            yield list(islice(following, plan.global_batch))
-
-    def own(numbers: list[int]) -> list[list[int]]:
-        size = plan.micro_batch
-        return [numbers[i : i + size] for i in range(dp_rank * size, len(numbers), plan.dp_size * size)]
-
     dataset.begin(ReadContext(seed, start, dp_rank, plan.dp_size))
-    mine = chain.from_iterable(map(own, step_numbers()))  # read ahead of the steps below
+    own = partial(share_of_rank, plan, dp_rank)
+    mine = chain.from_iterable(map(own, step_numbers(plan, start, left_out)))  # read ahead of the steps below
     batches = _batches(dataset, seed, partial(dataset.training_index, seed), mine, num_workers)
     whole: Iterator[int | None] = repeat(None)
-    for all_numbers, length in zip(step_numbers(), lengths or whole, strict=False):
+    for all_numbers, length in zip(step_numbers(plan, start, left_out), lengths or whole, strict=False):
         step = Step()
         step.numbers = all_numbers
         for numbers in own(all_numbers):

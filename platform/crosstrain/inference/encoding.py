@@ -26,6 +26,7 @@ from crosstrain.checkpoint.manifest import read_json
 from crosstrain.data.tokenizer import CONFIG, load_tokenizer, stored_tokenizer
 from crosstrain.utils.assets import GENERATION_CONFIG, end_tokens
 from crosstrain.utils.errors import CheckpointError, ConfigError, UserError, first_line, sentence
+from crosstrain.utils.processes import main_hidden
 
 Kind = Literal["text", "chat", "words"]
 _SECONDS = 4.0  # for one prompt
@@ -166,7 +167,8 @@ class Encoders:
         context = multiprocessing.get_context("spawn")
         self._control, theirs = context.Pipe()
         self._host = context.Process(target=_host, args=(self._checkpoint, theirs), name="encoding", daemon=True)
-        self._host.start()
+        with main_hidden():
+            self._host.start()
         self._loaded = False
         theirs.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ from crosstrain.engine.runner import Runner
 from crosstrain.inference.detokenizer import TextStream
 from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.generation import Sampling, Sequence, as_prompt, decode
+from crosstrain.utils.drawing import contact_sheet
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.logging import log
 from crosstrain.utils.optional_deps import require
@@ -27,9 +27,6 @@ _LONG = 4  # words: longer answers are also scored as captions
 _BATCH = 64  # questions that are answered together
 _BLOCK = 32  # consecutive samples of one rank; batches do not cross blocks, so they do not depend on the ranks
 _ON_SHEET = 48  # images
-_SIDE, _COLUMNS = 144, 6  # pixels of an image, images in a row
-_LINES, _WIDTH, _HEIGHT = 2, 24, 13  # lines of each text, letters in a line, pixels of a line
-TILE = (_SIDE + 8, _SIDE + 3 * _LINES * _HEIGHT + 8)  # pixels of an image with its texts
 
 
 @dataclass(frozen=True)
@@ -177,7 +174,7 @@ def answer_splits(
         if job["sheet"] and is_main:
             pictures += _pictures(dataset, answers, _ON_SHEET // len(job["answers"]))
     if job["sheet"] and is_main:
-        contact_sheet(pictures, job["sheet"])
+        answer_sheet(pictures, job["sheet"])
         log.info("pictures with answers are in %s", job["sheet"])
     return results
 
@@ -210,23 +207,14 @@ def _pictures(dataset: VqaDataset, answers: list[Answer], most: int) -> list[tup
     return found[:most]
 
 
-def contact_sheet(shown: list[tuple[Answer, Any]], path: Path) -> None:
+def answer_sheet(shown: list[tuple[Answer, Any]], path: Path) -> None:
     """Draw answers with their PIL images: a right answer is green, a wrong one red, the truth below it grey.
 
     Long texts are cut; the predictions in JSON are whole.
     """
-    image, draw_module = require("PIL.Image", "--sheet"), require("PIL.ImageDraw", "--sheet")
-    rows = max(1, -(-len(shown) // _COLUMNS))
-    sheet = image.new("RGB", (_COLUMNS * TILE[0], rows * TILE[1]), "white")
-    draw = draw_module.Draw(sheet)
-    for i, (answer, picture) in enumerate(shown):
-        x, y = i % _COLUMNS * TILE[0] + 4, i // _COLUMNS * TILE[1]
-        sheet.paste(picture.resize((_SIDE, _SIDE), image.NEAREST), (x, y + 2))
-        y += _SIDE + 4
-        question = answer.question.replace("<image>", "").strip()
+    tiles = []
+    for answer, picture in shown:
         text = (answer.text or "(nothing)", "darkgreen" if answer.right else "red")
-        for words, colour in ((question, "black"), text, (answer.truth, "grey")):
-            for line in textwrap.wrap(words, _WIDTH, max_lines=_LINES, placeholder=" ..."):
-                draw.text((x, y), line, fill=colour)
-                y += _HEIGHT
-    sheet.save(path)
+        question = answer.question.replace("<image>", "").strip()
+        tiles.append((picture, [(question, "black"), text, (answer.truth, "grey")]))
+    contact_sheet(tiles, path)

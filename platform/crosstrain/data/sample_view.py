@@ -1,0 +1,106 @@
+"""A sample for a person to see: where it comes from, its text with the trained tokens marked, its pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from crosstrain.data.tokenizer import TextTokenizer
+from crosstrain.data.vision.conversations import IMAGE, IMAGE_ID, SHARED
+from crosstrain.utils.errors import printable
+from crosstrain.utils.optional_deps import require
+from crosstrain.utils.types import IGNORE_INDEX, Sample
+
+_GREEN, _DIM, _PLAIN = "\x1b[1;32m", "\x1b[2m", "\x1b[0m"
+_OF_TOKENS = ("input_ids", "labels", "position_ids", "segments", "rows")
+_SHOWN = 16  # numbers of another array
+
+_Token = tuple[int, bool, str]  # id, trained, and the line before it where something else begins
+
+
+@dataclass(frozen=True)
+class SampleView:
+    """A sample as the model is given it. `print` shows it, trained tokens in «»."""
+
+    title: str  # its number, index and origin
+    data: Mapping[str, Any]  # arrays, as `Dataset.get` returns them; of a shortened sample those of a batch of it alone
+    tokenizer: TextTokenizer | None
+
+    @property
+    def rows(self) -> list[Sample]:
+        """The sequences of tokens in the sample; none for data that are not tokens."""
+        if "rows" in self.data or "input_ids" not in self.data:
+            return self.data.get("rows", [])
+        keys = [key for key in _OF_TOKENS if key in self.data]
+        arrays = {key: np.atleast_2d(np.asarray(self.data[key])) for key in keys}
+        return [{key: arrays[key][row] for key in keys} for row in range(len(arrays["input_ids"]))]
+
+    def text(self, *, ids: bool = False, colour: bool = False) -> str:
+        """The tokens of each row as text, or as `ids`, the trained ones in «» or green; then the other arrays."""
+        decode = self.tokenizer.decode if self.tokenizer and not ids else None
+        lines = []
+        for number, row in enumerate(self.rows):
+            lines += [f"--- row {number}"] if len(self.rows) > 1 else []
+            lines.append(_marked(list(_tokens(row)), decode, colour))
+        for key in self.data.keys() - {*_OF_TOKENS}:
+            values = np.asarray(self.data[key])
+            shown = values.tolist() if values.size <= _SHOWN else f"{values.dtype} {list(values.shape)}"
+            lines.append(f"{key}: {shown}")
+        return "\n".join(lines)
+
+    @property
+    def pictures(self) -> list[Any]:
+        """PIL images of what a vision encoder is given, each stretched to the full range of grey values."""
+        made, image = [], require("PIL.Image", "showing pictures")
+        given = np.asarray(self.data.get("pixel_values", np.empty((0, 3, 1, 1))))
+        for pixels in given.reshape(-1, *given.shape[-3:]):
+            stretched = (pixels - pixels.min()) * (255 / max(np.ptp(pixels), 1e-6))
+            made.append(image.fromarray(stretched.round().astype(np.uint8).transpose(1, 2, 0)))
+        return made
+
+    def __repr__(self) -> str:
+        return f"{printable(self.title)}\n{self.text()}"
+
+
+def _tokens(row: Sample) -> Iterator[_Token]:
+    """Yield the tokens of a row, and the targets that no input holds. A label is the token after its place."""
+    ids, labels = (np.asarray(row[key]).tolist() if key in row else [] for key in ("input_ids", "labels"))
+    labels = labels or [IGNORE_INDEX] * len(ids)
+    begins = _beginnings(row, len(ids))
+    if ids:
+        yield ids[0], False, ""
+    for place, (label, following) in enumerate(zip(labels, [*ids[1:], None], strict=True)):
+        learned, begin = label != IGNORE_INDEX, begins.get(place + 1, "")
+        if learned and (begin or following is None):  # the last of its document
+            yield label, True, ""
+        if following is not None:
+            yield following, learned and not begin, begin
+
+
+def _beginnings(row: Sample, length: int) -> dict[int, str]:
+    """Return the places at which another document, or another conversation about the same images, begins."""
+    if "segments" in row:
+        segments = np.asarray(row["segments"]).tolist()
+        changes = (i for i in range(1, length) if SHARED != segments[i - 1] != segments[i])
+        return dict.fromkeys(changes, "next conversation about the same")
+    positions = np.asarray(row.get("position_ids", ()))
+    return dict.fromkeys(np.flatnonzero(positions[1:] == 0) + 1, "next document")
+
+
+def _marked(tokens: Iterable[_Token], decode: Callable[[list[int]], str] | None, colour: bool) -> str:
+    text = ""
+    for (trained, begin, is_image), group in groupby(tokens, lambda token: (*token[1:], token[0] == IMAGE_ID)):
+        ids = [token for token, _, _ in group]
+        words = printable(decode(ids)) if decode and not is_image else " ".join(map(str, ids))
+        part = IMAGE if is_image else words
+        if colour:
+            part = f"{_GREEN if trained else _DIM}{part}{_PLAIN}"
+        elif trained:
+            part = f"«{part}»"
+        between = "" if decode or not text else " "
+        text += f"\n--- {begin}\n{part}" if begin else between + part
+    return text

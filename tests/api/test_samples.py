@@ -1,0 +1,179 @@
+"""What a person is shown of the data: text with the trained tokens marked, origins, pictures, and who is given what."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import crosstrain
+from conftest import Workspace
+from crosstrain.cli.main import main
+from crosstrain.config.batch import BatchPlan
+from crosstrain.data.loader import training_steps
+from crosstrain.data.splits import open_split
+from crosstrain.data.tokenizer import load_tokenizer
+from crosstrain.utils.drawing import TILE
+from crosstrain.utils.types import IGNORE_INDEX
+from fixtures_chat import SHAPES, write_tokenizer
+from fixtures_vision import mixed_project, shapes, write_project
+
+
+def marked(view: Any) -> str:
+    """The trained tokens as text, by the sample's labels."""
+    tokens = [int(t) for row in view.rows for t in row["labels"] if t != IGNORE_INDEX]
+    return view.tokenizer.decode(tokens)
+
+
+def test_text_and_its_origin(workspace: Workspace) -> None:
+    views = crosstrain.samples(workspace.project, "train", [0, 5])
+    config = crosstrain.load_config(workspace.project)
+    dataset = open_split(config, "train")
+    tokenizer = load_tokenizer(dataset.tokenizer_path)
+    for number, view in zip([0, 5], views, strict=True):
+        index = dataset.training_index(config.run.seed, number)
+        sample = dataset.get(index, np.random.default_rng(0))
+        assert np.array_equal(view.data["input_ids"], sample["input_ids"])
+        title = f"sample {number} of train, index {index} of {len(dataset)}, {dataset.location(index)}"
+        first, rest = tokenizer.decode(sample["input_ids"][:1]), tokenizer.decode(sample["labels"])
+        assert repr(view) == f"{title}\n{first}«{rest}»"
+    assert crosstrain.samples(workspace.project, "val")[0].title.startswith("sample 0 of val, index 0 of ")
+
+
+def test_tokens_without_a_tokenizer_are_ids(workspace: Workspace, dataset: Path) -> None:
+    prefix = workspace.path / "megatron"
+    for ending in (".bin", ".idx"):
+        prefix.with_suffix(ending).write_bytes((dataset / f"tokens{ending}").read_bytes())
+    view = crosstrain.samples(workspace.project, options={"datasets.tiny.path": prefix})[0]
+    ids, labels = view.data["input_ids"].tolist(), view.data["labels"].tolist()
+    assert view.text() == f"{ids[0]} «{' '.join(map(str, labels))}»"
+    same = crosstrain.samples(workspace.project)[0]
+    assert same.text(ids=True) == view.text() != same.text()
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> dict[str, Any]:
+    rng = random.Random(0)
+    rows = [
+        {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": "hello " * n}]}
+        for n in (rng.randrange(1, 9) for _ in range(20))
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = [{"prompt": "which", "chosen": "cat", "rejected": "mat"}] * 4
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", SHAPES["chatml"].template)
+    run = {"output_dir": str(tmp_path / "out"), "max_iters": 1, "micro_batch_size": 2, "init_lr": 1e-3}
+    data = {"name": "chat", "path": str(tmp_path / "chats.jsonl"), "tokenizer": str(tokenizer), "seq_length": 128}
+    return {"model": {"arch": "gpt2", "model_type": "tiny"}, "datasets": {"chats": data}, "run": run}
+
+
+def test_conversations_show_the_answer_that_is_learned(chats: dict[str, Any], tmp_path: Path) -> None:
+    for view in crosstrain.samples(chats, numbers=range(20)):
+        asked, answer = view.text().split("<|im_start|>assistant\n")
+        assert asked.startswith("<|im_start|>user\nsay ")
+        assert answer == f"«{marked(view)}»"
+        assert f"{tmp_path}/chats.jsonl:" in view.title
+
+
+def test_packed_conversations_are_set_apart(chats: dict[str, Any]) -> None:
+    view = crosstrain.samples(chats, options={"datasets.chats.packing": True})[0]
+    parts = view.text().split("\n--- next document\n")
+    assert len(parts) == view.title.count("chats.jsonl:") > 1
+    assert all(part.startswith("<|im_start|>user\n") and part.count("«") == 1 for part in parts)
+
+
+def test_pairs_are_shown_answer_by_answer(chats: dict[str, Any], tmp_path: Path) -> None:
+    chats["datasets"]["chats"] |= {"name": "preference", "path": str(tmp_path / "pairs.jsonl")}
+    shown = crosstrain.samples(chats)[0].text()
+    assert "--- row 0\n<|im_start|>user\nwhich<|im_end|>\n<|im_start|>assistant\n«cat<|im_end|>»" in shown
+    assert "--- row 1\n<|im_start|>user\nwhich<|im_end|>\n<|im_start|>assistant\n«mat<|im_end|>»" in shown
+    assert shown.endswith("preferred: [1, -1]")
+
+
+def test_a_mixture_names_the_part(workspace: Workspace) -> None:
+    text = workspace.config["datasets"]["tiny"]
+    workspace.config["datasets"] = {
+        "all": {"name": "mixture", "parts": [{"dataset": text, "ratio": 1}, {"dataset": text, "ratio": 3}]}
+    }
+    titles = [view.title for view in crosstrain.samples(workspace.config, numbers=range(40))]
+    assert [sum(f", part {k} (text), document" in title for title in titles) for k in (0, 1)] == [10, 30]
+
+
+def test_pictures_are_drawn_with_question_and_answer(
+    home: Path, words: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    project = write_project(home / "project.yaml", shapes(home))
+    arguments = ["samples", "--cfg-path", str(project), "--number", "0", "1", "2"]
+    assert main([*arguments, "--sheet", "sheet.png"]) == 0
+    out = capsys.readouterr().out
+    assert "train-000000.tar: " in out
+    assert out.count("<image>") == out.count("pixel_values: float32 [1, 3, 16, 16]") == 3
+    sheet = Image.open(home / "sheet.png")
+    assert sheet.size == (6 * TILE[0], TILE[1])
+    assert sheet.getpixel((3 * TILE[0] + 60, 60)) == (255, 255, 255) != sheet.getpixel((2 * TILE[0] + 60, 60))
+
+    mixed = mixed_project(home, words)
+    found = sorted(len(view.pictures) for view in crosstrain.samples(mixed, numbers=range(12)))
+    assert found == [0, 0, 0, 0, 1, 1, 1, 1, 3, 3, 3, 3]
+    only_text = next(n for n in range(12) if not crosstrain.samples(mixed, numbers=[n])[0].pictures)
+    assert main(["samples", "--cfg-path", str(mixed), "--number", str(only_text), "--sheet", "no.png"]) == 1
+    assert "no picture" in capsys.readouterr().err
+
+
+def test_data_that_are_no_tokens_are_shown_as_arrays(workspace: Workspace) -> None:
+    (workspace.path / "plugins").mkdir()
+    (workspace.path / "plugins" / "points.py").write_text(
+        "import numpy as np\nfrom crosstrain import Dataset, registry\n@registry.register_dataset('points')\n"
+        "class Points(Dataset):\n    def __len__(self):\n        return 9\n"
+        "    def get(self, index, rng):\n        return {'x': np.full(2, index), 'y': np.zeros((5, 5), np.float32)}\n"
+    )
+    workspace.config["datasets"] = {"points": {"name": "points"}}
+    workspace.config["run"]["plugins"] = [str(workspace.path / "plugins")]
+    view = crosstrain.samples(workspace.config, "val", [7])[0]
+    assert set(view.text().split("\n")) == {"x: [7, 7]", "y: float32 [5, 5]"}
+
+
+@pytest.mark.parametrize("curriculum", [None, {"start": 8, "steps": 4}])
+def test_a_rank_is_shown_what_training_gives_it(workspace: Workspace, curriculum: dict[str, int] | None) -> None:
+    workspace.config["run"] |= {"global_batch_size": 12, "micro_batch_size": 2, "curriculum": curriculum}
+    config = crosstrain.load_config(workspace.config)
+    dataset = open_split(config, "train")
+    for world, step in ((1, 1), (2, 3), (3, 2), (6, 5)):
+        plan = BatchPlan.of(config.run, world)
+        everyone: list[str] = []
+        for rank in range(world):
+            lengths = (config.run.curriculum.length(s, 32) for s in range(1, 9)) if config.run.curriculum else None
+            steps: Iterator[Any] = training_steps(
+                dataset, plan, seed=config.run.seed, start=0, dp_rank=rank, lengths=lengths
+            )
+            trained = next(islice(steps, step - 1, None))
+            views = crosstrain.samples(workspace.config, step=step, rank=rank, nproc_per_node=world)
+            rows = [row for micro_batch in trained for row in micro_batch.data["input_ids"].tolist()]
+            assert [np.atleast_2d(view.data["input_ids"])[0].tolist() for view in views] == rows
+            everyone += [view.title.split(", ")[3].split()[1] for view in views]
+        assert sorted(map(int, everyone)) == trained.numbers
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--split", "tain"], "there is no split 'tain'; the splits are train, val, test"),
+        (["--split", "val", "--step", "1"], "--step: 1 of val; only train has steps"),
+        (["--split", "val", "--number", "0", "100000"], "--number: 100000 is none of the"),
+        (["--number", "-1"], "--number: -1 is none"),
+        (["--number", "1", "--step", "1"], "--number, --step: give one of them"),
+        (["--step", "1", "--rank", "2", "--nproc-per-node", "2"], "--rank: 2 is none of the 2 data-parallel ranks"),
+        (["--step", "1", "--nproc-per-node", "3"], "nearest valid global_batch_size"),
+    ],
+)
+def test_mistakes(workspace: Workspace, capsys: pytest.CaptureFixture[str], flags: list[str], expected: str) -> None:
+    assert main(["samples", "--cfg-path", str(workspace.project), *flags]) == 1
+    assert expected in capsys.readouterr().err
