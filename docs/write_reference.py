@@ -5,21 +5,17 @@ Options are read from the dataclasses that the checker of configurations uses; t
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import inspect
 import io
 import json
 import re
-import textwrap
-import tokenize
 import types
 from collections.abc import Iterator
-from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
+from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from annotated_types import Ge, GroupedMetadata, Gt, Le, Lt, MinLen
 from sphinx.application import Sphinx
@@ -27,10 +23,11 @@ from sphinx.util import logging
 
 import crosstrain
 from crosstrain.cli.main import VERBS, parse
+from crosstrain.config.describe import meanings, options
 from crosstrain.config.load import preset_files
 from crosstrain.config.registry import KINDS, registry
 from crosstrain.config.run_options import RunOptions
-from crosstrain.config.schema import Component, NoOptions, defaults, options_class
+from crosstrain.config.schema import Component, NoOptions, options_class
 from crosstrain.utils.errors import UserError
 
 FOLDER = Path(__file__).parent / "reference"
@@ -112,8 +109,8 @@ def kind_page(kind: str) -> str:
             log.warning("%s %s: %s", kind, name, error)
             continue
         parts.append(docstring(component))
-        options = options_class(kind, component)
-        parts.append("It has no options.\n" if options is NoOptions else table(options))
+        cls = options_class(kind, component)
+        parts.append("It has no options.\n" if cls is NoOptions else table(cls))
     if presets := preset_files(kind):
         parts.append("## Presets\n\n| name | meaning |\n|---|---|")
         first_lines = {name: file.read_text().splitlines()[0].lstrip("# ") for name, file in presets.items()}
@@ -127,26 +124,20 @@ def docstring(component: Any) -> str:
     return re.sub(r"(?m)^((?:    .*\n?)+)", r"```text\n\1```\n", text) + "\n"
 
 
-def table(options: type) -> str:
+def table(cls: type) -> str:
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    lines += [f"| `{r.key}` | {escape(r.type)} | {escape(r.default)} | {escape(r.meaning)} |" for r in rows(options)]
+    lines += [f"| `{r.key}` | {escape(r.type)} | {escape(r.default)} | {escape(r.meaning)} |" for r in rows(cls)]
     return "\n".join(lines) + "\n"
 
 
-def rows(options: type, prefix: str = "") -> Iterator[Row]:
+def rows(cls: type, prefix: str = "") -> Iterator[Row]:
     """Yield the options of a dataclass; those of one inside it follow, with its key in front."""
-    hints, given, said = get_type_hints(options, include_extras=True), defaults(options), meanings(options)
-    for field in fields(options):
-        if not field.init:
-            continue
-        hint = hints[field.name]
-        inner = next((h for h in (hint, *get_args(hint)) if isinstance(h, type) and is_dataclass(h)), None)
-        inner = None if inner is Component else inner
-        required = field.default is MISSING and field.default_factory is MISSING
-        default = "" if inner and given.get(field.name) else plain(given.get(field.name))
-        yield Row(prefix + field.name, in_words(hint), "required" if required else default, said.get(field.name, ""))
-        if inner:
-            yield from rows(inner, f"{prefix}{field.name}.")
+    for option in options(cls):
+        default = "" if option.inner and option.default else plain(option.default)
+        default = "required" if option.required else default
+        yield Row(prefix + option.name, in_words(option.hint), default, option.meaning)
+        if option.inner:
+            yield from rows(option.inner, f"{prefix}{option.name}.")
 
 
 def plain(value: Any) -> str:
@@ -180,34 +171,6 @@ def bounds(constraints: tuple[Any, ...]) -> Iterator[str]:
                 begun = True
             elif isinstance(each, MinLen) and each.min_length:
                 yield ", not empty"
-
-
-def meanings(options: type) -> dict[str, str]:
-    """Return the comments beside or above the fields of a dataclass and of those that it extends."""
-    found: dict[str, str] = {}
-    for cls in reversed(options.__mro__):
-        with contextlib.suppress(OSError, TypeError):  # made by a program, or built in: no source
-            found |= _comments(cls)
-    return found
-
-
-@cache
-def _comments(cls: type) -> dict[str, str]:
-    source = textwrap.dedent(inspect.getsource(cls))
-    lines = source.splitlines()
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
-    found = {}
-    for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-            continue
-        above, line = [], node.lineno - 1
-        while line in comments and lines[line - 1].lstrip().startswith("#"):
-            above.insert(0, comments[line])
-            line -= 1
-        said = " ".join([*above, comments.get(node.end_lineno or node.lineno, "")])
-        found[node.target.id] = said.removesuffix("  # fmt: skip").strip()
-    return found
 
 
 def escape(text: str) -> str:

@@ -9,6 +9,9 @@ from typing import Any
 
 import yaml
 
+from conftest import Workspace
+from crosstrain.config.load import load_config
+
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 7, -7, 10**6, 10**12 + 1, 2**31, 2**62, 2**63, -(2**63), 10**30, 10**400,
     0.0, 0.5, 1.5, -0.5, 1e-300, 1e308, -1e308, math.inf, -math.inf, math.nan,
@@ -32,6 +35,21 @@ DAMAGE = [
 NAMES = ["x", 3, None, True, 1.5, "name", "path", "y" * 300, "a.b", "\u202e"]
 
 Key = tuple[str | int, ...]
+
+
+def spelled_out(workspace: Workspace, *options: str) -> dict[str, Any]:
+    """The workspace's project with every default written down, and with what is null by default."""
+    tree = load_config(workspace.project, options).plain
+    tree["run"] |= {"curriculum": {"start": 8, "steps": 4}, "profile": {"steps": [1, 2], "ranks": [0]}, "freeze": []}
+    tree["run"]["on_bad_step"] |= {"spike": 4.0}
+    del tree["model"]["pretrained"]  # absent folders are another test's
+    return tree
+
+
+def bases(workspace: Workspace) -> list[dict[str, Any]]:
+    zero = spelled_out(workspace, "run.runner=zero2", "run.optimizer={name: sgd, momentum: 0.9}", "run.amp=bf16")
+    plain = spelled_out(workspace, "run.eval_interval=5", "run.save_interval=5", "run.warmup_fraction=0.1")
+    return [plain, plain, zero, copy.deepcopy(workspace.config)]
 
 
 def keys(tree: Any, at: Key = ()) -> list[Key]:

@@ -51,9 +51,9 @@ class ImageText(ImageDataset):
 
         vis_processor: Processors = field(default_factory=lambda: processors("image_train", "image_eval"))
         text_processor: Processors = field(default_factory=lambda: processors("captions", "captions"))
-        train: Text | list[Text] | None = None  # such as data/laion/{00000..00099}.tar
-        val: Text | list[Text] | None = None
-        test: Text | list[Text] | None = None
+        train: Text | list[Text] | None = None  # shards of the split, such as data/laion/{00000..00099}.tar
+        val: Text | list[Text] | None = None  # shards of the split
+        test: Text | list[Text] | None = None  # shards of the split
         cache: FilePath | None = None  # folder of indexes and copies of remote shards; None: $XDG_CACHE_HOME/crosstrain
         prepare: PackOptions | None = None  # how to make the shards when there are none
         streaming: bool = False  # the train split is read as it comes, without index, copy and exact resume

@@ -37,7 +37,7 @@ from .mixing import MixtureOrder, quantise
 class MixturePart:
     """A dataset and its share of the samples."""
 
-    dataset: Annotated[Component, "dataset"]
+    dataset: Annotated[Component, "dataset"]  # any dataset of the registry
     ratio: PositiveFloat | None = None  # relative to the others'; None in all parts: in proportion to their sizes
 
 
@@ -54,7 +54,7 @@ class Mixture(VqaDataset):
     class Options:
         """Datasets to mix."""
 
-        parts: Annotated[list[MixturePart], MinLen(1)]
+        parts: Annotated[list[MixturePart], MinLen(1)]  # datasets and their shares
 
         def __post_init__(self) -> None:
             given = [part.ratio for part in self.parts]

@@ -31,8 +31,8 @@ class PackOptions:
     annotations: FilePath  # a JSON file in LLaVA's or MiniGPT-4's layout
     output: FilePath  # folder of train-NNNNNN.tar, val-NNNNNN.tar and test-NNNNNN.tar
     val: Annotated[float, Interval(ge=0, lt=1)] = 0.0  # share of the samples that go to val, the first ones
-    test: Annotated[float, Interval(ge=0, lt=1)] = 0.0  # and to test, the next ones
-    samples_per_shard: PositiveInt = 10_000
+    test: Annotated[float, Interval(ge=0, lt=1)] = 0.0  # share of the samples that go to test, the next ones
+    samples_per_shard: PositiveInt = 10_000  # in each .tar file
 
     def __post_init__(self) -> None:
         if self.val + self.test >= 1:

@@ -48,12 +48,12 @@ class TextDataset(Dataset):
 
         path: FilePath  # a prepared folder, or Megatron's files: their prefix (data/meg-gpt2_text_document) or folder
         seq_length: Annotated[int, Interval(ge=1, le=2**30)]  # tokens per sample
-        # train, val, test, by documents
+        # shares of train, val, test, by documents
         split: list[Annotated[float, Interval(ge=0, le=10**12)]] = field(default_factory=lambda: [949.0, 50.0, 1.0])
         document_mask: bool = False  # True: documents of a sample do not see each other
         tokenizer: FilePath | None = None  # a name or a path; a prepared folder has its own
-        vocab_file: FilePath | None = None  # GPT-2's vocab.json and ...
-        merge_file: FilePath | None = None  # ... merges.txt instead of `tokenizer`
+        vocab_file: FilePath | None = None  # GPT-2's vocab.json, with merge_file instead of `tokenizer`
+        merge_file: FilePath | None = None  # GPT-2's merges.txt
         prepare: PrepareOptions | None = None  # how to make `path` when it does not exist
 
         def __post_init__(self) -> None:

@@ -27,11 +27,11 @@ class GPT2(TransformersModel):
         published: ClassVar = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 
         pretrained: Text | None = None  # a Hugging Face name or folder to start from
-        vocab_size: Size | None = None  # 50257
+        vocab_size: Size | None = None  # ids; 50257
         n_positions: Size | None = None  # longest sequence, in tokens; 1024
         n_embd: Size | None = None  # hidden size; 768
-        n_layer: Layers | None = None  # 12
-        n_head: Size | None = None  # 12
+        n_layer: Layers | None = None  # blocks; 12
+        n_head: Size | None = None  # heads of each block; 12
         dropout: DropRate = 0.1  # of embeddings, residuals and attention alike
         make_vocab_size_divisible_by: Size = 128  # embedding rows are padded to this; the padding shows nowhere
         attention: Attention = "sdpa"  # transformers' attention implementation

@@ -37,18 +37,18 @@ class Qwen(TransformersModel):
 
         pretrained: Text | None = None  # a Hugging Face name or folder to start from, which says the family too
         family: Literal["qwen2", "qwen3"] = "qwen2"  # Qwen2.5 is qwen2; qwen3 normalises queries and keys
-        vocab_size: Size | None = None
-        hidden_size: Size | None = None
+        vocab_size: Size | None = None  # ids
+        hidden_size: Size | None = None  # width
         intermediate_size: Size | None = None  # width of the MLP
-        num_hidden_layers: Layers | None = None
-        num_attention_heads: Size | None = None
+        num_hidden_layers: Layers | None = None  # blocks
+        num_attention_heads: Size | None = None  # of queries
         num_key_value_heads: Size | None = None  # each serves num_attention_heads / num_key_value_heads queries
         head_dim: Size | None = None  # qwen3 alone; qwen2's is hidden_size / num_attention_heads
         max_position_embeddings: Size | None = None  # longest sequence, in tokens
         rope_theta: PositiveFloat | None = None  # base of the rotary frequencies
-        tie_word_embeddings: bool | None = None
+        tie_word_embeddings: bool | None = None  # the head is the embedding
         initializer_range: PositiveFloat | None = None  # standard deviation of initial weights
-        attention_dropout: DropRate = 0.0
+        attention_dropout: DropRate = 0.0  # of attention weights
         make_vocab_size_divisible_by: Size = 128  # embedding rows are padded to this; the padding shows nowhere
         attention: Attention = "sdpa"  # transformers' attention implementation
 

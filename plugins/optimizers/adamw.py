@@ -21,8 +21,8 @@ class AdamW(torch.optim.AdamW):
     class Options:
         """Options of `run.optimizer`; learning rate and decay are `run.init_lr` and `run.weight_decay`."""
 
-        betas: tuple[Beta, Beta] = (0.9, 0.999)
-        eps: Annotated[float, Interval(gt=0, le=1)] = 1e-8
+        betas: tuple[Beta, Beta] = (0.9, 0.999)  # decay of the averages of gradients and of their squares
+        eps: Annotated[float, Interval(gt=0, le=1)] = 1e-8  # added to the square root
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, options: Options) -> None:
         super().__init__(groups, lr=lr, betas=tuple(options.betas), eps=options.eps, fused=True)

@@ -19,8 +19,8 @@ class SGD(torch.optim.SGD):
     class Options:
         """Options of `run.optimizer`; learning rate and decay are `run.init_lr` and `run.weight_decay`."""
 
-        momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.0
-        nesterov: bool = False
+        momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.0  # decay of the sum of gradients
+        nesterov: bool = False  # look ahead by the momentum
 
         def __post_init__(self) -> None:
             if self.nesterov and not self.momentum:

@@ -61,7 +61,8 @@ class _Options:
     encoder: Text | None = None  # a timm model, whose published size, mean and deviation are the defaults
     image_size: Annotated[int, Interval(ge=1, le=8192)] | None = None  # height and width; 224 without an encoder
     mean: list[Fraction] | None = None  # per channel, of values from 0 to 1; ImageNet's without an encoder
-    std: list[Share] | None = None
+    std: list[Share] | None = None  # standard deviation per channel
+    # when the size changes; None: the encoder's, or bicubic
     interpolation: Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"] | None = None
 
     def __post_init__(self) -> None:

@@ -115,7 +115,7 @@ class Questions:
 
         key: Text = "questions"  # a list of {question, answer, kind}
         caption_key: Text | None = "caption"  # a caption to go with them; None: no captions
-        caption_prompt: Text = "describe the image"
+        caption_prompt: Text = "describe the image"  # the question before a caption
         dialogue_key: Text | None = None  # a conversation as LLaVA writes it to go with them; None: none
         per_sample: PositiveInt | None = None  # so many questions are drawn; None: all, packed into one sequence
         system: str | None = None  # what the model is told first; None: nothing

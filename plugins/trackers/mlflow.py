@@ -20,7 +20,7 @@ class MlflowTracker(Tracker):
     @dataclass
     class Options:
         uri: Text | None = None  # None: MLFLOW_TRACKING_URI, or a SQLite file in the run's folder
-        experiment: Text = "crosstrain"
+        experiment: Text = "crosstrain"  # made if it does not exist
         run_name: Text | None = None  # None: the name of the run's folder
 
     @classmethod

@@ -18,11 +18,11 @@ class WandbTracker(Tracker):
 
     @dataclass
     class Options:
-        project: Text = "crosstrain"
+        project: Text = "crosstrain"  # made if it does not exist
         entity: Text | None = None  # a user or a team; None: the account's default
         run_name: Text | None = None  # None: the name of the run's folder
-        group: Text | None = None
-        tags: list[Text] = field(default_factory=list)
+        group: Text | None = None  # of runs that belong together
+        tags: list[Text] = field(default_factory=list)  # to find runs by
         mode: Literal["online", "offline"] | None = None  # None: WANDB_MODE, or online
 
     @classmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 import re
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,24 +17,9 @@ from crosstrain.config.load import Config, load_config
 from crosstrain.training.preflight import preflight
 from crosstrain.utils.errors import UserError, sentence
 from fixtures_config import ROWS
-from fixtures_mistakes import mutate
+from fixtures_mistakes import bases, mutate
 
 LONGEST = 10.0  # seconds of this process's time for one file
-
-
-def spelled_out(workspace: Workspace, *options: str) -> dict[str, Any]:
-    """The workspace's project with every default written down, and with what is null by default."""
-    tree = load_config(workspace.project, options).plain
-    tree["run"] |= {"curriculum": {"start": 8, "steps": 4}, "profile": {"steps": [1, 2], "ranks": [0]}, "freeze": []}
-    tree["run"]["on_bad_step"] |= {"spike": 4.0}
-    del tree["model"]["pretrained"]  # absent folders are another test's
-    return tree
-
-
-def bases(workspace: Workspace) -> list[dict[str, Any]]:
-    zero = spelled_out(workspace, "run.runner=zero2", "run.optimizer={name: sgd, momentum: 0.9}", "run.amp=bf16")
-    plain = spelled_out(workspace, "run.eval_interval=5", "run.save_interval=5", "run.warmup_fraction=0.1")
-    return [plain, plain, zero, copy.deepcopy(workspace.config)]
 
 
 def limits(said: str) -> tuple[float, bool, float, bool] | None:

@@ -25,7 +25,8 @@ VERBS = {
     "prepare": "turn text into tokens, or make a dataset's files",
     "compare": "prove that runners train alike, on your own project",
     "report": "one page about one or several runs: curves, timings, differences",
-    "list": "everything that a project file can name",
+    "list": "everything that a project file can name, and its options",
+    "schema": "a JSON Schema of project files, for editors",
 }
 _MOST_MISTAKES = 50  # of one configuration that are shown
 

@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt, Interval, MinLen
 
 LONGEST_TEXT = 65_536  # characters
 _LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, as file systems have it
-_LARGEST = 2**63 - 1
+LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ def violated(value: Any, constraints: Collection[Any] = ()) -> tuple[str, str] |
 
     None where it is within all bounds.
     """
-    limits = {n: getattr(c, n) for c in constraints for n in _COMPARISONS if getattr(c, n, None) is not None}
+    limits = limits_of(constraints)
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isinf(value) and AllowInfinity() in constraints else ("", "")
-    if type(value) is int and not limits.keys() & {"le", "lt"} and abs(value) > _LARGEST:
+    if type(value) is int and not limits.keys() & {"le", "lt"} and abs(value) > LARGEST:
         return "", ", which does not fit 64 bits"
     if isinstance(value, str) and (reason := _bad_text(value, IsPath() in constraints)):
         return "", reason
@@ -59,6 +59,18 @@ def violated(value: Any, constraints: Collection[Any] = ()) -> tuple[str, str] |
         if not getattr(operator, name)(value, limit):
             return f" {_COMPARISONS[name]} {limit:,}", ""
     return None
+
+
+def limits_of(constraints: Collection[Any]) -> dict[str, Any]:
+    """Return the bounds of a number by the names that `annotated_types` has for them: ge, gt, le, lt."""
+    return {n: getattr(c, n) for c in constraints for n in _COMPARISONS if getattr(c, n, None) is not None}
+
+
+def in_words(constraints: Collection[Any]) -> str:
+    """Return constraints as words after a type: " of at least 1 and below 10"."""
+    words = [f"{_COMPARISONS[name]} {limit:,}" for name, limit in limits_of(constraints).items()]
+    words += ["that is not empty" for c in constraints if isinstance(c, MinLen)]
+    return f" {' and '.join(words)}".replace(" and of ", " and ") if words else ""
 
 
 def _bad_text(text: str, is_path: bool) -> str:

@@ -199,7 +199,7 @@ class _Builder:
         if given.get("model_type") is None:
             return []
         variant = self.check.value(str, sources.resolve(self.tree, self.origins, key), key)
-        known = _yaml_files(paths.home() / "configs" / "models" / arch)
+        known = model_types(arch)
         if variant not in known:
             near = difflib.get_close_matches(variant, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known) or 'none'}"
@@ -238,6 +238,19 @@ def _unpublished(cls: type, below: Mapping[str, Any], given: Mapping[str, Any]) 
 def preset_files(kind: str) -> dict[str, Path]:
     """Return the files in configs/ that a name of this kind of component may stand for."""
     return _yaml_files(paths.home() / "configs" / _PRESETS[kind]) if kind in _PRESETS else {}
+
+
+def preset_component(kind: str, name: str) -> str:
+    """Return the name of the component that `name`, its own or a preset's, stands for."""
+    files = preset_files(kind)
+    while file := files.pop(name, None):
+        name = sources.read_yaml(file).tree.get("name", name)
+    return name
+
+
+def model_types(arch: str) -> dict[str, Path]:
+    """Return the presets of a model, in configs/models/."""
+    return _yaml_files(paths.home() / "configs" / "models" / arch)
 
 
 def _yaml_files(folder: Path) -> dict[str, Path]:

@@ -48,9 +48,11 @@ class BadStepOptions:
 
     shorthand: ClassVar = "policy"
 
+    # stop: end the run; skip: go on with the next samples; roll_back: go back to the last checkpoint without these
     policy: Literal["stop", "skip", "roll_back"] = "stop"
-    spike: Annotated[float, Gt(1)] | None = None  # None: a loss may jump as it likes
-    # nothing is a spike before there are so many good steps
+    # factor on the median loss above which a step is bad; None: a loss may jump as it likes
+    spike: Annotated[float, Gt(1)] | None = None
+    # good steps that the median is of; nothing is a spike before there are so many
     spike_window: Annotated[int, Interval(ge=1, le=10**6)] = 100
     # bad steps without a good one, or roll backs to one checkpoint, after which training ends
     max_in_a_row: PositiveInt = 10
@@ -136,7 +138,8 @@ class RunOptions:
     """
 
     output_dir: FilePath  # folder of the run: config.yaml, log.txt, metrics.jsonl, tensorboard/, checkpoints/
-    runner: Annotated[Component, "runner"] = field(default_factory=lambda: Component(DEFAULT_RUNNER))  # or a preset
+    # where a step is computed and what each rank holds: a runner or a preset
+    runner: Annotated[Component, "runner"] = field(default_factory=lambda: Component(DEFAULT_RUNNER))
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
     seed: NonNegativeInt = 1234  # of initial values, sample order, dropout and augmentation
     plugins: list[FilePath] = field(default_factory=list)  # further folders and .py files of plugins
@@ -144,7 +147,7 @@ class RunOptions:
     max_restarts: NonNegativeInt = 0
 
     # Length: exactly one of the two.
-    max_iters: Steps | None = None
+    max_iters: Steps | None = None  # attempted steps
     max_epoch: Annotated[int, Interval(ge=1, le=10**6)] | None = None  # passes over the training data
 
     # Batch: global = micro x accumulation x data-parallel ranks; what is not given follows, or is 1.
@@ -153,36 +156,42 @@ class RunOptions:
     accum_grad_iters: BatchSize | None = None  # forwards per step on one rank
 
     # Optimization
+
     # what is minimised, in place of the targets' cross-entropy
     objective: Annotated[Component, "objective"] | None = None
+    # rule of the update
     optimizer: Annotated[Component, "optimizer"] = field(default_factory=lambda: Component("adamw"))
     init_lr: Annotated[float, Interval(gt=0, le=10_000)] = 1e-4  # highest learning rate, reached when warmup ends
     min_lr: NonNegativeFloat = 0.0  # where the schedule ends
+    # of parameters with two or more dimensions
     weight_decay: Annotated[float, Interval(ge=0, le=10_000)] = 0.01
     grad_norm_clip: NonNegativeFloat | None = 1.0  # largest global gradient norm; 0 or None: off
+    # shape of the learning rate after the warmup
     lr_sched: Annotated[Component, "lr_scheduler"] = field(default_factory=lambda: Component("cosine"))
-    warmup_steps: NonNegativeInt | None = None  # applied steps of linear warmup,
-    # or the same as a fraction of lr_decay_iters; neither: no warmup
+    warmup_steps: NonNegativeInt | None = None  # applied steps of linear warmup
+    # the same as a fraction of lr_decay_iters; neither: no warmup
     warmup_fraction: Annotated[float, Interval(ge=0, lt=1)] | None = None
     lr_decay_iters: Steps | None = None  # step at which the schedule reaches min_lr; None: the last one
 
     freeze: list[Text] = field(default_factory=list)  # patterns of parameter names that are not trained
 
     # Precision and memory
+
     amp: AmpOptions = field(default_factory=AmpOptions)
+    # what a block keeps for its backward: everything, its input, also products and attention, its input in host memory
     gradient_checkpointing: Literal["none", "full", "selective", "offload"] = "none"
     compile: Literal["none", "blocks", "model"] = "none"  # what torch.compile gets
 
-    # Reporting, in steps
-    log_interval: Steps = 10
-    eval_interval: Steps | None = None  # None: no validation
+    # Reporting
+    log_interval: Steps = 10  # steps between two log lines
+    eval_interval: Steps | None = None  # steps between two evaluations of val; None: no validation
     eval_iters: Steps = 10  # global batches per evaluation
     # numbers of a task that validation and evaluation give besides the loss
     metrics: list[Annotated[Component, "metric"]] = field(default_factory=list)
     sample_prompts: list[Text] = field(default_factory=list)  # continued and shown when training ends
     sample_tokens: Annotated[int, Interval(ge=1, le=2**20)] = 64  # length of those continuations
 
-    # Where the numbers go. jsonl is always among them.
+    # where the numbers go; jsonl is always among them
     trackers: list[Annotated[Component, "tracker"]] = field(
         default_factory=lambda: [Component("jsonl"), Component("tensorboard")]
     )
@@ -190,11 +199,11 @@ class RunOptions:
     profile: ProfileOptions | None = None  # None: no step is profiled
 
     # Checkpoints: one is always saved after the last step.
-    save_interval: Steps | None = None  # steps; None: only after the last one
+    save_interval: Steps | None = None  # steps between two; None: only after the last one
     save_in_background: bool = True  # training goes on meanwhile, beside a copy of each rank's share in host memory
-    keep_last: PositiveInt | None = 3  # older ones are deleted; None: keep all
-    keep_every: Steps | None = None  # those at multiples of this many steps are never deleted
-    save_best: bool = True  # also keep the one with the lowest validation loss
+    keep_last: PositiveInt | None = 3  # checkpoints; older ones are deleted; None: keep all
+    keep_every: Steps | None = None  # checkpoints at multiples of this many steps are never deleted
+    save_best: bool = True  # also keep the checkpoint with the lowest validation loss
     resume_from: FilePath | None = None  # a checkpoint, or a run's folder; None: this run's own latest, if any
     resume_optimizer: bool = True  # False: moments start at zero, as for another optimizer
     on_bad_step: BadStepOptions = field(default_factory=BadStepOptions)

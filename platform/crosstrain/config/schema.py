@@ -143,7 +143,7 @@ class Checker:
         if isinstance(value, str):
             value = {"name": value}
         if not isinstance(value, Mapping):
-            self.fail(key, f"expected {_describe(Annotated[Component, kind])}, got {_show(value)}")
+            self.fail(key, f"expected {describe(Annotated[Component, kind])}, got {_show(value)}")
         if "name" not in value:
             self.name_required(kind, (*key, "name"))
         name = self.value(str, value["name"], (*key, "name"))
@@ -174,7 +174,7 @@ class Checker:
                     arguments[name] = self.value(hints[name], value[name], (*key, name))
                 elif field.default is MISSING and field.default_factory is MISSING:
                     if name not in meant:
-                        self.fail((*key, name), f"required, but missing; expected {_describe(hints[name])}")
+                        self.fail((*key, name), f"required, but missing; expected {describe(hints[name])}")
                 elif get_args(hints[name])[:1] == (Component,) or is_dataclass(hints[name]):  # may hold components
                     arguments[name] = self.value(hints[name], defaults(cls)[name], (*key, name))
         mistakes.raise_all()
@@ -211,7 +211,7 @@ class Checker:
         else:
             checked, constraints = self._typed(arguments[0], value, key), arguments[1:]
         if words := bounds.violated(checked, constraints):
-            expected, got = f"{_describe(hint)}{words[0]}", f"{_show(value)}{words[1]}"
+            expected, got = f"{describe(hint)}{words[0]}", f"{_show(value)}{words[1]}"
             raise _OutOfBounds(self.sentence(key, f"expected {expected}, got {got}"))
         return checked
 
@@ -259,7 +259,7 @@ class Checker:
     def _sequence(self, origin: type, arguments: tuple[Any, ...], value: Any, key: Key, hint: Any) -> Any:
         if origin is tuple and arguments and arguments[-1] is not Ellipsis:
             if len(value) != len(arguments):
-                self.fail(key, f"expected {_describe(hint)}, got {len(value)} values")
+                self.fail(key, f"expected {describe(hint)}, got {len(value)} values")
             types_ = list(arguments)
         else:
             types_ = [arguments[0] if arguments else Any] * len(value)
@@ -306,7 +306,7 @@ def nearest_key(name: str, known: Iterable[str]) -> list[str]:
 
 
 def _expected(hint: Any, value: Any) -> str:
-    sentence = f"expected {_describe(hint)}, got {_show(value)}"
+    sentence = f"expected {describe(hint)}, got {_show(value)}"
     if isinstance(value, str):
         literals = [member for member in (hint, *get_args(hint)) if get_origin(member) is Literal]
         near = nearest(value, [choice for member in literals for choice in get_args(member) if isinstance(choice, str)])
@@ -320,24 +320,23 @@ _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 _WORDS |= {Path: "a path", list: "a list", dict: "a mapping", Any: "anything", object: "anything"}
 
 
-def _describe(hint: Any) -> str:
+def describe(hint: Any, limits: bool = False) -> str:
+    """Return a type in words, with the bounds of its values if `limits`."""
     origin, arguments = get_origin(hint) or hint, get_args(hint)
     if origin is Annotated and arguments[0] is Component:
         return f"the {arguments[1]}'s name, or a mapping with its name and options"
     if origin is Annotated:
-        return _describe(arguments[0])
+        return describe(arguments[0], limits) + (bounds.in_words(arguments[1:]) if limits else "")
     if origin is Literal:
         return "one of " + ", ".join(str(a) for a in arguments)
     if origin in (Union, types.UnionType):
-        return " or ".join(_describe(a) for a in arguments)
-    if origin is list and arguments:
-        return f"a list of {_describe(arguments[0])}"
-    if origin is tuple and arguments:
-        if arguments[-1] is Ellipsis:
-            return f"a list of {_describe(arguments[0])}"
-        return f"a list of {len(arguments)} values ({', '.join(_describe(a) for a in arguments)})"
+        return " or ".join(describe(a, limits) for a in arguments)
+    if origin is tuple and arguments and arguments[-1] is not Ellipsis:
+        return f"a list of {len(arguments)} values ({', '.join(describe(a, limits) for a in arguments)})"
+    if origin in (list, tuple) and arguments:
+        return f"a list of {describe(arguments[0], limits)}"
     if head := getattr(origin, "shorthand", None):
-        return f"{_describe(get_type_hints(origin)[head])}, or a mapping"
+        return f"{describe(get_type_hints(origin)[head])}, or a mapping"
     return "a mapping" if is_dataclass(origin) else _WORDS.get(origin, str(hint))
 
 

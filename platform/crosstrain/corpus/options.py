@@ -41,8 +41,8 @@ class PrepareOptions:
     separator: Text | None = None  # cuts a .txt file into documents; None: a file is a document
     clean: list[Annotated[Component, "processor"]] = field(default_factory=list)  # filters in this order
     dedup: DedupOptions | None = None  # drop repeated documents
-    tokenizer: FilePath | None = None  # a Hugging Face name, a folder or a tokenizer.json ...
-    # ... or the size of a byte-level BPE vocabulary to train on the input
+    tokenizer: FilePath | None = None  # a Hugging Face name, a folder or a tokenizer.json
+    # size of a byte-level BPE vocabulary to train on the input, instead of `tokenizer`
     train_tokenizer: Annotated[int, Interval(ge=257, le=2**20)] | None = None
     min_tokens: NonNegativeInt = 0  # shorter documents are dropped
     downloads: FilePath | None = None  # a folder that keeps downloads; null: they are removed at the end

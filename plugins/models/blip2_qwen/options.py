@@ -35,15 +35,15 @@ class Vision(Part):
     encoder: Text = "eva_giant_patch14_224"  # timm's name
     pretrained: Text | None = None  # a folder or name of timm's weights, or of a Hugging Face BLIP-2
     image_size: Annotated[int, Interval(ge=1, le=4096)] | None = None  # height and width in pixels
-    patch_size: Size | None = None
+    patch_size: Size | None = None  # height and width in pixels
     embed_dim: Size | None = None  # width
     depth: Layers | None = None  # blocks; BLIP-2 uses 39 of EVA-ViT-g's 40
-    num_heads: Size | None = None
+    num_heads: Size | None = None  # of attention
     mlp_ratio: PositiveFloat | None = None  # width of the MLP / embed_dim
-    class_token: bool | None = None
+    class_token: bool | None = None  # an embedding beside those of the patches
     drop_path_rate: DropRate = 0.0  # stochastic depth
     position_std: PositiveFloat = 0.02  # standard deviation of the position embedding's initial values
-    attention: Literal["sdpa", "eager"] = "sdpa"
+    attention: Literal["sdpa", "eager"] = "sdpa"  # torch's fused operator, or plain products
 
 
 @dataclass(kw_only=True)
@@ -52,16 +52,16 @@ class QFormer(Part):
 
     pretrained: Text | None = None  # a folder or name of a Hugging Face BLIP-2
     num_query_tokens: Size = 32  # embeddings that stand for an image
-    hidden_size: Size = 768
-    num_hidden_layers: Layers = 12
-    num_attention_heads: Size = 12
-    intermediate_size: Size = 3072
+    hidden_size: Size = 768  # width
+    num_hidden_layers: Layers = 12  # blocks
+    num_attention_heads: Size = 12  # heads of each block
+    intermediate_size: Size = 3072  # width of the MLP
     cross_attention_frequency: Size = 2  # each n-th layer, from the first one on, attends to the image
-    dropout: DropRate = 0.1
-    layer_norm_eps: PositiveFloat = 1e-12
+    dropout: DropRate = 0.1  # of embeddings, residuals and attention alike
+    layer_norm_eps: PositiveFloat = 1e-12  # added to the variance
     initializer_range: PositiveFloat = 0.02  # standard deviation of the initial values of matrices
-    query_std: PositiveFloat = 0.02  # and of the queries'
-    attention: Literal["sdpa", "eager"] = "sdpa"
+    query_std: PositiveFloat = 0.02  # standard deviation of the queries' initial values
+    attention: Literal["sdpa", "eager"] = "sdpa"  # transformers' attention implementation
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,9 +85,9 @@ class Projector(Part):
 class Lora:
     """Low-rank adapters (Hu et al., 2021) by peft; they are always trained."""
 
-    rank: Size = 8
+    rank: Size = 8  # rows of A and columns of B
     alpha: PositiveFloat = 16.0  # the adapters' output is scaled by alpha / rank
-    dropout: DropRate = 0.05
+    dropout: DropRate = 0.05  # of the adapters' input
     targets: Annotated[list[Text], MinLen(1)] = field(  # names of linear maps
         default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     )
@@ -97,5 +97,6 @@ class Lora:
 class Language(Part):
     """A causal language model of the registry, with its own `pretrained`."""
 
+    # any language model of the registry
     model: Annotated[Component, "model"] = field(default_factory=lambda: Component("qwen"))
     lora: Lora | None = None

@@ -17,9 +17,9 @@ class DocumentLengthFilter(TokenLimits):
         """Limits, included in what is kept."""
 
         min_tokens: NonNegativeInt = 128  # without the end-of-text token
-        max_tokens: NonNegativeInt | None = None
-        min_characters: NonNegativeInt = 0
-        max_characters: NonNegativeInt | None = None
+        max_tokens: NonNegativeInt | None = None  # without the end-of-text token
+        min_characters: NonNegativeInt = 0  # of the text
+        max_characters: NonNegativeInt | None = None  # of the text
 
         def __post_init__(self) -> None:
             for unit in ("tokens", "characters"):

@@ -20,8 +20,8 @@ class RepetitionFilter(Filter):
         paragraphs: Fraction = 0.3  # of the paragraphs that repeat an earlier one
         characters_in_lines: Fraction = 0.2  # of all characters, in such lines
         phrase_2: Fraction = 0.2  # of all characters, in the most frequent phrase of two words
-        phrase_3: Fraction = 0.18
-        phrase_4: Fraction = 0.16
+        phrase_3: Fraction = 0.18  # of all characters, in the most frequent phrase of three words
+        phrase_4: Fraction = 0.16  # of all characters, in the most frequent phrase of four words
 
     options: Options
 

@@ -16,7 +16,7 @@ class UnicodeFilter(Filter):
     class Options:
         """Further changes."""
 
-        normalization: Literal["NFC", "NFKC", "none"] = "NFC"
+        normalization: Literal["NFC", "NFKC", "none"] = "NFC"  # the form of Unicode; none: as it is
         straight_quotes: bool = False  # curly quotation marks become straight ones
 
     options: Options

@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import BaseModel, ValidationError
 
 from crosstrain import OptionError, PositiveInt
+from crosstrain.config.describe import meanings
 
 _NOT_OFFERED = {
     "stage",  # declared below
@@ -74,19 +75,20 @@ def _hint(annotation: Any) -> Any:
 def _options(model: type[BaseModel], base: type = object) -> type:
     """A dataclass with the fields of `model`, under the names that its files use, with its defaults."""
     fields: list[tuple[str, Any, Any]] = []
+    said = meanings(model)
     for name, info in model.model_fields.items():
         key = info.alias or name
         deprecated = isinstance(info.json_schema_extra, dict) and info.json_schema_extra.get("deprecated")
         if deprecated or key in _NOT_OFFERED:
             continue
         if info.default_factory is not None or isinstance(info.default, BaseModel):
-            fields.append((key, Any, None))
+            hint, default = Any, None
         else:
             default = info.default.value if isinstance(info.default, enum.Enum) else info.default
             default = int(default) if isinstance(default, int) and not isinstance(default, bool) else default
             hint = _hint(info.annotation)
-            bounded = Annotated[hint, *info.metadata] if info.metadata else hint  # pydantic's constraints are ours
-            fields.append((key, bounded, field(default=default)))
+            hint = Annotated[hint, *info.metadata] if info.metadata else hint  # pydantic's constraints are ours
+        fields.append((key, hint, field(default=default, metadata={"meaning": said.get(name)})))
     return dataclasses.make_dataclass(model.__name__, fields, bases=(base,), namespace={"__module__": __name__})
 
 

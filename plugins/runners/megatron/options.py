@@ -20,7 +20,7 @@ class Options:
     sequence_parallel: bool = False  # between the matrices, tensor-parallel ranks share the sequence too
     data_parallel_style: Literal["allreduce", "zero1", "fsdp"] | None = None  # None: allreduce; with offload fsdp
     bucket_mb: Annotated[int, Interval(ge=1, le=2**20)] = 25  # gradients are exchanged in buckets of this many MiB
-    pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"  # order of micro batches; gpipe: forwards first
     pipeline_layers: list[PositiveInt] | None = None  # blocks of each stage; None: as even as it goes
     offload: Literal["none", "cpu", "auto"] = "none"  # cpu: parameters and optimizer state are in host memory
     plan: dict[Text, Text] = field(default_factory=dict)  # pattern of parameter names -> style, over the model's own

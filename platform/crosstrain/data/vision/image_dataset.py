@@ -64,8 +64,8 @@ class TextProcessor(Protocol):
 class Processors:
     """The processors of the train split and of the others."""
 
-    train: Annotated[Component, "processor"]
-    eval: Annotated[Component, "processor"]
+    train: Annotated[Component, "processor"]  # of the train split
+    eval: Annotated[Component, "processor"]  # of the other splits
 
 
 def processors(train: str, evaluate: str, **options: Any) -> Processors:

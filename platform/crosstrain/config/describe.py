@@ -1,0 +1,93 @@
+"""Descriptions of components and their options, for people: in lists, in editors and in the documentation."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import re
+import textwrap
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
+from itertools import takewhile, zip_longest
+from typing import Any, get_args, get_type_hints
+
+from crosstrain.config.schema import Component, defaults, describe
+
+_IN_YAML = {"None": "null", "True": "true", "False": "false"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a component, or of a section of a project file."""
+
+    name: str
+    hint: Any  # its type
+    required: bool
+    default: Any  # as YAML has it
+    meaning: str  # "" if nothing says it
+
+    @property
+    def type(self) -> str:
+        """The type and its bounds in words."""
+        return describe(self.hint, limits=True)
+
+    @property
+    def inner(self) -> Any:
+        """The dataclass of the options below this one; None if there are none."""
+        members = (self.hint, *get_args(self.hint))
+        return next((h for h in members if isinstance(h, type) and is_dataclass(h) and h is not Component), None)
+
+
+def options(cls: Any) -> Iterator[Option]:
+    """Yield the options that a dataclass declares."""
+    hints, texts, plain = get_type_hints(cls, include_extras=True), meanings(cls), defaults(cls)
+    for name in (f.name for f in fields(cls) if f.init):
+        default = plain.get(name)
+        default = default["name"] if isinstance(default, dict) and [*default] == ["name"] else default
+        option = Option(name, hints[name], name not in plain, default, texts.get(name, ""))
+        text = option.meaning or summary(option.inner)
+        yield replace(option, meaning=re.sub(r"\b(None|True|False)\b", lambda found: _IN_YAML[found[0]], text))
+
+
+def summary(component: object) -> str:
+    """Return the first line of the docstring of a class or function."""
+    return inspect.cleandoc(getattr(component, "__doc__", None) or "").partition("\n")[0]
+
+
+@cache
+def meanings(cls: type) -> dict[str, str]:
+    """Return the meanings of the fields of a dataclass or a pydantic model, its bases' too.
+
+    A meaning is the docstring below the field, else the comment beside it, else the one directly above it. Fields that
+    `make_dataclass` makes, without a source, have it in `field(metadata={"meaning": ...})`.
+    """
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        try:
+            found |= _in_source(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError):  # a builtin, or made while the program runs
+            made = base.__dict__.get("__dataclass_fields__", {}).values()
+            found |= {f.name: text for f in made if (text := f.metadata.get("meaning"))}
+    return found
+
+
+def _in_source(source: str) -> dict[str, str]:
+    """Return the texts at the fields of the class that `source` defines."""
+    lines, found = source.splitlines(), {}
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+    alone = {n for n in comments if lines[n - 1].lstrip().startswith("#")}
+    body = getattr(ast.parse(source).body[0], "body", [])
+    for field, below in zip_longest(body, body[1:]):
+        match field, below:
+            case ast.AnnAssign(), ast.Expr(value=ast.Constant(value=str(text))):
+                found[ast.unparse(field.target)] = " ".join(text.split())
+            case ast.AnnAssign(lineno=first, end_lineno=int(last)), _:
+                beside = [n for n in range(first, last + 1) if n in comments]
+                above = [*takewhile(alone.__contains__, range(first - 1, 0, -1))][::-1]
+                if beside or above:
+                    found[ast.unparse(field.target)] = " ".join(comments[n] for n in beside or above)
+    return found

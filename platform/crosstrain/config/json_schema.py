@@ -1,0 +1,173 @@
+"""JSON Schema of project files, for editors. It accepts what the checker accepts, as far as draft 7 can say it.
+
+It cannot compare options with each other or follow an interpolation, and takes 1.0 for a whole number.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections.abc import Callable, Collection
+from dataclasses import is_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from crosstrain.config import bounds
+from crosstrain.config.describe import options, summary
+from crosstrain.config.load import model_types, preset_component, preset_files
+from crosstrain.config.registry import registry
+from crosstrain.config.run_options import RunOptions
+from crosstrain.config.schema import Component, options_class
+from crosstrain.utils.errors import UserError
+
+Schema = dict[str, Any]
+
+_INTERPOLATION = {"type": "string", "pattern": r"\$\{"}
+_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+_TYPES |= {list: "array", tuple: "array", dict: "object"}
+_KEYWORDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+_LARGEST = {"integer": bounds.LARGEST, "number": sys.float_info.max}
+
+
+def project_schema() -> Schema:
+    """Return the schema of a project file with every component that the registry knows; imports all of them."""
+    found = _Definitions()
+    sections = {
+        "model": found.choice("model", "arch"),
+        "datasets": {"type": "object", "minProperties": 1, "additionalProperties": found.component("dataset")},
+        "run": found.options(RunOptions),
+    }
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        **_mapping(sections, list(sections)),
+        "definitions": dict(sorted(found.items())),
+    }
+
+
+class _Definitions(dict[str, Schema]):
+    """Schemas of components of each kind and of their options, by name; each is made when first referred to."""
+
+    def _refer(self, name: str, make: Callable[[], Schema]) -> Schema:
+        if name not in self:
+            self[name] = {}  # which may refer to itself
+            self[name] = make()
+        return {"$ref": f"#/definitions/{name}"}
+
+    def component(self, kind: str, default: str | None = None) -> Schema:
+        """Refer to a component: its name, or a mapping with its name and options. Only a `default` needs no name."""
+
+        def make() -> Schema:
+            mapping, names = self.choice(kind, "name", default), _names(kind)
+            complete = [n for n in names if "required" not in self[f"{kind}.{preset_component(kind, n)}"]]
+            alone = [_enum({name: names[name] for name in complete})] if complete else []
+            return {"anyOf": [*alone, _INTERPOLATION, mapping]}
+
+        return self._refer(f"{kind} ({default})" if default else kind, make)
+
+    def choice(self, kind: str, naming: str, default: str | None = None) -> Schema:
+        """Return the schema of a mapping with a component's name under the key `naming`, and its options."""
+        rules = []
+        for name in registry.names(kind):
+            stands = [name, *(p for p in preset_files(kind) if p != name and preset_component(kind, p) == name)]
+            where = {"properties": {naming: {"enum": stands}}} | ({} if default in stands else {"required": [naming]})
+            rules.append({"if": where, "then": self._refer(f"{kind}.{name}", partial(self._of_component, kind, name))})
+        names = {"anyOf": [_enum(_names(kind)), _INTERPOLATION]}
+        schema = {"type": "object", "properties": {naming: names}, "allOf": rules}
+        return schema if default else schema | {"required": [naming]}
+
+    def _of_component(self, kind: str, name: str) -> Schema:
+        try:
+            component = registry.get(kind, name)
+        except UserError as error:  # a package is not installed, or the plugin is broken
+            return {"description": str(error)}
+        schema = self.options(options_class(kind, component))
+        schema["properties"]["name"] = True
+        if kind == "model":  # of the section: there its name is under another key
+            schema["properties"] |= {
+                "arch": True,
+                "model_type": self.value(Literal[(None, *model_types(name))]),
+                "adapter": self.value(Annotated[Component, "adapter"] | None),
+            }
+        return schema | {"description": summary(component)}
+
+    def options(self, cls: Any) -> Schema:
+        """Return the schema of a mapping that becomes a `cls`."""
+        properties, known = {}, list(options(cls))
+        for option in known:
+            about, schema = f"{option.meaning}\n\n{option.type}", self.value(option.hint, option.default)
+            if not option.required and not is_dataclass(option.hint):
+                about += f"; default: {json.dumps(option.default)}"
+                schema = {"default": option.default, **schema}
+            properties[option.name] = {"description": about, **schema}
+        return _mapping(properties, [option.name for option in known if option.required])
+
+    def value(self, hint: Any, default: Any = None) -> Schema:
+        """Return the schema of a value of the type `hint`, or of an interpolation in its place."""
+        alternatives = self._alternatives(hint, default)
+        return {} if {} in alternatives else {"anyOf": [*alternatives, _INTERPOLATION]}
+
+    def _alternatives(self, hint: Any, default: Any = None) -> list[Schema]:
+        origin, arguments = get_origin(hint) or hint, get_args(hint)
+        if origin is Annotated and arguments[0] is Component:
+            return [self.component(arguments[1], default["name"] if isinstance(default, dict) else default)]
+        if origin is Annotated:
+            return [_bounded(schema, arguments[1:]) for schema in self._alternatives(arguments[0], default)]
+        if origin in (Union, types.UnionType):
+            first, *rest = (schema for member in arguments for schema in self._alternatives(member, default))
+            if rest == [{"type": "null"}] and "type" in first:  # editors show one alternative better than two
+                return [first | {"type": [first["type"], "null"]}]
+            return [first, *rest]
+        if is_dataclass(origin):
+            head = getattr(origin, "shorthand", None)
+            return [*(self._alternatives(get_type_hints(origin)[head]) if head else ()), self.options(origin)]
+        if origin in (Any, object):
+            return [{}]
+        if origin is Literal:
+            return [{"enum": list(arguments)}]
+        if origin is Path:
+            return self._alternatives(bounds.FilePath)
+        schema: Schema = {"type": _TYPES[origin]}
+        if origin is dict and arguments:
+            schema |= {"propertyNames": self.value(arguments[0]), "additionalProperties": self.value(arguments[1])}
+        elif origin is tuple and arguments[-1] is not Ellipsis:
+            schema |= {"items": [self.value(item) for item in arguments]}
+            schema |= {"minItems": len(arguments), "maxItems": len(arguments)}
+        elif arguments:
+            schema["items"] = self.value(arguments[0])
+        return [_bounded(schema)]
+
+
+def _names(kind: str) -> dict[str, str]:
+    """Return the names of components and presets, each with its first line."""
+    about = {entry.name: entry.summary for entry in registry.entries(kind)}
+    about |= {name: file.read_text().partition("\n")[0].lstrip("# ") for name, file in preset_files(kind).items()}
+    return dict(sorted(about.items()))
+
+
+def _enum(about: dict[str, str]) -> Schema:
+    return {"enum": list(about), "markdownEnumDescriptions": list(about.values())}
+
+
+def _mapping(properties: Schema, required: list[str]) -> Schema:
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    return schema | {"required": required} if required else schema
+
+
+def _bounded(schema: Schema, constraints: Collection[Any] = ()) -> Schema:
+    """Add bounds; a number without has those of the checker."""
+    kind = schema.get("type")
+    for constraint in constraints:
+        if isinstance(constraint, bounds.IsPath):
+            schema["pattern"] = r"\S"
+        if (least := getattr(constraint, "min_length", None)) is not None:
+            schema["minItems" if kind == "array" else "minLength"] = least
+    if kind in _LARGEST:
+        found = {_KEYWORDS[name]: limit for name, limit in bounds.limits_of(constraints).items()}
+        plain = {"minimum": -_LARGEST[kind], "maximum": _LARGEST[kind]}
+        for word, limit in plain.items() if bounds.AllowInfinity() not in constraints else ():
+            if not {word, f"exclusiveM{word[1:]}"} & {*found}:
+                found[word] = limit
+        schema |= found
+    return schema
