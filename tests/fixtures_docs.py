@@ -39,9 +39,9 @@ def blocks(*languages: str, page: Path | None = None) -> list[Block]:
 
 
 def commands(block: Block) -> list[list[str]]:
-    """Return the commands of a shell block as words; variables that it sets are replaced, comments left out."""
+    """Return the commands of a shell block as words; variables are replaced; comments and > are left out."""
     found, variables = [], dict[str, str]()
-    for line in block.text.replace("\\\n", " ").splitlines():
+    for line in re.sub(r" > \S+", "", block.text.replace("\\\n", " ")).splitlines():
         words = list[str]()
         for word in [*shlex.split(line, comments=True), "&&"]:
             if word not in ("&&", "|", ";"):
@@ -56,7 +56,7 @@ def commands(block: Block) -> list[list[str]]:
 
 
 def _substituted(word: str, variables: dict[str, str]) -> list[str]:
-    return Template(word).substitute(variables).split() if word.startswith("$") else [word]
+    return Template(word).substitute(variables).split() if re.match(r"\$\w", word) else [word]
 
 
 def is_plugin(block: Block) -> bool:

@@ -187,6 +187,13 @@ def test_listing_imports_no_plugin_and_no_torch() -> None:
     assert not {name for name in loaded if name.startswith("crosstrain_plugins.builtin.")}
 
 
+def test_listing_the_options_of_a_component_imports_it_alone() -> None:
+    loaded = imported_by("from crosstrain.cli.main import main; main(['list', 'lr_scheduler', 'cosine'])")
+    files = {name for name in loaded if name.startswith("crosstrain_plugins.builtin.") and name.count(".") > 2}
+    assert files == {"crosstrain_plugins.builtin.lr_schedulers.cosine"}
+    assert not loaded & {"torch", "transformers", "numpy"}
+
+
 def test_the_package_alone_imports_nothing_of_its_own() -> None:
     assert not {name for name in imported_by("import crosstrain") if name.startswith("crosstrain.")}
 

@@ -28,7 +28,7 @@ from fixtures_plugins import isolate
 VERBS = {"train.py": "train", "evaluate.py": "evaluate"}
 MODULES = {"pytest", "sphinx", "venv"}
 OTHERS = {  # programs that are not ours
-    "apt-get", "cp", "docker", "kubectl", "lm_eval", "mkdir", "mypy", "ruff", "source", "tensorboard",
+    "apt-get", "cp", "docker", "eval", "kubectl", "lm_eval", "mkdir", "mypy", "ruff", "source", "tensorboard",
 }  # fmt: skip
 LAUNCHERS = {"torchrun", "srun", "mpirun", "sbatch"}
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"data", "output", "build"}

@@ -126,6 +126,18 @@ def test_list_shows_every_kind_with_its_file(capsys: pytest.CaptureFixture[str])
         assert name in out
 
 
+def test_list_shows_the_options_of_a_component(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "runner", "megatron_tp2"]) == 0  # a preset
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    ranks = "ranks that share every block: each holds a part of its matrices"
+    assert f"tensor_parallel {ranks} [a whole number of at least 1; default: 1]" in lines
+    assert any(line.startswith("megatron_tp2 Tensor parallelism over 2 ranks") for line in lines)
+    assert not any(line.startswith(("ddp", "zero2")) for line in lines)
+    main(["list", "dataset", "mixture"])
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "parts datasets and their shares [a list of a mapping that is not empty; required]" in lines
+
+
 def test_prepare_says_what_it_made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = write_text(tmp_path / "a.jsonl", documents=5)
     assert main(["prepare", "--input", str(text), "--train-tokenizer", "300", "--output", str(tmp_path / "out")]) == 0

@@ -1,35 +1,65 @@
-"""`crosstrain list`: everything that a project file can name, found without importing any of it."""
+"""`crosstrain list`: everything that a project file can name, found without importing any of it; options of one."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
-from crosstrain.config.load import preset_files
+from crosstrain.cli.flags import add_plugins
+from crosstrain.config.describe import first_comment, options
+from crosstrain.config.load import model_types, preset_component, preset_files
 from crosstrain.config.registry import KINDS, registry
+from crosstrain.config.schema import options_class
 from crosstrain.utils import paths
 from crosstrain.utils.errors import ConfigError
+
+Row = tuple[str, str, str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", nargs="?", help="runner, model, dataset, ...")
+    parser.add_argument("name", nargs="?", help="of a component or preset, to see all options")
+    add_plugins(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the components of one kind, or of all; returns the exit code."""
-    kind = arguments.kind
+    """Print the components of one kind, or of all, or the options of one component; returns the exit code."""
+    kind, name = arguments.kind, arguments.name
     if kind is not None and kind not in KINDS:
         raise ConfigError(f"list: there is no kind {kind!r}; the kinds are {', '.join(KINDS)}")
+    for path in arguments.plugins:
+        registry.add_folder(paths.find(path))
+    own = name and preset_component(kind, name)
     for each in [kind] if kind else KINDS:
-        _show(each, [(e.name, e.summary, f"{paths.show(e.file)}:{e.line}") for e in registry.entries(each)])
-        # The first line of a preset is a comment that describes it.
-        files = {name: (file.read_text().splitlines()[0], file) for name, file in preset_files(each).items()}
-        _show(f"{each} presets", [(name, first.lstrip("# "), paths.show(f)) for name, (first, f) in files.items()])
+        entries = [e for e in registry.entries(each) if name in (None, e.name) or own == e.name]
+        _show(each, ((e.name, e.summary, f"{paths.show(e.file)}:{e.line}") for e in entries))
+        if name is not None:
+            _show("options", _options(options_class(kind, registry.get(kind, own, preset_files(kind)))))
+            _show("model_type", _presets(model_types(own) if kind == "model" else {}))
+        files = {n: file for n, file in preset_files(each).items() if name is None or preset_component(kind, n) == own}
+        _show(f"{each} presets", _presets(files))
     return 0
 
 
-def _show(title: str, rows: list[tuple[str, str, str]]) -> None:
-    if rows:
+def _presets(files: dict[str, Path]) -> Iterator[Row]:
+    return ((name, first_comment(file), paths.show(file)) for name, file in files.items())
+
+
+def _options(cls: Any, prefix: str = "") -> Iterator[Row]:
+    """Yield the options of a dataclass; those of one inside it follow, with its key in front."""
+    for option in options(cls):
+        default = "required" if option.required else f"default: {json.dumps(option.default)}"
+        yield prefix + option.name, option.meaning, option.type if option.inner else f"{option.type}; {default}"
+        if option.inner:
+            yield from _options(option.inner, f"{prefix}{option.name}.")
+
+
+def _show(title: str, found: Iterable[Row]) -> None:
+    if rows := list(found):
         print(f"{title}:")
     width = max((len(name) for name, _, _ in rows), default=0)
-    for name, summary, place in sorted(rows):
+    for name, summary, place in rows:
         print(f"  {name:<{width}}  {summary}  [{place}]")

@@ -76,11 +76,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="crosstrain", description="Train any model with any runner, chosen in one YAML file.")
     parser.add_argument("--version", action="version", version=f"crosstrain {__version__}")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB", parser_class=_Parser)
-    chosen = next((word for word in argv if not word.startswith("-")), None)
+    asks = "_ARGCOMPLETE" in os.environ  # a shell, for the words that may follow those in COMP_LINE
+    asked: argparse.ArgumentParser = parser
+    words = os.environ["COMP_LINE"].split()[1:] if asks else argv
+    chosen = next((word for word in words if not word.startswith("-")), None)
     for verb, summary in VERBS.items():
         verb_parser = verbs.add_parser(verb, help=summary)
         if verb == chosen:
             module = import_module(f"crosstrain.cli.{verb}")
             module.add_arguments(verb_parser)
             verb_parser.set_defaults(run=module.run)
+            asked = verb_parser
+    if asks:
+        from crosstrain.cli.completion import complete
+
+        complete(parser, asked)
     return parser.parse_args(argv)

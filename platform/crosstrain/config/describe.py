@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import takewhile, zip_longest
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from crosstrain.config.schema import Component, defaults, describe
@@ -55,6 +56,11 @@ def options(cls: Any) -> Iterator[Option]:
 def summary(component: object) -> str:
     """Return the first line of the docstring of a class or function."""
     return inspect.cleandoc(getattr(component, "__doc__", None) or "").partition("\n")[0]
+
+
+def first_comment(file: Path) -> str:
+    """Return the comment that begins a preset's file and describes it."""
+    return file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
 
 
 @cache

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from crosstrain.config import bounds
-from crosstrain.config.describe import options, summary
+from crosstrain.config.describe import first_comment, options, summary
 from crosstrain.config.load import model_types, preset_component, preset_files
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import RunOptions
@@ -64,7 +64,7 @@ class _Definitions(dict[str, Schema]):
             alone = [_enum({name: names[name] for name in complete})] if complete else []
             return {"anyOf": [*alone, _INTERPOLATION, mapping]}
 
-        return self._refer(f"{kind} ({default})" if default else kind, make)
+        return self._refer(f"{kind}.default.{default}" if default else kind, make)
 
     def choice(self, kind: str, naming: str, default: str | None = None) -> Schema:
         """Return the schema of a mapping with a component's name under the key `naming`, and its options."""
@@ -142,7 +142,7 @@ class _Definitions(dict[str, Schema]):
 def _names(kind: str) -> dict[str, str]:
     """Return the names of components and presets, each with its first line."""
     about = {entry.name: entry.summary for entry in registry.entries(kind)}
-    about |= {name: file.read_text().partition("\n")[0].lstrip("# ") for name, file in preset_files(kind).items()}
+    about |= {name: first_comment(file) for name, file in preset_files(kind).items()}
     return dict(sorted(about.items()))
 
 

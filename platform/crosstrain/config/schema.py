@@ -325,6 +325,8 @@ def describe(hint: Any, limits: bool = False) -> str:
     origin, arguments = get_origin(hint) or hint, get_args(hint)
     if origin is Annotated and arguments[0] is Component:
         return f"the {arguments[1]}'s name, or a mapping with its name and options"
+    if limits and bounds.IsPath() in arguments:
+        return "a path"
     if origin is Annotated:
         return describe(arguments[0], limits) + (bounds.in_words(arguments[1:]) if limits else "")
     if origin is Literal:
