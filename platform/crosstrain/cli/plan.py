@@ -6,13 +6,19 @@ import argparse
 import json
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from crosstrain.cli.flags import add_config, new_file, positive
 from crosstrain.config.load import Config, load_config, preset_files
+from crosstrain.config.registry import registry
 from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.monitor.report.read_run import read_runs
-from crosstrain.utils.errors import UserError
+from crosstrain.utils.errors import ConfigError, UserError
 from crosstrain.utils.units import read_bytes, read_number
+
+if TYPE_CHECKING:
+    from crosstrain.planning.estimate import Project
+    from crosstrain.planning.fit import Alternatives
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,9 +51,13 @@ def run(arguments: argparse.Namespace) -> int:
     speed = _tokens_per_second(a.tokens_per_second) if a.tokens_per_second else None
     budget = Budget(memory, throughput, speed, read_number(a.tokens, "--tokens") if a.tokens else None)
     size = a.world_size or Launch.detect(a.nproc_per_node, config.run.device).world_size
-    others = {} if a.no_presets else _presets(a.cfg_path, a.options)
+    try:
+        registry.get("runner", config.run.runner.name).data_parallel_size(config.run.runner.options, size)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; --world-size N plans for N ranks") from error
     ready = dry_run(config, size)
-    plan = make_plan(Project(config, ready.model, ready.sample, ready.absent), budget, size, others)
+    project = Project(config, ready.model, ready.sample, ready.absent)
+    plan = make_plan(project, budget, size, alternatives(a, project, size))
     print("\n".join(plan.lines()))
     if a.output:
         a.output.write_text(json.dumps(plan.as_json(), indent=1) + "\n", encoding="utf-8")
@@ -66,12 +76,21 @@ def _tokens_per_second(given: str) -> float:
     return median(curve.values)
 
 
-def _presets(cfg_path: str, options: list[str]) -> dict[str, Config | str]:
-    """Return the project under every runner in configs/, or the reason against it."""
+def alternatives(arguments: argparse.Namespace, project: Project, size: int) -> Alternatives:
+    """Return the project under every runner in configs/, and a function that builds it with more settings."""
+    from crosstrain.planning.estimate import Project
+    from crosstrain.planning.fit import Alternatives
+    from crosstrain.training.preflight import dry_run
+
+    def rebuild(settings: list[str]) -> Project:
+        config = load_config(arguments.cfg_path, [*arguments.options, *settings])
+        ready = dry_run(config, size)
+        return Project(config, ready.model, project.inputs, ready.absent)
+
     found: dict[str, Config | str] = {}
-    for name in preset_files("runner"):
+    for name in () if arguments.no_presets else preset_files("runner"):
         try:
-            found[name] = load_config(cfg_path, [*options, f"run.runner={name}"])
+            found[name] = load_config(arguments.cfg_path, [*arguments.options, f"run.runner={name}"])
         except UserError as error:
             found[name] = str(error)
-    return found
+    return Alternatives(found, rebuild)

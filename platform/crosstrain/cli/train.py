@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         if ready.runner.cuts_models:
             project.check_layouts(ready.plan, size)
         if limit is not None:
-            check_memory(project, size, limit)
+            check_memory(project, size, limit, lambda: plan.alternatives(a, project, size))
 
     if a.fresh and is_first_start and (aside := RunFolder(config.run.output_dir).set_aside()):
         print(f"starting over; the earlier run is kept in {aside}")

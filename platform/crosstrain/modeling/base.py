@@ -178,6 +178,13 @@ class Model(nn.Module, ABC):
         """Factor on the learning rate of the parameter that `named_parameters` calls `name`; of any other, 1."""
         return 1.0
 
+    def lighter(self, dtype: str) -> dict[str, str]:
+        """Options, by dotted key, that keep frozen parameters in less memory and change no result.
+
+        dtype: of the run's autocast, such as bf16. None by default.
+        """
+        return {}
+
     def checkpointing(self, mode: Mode) -> list[tuple[list[nn.Module], Mode]]:
         """Lists of blocks with a mode for each, by default the run's `mode`."""
         return [(self.blocks(), mode)]

@@ -22,11 +22,12 @@ from crosstrain.engine.precision import DTYPES
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.base import Model
 from crosstrain.planning.memory_trace import Trace, trace
-from crosstrain.utils.errors import ConfigError, explained, first_line
+from crosstrain.utils.errors import ConfigError, UserError, explained, first_line
 from crosstrain.utils.logging import log
 from crosstrain.utils.types import Batch
 
 MODES: tuple[Mode, ...] = get_args(Mode)
+HOST_COPY = "checkpoint on its way"  # the host memory of every run that saves in the background
 _FP32 = 4
 
 
@@ -158,7 +159,7 @@ class Project:
         host = layout.host | ({"optimizer": state} if layout.optimizer == "host" else {})
         host |= {"activations": inputs} if inputs else {}
         if self.config.run.save_in_background:
-            host["checkpoint on its way"] = layout.updated * (_FP32 + self.state_bytes)
+            host[HOST_COPY] = layout.updated * (_FP32 + self.state_bytes)
         return Memory(layout.kind, layout.held, {k: v for k, v in most.items() if v}, host)
 
     # ---- what does not depend on the runner
@@ -207,6 +208,22 @@ def with_options(
     if mode is not None:
         run = replace(run, gradient_checkpointing=mode)
     return replace(config, run=run)
+
+
+def with_same_samples(config: Config, batch: BatchPlan, world_size: int) -> Config:
+    """The configuration with as many samples in a step as `batch` has, where its runner's ranks divide them.
+
+    The micro batch is the largest possible one, up to the one of `batch`.
+    """
+    runner = registry.get("runner", config.run.runner.name)
+    try:
+        each, rest = divmod(batch.global_batch, runner.data_parallel_size(config.run.runner.options, world_size))
+    except UserError:
+        return config  # `estimate` raises it again
+    if rest or not each:
+        return config
+    micro = max(size for size in range(1, min(batch.micro_batch, each) + 1) if each % size == 0)
+    return with_options(config, micro, global_batch=batch.global_batch)
 
 
 @contextmanager

@@ -1,22 +1,33 @@
-"""Check that a run fits into a device's memory, and find the mildest change that makes it fit."""
+"""Check that a run fits into a device's memory, and find the change that costs least speed and makes it fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch
 
 from crosstrain.config.load import Config
+from crosstrain.config.registry import registry
+from crosstrain.engine.build import batch_plan
 from crosstrain.modeling.activation_checkpointing import Mode
-from crosstrain.planning.estimate import Estimate, Project, with_options
+from crosstrain.planning.estimate import HOST_COPY, Estimate, Project, with_options, with_same_samples
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.program import command
 from crosstrain.utils.units import show_bytes
 
-# Slower ones later; `offload` takes fairscale and host memory.
-_CHEAPER: tuple[Mode, ...] = ("none", "selective", "full", "offload")
+_MODES: tuple[Mode, ...] = ("none", "selective", "full", "offload")  # the faster first
 _Change = tuple[list[str], Config]  # settings as --options takes them, and the configuration with them
+_BATCH_AND_MODE = ("micro_batch_size", "accum_grad_iters", "global_batch_size", "gradient_checkpointing")
+
+
+@dataclass
+class Alternatives:
+    """Other ways to train a project."""
+
+    runners: Mapping[str, Config | str]  # the project under others, by name, or why not
+    rebuild: Callable[[list[str]], Project]  # the project with settings as --options takes them; raises UserError
 
 
 def gpu_memory(config: Config) -> int | None:
@@ -26,11 +37,11 @@ def gpu_memory(config: Config) -> int | None:
     return torch.cuda.get_device_properties(0).total_memory
 
 
-def check_memory(project: Project, world_size: int, limit: int) -> None:
-    """Raise UserError, with the nearest change that fits, where a rank needs more than `limit` bytes."""
+def check_memory(project: Project, world_size: int, limit: int, others: Callable[[], Alternatives]) -> None:
+    """Raise UserError, with the best change that fits, where a rank needs more than `limit` bytes."""
     needed = needs(project.estimate(project.config, world_size), project.device)
     if needed > limit:
-        advice = nearest(project, {}, world_size, limit)
+        advice = nearest(project, others(), world_size, limit)
         raise UserError(
             f"a rank would need {show_bytes(needed)} of memory, and its device has {show_bytes(limit)}"
             f"{f'; {advice}' if advice else ''}; `{command('plan')}` shows other layouts, and --no-fit-check starts it"
@@ -42,67 +53,102 @@ def needs(estimate: Estimate, device: str) -> int:
     return estimate.memory.total + (estimate.memory.on_host if device == "cpu" else 0)
 
 
+def usable(limit: int) -> int:
+    """Nine tenths of a device's memory; fragmentation, the context and workspaces take some of the rest."""
+    return limit - limit // 10
+
+
 @dataclass
 class Advice:
-    """The mildest change that fits, or the one that comes closest."""
+    """The change that fits at the least cost, or the one that comes closest."""
 
     settings: list[str]  # key=value, as --options takes them
     needs: int  # bytes
-    fits: bool
+    fits: bool  # a tenth of the memory stays free
 
     def __str__(self) -> str:
         change = f"{' '.join(self.settings)} ({show_bytes(self.needs)})"
         if self.fits:
-            return f"nearest that fits: {change}"
-        return f"nothing tried fits; closest: {change}; use more ranks or larger devices"
+            return f"nearest that fits and leaves a tenth free: {change}"
+        return f"nothing tried fits and leaves a tenth free; closest: {change}; use more ranks or larger devices"
 
 
-def nearest(project: Project, others: Mapping[str, Config], world_size: int, limit: int) -> Advice | None:
-    """The fewest and mildest changes to the project that fit into `limit` bytes; None where no layout is possible.
+def nearest(project: Project, others: Alternatives, world_size: int, limit: int) -> Advice | None:
+    """The changes that fit into nine tenths of `limit` bytes at the least cost in speed; None if none is possible.
 
-    Gradient checkpointing changes first, then the micro batch, then the runner; of two runners the one that sends less.
+    Frozen weights in half precision cost nothing and are part of all that follows: smaller micro batches, selective
+    checkpointing, other runners, of which the one is taken that sends least, and full checkpointing. Changes that use
+    the host's memory come after those, and last, for pretrained models, adapters, which train something else.
     """
     closest: Advice | None = None
-    for group in _candidates(project.config, others):
-        fitting: list[tuple[int, Advice]] = []
-        for settings, changed in group:
-            try:
-                estimate = project.estimate(changed, world_size)
-            except UserError:
-                continue
-            needed = needs(estimate, project.device)
-            advice = Advice(settings, needed, needed <= limit)
-            if advice.fits:
-                fitting.append((estimate.sent, advice))
-            elif closest is None or advice.needs < closest.needs:
-                closest = advice
-        if fitting:
-            return min(fitting, key=lambda one: one[0])[1]
-    return closest
+    spare: Advice | None = None  # uses the host's memory
+    for settings, variant in _variants(project, others):
+        for group in _groups(settings, variant, others, world_size):
+            fitting: list[tuple[bool, int, int, Advice]] = []
+            for changes, config in group:
+                try:
+                    estimate = variant.estimate(config, world_size)
+                except UserError:
+                    continue
+                needed = needs(estimate, project.device)
+                advice = Advice(changes, needed, needed <= usable(limit))
+                if advice.fits:  # of those that send as much, the one that keeps more in memory and less on disk
+                    offloads = bool(estimate.memory.host.keys() - {HOST_COPY})
+                    fitting.append((offloads, estimate.sent, -estimate.memory.on_host, advice))
+                elif closest is None or advice.needs < closest.needs:
+                    closest = advice
+            if fitting:
+                offloads, *_, best = min(fitting, key=lambda one: one[:3])
+                if not offloads:
+                    return best
+                spare = spare or best
+        if spare is not None and variant.config.adapter is project.config.adapter:
+            return spare
+    return spare or closest
 
 
-def _candidates(config: Config, others: Mapping[str, Config]) -> Iterator[list[_Change]]:
-    """Groups of equally mild changes, the mildest group first."""
-    modes = _CHEAPER[_CHEAPER.index(config.run.gradient_checkpointing) + 1 :]
+def _variants(project: Project, others: Alternatives) -> Iterator[tuple[list[str], Project]]:
+    """The project with the model's lighter options, if it has any, and then with each adapter that it takes."""
+    settings = [f"model.{key}={value}" for key, value in project.model.lighter(project.config.run.amp.dtype).items()]
+    yield settings, others.rebuild(settings) if settings else project
+    if project.config.adapter is None and (project.absent or project.model.pretrained_sources()):
+        for name in registry.names("adapter"):
+            with suppress(UserError):  # the model does not take it, or a package is missing
+                adapted = [*settings, f"model.adapter={name}"]
+                yield adapted, others.rebuild(adapted)
 
-    def change(mode: Mode | None = None, micro: int | None = None, runner: str | None = None) -> _Change:
-        settings = [] if runner is None else [f"run.runner={runner}"]
-        settings += [] if mode is None else [f"run.gradient_checkpointing={mode}"]
-        settings += [] if micro is None else [f"run.micro_batch_size={micro}", "run.accum_grad_iters=null"]
-        return settings, with_options(config if runner is None else others[runner], micro, mode)
 
-    smaller: list[int] = []  # micro batches, where the configuration names one and a global batch that it divides
-    micro = config.run.micro_batch_size if config.run.global_batch_size is not None else None
-    while micro is not None and micro > 1:
-        micro //= 2
-        smaller.append(micro)
-    strongest: Mode | None = "full" if "full" in modes else None
-    yield from ([change(mode)] for mode in modes)
+def _groups(
+    settings: list[str], project: Project, others: Alternatives, world_size: int
+) -> Iterator[list[_Change]]:
+    """Groups of changes that cost alike, the cheapest first, to `project`, which has `settings`."""
+    run, batch = project.config.run, batch_plan(project.config, world_size)
+
+    def change(mode: Mode | None = None, micro: int | None = None, runner: str = "") -> _Change:
+        config, changes = project.config, list(settings)
+        if isinstance(other := others.runners.get(runner), Config):
+            changes.append(f"run.runner={runner}")
+            config = with_same_samples(replace(config, run=replace(run, runner=other.run.runner)), batch, world_size)
+        config = with_options(config, micro, mode, None if micro is None else batch.global_batch)
+        values = {key: (getattr(run, key), getattr(config.run, key)) for key in _BATCH_AND_MODE}
+        changes += [f"run.{key}={'null' if new is None else new}" for key, (old, new) in values.items() if new != old]
+        return changes, config
+
+    def runners(mode: Mode | None = None, micro: int | None = None) -> list[_Change]:
+        return [change(mode, micro, name) for name, other in others.runners.items() if isinstance(other, Config)]
+
+    smaller = [batch.micro_batch >> n for n in range(1, batch.micro_batch.bit_length())]
+    stronger = _MODES[_MODES.index(run.gradient_checkpointing) + 1 :]
+    full: Mode | None = "full" if "full" in stronger else None
+    if settings:
+        yield [change()]
     yield from ([change(None, micro)] for micro in smaller)
-    if strongest:
-        yield from ([change(strongest, micro)] for micro in smaller)
-    yield [change(None, None, name) for name in others]
-    if strongest:
-        yield [change(strongest, None, name) for name in others]
-    if smaller:
-        yield [change(strongest, 1, name) for name in others]
+    if "selective" in stronger:
+        yield [change("selective")]
+    yield runners()
+    if full:
+        yield from ([change(full, micro)] for micro in (None, *smaller))
+        yield runners(full)
+    yield runners(full, 1)
+    if "offload" in stronger:
+        yield [change("offload")]

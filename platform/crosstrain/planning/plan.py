@@ -7,11 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
-from crosstrain.config.registry import registry
-from crosstrain.planning.estimate import MODES, Estimate, Project, with_options
-from crosstrain.planning.fit import Advice, nearest, needs
+from crosstrain.planning.estimate import MODES, Estimate, Project, with_options, with_same_samples
+from crosstrain.planning.fit import Advice, Alternatives, nearest, needs, usable
 from crosstrain.utils.drawing import picture
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.units import show_bytes, show_number
@@ -48,9 +46,9 @@ class Plan:
     formulas: dict[str, int] = field(default_factory=dict)  # bytes
 
     def fits(self, estimate: Estimate) -> bool | None:
-        """None where no limit is known."""
+        """True where a tenth of the device stays free; None where no limit is known."""
         limit = self.budget.device_memory
-        return None if limit is None else needs(estimate, self.project.device) <= limit
+        return None if limit is None else needs(estimate, self.project.device) <= usable(limit)
 
     @property
     def tokens_per_step(self) -> int | None:
@@ -161,7 +159,7 @@ class Plan:
 
     def _verdict(self, estimate: Estimate) -> str:
         words = {None: "", True: "  fits into", False: "  does not fit into"}[self.fits(estimate)]
-        return words and f"{words} {show_bytes(self.budget.device_memory or 0)}"
+        return words and f"{words} nine tenths of {show_bytes(self.budget.device_memory or 0)}"
 
     def _mode_row(self, estimate: Estimate | str) -> str:
         if isinstance(estimate, str):
@@ -209,11 +207,8 @@ class Plan:
             figure.legend(loc="outside lower left", ncols=4, frameon=False)
 
 
-def make_plan(project: Project, budget: Budget, world_size: int, others: dict[str, Config | str]) -> Plan:
-    """Estimate the project under its own runner and `others`: configurations, or why there is none.
-
-    Raises UserError where its own runner cannot train it.
-    """
+def make_plan(project: Project, budget: Budget, world_size: int, others: Alternatives) -> Plan:
+    """Estimate the project under its own runner and others. Raises UserError where its own runner cannot train it."""
 
     def attempt(config: Config) -> Estimate | str:
         try:
@@ -223,7 +218,8 @@ def make_plan(project: Project, budget: Budget, world_size: int, others: dict[st
 
     config = project.config
     chosen = project.estimate(config, world_size)
-    same = {n: c if isinstance(c, str) else _with_same_samples(c, chosen.batch, world_size) for n, c in others.items()}
+    runners = others.runners.items()
+    same = {n: c if isinstance(c, str) else with_same_samples(c, chosen.batch, world_size) for n, c in runners}
     plan = Plan(
         project, budget, config.run.max_iters, chosen,
         modes={mode: attempt(with_options(config, mode=mode)) for mode in MODES},
@@ -233,22 +229,5 @@ def make_plan(project: Project, budget: Budget, world_size: int, others: dict[st
     if budget.tokens and plan.tokens_per_step:
         plan.steps = math.ceil(budget.tokens / plan.tokens_per_step)
     if budget.device_memory and not plan.fits(chosen):
-        configs = {name: other for name, other in same.items() if isinstance(other, Config)}
-        plan.advice = nearest(project, configs, world_size, budget.device_memory)
+        plan.advice = nearest(project, others, world_size, budget.device_memory)
     return plan
-
-
-def _with_same_samples(config: Config, batch: BatchPlan, world_size: int) -> Config:
-    """The configuration with as many samples in a step as `batch` has, where this runner's ranks divide them.
-
-    The micro batch is the largest possible one, up to the one of `batch`.
-    """
-    runner = registry.get("runner", config.run.runner.name)
-    try:
-        each, rest = divmod(batch.global_batch, runner.data_parallel_size(config.run.runner.options, world_size))
-    except UserError:
-        return config  # `estimate` raises it again
-    if rest or not each:
-        return config
-    micro = max(size for size in range(1, min(batch.micro_batch, each) + 1) if each % size == 0)
-    return with_options(config, micro, global_batch=batch.global_batch)

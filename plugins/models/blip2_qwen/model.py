@@ -182,6 +182,16 @@ class Blip2Qwen(Model):
     def checkpointing(self, mode: Mode) -> list[tuple[list[nn.Module], Mode]]:
         return [(b, getattr(self.options, part).gradient_checkpointing or mode) for part, b in self._blocks().items()]
 
+    def lighter(self, dtype: str) -> dict[str, str]:
+        """Frozen matrices in the precision that they are computed in."""
+        found = {}
+        for part in _PREFIXES:
+            options = getattr(self.options, part)
+            kept = options.precision or dtype
+            if options.freeze and options.weights is None and kept != "fp32":
+                found |= {f"{part}.{key}": kept for key in ("precision", "weights") if not getattr(options, key)}
+        return found
+
     def adapted(self) -> Model:
         if self.options.language_model.lora is not None:
             raise ConfigError("model.adapter: model.language_model.lora is an adapter already; leave one of them out")
