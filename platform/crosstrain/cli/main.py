@@ -26,6 +26,7 @@ VERBS = {
     "compare": "prove that runners train alike, on your own project",
     "report": "one page about one or several runs: curves, timings, differences",
     "list": "everything that a project file can name, and its options",
+    "new": "begin a runner, model, dataset, callback, project or package",
     "schema": "a JSON Schema of project files, for editors",
 }
 _MOST_MISTAKES = 50  # of one configuration that are shown
