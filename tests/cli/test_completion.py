@@ -38,6 +38,7 @@ def completed(line: str, folder: Path) -> list[str]:
     [
         ("crosstrain exp", {"export"}),
         ("crosstrain list runner meg", {"megatron", "megatron_tp2", "megatron_pp4"}),
+        ("crosstrain new pro", {"project"}),
         (QUICKSTART, {"model.", "datasets.", "run."}),
         (QUICKSTART + "model.n_", {"model.n_layer=", "model.n_embd="}),
         (QUICKSTART + "datasets.", {"datasets.stdlib.", "datasets.stdlib="}),

@@ -29,7 +29,7 @@ def complete(parser: argparse.ArgumentParser, verb: argparse.ArgumentParser) -> 
         "options": lambda prefix, parsed_args, **_: _overrides(prefix, getattr(parsed_args, "cfg_path", None)),
     }
     for action in verb._actions:
-        if action.dest in completers:
+        if action.choices is None and action.dest in completers:
             action.completer = completers[action.dest]  # type: ignore[attr-defined]
     argcomplete.autocomplete(parser)
 

@@ -19,12 +19,12 @@ _NEXT = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", choices=_NEXT, metavar="KIND", help=", ".join(_NEXT))
-    parser.add_argument("name", metavar="NAME", help="of the component, project or package, and of its files")
+    parser.add_argument("new_name", metavar="NAME", help="of the component, project or package, and of its files")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the files into the working directory; returns the exit code. What exists is never overwritten."""
-    kind, name = arguments.kind, arguments.name
+    kind, name = arguments.kind, arguments.new_name
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise UserError(f"new: {name!r} cannot name a Python module: use lower-case letters, digits and _")
     if name in registry.names(kind):

@@ -25,10 +25,14 @@ from crosstrain.utils.errors import UserError
 Schema = dict[str, Any]
 
 _INTERPOLATION = {"type": "string", "pattern": r"\$\{"}
-_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
-_TYPES |= {list: "array", tuple: "array", dict: "object"}
+_NULL: Schema = {"type": "null"}
+_TYPES: dict[Any, Schema] = {
+    int: {"type": "integer", "minimum": -bounds.LARGEST, "maximum": bounds.LARGEST},
+    float: {"type": "number", "minimum": -sys.float_info.max, "maximum": sys.float_info.max},
+    **{bool: {"type": "boolean"}, str: {"type": "string"}, type(None): _NULL},
+    **{list: {"type": "array"}, tuple: {"type": "array"}, dict: {"type": "object"}},
+}
 _KEYWORDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
-_LARGEST = {"integer": bounds.LARGEST, "number": sys.float_info.max}
 
 
 def project_schema() -> Schema:
@@ -59,10 +63,9 @@ class _Definitions(dict[str, Schema]):
         """Refer to a component: its name, or a mapping with its name and options. Only a `default` needs no name."""
 
         def make() -> Schema:
-            mapping, names = self.choice(kind, "name", default), _names(kind)
-            complete = [n for n in names if "required" not in self[f"{kind}.{preset_component(kind, n)}"]]
-            alone = [_enum({name: names[name] for name in complete})] if complete else []
-            return {"anyOf": [*alone, _INTERPOLATION, mapping]}
+            mapping = self.choice(kind, "name", default)
+            needy = {n for n in _names(kind) if "required" in self[f"{kind}.{preset_component(kind, n)}"]}
+            return {"anyOf": [_enum(kind, needy), _INTERPOLATION, mapping]}
 
         return self._refer(f"{kind}.default.{default}" if default else kind, make)
 
@@ -73,7 +76,7 @@ class _Definitions(dict[str, Schema]):
             stands = [name, *(p for p in preset_files(kind) if p != name and preset_component(kind, p) == name)]
             where = {"properties": {naming: {"enum": stands}}} | ({} if default in stands else {"required": [naming]})
             rules.append({"if": where, "then": self._refer(f"{kind}.{name}", partial(self._of_component, kind, name))})
-        names = {"anyOf": [_enum(_names(kind)), _INTERPOLATION]}
+        names = {"anyOf": [_enum(kind), _INTERPOLATION]}
         schema = {"type": "object", "properties": {naming: names}, "allOf": rules}
         return schema if default else schema | {"required": [naming]}
 
@@ -116,7 +119,7 @@ class _Definitions(dict[str, Schema]):
             return [_bounded(schema, arguments[1:]) for schema in self._alternatives(arguments[0], default)]
         if origin in (Union, types.UnionType):
             first, *rest = (schema for member in arguments for schema in self._alternatives(member, default))
-            if rest == [{"type": "null"}] and "type" in first:  # editors show one alternative better than two
+            if rest == [_NULL] and "type" in first:  # editors show one alternative better than two
                 return [first | {"type": [first["type"], "null"]}]
             return [first, *rest]
         if is_dataclass(origin):
@@ -128,26 +131,26 @@ class _Definitions(dict[str, Schema]):
             return [{"enum": list(arguments)}]
         if origin is Path:
             return self._alternatives(bounds.FilePath)
-        schema: Schema = {"type": _TYPES[origin]}
+        schema = dict(_TYPES[origin])
         if origin is dict and arguments:
             schema |= {"propertyNames": self.value(arguments[0]), "additionalProperties": self.value(arguments[1])}
         elif origin is tuple and arguments[-1] is not Ellipsis:
-            schema |= {"items": [self.value(item) for item in arguments]}
-            schema |= {"minItems": len(arguments), "maxItems": len(arguments)}
+            length, items = len(arguments), [self.value(item) for item in arguments]
+            schema |= {"items": items, "minItems": length, "maxItems": length}
         elif arguments:
             schema["items"] = self.value(arguments[0])
-        return [_bounded(schema)]
+        return [schema]
 
 
 def _names(kind: str) -> dict[str, str]:
     """Return the names of components and presets, each with its first line."""
-    about = {entry.name: entry.summary for entry in registry.entries(kind)}
-    about |= {name: first_comment(file) for name, file in preset_files(kind).items()}
-    return dict(sorted(about.items()))
+    presets = {name: first_comment(file) for name, file in preset_files(kind).items()}
+    return {entry.name: entry.summary for entry in registry.entries(kind)} | presets
 
 
-def _enum(about: dict[str, str]) -> Schema:
-    return {"enum": list(about), "markdownEnumDescriptions": list(about.values())}
+def _enum(kind: str, without: Collection[str] = ()) -> Schema:
+    about = {name: text for name, text in sorted(_names(kind).items()) if name not in without}
+    return {"enum": [*about], "markdownEnumDescriptions": [*about.values()]} if about else _INTERPOLATION
 
 
 def _mapping(properties: Schema, required: list[str]) -> Schema:
@@ -155,19 +158,14 @@ def _mapping(properties: Schema, required: list[str]) -> Schema:
     return schema | {"required": required} if required else schema
 
 
-def _bounded(schema: Schema, constraints: Collection[Any] = ()) -> Schema:
-    """Add bounds; a number without has those of the checker."""
-    kind = schema.get("type")
+def _bounded(schema: Schema, constraints: Collection[Any]) -> Schema:
+    if bounds.AllowInfinity() in constraints:
+        schema = {word: value for word, value in schema.items() if word not in ("minimum", "maximum")}
+    if "minimum" in schema or bounds.AllowInfinity() in constraints:
+        schema |= {_KEYWORDS[name]: limit for name, limit in bounds.limits_of(constraints).items()}
     for constraint in constraints:
         if isinstance(constraint, bounds.IsPath):
             schema["pattern"] = r"\S"
         if (least := getattr(constraint, "min_length", None)) is not None:
-            schema["minItems" if kind == "array" else "minLength"] = least
-    if kind in _LARGEST:
-        found = {_KEYWORDS[name]: limit for name, limit in bounds.limits_of(constraints).items()}
-        plain = {"minimum": -_LARGEST[kind], "maximum": _LARGEST[kind]}
-        for word, limit in plain.items() if bounds.AllowInfinity() not in constraints else ():
-            if not {word, f"exclusiveM{word[1:]}"} & {*found}:
-                found[word] = limit
-        schema |= found
+            schema["minItems" if schema["type"] == "array" else "minLength"] = least
     return schema
