@@ -36,12 +36,13 @@ def complete(parser: argparse.ArgumentParser, verb: argparse.ArgumentParser) -> 
 
 def _overrides(prefix: str, cfg_path: str | None) -> list[str]:
     """Return the keys that may follow `prefix`, those of mappings with a dot; behind =, the values of the key."""
-    file, tree = paths.home() / "projects" / "project", None
+    schema, tree = paths.home() / "projects" / "crosstrain.schema.json", None
     with suppress(UserError, OSError, Unreadable):
-        file = paths.find(cfg_path or file)
-        tree, _ = parse(file.read_text(encoding="utf-8"))
-    beside = file.with_name("crosstrain.schema.json")
-    root = json.loads((beside if beside.exists() else paths.home() / "projects" / beside.name).read_bytes())
+        if cfg_path:
+            file = paths.find(cfg_path)
+            schema = beside if (beside := file.with_name(schema.name)).exists() else schema
+            tree, _ = parse(file.read_text(encoding="utf-8"))
+    root = json.loads(schema.read_bytes())
 
     def below(key: str) -> tuple[list[dict[str, Any]], Any]:
         """Return the schemas at `key` and its value in the project."""
@@ -59,16 +60,17 @@ def _overrides(prefix: str, cfg_path: str | None) -> list[str]:
         found = []
         for key in (f"{section}{name}" for name in sorted(names)):
             found += [f"{key}="] if section else []
-            found += [f"{key}."] if any(s.get("type") == "object" or "properties" in s for s in below(key)[0]) else []
+            found += [f"{key}."] if any("object" in s.get("type", ()) for s in below(key)[0]) else []
         return found
 
     key, assigned, _ = prefix.partition("=")
     if assigned:
         schemas = below(key)[0]
         values = [value for s in schemas for value in s.get("enum", ())]
-        values += [value for s in schemas if "boolean" in s.get("type", ()) for value in (True, False)]
+        values += [True, False] if any("boolean" in s.get("type", ()) for s in schemas) else []
         return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for value in values]
-    found = [key for key in keys(prefix.rpartition(".")[0] + "." * ("." in prefix)) if key.startswith(prefix)]
+    section = prefix[: prefix.rfind(".") + 1]
+    found = [key for key in keys(section) if key.startswith(prefix)]
     return found + keys(found[0]) if len(found) == 1 and found[0].endswith(".") else found  # a shell ends a single word
 
 

@@ -58,7 +58,3 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-data", action="store_true", help="open data and pretrained weights that a stranger's checkpoint names"
     )
-
-
-def add_plugins(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--plugins", nargs="+", default=[], metavar="PATH", help="further folders and .py files")

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from crosstrain.cli.flags import add_plugins
 from crosstrain.config.describe import first_comment, options
 from crosstrain.config.load import model_types, preset_component, preset_files
 from crosstrain.config.registry import KINDS, registry
@@ -22,7 +21,6 @@ Row = tuple[str, str, str]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", nargs="?", help="runner, model, dataset, ...")
     parser.add_argument("name", nargs="?", help="of a component or preset, to see all options")
-    add_plugins(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -30,8 +28,6 @@ def run(arguments: argparse.Namespace) -> int:
     kind, name = arguments.kind, arguments.name
     if kind is not None and kind not in KINDS:
         raise ConfigError(f"list: there is no kind {kind!r}; the kinds are {', '.join(KINDS)}")
-    for path in arguments.plugins:
-        registry.add_folder(paths.find(path))
     own = name and preset_component(kind, name)
     for each in [kind] if kind else KINDS:
         entries = [e for e in registry.entries(each) if name in (None, e.name) or own == e.name]
