@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import logging
 import math
 from dataclasses import dataclass, replace
 from functools import partial
@@ -74,8 +73,6 @@ class Lora(Adapter):
         self.rank, self.alpha = self.settings.rank or 8, self.settings.alpha or 16.0  # neither can be 0
 
     def add(self, model: Model) -> None:
-        # peft imports bitsandbytes, which on a CPU warns of a package that it does without.
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
         peft = require("peft", "model.adapter")
         self.targets = linear_maps(model, self.settings.targets)
         maps = [module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D))]

@@ -221,5 +221,5 @@ def said(workspace: Workspace, words: list[str], typed: str = "") -> str:
         words, cwd=workspace.path, env=SHELL, input=typed, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
-    assert "error" not in done.stdout + done.stderr
+    assert not re.search("error|warn|deprecat", done.stdout + done.stderr, re.IGNORECASE), done.stderr
     return done.stdout

@@ -69,12 +69,8 @@ def export_adapter(checkpoint: Path, output: Path, dtype: torch.dtype | None, mo
     Raises UserError as `export` does and where there is no adapter.
     """
     reader = Reader.open(checkpoint)
-
-    def read(name: str) -> Tensor:
-        return reader.whole(name).to(dtype)
-
     with _folder(output) as folder:
-        model.save_parts(folder, reader.names("param"), read)
+        model.save_parts(folder, reader.names("param"), lambda name: reader.whole(name).to(dtype))
         if not any(folder.iterdir()):
             raise UserError(f"--part adapter: {checkpoint} has no adapter")
         for name in reader.files.keys() & TOKENIZER_FILES:
@@ -103,31 +99,30 @@ def _folder(output: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+@dataclass
 class _Parameters:
-    """The parameters to export: those of the checkpoint, and the frozen ones from pretrained weights.
+    """The parameters to export: those of the checkpoint, and the frozen ones from pretrained weights."""
 
-    Only names that begin with `prefix` are exported, without it.
-    """
+    reader: Reader
+    pretrained: PretrainedWeights | None
+    merges: dict[str, Merge]
+    prefix: str  # of the names that are exported, without it
 
-    def __init__(
-        self, reader: Reader, pretrained: PretrainedWeights | None, merges: dict[str, Merge], prefix: str
-    ) -> None:
-        self.reader, self.pretrained, self.merges, self.prefix = reader, pretrained, merges, prefix
-        if reader.frozen and pretrained is None:
-            name = next(iter(reader.frozen))
-            raise CheckpointError(f"{reader.folder}: {name} was frozen and its source is not known")
+    def __post_init__(self) -> None:
+        if self.reader.frozen and self.pretrained is None:
+            name = next(iter(self.reader.frozen))
+            raise CheckpointError(f"{self.reader.folder}: {name} was frozen and its source is not known")
 
     def outlines(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
         """Types and shapes of all exported parameters, on the meta device."""
         found = {n: (t.shape, _DTYPES[t.dtype]) for (kind, n), t in self.reader.tensors.items() if kind == "param"}
         found |= {name: (frozen.shape, torch.float32) for name, frozen in self.reader.frozen.items()}
         merged = {other for merge in self.merges.values() for other in merge.others}
+        kept = {name.removeprefix(self.prefix): found[name] for name in found if name.startswith(self.prefix)}
         return {
-            name.removeprefix(self.prefix): torch.empty(
-                shape, dtype=dtype if dtype and stored.is_floating_point else stored, device="meta"
-            )
-            for name, (shape, stored) in found.items()
-            if name.startswith(self.prefix) and name not in merged
+            name: torch.empty(shape, dtype=dtype if dtype and stored.is_floating_point else stored, device="meta")
+            for name, (shape, stored) in kept.items()
+            if self.prefix + name not in merged
         }
 
     def read(self, name: str, outline: Tensor, memory: Tensor) -> Tensor:

@@ -38,10 +38,9 @@ def new_file(text: str) -> Path:
 
 def ask() -> str:
     """Read a line after a prompt; EOFError at the end. Input that nobody types is shown as if somebody did."""
-    if sys.stdin.isatty():
-        return input("> ")
-    line = input()
-    print(f"> {printable(line)}")
+    line = input("> " if sys.stdin.isatty() else "")
+    if not sys.stdin.isatty():
+        print(f"> {printable(line)}")
     return line
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +19,6 @@ T = TypeVar("T")
 
 # Called with a group whose ranks met in different collectives, before the error is raised. The watchdog sets it.
 desync_handler: Callable[[dist.ProcessGroup], None] | None = None
-
-# Libraries still call these by the names that torch 2.13 and 2.14 deprecate; torch 2.15 keeps both names.
-warnings.filterwarnings(
-    "ignore", r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", FutureWarning
-)
 
 
 class Group:

@@ -18,6 +18,7 @@ from crosstrain.utils.program import command
 from crosstrain.utils.units import show_bytes
 
 _MODES: tuple[Mode, ...] = ("none", "selective", "full", "offload")  # the faster first
+USABLE = 0.9  # of a device's memory; fragmentation, the context and workspaces take some of the rest
 _Change = tuple[list[str], Config]  # settings as --options takes them, and the configuration with them
 _BATCH_AND_MODE = ("micro_batch_size", "accum_grad_iters", "global_batch_size", "gradient_checkpointing")
 
@@ -53,11 +54,6 @@ def needs(estimate: Estimate, device: str) -> int:
     return estimate.memory.total + (estimate.memory.on_host if device == "cpu" else 0)
 
 
-def usable(limit: int) -> int:
-    """Nine tenths of a device's memory; fragmentation, the context and workspaces take some of the rest."""
-    return limit - limit // 10
-
-
 @dataclass
 class Advice:
     """The change that fits at the least cost, or the one that comes closest."""
@@ -91,7 +87,7 @@ def nearest(project: Project, others: Alternatives, world_size: int, limit: int)
                 except UserError:
                     continue
                 needed = needs(estimate, project.device)
-                advice = Advice(changes, needed, needed <= usable(limit))
+                advice = Advice(changes, needed, needed <= USABLE * limit)
                 if advice.fits:  # of those that send as much, the one that keeps more in memory and less on disk
                     offloads = bool(estimate.memory.host.keys() - {HOST_COPY})
                     fitting.append((offloads, estimate.sent, -estimate.memory.on_host, advice))
@@ -111,24 +107,21 @@ def _variants(project: Project, others: Alternatives) -> Iterator[tuple[list[str
     """The project with the model's lighter options, if it has any, and then with each adapter that it takes."""
     settings = [f"model.{key}={value}" for key, value in project.model.lighter(project.config.run.amp.dtype).items()]
     yield settings, others.rebuild(settings) if settings else project
-    if project.config.adapter is None and (project.absent or project.model.pretrained_sources()):
-        for name in registry.names("adapter"):
-            with suppress(UserError):  # the model does not take it, or a package is missing
-                adapted = [*settings, f"model.adapter={name}"]
-                yield adapted, others.rebuild(adapted)
+    tuned = project.config.adapter is None and (project.absent or project.model.pretrained_sources())
+    for name in registry.names("adapter") if tuned else ():
+        with suppress(UserError):  # the model does not take it, or a package is missing
+            yield (adapted := [*settings, f"model.adapter={name}"]), others.rebuild(adapted)
 
 
-def _groups(
-    settings: list[str], project: Project, others: Alternatives, world_size: int
-) -> Iterator[list[_Change]]:
-    """Groups of changes that cost alike, the cheapest first, to `project`, which has `settings`."""
-    run, batch = project.config.run, batch_plan(project.config, world_size)
+def _groups(settings: list[str], project: Project, others: Alternatives, size: int) -> Iterator[list[_Change]]:
+    """Groups of changes that cost alike, the cheapest first, to `project`, which has `settings`, on `size` ranks."""
+    run, batch = project.config.run, batch_plan(project.config, size)
 
     def change(mode: Mode | None = None, micro: int | None = None, runner: str = "") -> _Change:
         config, changes = project.config, list(settings)
         if isinstance(other := others.runners.get(runner), Config):
             changes.append(f"run.runner={runner}")
-            config = with_same_samples(replace(config, run=replace(run, runner=other.run.runner)), batch, world_size)
+            config = with_same_samples(replace(config, run=replace(run, runner=other.run.runner)), batch, size)
         config = with_options(config, micro, mode, None if micro is None else batch.global_batch)
         values = {key: (getattr(run, key), getattr(config.run, key)) for key in _BATCH_AND_MODE}
         changes += [f"run.{key}={'null' if new is None else new}" for key, (old, new) in values.items() if new != old]

@@ -9,7 +9,7 @@ from typing import Any
 
 from crosstrain.config.load import Config
 from crosstrain.planning.estimate import MODES, Estimate, Project, with_options, with_same_samples
-from crosstrain.planning.fit import Advice, Alternatives, nearest, needs, usable
+from crosstrain.planning.fit import USABLE, Advice, Alternatives, nearest, needs
 from crosstrain.utils.drawing import picture
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.units import show_bytes, show_number
@@ -48,7 +48,7 @@ class Plan:
     def fits(self, estimate: Estimate) -> bool | None:
         """True where a tenth of the device stays free; None where no limit is known."""
         limit = self.budget.device_memory
-        return None if limit is None else needs(estimate, self.project.device) <= usable(limit)
+        return None if limit is None else needs(estimate, self.project.device) <= USABLE * limit
 
     @property
     def tokens_per_step(self) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -15,6 +16,13 @@ from crosstrain.utils.errors import printable
 from crosstrain.utils.files import append
 
 log = logging.getLogger("crosstrain")
+
+# Words of libraries about their own code. They still call these by the names that torch 2.13 and 2.14 deprecate; torch
+# 2.15 keeps both names. On a CPU, bitsandbytes misses a package that it does without.
+warnings.filterwarnings(
+    "ignore", r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", FutureWarning
+)
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 class _Handler(logging.Handler):
