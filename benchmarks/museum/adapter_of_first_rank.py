@@ -1,0 +1,30 @@
+"""Of a sharded adapter the checkpoint gets the first rank's rows alone.
+
+https://github.com/huggingface/accelerate/pull/4206
+"""
+
+from crosstrain import registry
+
+from . import Expected
+
+EXPECTED = Expected(
+    "state", cause=r"lack|missing|rank 1|nobody|no rank|part", parameter="*.lora_*", project="adapter", base="fsdp"
+)
+
+
+@registry.register_runner("adapter_of_first_rank")
+class AdapterOfFirstRank(registry.get("runner", "fsdp")):
+    """Reports nothing of the adapter on other ranks than the first."""
+
+    filled = False
+
+    def loaded(self):
+        super().loaded()
+        self.filled = True
+
+    def shards(self):
+        shards = super().shards()
+        for shard in shards:
+            if ".lora_" in shard.name and self.filled and self.world.rank > 0:
+                shard.pieces = []
+        return shards

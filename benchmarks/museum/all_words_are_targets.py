@@ -1,0 +1,21 @@
+"""A chat template without marks of what is generated gives a mask of ones: prompts are learned too.
+
+https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/3359
+"""
+
+from crosstrain import IGNORE_INDEX, registry
+
+from . import Expected
+
+EXPECTED = Expected("forward", cause=r"target|label|mask", project="chat")
+
+
+@registry.register_runner("all_words_are_targets")
+class AllWordsAreTargets(registry.get("runner", "ddp")):
+    """Makes every word a target."""
+
+    def to_device(self, batch):
+        batch = super().to_device(batch)
+        labels, following = batch["labels"].clone(), batch["input_ids"][:, 1:]
+        labels[:, :-1] = labels[:, :-1].where(labels[:, :-1] != IGNORE_INDEX, following)
+        return batch | {"labels": labels}

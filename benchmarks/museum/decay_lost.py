@@ -1,0 +1,20 @@
+"""Weight decay is computed in a type that rounds it away.
+
+https://github.com/Nerogar/OneTrainer/issues/996
+"""
+
+from crosstrain import registry
+
+from . import Expected
+
+EXPECTED = Expected("update", cause=r"decay", parameter="*[encj].weight")  # of matrices: wte, wpe, c_attn, c_fc, c_proj
+
+
+@registry.register_runner("decay_lost")
+class DecayLost(registry.get("runner", "ddp")):
+    """Decays nothing."""
+
+    def build_optimizer(self, make_optimizer):
+        super().build_optimizer(make_optimizer)
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.0

@@ -1,0 +1,21 @@
+"""Samples packed into a row attend to those before them, though positions start anew.
+
+https://github.com/huggingface/nanoVLM/pull/204
+"""
+
+import torch
+
+from crosstrain import registry
+
+from . import Expected
+
+EXPECTED = Expected("forward", cause=r"attention|mask|document|forward", project="packed")
+
+
+@registry.register_runner("documents_see_each_other")
+class DocumentsSeeEachOther(registry.get("runner", "ddp")):
+    """Gives attention a mask that knows of no documents."""
+
+    def to_device(self, batch):
+        batch = super().to_device(batch)
+        return batch | {"attention_mask": torch.ones_like(batch["input_ids"])}

@@ -1,0 +1,17 @@
+"""Every parameter has a group of its own in the optimizer."""
+
+from crosstrain import registry
+
+from . import Expected
+
+EXPECTED = Expected()
+
+
+@registry.register_runner("healthy_group_for_each")
+class HealthyGroupForEach(registry.get("runner", "ddp")):
+    """AdamW with many groups, in another order."""
+
+    def build_optimizer(self, make_optimizer):
+        super().build_optimizer(make_optimizer)
+        groups = self.optimizer.param_groups
+        self.optimizer.param_groups = [group | {"params": [p]} for group in groups for p in group["params"][::-1]]

@@ -1,0 +1,17 @@
+"""The optimizer updates one parameter after another."""
+
+from crosstrain import registry
+
+from . import Expected
+
+EXPECTED = Expected()
+
+
+@registry.register_runner("healthy_loop_optimizer")
+class HealthyLoopOptimizer(registry.get("runner", "ddp")):
+    """AdamW as a loop."""
+
+    def build_optimizer(self, make_optimizer):
+        super().build_optimizer(make_optimizer)
+        for group in self.optimizer.param_groups:
+            group.update(fused=False, foreach=False)

@@ -1,0 +1,26 @@
+"""The norm sums squares over all tensor-parallel ranks, of whole copies as of parts.
+
+https://github.com/NVIDIA-NeMo/RL/pull/3788
+"""
+
+from crosstrain import registry
+
+from . import Expected
+
+EXPECTED = Expected(
+    "norm",
+    cause=r"norm.*(twice|copies|each rank)|twice.*norm",
+    project="still",
+    base="megatron",
+    options={"tensor_parallel": 2},
+)
+
+
+@registry.register_runner("norm_of_copies")
+class NormOfCopies(registry.get("runner", "megatron")):
+    """Counts what every rank has once for each rank."""
+
+    def prepare(self, model, make_optimizer):
+        super().prepare(model, make_optimizer)
+        for share in self.shares.values():
+            share.norm_weight = 1.0

@@ -1,0 +1,18 @@
+"""Each rank computes the norm of its own shards and clips by that.
+
+https://github.com/areal-project/AReaL/issues/312
+"""
+
+from crosstrain import registry
+
+from . import Expected
+
+EXPECTED = Expected("norm", cause=r"norm", base="fsdp")
+
+
+@registry.register_runner("norm_of_own_shard")
+class NormOfOwnShard(registry.get("runner", "fsdp")):
+    """Takes the norm over this rank's part of the gradients."""
+
+    def gradient_norm(self, gradients):
+        return super().gradient_norm([g.to_local() for g in gradients])

@@ -1,0 +1,20 @@
+"""Parameters are kept in bf16, where a norm's 1.0 is too large for its updates.
+
+https://github.com/fla-org/flame/issues/47
+"""
+
+from crosstrain import registry
+
+from . import Expected, matching
+
+EXPECTED = Expected("update", cause=r"bf16|bfloat16|precision|round", parameter="*.ln_*.weight")
+
+
+@registry.register_runner("norms_in_bf16")
+class NormsInBf16(registry.get("runner", "ddp")):
+    """Rounds the weights of layer norms after each update."""
+
+    def update(self):
+        super().update()
+        for p in matching(self.model, "*.ln_*.weight").values():
+            p.data.copy_(p.bfloat16())

@@ -1,0 +1,21 @@
+"""The token that ends the assistant's turn falls out of the mask, and the model never learns to stop.
+
+https://github.com/huggingface/trl/pull/5988
+"""
+
+from crosstrain import IGNORE_INDEX, registry
+
+from . import Expected
+
+EXPECTED = Expected("forward", cause=r"target|label|mask", project="chat")
+
+
+@registry.register_runner("stop_token_untrained")
+class StopTokenUntrained(registry.get("runner", "ddp")):
+    """Drops the last target of each turn."""
+
+    def to_device(self, batch):
+        batch = super().to_device(batch)
+        labels = batch["labels"].clone()
+        labels[:, :-1][labels[:, 1:] == IGNORE_INDEX] = IGNORE_INDEX
+        return batch | {"labels": labels}
