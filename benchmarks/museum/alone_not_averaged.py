@@ -1,4 +1,4 @@
-"""A tensor too large to be fused with others takes another way to its all-reduce, which does not average.
+"""All-reduces of tensors that are not fused with others give wrong results.
 
 https://github.com/horovod/horovod/pull/358
 """

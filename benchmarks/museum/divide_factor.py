@@ -1,6 +1,6 @@
-"""One group of sharded parameters divides its gradients by another number of ranks than the rest.
+"""Experts' gradients are divided by the ranks of their own group, though more ranks have contributed to them.
 
-https://github.com/pytorch/pytorch/issues/160285
+https://github.com/NVIDIA/Megatron-LM/pull/5956
 """
 
 from crosstrain import registry

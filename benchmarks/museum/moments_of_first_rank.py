@@ -1,6 +1,6 @@
-"""Loading gives every rank but the first an empty optimizer state.
+"""Of a sharded optimizer's state the first rank's alone is saved, and the others go on with an empty one.
 
-https://github.com/huggingface/accelerate/pull/4206
+https://github.com/huggingface/transformers/pull/23111
 """
 
 from crosstrain import registry

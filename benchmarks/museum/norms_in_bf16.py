@@ -1,6 +1,6 @@
 """Parameters are kept in bf16, where a norm's 1.0 is too large for its updates.
 
-https://github.com/fla-org/flame/issues/47
+https://github.com/vllm-project/speculators/pull/765
 """
 
 from crosstrain import registry

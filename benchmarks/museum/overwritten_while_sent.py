@@ -1,6 +1,6 @@
-"""After a while the buffer of a gradient is used again before it was sent: a part of one tensor is lost.
+"""A buffer of gradients is written again before the communication that reads it has ended.
 
-https://github.com/EleutherAI/gpt-neox/issues/1004
+https://github.com/deepspeedai/DeepSpeed/pull/5606
 """
 
 from crosstrain import registry

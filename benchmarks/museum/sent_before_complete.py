@@ -1,6 +1,6 @@
 """Now and then a bucket of gradients is exchanged while the backward still writes to it.
 
-https://github.com/deepspeedai/DeepSpeed/issues/5545
+https://github.com/deepspeedai/DeepSpeed/issues/8061
 """
 
 from crosstrain import registry

@@ -51,6 +51,11 @@ def test_an_exhibit_says_its_bug_thread_and_right_answer(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 45
 
 
+def test_the_page_shows_an_exhibit_as_it_is() -> None:
+    page = (ROOT / "docs" / "museum.md").read_text()
+    assert f"```python\n{(MUSEUM / 'norms_decay.py').read_text()}```" in page
+
+
 def test_the_museum_is_large_enough() -> None:
     assert len(SICK) >= 40
     assert len(HEALTHY) >= 12
