@@ -3,7 +3,7 @@
 https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/3359
 """
 
-from crosstrain import IGNORE_INDEX, registry
+from crosstrain import IGNORE_INDEX, Model, registry
 
 from . import Expected
 
@@ -14,8 +14,15 @@ EXPECTED = Expected("forward", cause=r"target|label|mask", project="chat")
 class AllWordsAreTargets(registry.get("runner", "ddp")):
     """Makes every word a target."""
 
-    def to_device(self, batch):
-        batch = super().to_device(batch)
+    @staticmethod
+    def labels(batch):
         labels, following = batch["labels"].clone(), batch["input_ids"][:, 1:]
         labels[:, :-1] = labels[:, :-1].where(labels[:, :-1] != IGNORE_INDEX, following)
-        return batch | {"labels": labels}
+        return labels
+
+    def prepare(self, model, make_optimizer):
+        super().prepare(model, make_optimizer)
+        model.num_targets = lambda batch: Model.num_targets({"labels": self.labels(batch)})
+
+    def to_device(self, batch):
+        return super().to_device(batch | {"labels": self.labels(batch)})

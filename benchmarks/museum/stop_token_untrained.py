@@ -3,7 +3,7 @@
 https://github.com/huggingface/trl/pull/5988
 """
 
-from crosstrain import IGNORE_INDEX, registry
+from crosstrain import IGNORE_INDEX, Model, registry
 
 from . import Expected
 
@@ -14,8 +14,15 @@ EXPECTED = Expected("forward", cause=r"target|label|mask", project="chat")
 class StopTokenUntrained(registry.get("runner", "ddp")):
     """Drops the last target of each turn."""
 
-    def to_device(self, batch):
-        batch = super().to_device(batch)
+    @staticmethod
+    def labels(batch):
         labels = batch["labels"].clone()
-        labels[:, :-1][labels[:, 1:] == IGNORE_INDEX] = IGNORE_INDEX
-        return batch | {"labels": labels}
+        labels[:, :-1][batch["labels"][:, 1:] == IGNORE_INDEX] = IGNORE_INDEX
+        return labels
+
+    def prepare(self, model, make_optimizer):
+        super().prepare(model, make_optimizer)
+        model.num_targets = lambda batch: Model.num_targets({"labels": self.labels(batch)})
+
+    def to_device(self, batch):
+        return super().to_device(batch | {"labels": self.labels(batch)})

@@ -3,7 +3,7 @@
 https://github.com/huggingface/transformers/pull/36607
 """
 
-from crosstrain import IGNORE_INDEX, registry
+from crosstrain import IGNORE_INDEX, Model, registry
 
 from . import Expected
 
@@ -14,8 +14,15 @@ EXPECTED = Expected("forward", cause=r"target|label|forward")
 class TargetLostAtCut(registry.get("runner", "ddp")):
     """Learns nothing from one token of each row."""
 
-    def to_device(self, batch):
-        batch = super().to_device(batch)
+    @staticmethod
+    def labels(batch):
         labels = batch["labels"].clone()
         labels[:, labels.shape[1] // 2 - 1] = IGNORE_INDEX
-        return batch | {"labels": labels}
+        return labels
+
+    def prepare(self, model, make_optimizer):
+        super().prepare(model, make_optimizer)
+        model.num_targets = lambda batch: Model.num_targets({"labels": self.labels(batch)})
+
+    def to_device(self, batch):
+        return super().to_device(batch | {"labels": self.labels(batch)})
