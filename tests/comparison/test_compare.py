@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -88,3 +89,11 @@ def test_mistakes_are_one_sentence(workspace: Workspace, runners: tuple[str, ...
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
     assert sentence in done.stderr
+
+
+@pytest.mark.slow
+def test_no_library_warns_under_any_runner(workspace: Workspace) -> None:
+    runners = ("ddp@1", "ddp@2", "fsdp@2", "zero2@2", "zero3@2", "megatron_tp2@2")
+    done = compare(workspace, *runners, options=("model.dropout=0",))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not re.search("warn|deprecat", done.stdout + done.stderr, re.IGNORECASE)

@@ -9,10 +9,11 @@ from pathlib import Path
 from crosstrain.config.registry import registry
 from crosstrain.utils import paths
 from crosstrain.utils.errors import UserError
+from crosstrain.utils.program import command
 
 _SCHEMA = "crosstrain.schema.json"
 _NEXT = {
-    "project": "crosstrain train --cfg-path {0}.yaml",
+    "project": "{1} --cfg-path {0}.yaml",
     "package": "pip install -e './{0}[test]' && python -m pytest {0}",
 } | dict.fromkeys(("runner", "model", "dataset"), "python -m pytest test_{0}.py")
 
@@ -42,5 +43,5 @@ def run(arguments: argparse.Namespace) -> int:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
         print(f"wrote {file}")
-    print(f"next: {_NEXT[kind].format(name)}")
+    print(f"next: {_NEXT[kind].format(name, command('train'))}")
     return 0

@@ -16,6 +16,7 @@ from crosstrain.corpus.options import PrepareOptions
 from crosstrain.corpus.prepare import prepare
 from crosstrain.utils import paths
 from crosstrain.utils.errors import UserError, printable
+from crosstrain.utils.program import command
 
 _FLAGS = ("input", "output", "tokenizer", "train_tokenizer", "text_key", "separator", "min_tokens", "workers")
 
@@ -93,8 +94,8 @@ def _existing(arguments: argparse.Namespace) -> int:
     verb, given = arguments.dataset, arguments.paths
     if verb == "inspect":
         if not given:
-            problem = "name a prepared folder, or a Megatron prefix; `crosstrain samples` shows what a project trains"
-            raise UserError(f"prepare inspect: {problem}")
+            hint = f"`{command('samples')}` shows what a project trains"
+            raise UserError(f"prepare inspect: name a prepared folder, or a Megatron prefix; {hint}")
         for path in given:
             print(printable(tools.inspect(path, arguments.document, arguments.tokenizer)))
         return 0
