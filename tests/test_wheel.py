@@ -39,6 +39,13 @@ def test_a_wheel_trains_from_any_directory(tmp_path: Path) -> None:
         [sys.executable, "-m", "crosstrain", "report", "output/quickstart", "--output", "page.html"],
         cwd=elsewhere, env=environment | {"PYTHONPATH": str(target)}, check=True,
     )  # fmt: skip
+    for kind in ("package", "project"):
+        subprocess.run(
+            [sys.executable, "-m", "crosstrain", "new", kind, "mine"],
+            cwd=elsewhere, env=environment | {"PYTHONPATH": str(target)}, check=True,
+        )  # fmt: skip
+    assert (elsewhere / "mine" / ".github" / "workflows" / "test.yml").exists()
+    assert (elsewhere / "crosstrain.schema.json").exists()
     listed = subprocess.run(
         [sys.executable, "-m", "crosstrain", "list", "runner"],
         cwd=elsewhere, env=environment | {"PYTHONPATH": str(target)}, capture_output=True, text=True, check=True,
