@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 import subprocess
@@ -28,7 +29,7 @@ from fixtures_plugins import isolate
 VERBS = {"train.py": "train", "evaluate.py": "evaluate"}
 MODULES = {"pytest", "sphinx", "venv"}
 OTHERS = {  # programs that are not ours
-    "apt-get", "cp", "docker", "eval", "kubectl", "lm_eval", "mkdir", "mypy", "ruff", "source", "tensorboard",
+    "apt-get", "cd", "cp", "docker", "eval", "kubectl", "lm_eval", "mkdir", "mypy", "ruff", "source", "tensorboard",
 }  # fmt: skip
 LAUNCHERS = {"torchrun", "srun", "mpirun", "sbatch"}
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"data", "output", "build"}
@@ -57,6 +58,12 @@ def write_plugins(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     for block in filter(is_plugin, blocks("python")):
         (folder / f"{block.page.stem.replace('-', '_')}_{block.line}.py").write_text(block.text)
+    with contextlib.chdir(folder):
+        for block in blocks("sh", page=ROOT / "docs" / "tutorial-plugin.md"):
+            for words in commands(block):
+                if words[:3] == ["crosstrain", "new", "model"]:
+                    arguments = parse(words[1:])
+                    arguments.run(arguments)
     return folder
 
 
