@@ -49,7 +49,7 @@ def options(cls: Any) -> Iterator[Option]:
         default = plain.get(name)
         default = default["name"] if isinstance(default, dict) and [*default] == ["name"] else default
         option = Option(name, hints[name], name not in plain, default, texts.get(name, ""))
-        text = option.meaning or summary(option.inner)
+        text = option.meaning or (summary(option.inner) if option.inner else "")
         yield replace(option, meaning=re.sub(r"\b(None|True|False)\b", lambda found: _IN_YAML[found[0]], text))
 
 
