@@ -12,7 +12,9 @@ import numpy as np
 import timm
 import torch
 from annotated_types import Interval
+from PIL import Image
 from timm.data import create_transform, resolve_data_config
+from timm.data.auto_augment import AugmentOp, RandAugment
 
 from crosstrain import Fraction, OptionError, PositiveFloat, Text, registry
 
@@ -43,15 +45,26 @@ def _published(encoder: str) -> dict[str, Any]:
 
 @contextmanager
 def _drawing_from(rng: np.random.Generator) -> Iterator[None]:
-    """Seed Python's and torch's global generators from `rng` inside the block, and restore them afterwards."""
-    python = random.getstate()
+    """Seed Python's, numpy's and torch's global generators from `rng` inside the block, and restore them afterwards."""
+    python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         random.seed(int(rng.integers(2**32)))
         torch.default_generator.manual_seed(int(rng.integers(2**32)))
+        np.random.seed(int(rng.integers(2**32)))
         try:
             yield
         finally:
             random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _random_augment() -> RandAugment:
+    """BLIP's RandomAugment(2, 5): two of ten operations, of which each is applied half the time."""
+    names = ("AutoContrast", "Equalize", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
+    names += ("Brightness", "Sharpness", "Brightness")  # no change at this magnitude, as of BLIP's Identity
+    hparams = {"translate_const": 10, "img_mean": (128, 128, 128), "interpolation": Image.Resampling.BILINEAR}
+    return RandAugment([AugmentOp(name, prob=0.5, magnitude=5, hparams=hparams) for name in names], num_layers=2)
+
 
 Share = Annotated[float, Interval(gt=0, le=1)]
 
@@ -90,6 +103,7 @@ class ImageTrain(_Transform):
         ratio: tuple[PositiveFloat, PositiveFloat] = (3 / 4, 4 / 3)  # least and largest width / height of the part
         hflip: Fraction = 0.5  # probability of mirroring; 0 where text says left and right
         color_jitter: Fraction = 0.0  # how far brightness, contrast and saturation may go
+        augment: bool = False  # shear, move, rotate and recolour at random, as BLIP does
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -102,6 +116,8 @@ class ImageTrain(_Transform):
             options.encoder, is_training=True, scale=options.scale, ratio=options.ratio, hflip=options.hflip,
             color_jitter=options.color_jitter, **options.common(),
         )  # fmt: skip
+        if options.augment:
+            self.transform.transforms.insert(-2, _random_augment())  # before tensors are made and normalized
 
     def __call__(self, image: Any, rng: np.random.Generator) -> np.ndarray:
         """Transform an image, with random numbers from the sample's generator alone."""

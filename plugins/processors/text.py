@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -29,6 +30,7 @@ class Caption:
         key: Text = "caption"  # where the annotation has it: a text, or a list of which one is drawn
         style: Literal["plain", "chat"] = "plain"  # plain: as BLIP-2, the caption alone follows the images
         max_words: PositiveInt | None = None  # longer captions are cut
+        clean: bool = False  # as BLIP: lower case, and spaces in the place of .!"()*#:;~
 
     def __init__(self, options: Options) -> None:
         self.options, self.style = options, options.style
@@ -47,6 +49,8 @@ class Caption:
         texts = [found] if isinstance(found, str) else found
         if not isinstance(texts, Sequence) or not texts or not all(isinstance(t, str) and t.strip() for t in texts):
             raise SampleError(f"it has no {self.options.key}")
+        if self.options.clean:
+            texts = [re.sub(r'[.!"()*#:;~]', " ", text.lower()) for text in texts]
         return [" ".join(text.split()[: self.options.max_words]) for text in texts]
 
     def _request(self, prompt: str, images: int) -> Message:

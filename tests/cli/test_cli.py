@@ -46,7 +46,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["datasets.tiny.split=[100, 0, 0]", "run.eval_interval=5"], "val split"),
         (["datasets.tiny.seq_length=1000000"], "seq_length"),
         (["datasets.tiny.name=txt"], "text"),
-        (["datasets.other={name: text, path: x, seq_length: 8}"], "exactly one dataset"),
+        (["datasets.other={name: text, path: nowhere, seq_length: 8}"], "nowhere"),
         (["model.vocab_size=100"], "model.vocab_size=3"),
         (["model.n_head=3"], "n_embd=32"),
         (["model.n_positions=16"], "at most 16"),

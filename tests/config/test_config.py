@@ -84,22 +84,65 @@ def test_names_may_be_interpolated(home: Path) -> None:
     assert load().run.runner.options.stage == 2
 
 
+SIDE_BY_SIDE = {
+    "configs/datasets/side_by_side.yaml": "name: both",
+    "plugins/both.py": """
+from dataclasses import dataclass
+from crosstrain import registry
+
+@registry.register_dataset("both")
+class Both:
+    @dataclass
+    class Options:
+        parts: list[dict[str, object]]
+""",
+}
+
+
+def test_datasets_side_by_side_are_the_parts_of_one(home: Path) -> None:
+    write(home, SIDE_BY_SIDE)
+    edit(home, "run:\n", "  again: {name: images, sample_ratio: 3.0}\nrun:\n")
+    (label,) = load().datasets
+    first, second = load().datasets[label].options.parts
+    assert label == "webtext+again"
+    assert (first["dataset"]["name"], first["ratio"]) == ("lines", None)
+    assert second == {"dataset": {"name": "images", "folder": "."}, "ratio": 3.0}
+    assert Config.from_plain(load().plain).plain == load().plain
+    assert "datasets.again.foldr: unknown key" in mistake("datasets.again.foldr=x")
+
+
 def test_one_dataset_may_be_a_copy_of_another(home: Path) -> None:
+    write(home, SIDE_BY_SIDE)
     edit(home, "run:\n", "  again: ${datasets.webtext}\nrun:\n")
-    config = load()
-    assert config.datasets["again"] == config.datasets["webtext"]
+    first, second = load().datasets["webtext+again"].options.parts
+    assert first == second
 
 
 def test_yaml_anchors_and_merge_keys_work(home: Path) -> None:
+    write(home, SIDE_BY_SIDE)
     edit(home, "run:\n", "  again: {<<: *it, seq_length: 32}\nrun:\n")
     text = (home / "p.yaml").read_text().replace("webtext:\n", "webtext: &it\n")
     write(home, {"p.yaml": text})
-    assert load().datasets["again"].options.seq_length == 32
+    assert load().datasets["webtext+again"].options.parts[1]["dataset"]["seq_length"] == 32
     write(home, {"p.yaml": text.replace("path:", "pth:")})
     assert mistakes() == [
         f"p.yaml:8: datasets.{label}.pth: unknown key; did you mean datasets.{label}.path?"
         for label in ("again", "webtext")
     ]
+
+
+def test_amp_may_be_true_or_false(home: Path) -> None:
+    assert load("run.amp=true").run.amp.dtype == "fp16"
+    assert load("run.amp=true", "run.amp.window=500").run.amp == AmpOptions(dtype="fp16", window=500)
+    edit(home, "amp: fp16", "amp: false")
+    assert load().run.amp.dtype == "fp32"
+
+
+def test_a_component_inside_another_may_be_a_preset(home: Path) -> None:
+    write(home, {"configs/processors/wide.yaml": "name: crop\nsize: 9", "configs/processors/wider.yaml": "name: wide"})
+    assert load("datasets.webtext.resize=wide").datasets["webtext"].options.resize.options.size == 9
+    resize = load("datasets.webtext.resize={name: wider, size: 11}").datasets["webtext"].options.resize
+    assert (resize.name, resize.options.size) == ("crop", 11)
 
 
 # ---- layers

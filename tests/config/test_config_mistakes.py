@@ -131,8 +131,8 @@ split: [949, 50, 1] => weights: {1: 2}
     10: datasets.webtext.prepare.input: expected text, got 3
 amp: fp16 => amp: fp17
     23: run.amp: expected one of fp32, bf16, fp16, got the text 'fp17'; did you mean fp16?
-amp: fp16 => amp: off
-    23: run.amp: expected one of fp32, bf16, fp16, or a mapping, got false
+amp: fp16 => amp: 16
+    23: run.amp: expected one of fp32, bf16, fp16, or a mapping, got 16
 lr_sched: cosine => lr_sched: 3
     21: run.lr_sched: expected the lr_scheduler's name, or a mapping with its name and options, got 3
 name: adamw => name: 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -12,14 +12,14 @@ import pytest
 import yaml
 
 from conftest import ROOT
-from crosstrain.config.foreign_keys import foreign_hint, foreign_keys
+from crosstrain.config.foreign_keys import NONE, UNNEEDED, foreign_hint, origins
 from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import RunOptions
-from crosstrain.config.schema import Component
+from crosstrain.config.schema import Checker, Component
 from crosstrain.utils.errors import ConfigError
 
-ANSWERS = sorted({answer for programs in foreign_keys().values() for answer in programs.values()})
+ANSWERS = sorted({answer for origin in origins().values() for answer in origin.answers.maps[0].values()})
 LANGUAGE = {"arch", "model_type", "adapter"}  # keys of `model` that no model declares
 
 
@@ -48,7 +48,7 @@ def options(kind: str) -> list[type]:
     return [registry.get(kind, name).Options for name in registry.names(kind)]
 
 
-@pytest.mark.parametrize("answer", [a for a in ANSWERS if not a.startswith("none: ")])
+@pytest.mark.parametrize("answer", [a for a in ANSWERS if not a.startswith((NONE, UNNEEDED))])
 def test_every_counterpart_is_an_option(answer: str) -> None:
     section, *names = answer.partition(":")[0].split(".")
     if section == "run":
@@ -70,7 +70,7 @@ def test_the_lists() -> None:
     for document in documents:
         for key, answer in document["keys"].items():
             assert re.fullmatch(r"[a-z0-9_]+", key), key
-            assert re.fullmatch(r"none: \S.*|(run|model|datasets)\.[\w.]+(: \S.*)?", answer), (key, answer)
+            assert re.fullmatch(r"(none|unneeded): \S.*|(run|model|datasets)\.[\w.]+(: \S.*)?", answer), (key, answer)
 
 
 PROJECT = {
@@ -85,17 +85,24 @@ PROJECT = {
     [
         ("run.lr=1", "run.lr: unknown key; what Megatron-LM calls so is run.init_lr"),
         ("run.lr_decay_style=cosine", "run.lr_decay_style: unknown key; what Megatron-LM calls so is run.lr_sched"),
-        ("run.evaluate=true", "LAVIS has it, and there is none here: crosstrain evaluate is a command"),
+        ("run.evaluate=true", "LAVIS has it, and it is not needed here: crosstrain evaluate is a command"),
         ("run.save_steps=5", "what Hugging Face's Trainer calls so is run.save_interval"),
-        ("run.per_device_train_batch_size=5", "is run.micro_batch_size"),
+        ("run.per_device_train_batch_size=5", "calls so is run.micro_batch_size"),
         ("run.train_micro_batch_size_per_gpu=5", "what DeepSpeed calls so is run.micro_batch_size"),
         ("run.runner={name: megatron, expert_parallel: 2}", "expert parallelism is not there"),
         ("model.freeze_vit=true", "what LAVIS calls so is model.vision.freeze"),
         ("run.resume_ckpt_load_dir=x", "what LAVIS calls so is run.resume_from"),
-        ("run.gradient_accumulation_steps=2", "DeepSpeed and nanoGPT and Hugging Face's Trainer calls so is run.accum"),
+        (
+            "run.gradient_accumulation_steps=2",
+            "what DeepSpeed and Hugging Face's Trainer calls so is run.accum_grad_iters",
+        ),
         ("run.--clip-grad=1", "what Megatron-LM calls so is run.grad_norm_clip"),
         ("run.max_iter=5", "unknown key; did you mean run.max_iters?"),
         ("run.anything=5", "unknown key; known: "),
+        (
+            "run.eval_step=5",
+            "unknown key; did you mean eval_steps? what Hugging Face's Trainer calls so is run.eval_int",
+        ),
     ],
 )
 def test_what_an_error_says(tmp_path: Path, option: str, said: str) -> None:
@@ -112,3 +119,52 @@ def test_all_keys_of_a_file_are_answered_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as failed:
         load_config(project, [])
     assert all(foreign_hint(key) in str(failed.value) for key in foreign)
+
+
+def judged() -> dict[tuple[str, str], str]:
+    """Return the counterparts in foreign_keys.txt, judged from each program's documentation, by program and key."""
+    found, program = {}, ""
+    for line in (Path(__file__).parent / "foreign_keys.txt").read_text().splitlines():
+        if line.startswith("["):
+            program = line.strip("[]")
+        elif not line.startswith("#"):
+            key, counterpart = line.split()
+            found[program, key] = counterpart
+    return found
+
+
+def test_the_counterparts_of_keys_of_seven_programs() -> None:
+    """No hint may be wrong; a key that is here under the same name needs none."""
+    by_name = {origin.name: origin for origin in origins().values()}
+    wrong, silent = [], []
+    for (program, key), counterpart in judged().items():
+        answer = by_name[program].answers.get(key)
+        if answer is None:
+            silent += [key] if counterpart.rpartition(".")[2] != key else []
+        elif ("-" if answer.startswith((NONE, UNNEEDED)) else answer.partition(":")[0]) != counterpart:
+            wrong.append((program, key, answer))
+    assert len(judged()) >= 400
+    assert wrong == []
+    assert len(silent) <= 0.05 * len(judged())
+
+
+def test_a_misspelled_key_of_another_program_gets_its_own_counterpart_or_none() -> None:
+    run = [f.name for f in fields(RunOptions)]
+    checker = Checker(".".join)
+    wrong = []
+    for (_, key), counterpart in judged().items():
+        middle = len(key) // 2
+        typos = {key[:middle] + key[middle + 1 :], key[:middle] + key[middle] * 2 + key[middle + 1 :]}
+        for typo in typos - {key, *run} if len(key) > 5 else ():  # shorter ones are as near to others
+            with pytest.raises(ConfigError) as failed:
+                checker.unknown_key(("run", typo), run)
+            said = str(failed.value).partition("unknown key; ")[2]
+            if not said.startswith((f"did you mean {key}?", f"did you mean {counterpart}?", "known: ")):
+                wrong.append((key, said))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("invented", ["colour", "weights_path", "gpu_ids", "patience", "use_magic", "nodes", "verbose"])
+def test_an_invented_key_gets_no_hint(invented: str) -> None:
+    with pytest.raises(ConfigError, match=r"unknown key; known: "):
+        Checker(".".join).unknown_key(("run", invented), [f.name for f in fields(RunOptions)])

@@ -20,6 +20,7 @@ VERBS = {
     "evaluate": "loss, perplexity and text from a checkpoint",
     "serve": "answer to OpenAI's interface and a web page from a checkpoint",
     "chat": "talk with a server on the command line",
+    "migrate": "make a project of another program's configuration",
     "export": "write a checkpoint as a plain Hugging Face model folder",
     "samples": "show the samples of a project, with what is learned marked",
     "prepare": "turn text into tokens, or make a dataset's files",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -9,33 +11,53 @@ import yaml
 
 from crosstrain.utils import paths
 
-_NONE = "none: "  # begins an answer for a key that has no counterpart, before the reason
+# The beginnings of answers for keys without a counterpart, before the reason, and what a hint says of them.
+NONE, UNNEEDED = "none: ", "unneeded: "
+_SAID = {NONE: "has it, and there is none here: ", UNNEEDED: "has it, and it is not needed here: "}
 
 
-def foreign_keys() -> dict[str, dict[str, str]]:
-    """Return the answers for each key, by the program that has it."""
+@dataclass(frozen=True)
+class Origin:
+    """Another program: its name, its file in configs/foreign_keys, and further names for `crosstrain migrate`."""
+
+    name: str
+    file: Path
+    aliases: tuple[str, ...]
+    answers: ChainMap[str, str]  # by key; first its own, then those of programs whose keys its files may have
+
+
+def origins() -> dict[str, Origin]:
+    """Return the programs by the names of their files."""
     return _read(paths.home() / "configs" / "foreign_keys")
 
 
 @lru_cache(maxsize=4)
-def _read(folder: Path) -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
-    for path in sorted(folder.glob("*.yaml")):
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-        for key, answer in document["keys"].items():
-            found.setdefault(key, {})[document["origin"]] = answer
-    return found
+def _read(folder: Path) -> dict[str, Origin]:
+    found = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.yaml"))}
+    return {
+        path.stem: Origin(
+            document["origin"], path, tuple(document.get("aliases", ())),
+            ChainMap(*(found[folder / f"{name}.yaml"]["keys"] for name in (path.stem, *document.get("includes", ())))),
+        )
+        for path, document in found.items()
+    }  # fmt: skip
+
+
+def foreign_keys() -> set[str]:
+    """Return the keys of all programs."""
+    return {key for origin in origins().values() for key in origin.answers.maps[0]}
 
 
 def foreign_hint(key: str) -> str | None:
     """Return a clause that says what another program's key is here, or why it is not; None for a key of none."""
-    programs: dict[str, list[str]] = {}
-    for program, answer in foreign_keys().get(key.lstrip("-").replace("-", "_").lower(), {}).items():
-        programs.setdefault(answer, []).append(program)
-    clauses = [
-        f"{' and '.join(names)} has it, and there is none here: {answer.removeprefix(_NONE)}"
-        if answer.startswith(_NONE)
-        else f"what {' and '.join(names)} calls so is {answer}"
-        for answer, names in programs.items()
-    ]
+    wanted, programs = key.lstrip("-").replace("-", "_").lower(), dict[str, list[str]]()
+    for origin in origins().values():
+        if answer := origin.answers.maps[0].get(wanted):
+            programs.setdefault(answer, []).append(origin.name)
+    clauses = []
+    for answer, names in programs.items():
+        who, kind = " and ".join(names), answer[: answer.find(" ") + 1]
+        clauses.append(
+            f"{who} {_SAID[kind]}{answer[len(kind) :]}" if kind in _SAID else f"what {who} calls so is {answer}"
+        )
     return "; ".join(clauses) or None

@@ -27,7 +27,9 @@ from crosstrain.utils.trust import Trust
 
 _RUN_COMPONENTS = {"runner": "runner", "optimizer": "optimizer", "lr_sched": "lr_scheduler"}
 _SIZED = "model with its preset's sizes"  # beside the sections
-_PRESETS = {"runner": "runners", "dataset": "datasets"}  # kinds whose names may be files in configs/
+# Kinds whose names may be files in a folder of configs/.
+_PRESETS = {kind: f"{kind}s" for kind in ("runner", "dataset", "processor", "lr_scheduler")}
+_SIDE_BY_SIDE = "side_by_side"  # the preset whose parts are several datasets of a project
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class _Builder:
         self.presets = presets  # whether names in `base` may stand for presets
         self.origins = sources.Origins([base, overrides])
         self.check = Checker(self.origins.where)
+        self.check.over_preset = self._over_preset
         trees = copy.deepcopy([base.tree, overrides.tree])
         self.tree: dict[str, Any] = reduce(sources.merge, trees, {"run": defaults(RunOptions)})
 
@@ -121,6 +124,8 @@ class _Builder:
             mistakes.raise_all()
             raise
         parts: dict[str, Any] = {"datasets": {}}
+        datasets = {label: dict(entry) for label, entry in tree.get("datasets", {}).items()}
+        ratios = {label: entry.pop("sample_ratio", None) for label, entry in datasets.items()}
         with mistakes:
             if "model" in tree:
                 variant, adapter = tree["model"].get("model_type"), tree["model"].get("adapter")
@@ -129,13 +134,17 @@ class _Builder:
                 at = ("model", "adapter")
                 parts["adapter"] = None if adapter is None else self.check.component("adapter", adapter, at)
                 parts["model_type"] = self.check.value(bounds.FilePath | None, variant, ("model", "model_type"))
-        for label, entry in tree.get("datasets", {}).items():
+        for label, entry in datasets.items():
             with mistakes:
                 parts["datasets"][label] = self.check.component("dataset", entry, ("datasets", label))
         with mistakes:
             if "run" in tree:
                 parts["run"] = self.check.dataclass(RunOptions, tree["run"], ("run",))
         mistakes.raise_all()
+        if len(datasets) > 1:
+            each = [{"dataset": to_plain(part), "ratio": ratios[label]} for label, part in parts["datasets"].items()]
+            mixed = self.check.component("dataset", {"name": _SIDE_BY_SIDE, "parts": each}, ("datasets",))
+            parts["datasets"] = {"+".join(datasets): mixed}
         return Config(**parts)
 
     def _model(self, tree: dict[str, Any]) -> Component:
@@ -214,6 +223,11 @@ class _Builder:
             name = self.check.value(str, reduce(getitem, key, layer.tree).pop("name", name), (*key, "name"))
             found.insert(0, layer)
         return name, found
+
+    def _over_preset(self, kind: str, given: dict[str, Any]) -> dict[str, Any]:
+        """Put the preset that a component of another one's options names under its own options."""
+        name, presets = self._presets((), given["name"], preset_files(kind))
+        return reduce(sources.merge, [*(layer.tree for layer in presets), {**given, "name": name}])
 
     def _preset_files(self, kind: str, key: Key) -> dict[str, Path]:
         """Return the presets that the name of the component at `key` may stand for."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from crosstrain.config import bounds
-from crosstrain.config.foreign_keys import foreign_hint
+from crosstrain.config.foreign_keys import foreign_hint, foreign_keys
 from crosstrain.config.registry import registry
 from crosstrain.utils.errors import ConfigError, ConfigErrors, UserError, sentence
 
@@ -123,6 +123,7 @@ class Checker:
 
     def __init__(self, where: Callable[[Key], str]) -> None:
         self.where = where
+        self.over_preset: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda kind, given: given
 
     def fail(self, key: Key, message: str) -> NoReturn:
         raise ConfigError(self.sentence(key, message))
@@ -146,7 +147,8 @@ class Checker:
             self.fail(key, f"expected {describe(Annotated[Component, kind])}, got {_show(value)}")
         if "name" not in value:
             self.name_required(kind, (*key, "name"))
-        name = self.value(str, value["name"], (*key, "name"))
+        value = self.over_preset(kind, {**value, "name": self.value(str, value["name"], (*key, "name"))})
+        name = value["name"]
         with self.located((*key, "name")):
             cls = options_class(kind, registry.get(kind, name))
         return Component(name, self.dataclass(cls, {k: v for k, v in value.items() if k != "name"}, key))
@@ -193,8 +195,12 @@ class Checker:
         names = list(known)
         if foreign := foreign_hint(key[-1]):
             self.fail(key, f"unknown key; {foreign}")
-        if near := nearest_key(key[-1], names):
+        exact = nearest(key[-1], [*names, *foreign_keys()], 0.75 if len(key[-1]) <= 4 else 0.85)
+        near = exact or nearest_key(key[-1], names)
+        if near and near[0] in names:
             self.fail(key, f"unknown key; did you mean {'.'.join((*key[:-1], near[0]))}?")
+        if near:
+            self.fail(key, f"unknown key; did you mean {near[0]}? {foreign_hint(near[0])}")
         self.fail(key, "unknown key; " + (f"known: {', '.join(names)}" if names else "there are no options here"))
 
     def value(self, hint: Any, value: Any, key: Key) -> Any:

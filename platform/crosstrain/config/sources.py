@@ -25,6 +25,7 @@ _MOST_INTERPOLATIONS = 1000
 
 # The key that names a mapping's component; a plain string in the mapping's place is short for it.
 _NAME_KEYS = {("model",): "arch", ("run", "amp"): "dtype", ("run", "on_bad_step"): "policy"}
+_SWITCHES: dict[Key, dict[bool, str]] = {("run", "amp"): {True: "fp16", False: "fp32"}}  # what true and false stand for
 
 
 def name_key(key: Key) -> str:
@@ -123,6 +124,8 @@ def merge(lower: Any, upper: Any, key: Key = (), *, names_replace: bool = True) 
     upper one names another component, the lower one's options are dropped.
     """
     naming = name_key(key)
+    if isinstance(upper, bool):
+        upper = _SWITCHES.get(key, {}).get(upper, upper)
     if isinstance(upper, str) and isinstance(lower, dict) and (naming in lower or not names_replace):
         upper = {naming: upper}
     if isinstance(lower, str) and isinstance(upper, dict):

@@ -8,16 +8,14 @@ from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Component
 from crosstrain.data.dataset import Dataset, Split
-from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.trust import check_source, limited_to
 from crosstrain.utils.types import Batch
 
 
 def training_dataset(config: Config) -> Component:
-    """Return the dataset to train on. ConfigError unless there is exactly one."""
-    if len(config.datasets) != 1:
-        raise ConfigError(f"datasets: name exactly one dataset to train on, not {', '.join(config.datasets) or 'none'}")
-    return next(iter(config.datasets.values()))
+    """Return the dataset to train on."""
+    (dataset,) = config.datasets.values()
+    return dataset
 
 
 def open_split(config: Config, split: Split) -> Dataset:

@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import BaseModel, ValidationError
@@ -34,28 +34,6 @@ _STAGES_1_2 = {
     "parameter_alignment", "ignore_unused_parameters",
 }  # fmt: skip
 _STAGES_1_2_3 = {"contiguous_gradients", "reduce_bucket_size", "overlap_comm", "offload_optimizer"}
-
-# DeepSpeed's keys for what the platform says elsewhere, once for all runners.
-_ELSEWHERE = {
-    "train_batch_size": "run.global_batch_size says it for every runner",
-    "train_micro_batch_size_per_gpu": "run.micro_batch_size says it for every runner",
-    "gradient_accumulation_steps": "run.accum_grad_iters says it for every runner",
-    "gradient_clipping": "run.grad_norm_clip says it for every runner",
-    "optimizer": "run.optimizer says it for every runner",
-    "scheduler": "run.lr_sched says it for every runner",
-    "fp16": "run.amp says it for every runner",
-    "bf16": "run.amp says it for every runner",
-    "torch_autocast": "run.amp says it for every runner",
-    "activation_checkpointing": "run.gradient_checkpointing says it for every runner",
-    "tensorboard": "every run writes TensorBoard files into its folder",
-    "zero_optimization": "its keys stand here without it: stage, overlap_comm, ...",
-    "cpu_offload": "offload_optimizer: {device: cpu} replaces it",
-    "cpu_offload_param": "offload_param: {device: cpu} replaces it",
-    "compute_grad_norm": "the norm is always computed, because it is reported",
-    "round_robin_gradients": "checkpoints could not tell which part of the state a rank holds",
-    "stage3_module_granularity_threshold": "DeepSpeed itself fails on it",
-    "zero_hpz_partition_size": "its second copy of the parameters is not kept up to date when a checkpoint is loaded",
-}
 
 
 def _hint(annotation: Any) -> Any:
@@ -110,8 +88,6 @@ class _Base:
     steps_per_print: PositiveInt | None = None  # log DeepSpeed's progress line every so many steps
     dump_state: bool = False  # log DeepSpeed's whole configuration when the engine is made
     aio: AsyncIO = field(default_factory=AsyncIO)
-
-    elsewhere: ClassVar[dict[str, str]] = _ELSEWHERE
 
     def __post_init__(self) -> None:
         for key in self.given():

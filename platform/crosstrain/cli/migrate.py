@@ -1,0 +1,29 @@
+"""`crosstrain migrate`: a project file from another program's configuration."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from crosstrain.config.foreign_keys import origins
+from crosstrain.config.migration import migrate
+from crosstrain.utils.errors import UserError, os_errors_as, printable
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help="YAML, JSON, TOML, Python, or a script with a command")
+    parser.add_argument("--from", required=True, dest="origin", metavar="NAME", help=f"one of {', '.join(origins())}")
+    parser.add_argument("--output", default="project.yaml", metavar="FILE", help="the project (default: project.yaml)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the project and say what it lacks; returns the exit code. Raises UserError for an unknown program."""
+    known = {name: origin for stem, origin in origins().items() for name in (stem, *origin.aliases)}
+    wanted, path = arguments.origin.lower().replace("-", "_"), arguments.output
+    if wanted not in known:
+        raise UserError(f"--from: there is no program {arguments.origin!r}; known: {', '.join(known)}")
+    text, notes = migrate(arguments.file, known[wanted])
+    with os_errors_as(UserError, f"--output: {path} cannot be written"), open(path, "x", encoding="utf-8") as file:
+        file.write(text)
+    print(*(printable(note) for note in notes), f"next: crosstrain train --cfg-path {path} --dry-run", sep="\n")
+    return 0

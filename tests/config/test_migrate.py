@@ -1,0 +1,153 @@
+"""Configurations of other programs become projects, or named gaps; nothing in them is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from crosstrain.cli.main import main
+from crosstrain.config.load import Config, load_config
+from fixtures_foreign import FOREIGN
+
+
+def migrated(folder: Path, name: str) -> tuple[Path, dict[str, Any]]:
+    """Write a configuration and its companions, and return its project: the file, and what is in it."""
+    program, file, text = FOREIGN[name]
+    for _, companion, other in FOREIGN.values():
+        (folder / companion).write_text(other)
+    (folder / file).write_text(text)
+    project = folder / f"{name}.project.yaml"
+    assert main(["migrate", str(folder / file), "--from", program, "--output", str(project)]) == 0
+    return project, yaml.safe_load(project.read_text())
+
+
+def to_give(tree: Any, key: str = "") -> list[str]:
+    if isinstance(tree, dict):
+        return [found for name, inner in tree.items() for found in to_give(inner, f"{key}.{name}" if key else name)]
+    return [key] if tree == "???" else []
+
+
+def loaded(project: Path, tree: dict[str, Any]) -> Config:
+    return load_config(project, [f"{key}=given" for key in to_give(tree)])
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_public_configuration_becomes_a_project(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every key of the project is right, and what has yet to be given is named with a reason."""
+    project, tree = migrated(tmp_path, name)
+    said = capsys.readouterr().out
+    loaded(project, tree)
+    assert all(f"to be given: {key}: " in said for key in to_give(tree))
+    assert "not known" not in said
+    assert "Error" not in said
+
+
+def test_what_lavis_says_is_what_the_project_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    project, tree = migrated(tmp_path, "minigpt4qwen_zero2")
+    config = loaded(project, tree)
+    run = tree["run"]
+    assert (run["micro_batch_size"], run["accum_grad_iters"], run["max_epoch"]) == (2, 16, 10)
+    assert run["runner"]["stage"] == 2
+    assert run["runner"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert run["optimizer"] == {"name": "adamw", "betas": [0.9, 0.99], "eps": 1e-7}
+    assert (run["amp"], run["gradient_checkpointing"]) == ("bf16", "full")
+    assert tree["model"]["vision"]["freeze"] is tree["model"]["qformer"]["freeze"] is True
+    (label,) = config.datasets  # two side by side are one mixture, in proportion to their sizes
+    assert label == "minigpt4_instruction+llava_instruction"
+    parts = config.datasets[label].options.parts
+    assert [part.ratio for part in parts] == [None, None]
+    assert parts[0].dataset.options.vis_processor.train.name == "image_train"
+    assert parts[0].dataset.options.vis_processor.train.options.image_size == 224
+    said = capsys.readouterr().out
+    assert "not carried over: model.model_type: Qwen-7B-Chat, the first generation, is not in transformers" in said
+    assert "not needed here: run.world_size: --nproc-per-node says it" in said
+
+
+def test_a_shell_script_is_read_as_the_shell_would(tmp_path: Path) -> None:
+    tree = migrated(tmp_path, "megatron_llama3")[1]
+    assert tree["run"]["runner"] == {
+        "name": "megatron", "tensor_parallel": 2, "pipeline_parallel": 1, "sequence_parallel": True,
+        "data_parallel_style": "zero1",
+    }  # fmt: skip
+    assert tree["run"]["output_dir"] == "checkpoints/llama3_8b"  # ${1:-"..."}
+    assert tree["run"]["max_iters"] == 1953125000 // 128
+    assert tree["run"]["warmup_steps"] == 3906252 // 128
+    assert tree["run"]["collective_timeout"] == 3600
+    assert tree["model"]["config"]["num_key_value_heads"] == 8
+    assert tree["datasets"]["data"]["split"] == [99.0, 1.0, 0.0]
+    gpt3 = migrated(tmp_path, "megatron_gpt3")[1]
+    assert gpt3["run"]["output_dir"] == "???"  # $1
+    assert gpt3["model"]["n_embd"] == 12288
+
+
+def test_arithmetic_of_batches(tmp_path: Path) -> None:
+    run = migrated(tmp_path, "nanogpt")[1]["run"]
+    assert (run["micro_batch_size"], run["global_batch_size"]) == (12, 12 * 5 * 8)  # nanoGPT's is of all ranks
+    assert run["lr_decay_iters"] == run["max_iters"] == 600000
+    assert run["trackers"] == ["jsonl", {"name": "wandb", "project": "owt", "run_name": "gpt2-124M"}]
+
+
+def test_a_file_beside_the_configuration_says_the_stage(tmp_path: Path) -> None:
+    tree = migrated(tmp_path, "trainer")[1]
+    assert tree["run"]["runner"]["stage"] == 3
+    assert tree["run"]["warmup_fraction"] == 0.03
+    assert migrated(tmp_path, "trl_sft")[1]["model"]["adapter"] == {
+        "name": "lora", "rank": 32, "alpha": 16, "dropout": 0.05,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("a.py", "out_dir = __import__('os').system('touch ran')\nx = open('ran', 'w')\n_ = [open('ran', 'w')]"),
+        ("a.py", "x = 'a'.join(['b'])\ny = 9**9**9**9\nz = (lambda: open('ran', 'w'))()"),
+        ("a.sh", "X=$(touch ran)\nY=`touch ran`\npython a.py --lr $X --save $Y --seed $((touch ran)) $(touch ran)"),
+        ("a.yaml", "run: !!python/object/apply:os.system ['touch ran']"),
+    ],
+)
+def test_nothing_is_run(tmp_path: Path, file: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(file).write_text(text)
+    main(["migrate", file, "--from", "nanogpt"])
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("a.json", "{", "a.json: cannot be read"),
+        ("a.toml", "a = ", "a.toml: cannot be read"),
+        ("a.py", "def", "a.py: cannot be read"),
+        ("a.sh", "python a.py 'open", "a.sh: cannot be read"),
+        ("a.yaml", "[1, 2]", "a.yaml: there are no settings in it"),
+        ("a.py", "import os", "a.py: there are no settings in it"),
+        ("a.py", "batch_size = 'ten'\ngradient_accumulation_steps = 'two'", "a value in it cannot be understood"),
+    ],
+)
+def test_what_cannot_be_read(
+    tmp_path: Path, file: str, text: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(file).write_text(text)
+    assert main(["migrate", file, "--from", "nanogpt"]) == 1
+    assert said in capsys.readouterr().err
+    assert not Path("project.yaml").exists()
+
+
+def test_a_project_is_not_overwritten_and_a_program_has_to_be_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.py").write_text("batch_size = 8")
+    Path("project.yaml").write_text("mine")
+    assert main(["migrate", "a.py", "--from", "nanogpt"]) == 1
+    assert Path("project.yaml").read_text() == "mine"
+    assert main(["migrate", "a.py", "--from", "nemo"]) == 1
+    said = capsys.readouterr().err
+    assert "project.yaml cannot be written (File exists)" in said
+    assert "there is no program 'nemo'; known: deepspeed, " in said
