@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from conftest import ROOT
 from crosstrain.cli.main import main
+from crosstrain.config.foreign_keys import origins
 from crosstrain.config.load import Config, load_config
 from fixtures_foreign import FOREIGN
 
@@ -151,3 +154,13 @@ def test_a_project_is_not_overwritten_and_a_program_has_to_be_known(
     said = capsys.readouterr().err
     assert "project.yaml cannot be written (File exists)" in said
     assert "there is no program 'nemo'; known: deepspeed, " in said
+
+
+def test_the_pages_have_the_lists_of_keys() -> None:
+    spec = spec_from_file_location("write_foreign_keys", ROOT / "docs" / "write_foreign_keys.py")
+    spec.loader.exec_module(generator := module_from_spec(spec))
+    pages = sorted((ROOT / "docs").glob("from-*.md"))
+    assert len(pages) == len(origins()) == 7
+    for page in pages:
+        assert page.read_text() == generator.written(page), "run: python docs/write_foreign_keys.py"
+        assert "| `" in page.read_text()

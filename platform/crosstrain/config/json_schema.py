@@ -87,6 +87,10 @@ class _Definitions(dict[str, Schema]):
             return {"description": str(error)}
         schema = self.options(options_class(kind, component))
         schema["properties"]["name"] = True
+        if kind == "dataset":
+            schema["properties"]["sample_ratio"] = self.value(bounds.PositiveFloat | None) | {
+                "description": "share of the samples, where datasets stand side by side"
+            }
         if kind == "model":  # of the section: there its name is under another key
             schema["properties"] |= {
                 "arch": True,
@@ -124,7 +128,9 @@ class _Definitions(dict[str, Schema]):
             return [first, *rest]
         if is_dataclass(origin):
             head = getattr(origin, "shorthand", None)
-            return [*(self._alternatives(get_type_hints(origin)[head]) if head else ()), self.options(origin)]
+            switch = [{"type": "boolean"}] if hasattr(origin, "switches") else []
+            short = self._alternatives(get_type_hints(origin)[head]) if head else []
+            return [*switch, *short, self.options(origin)]
         if origin in (Any, object):
             return [{}]
         if origin is Literal:

@@ -24,6 +24,7 @@ class AmpOptions:
     """Mixed precision: `amp: bf16` is short for `amp: {dtype: bf16}`. The rest concerns fp16 alone."""
 
     shorthand: ClassVar = "dtype"
+    switches: ClassVar[dict[bool, str]] = {True: "fp16", False: "fp32"}  # `amp: true` is torch's and LAVIS's fp16
 
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # of the forward under autocast; masters and moments stay fp32
     loss_scale: Scale | None = None  # a fixed scale, in any precision; None: dynamic for fp16, else 1
