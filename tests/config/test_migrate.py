@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -9,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from conftest import ROOT
+from conftest import ENVIRONMENT, ROOT, Workspace
 from crosstrain.cli.main import main
 from crosstrain.config.foreign_keys import origins
 from crosstrain.config.load import Config, load_config
@@ -164,3 +167,37 @@ def test_the_pages_have_the_lists_of_keys() -> None:
     for page in pages:
         assert page.read_text() == generator.written(page), "run: python docs/write_foreign_keys.py"
         assert "| `" in page.read_text()
+
+
+@pytest.mark.slow
+def test_the_small_project_in_the_manner_of_lavis_trains(tmp_path: Path) -> None:
+    data = [sys.executable, str(ROOT / "projects" / "write_instructions.py"), "--output", "data/instructions"]
+    short = [
+        "run.max_epoch=null",
+        "run.max_iters=30",
+        "run.warmup_steps=5",
+        "run.eval_interval=15",
+        "run.log_interval=1",
+    ]
+    train = [sys.executable, str(ROOT / "train.py"), "--cfg-path", "projects/instructions_small.yaml"]
+    for command in ([*data, "--images", "200"], [*train, "--nproc-per-node", "1", "--options", *short]):
+        done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+    rows = [
+        json.loads(line) for line in (tmp_path / "output/instructions_small/metrics.jsonl").read_text().splitlines()
+    ]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == 30
+    assert losses[-1] < 0.7 * losses[0]  # from a uniform distribution over 60 words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nanogpt", "torchtitan", "megatron_gpt2", "megatron_gpt3", "megatron_llama3"])
+def test_a_project_whose_paths_exist_passes_a_dry_run(tmp_path: Path, name: str, workspace: Workspace) -> None:
+    """Data and tokenizers are small ones in their place; the model and its layout are the configuration's."""
+    project, tree = migrated(tmp_path, name)
+    label = next(iter(tree["datasets"]))
+    entry = workspace.config["datasets"]["tiny"]
+    tree |= {"datasets": {label: entry}, "run": tree["run"] | {"output_dir": str(tmp_path / "out"), "num_workers": 0}}
+    project.write_text(yaml.safe_dump(tree))
+    assert main(["train", "--cfg-path", str(project), "--dry-run", "--world-size", "128", "--no-presets"]) == 0
