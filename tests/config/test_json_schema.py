@@ -87,7 +87,7 @@ def test_what_the_checker_accepts_follows_the_schema(workspace: Workspace, secti
 
 REFUSED = [
     ("run", "max_iter", 3), ("run", "runner", "zeroo2"), ("run", "runner", {"name": "fsdp", "stage": 3}),
-    ("run", "runner", {"name": "zero2", "shard_size": 3}), ("run", "amp", "bf61"), ("run", "amp", True),
+    ("run", "runner", {"name": "zero2", "shard_size": 3}), ("run", "amp", "bf61"), ("run", "amp", 16),
     ("run", "amp", {"windo": 3}), ("run", "seed", -1), ("run", "seed", 2**63), ("run", "seed", "1"),
     ("run", "init_lr", 0), ("run", "save_best", 1), ("run", "trackers", "jsonl"), ("run", "trackers", [{"x": 1}]),
     ("run", "optimizer", {"name": "adamw", "betas": [0.9]}), ("run", "output_dir", " "), ("run", "profile", {}),
