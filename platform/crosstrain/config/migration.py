@@ -67,7 +67,7 @@ def migrate(path: Path, origin: Origin) -> tuple[str, list[str]]:
         answer = origin.answers.get(key[-1].lower(), shared.get(key[-1].lower()))
         if value in (None, "", [], {}) or (value is False and ": " in (answer or ": ")):
             continue  # it says nothing, or what would not be done here either
-        kind, _, reason = (answer or f"{NONE}not known; docs/configuration.md has every key").partition(": ")
+        kind, _, reason = (answer or f"{NONE}not known, and nothing here is called so").partition(": ")
         if reason:
             title = {NONE: _LOST, UNNEEDED: _NO_NEED}.get(f"{kind}: ")
             notes.append(_note(title or _LOST, ".".join(key), reason if title else f"is {answer}"))
