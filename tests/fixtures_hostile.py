@@ -390,7 +390,8 @@ def _serve(request: Path) -> None:
     """The process: import everything, then fork for each job."""
     import transformers
 
-    from crosstrain.cli import evaluate, export, report, serve  # noqa: F401
+    from crosstrain.api import evaluate  # noqa: F401
+    from crosstrain.cli import export, report, serve  # noqa: F401
     from crosstrain.cli.main import main
     from crosstrain.config.registry import registry
     from crosstrain.inference import open_checkpoint, vqa  # noqa: F401

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names for mypy and editors
+    from crosstrain.api.evaluate import evaluate
+    from crosstrain.api.model import OpenModel, open
+    from crosstrain.api.plan import plan
+    from crosstrain.api.run import Run
     from crosstrain.api.samples import samples
+    from crosstrain.api.train import train
     from crosstrain.checkpoint.boxes import (
         Box,
         Piece,
@@ -21,6 +26,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors
         whole_pieces,
         without_padding,
     )
+    from crosstrain.comparison.compare import compare
     from crosstrain.config.bounds import (
         AllowInfinity,
         FilePath,

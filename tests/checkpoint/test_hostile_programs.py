@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import Workspace
-from crosstrain.cli import evaluate
+from crosstrain.api import evaluate
 from crosstrain.cli.main import main
 from crosstrain.inference.encoding import open_tokenizer
 from crosstrain.utils.errors import CheckpointError

@@ -22,11 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compare the runners; returns 0 if all agree with the first, and raises UserError if one does not."""
     a = arguments
-    if len(a.runners) < 2:
-        raise UserError("--runners: name at least two, such as ddp@1 fsdp@2; the first is what the others are held to")
     from crosstrain.comparison.compare import compare
 
-    failures, results = compare(a.cfg_path, a.options, a.runners, a.nproc_per_node, a.steps, a.scratch)
+    failures, results = compare(
+        a.cfg_path, a.runners, a.options, nproc_per_node=a.nproc_per_node, steps=a.steps, scratch=a.scratch
+    )
     if a.output:
         a.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if failures:

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crosstrain.cli.flags import add_checkpoint, add_config, ask, new_file
-from crosstrain.config.load import Config
-from crosstrain.distributed.launch.launcher import launch
 from crosstrain.utils.errors import UserError, printable, sentence
-from crosstrain.utils.logging import log, set_up_logging
-from crosstrain.utils.optional_deps import require
-from crosstrain.utils.units import finite
 
 if TYPE_CHECKING:
-    from crosstrain.engine.runner import Runner
+    from crosstrain.api.model import OpenModel
     from crosstrain.inference.conversation import ChatSession, TextSession
-    from crosstrain.inference.encoding import Encoders
     from crosstrain.inference.generation import Sampling
 
     Session = ChatSession | TextSession
-
-_MICRO_BATCH = 8  # samples per forward where the run has no number; the result does not depend on it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,117 +46,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate a checkpoint; returns the exit code."""
-    from crosstrain.checkpoint.folders import find_checkpoint
-    from crosstrain.data.splits import open_split, prepare_data
-    from crosstrain.inference.open_checkpoint import open_on_workers
+    from crosstrain.api.evaluate import start_evaluation
+    from crosstrain.inference.generation import Sampling
 
     a = arguments
-    checkpoint = find_checkpoint(Path(a.checkpoint))
-    asked = [] if a.answers is None else a.answers or ["test"]
+    talks = a.generate or a.interactive
+    if a.image and not talks:
+        raise UserError("--image: ask about it with --generate or --interactive")
+    if a.chat and (a.image or not talks):
+        raise UserError("--chat: say something with --generate or --interactive, and without --image")
+    answers = [] if a.answers is None else a.answers or ["test"]
     splits = a.splits
     if splits is None:
-        splits = [] if a.generate or a.interactive or asked or a.tasks else ["val", "test"]
-    if a.sheet and not asked:
-        raise UserError("--sheet: shows what --answers found; give both")
-    if a.image and not (a.generate or a.interactive):
-        raise UserError("--image: ask about it with --generate or --interactive")
-    if a.chat and (a.image or not (a.generate or a.interactive)):
-        raise UserError("--chat: say something with --generate or --interactive, and without --image")
-    if a.tasks:
-        require("lm_eval", "--tasks")
-    elif a.task_path:
-        raise UserError("--task-path: name tasks with --tasks")
-    config, how = open_on_workers(checkpoint, a.cfg_path, a.options, a.trust_data, a.nproc_per_node, a.interactive)
-    if opened := dict.fromkeys([*splits, *asked]):
-        prepare_data(config)
-        for split in opened:
-            open_split(config, split)
-    job = vars(a) | {"checkpoint": checkpoint, "trust": config.trust, "splits": splits, "answers": asked}
-    return launch(evaluate_worker, (config.plain, job), how)
+        splits = [] if talks or answers or a.tasks else ["val", "test"]
+    sampling = Sampling(a.max_new_tokens, a.temperature, a.top_k, a.top_p, a.num_completions, a.seed)
+    job = vars(a) | {"splits": splits, "answers": answers, "sampling": sampling}
+    return start_evaluation(job, _talk if talks else None, alone=a.interactive)
 
 
-def evaluate_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
-    """Evaluate on this rank; `job` has the command line's flags."""
-    from crosstrain.data.splits import open_split
-    from crosstrain.engine.build import build_model, check_fit, make_runner
+def _talk(model: OpenModel, job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Complete the prompts that the flags give, and those that are typed; returns them with the completions."""
     from crosstrain.inference.conversation import ChatSession, TextSession
-    from crosstrain.inference.encoding import Encoders
-    from crosstrain.inference.generation import Sampling
-    from crosstrain.inference.perplexity import evaluate_loss
-    from crosstrain.inference.vqa import answer_splits
 
-    config, checkpoint = Config.from_plain(plain, trust=job["trust"]), job["checkpoint"]
-    sampling = Sampling(
-        job["max_new_tokens"], job["temperature"], job["top_k"], job["top_p"], job["num_completions"], job["seed"]
-    )
-    runner = make_runner(config)
-    runner.setup()
-    is_main = runner.world.rank == 0
-    set_up_logging(None, quiet=not is_main)
-    with_text = job["answers"] or job["tasks"] or job["generate"] or job["interactive"]
-    encoders = Encoders(checkpoint) if with_text else None
-    build_model(config, runner, checkpoint, for_training=False)
-    results: dict[str, Any] = {"checkpoint": str(checkpoint), "splits": {}, "completions": []}
-    micro_batch = config.run.micro_batch_size or _MICRO_BATCH
-
-    for split in job["splits"]:
-        dataset = open_split(config, split)
-        check_fit(runner.model, dataset)
-        metrics = evaluate_loss(runner, dataset, micro_batch, job["max_samples"], config.run.num_workers)
-        numbers = {name: finite(value) for name, value in metrics.named.items()}
-        results["splits"][split] = numbers | {metrics.unit: metrics.targets}
-        log.info("%s | %s", split, metrics.line(".6f"))
-
-    if encoders is not None:
-        tokenizer = encoders.load()
-        if job["answers"]:
-            results["answers"] = answer_splits(config, runner, tokenizer, job, sampling, is_main)
-        if job["tasks"]:
-            from crosstrain.inference.lm_eval_harness import run_tasks
-
-            encode = partial(encoders.encode, "text")
-            results["tasks"] = run_tasks(
-                runner, tokenizer, encode, job["tasks"], job["task_path"], job["max_samples"], is_main
-            )
-        complete = partial(_complete, runner, tokenizer, encoders, sampling)
-        talk: Session | None = None
-        if job["image"]:
-            talk = ChatSession.about(job["image"], config, checkpoint, encoders)
-        elif job["chat"]:
-            talk = TextSession(encoders, encoders.ends(tokenizer))
-        for prompt in job["generate"]:
-            texts = complete(prompt, talk, show=is_main)
-            results["completions"].append({"prompt": prompt, "completions": texts})
-        if job["interactive"]:
-            talk = talk or ChatSession.possible(config, checkpoint, encoders)
-            results["completions"] += _converse(complete, talk)
-        encoders.close()
-    if job["output"] and is_main:
-        job["output"].write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        log.info("results are in %s", job["output"])
-    runner.close()
-    return 0
+    complete = partial(_complete, model, job["sampling"])
+    about, found = (model.config, model.checkpoint, model.encoders), []
+    talk: Session | None = None
+    if job["image"]:
+        talk = ChatSession.about(job["image"], *about)
+    elif job["chat"]:
+        talk = TextSession(model.encoders, model.encoders.ends(model.tokenizer))
+    for prompt in job["generate"]:
+        texts = complete(prompt, talk, show=model.runner.world.rank == 0)
+        found.append({"prompt": prompt, "completions": texts})
+    if job["interactive"]:
+        found += _converse(complete, talk or ChatSession.possible(*about))
+    return found
 
 
-def _complete(
-    runner: Runner, tokenizer: Any, encoders: Encoders, sampling: Sampling, prompt: str, talk: Session | None, *,
-    show: bool,
-) -> list[str]:  # fmt: skip
+def _complete(model: OpenModel, sampling: Sampling, prompt: str, talk: Session | None, *, show: bool) -> list[str]:
     """Complete a prompt, or answer it in a conversation; a single completion is shown as it grows."""
     from crosstrain.inference.generation import as_prompt, generate
 
-    end = tokenizer.eos_token_id
+    end = model.tokenizer.eos_token_id
     ends = [end] if talk is None else talk.ends
-    asked = as_prompt(encoders.encode("text", prompt), end) if talk is None else talk.ask(prompt)
+    asked = as_prompt(model.encoders.encode("text", prompt), end) if talk is None else talk.ask(prompt)
+    answer = partial(generate, model.runner, model.tokenizer, asked, sampling, end=ends)
     if not show or sampling.num_completions > 1:
-        texts = generate(runner, tokenizer, asked, sampling, None, ends)
+        texts = answer()
         for number, text in enumerate(texts if show else [], 1):
             print(printable(f"--- completion {number}\n{prompt}{text}"))
         return texts
     print(prompt, end="" if talk is None else "\n")
-    texts = generate(
-        runner, tokenizer, asked, sampling, lambda _, piece: print(printable(piece), end="", flush=True), ends
-    )
+    texts = answer(on_text=lambda _, piece: print(printable(piece), end="", flush=True))
     print()
     return texts
 

@@ -5,36 +5,49 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from crosstrain.comparison.diagnosis import Record, Tolerance, diagnose, difference, largest, number_difference
 from crosstrain.comparison.worker import compare_worker
-from crosstrain.config.load import Config, load_config
+from crosstrain.config.load import Config, ProjectLike, load_config
+from crosstrain.config.sources import Overrides, pairs
 from crosstrain.distributed.launch.launcher import Launch, launch
 from crosstrain.distributed.launch.worker_errors import WorkerFailure
 from crosstrain.engine.build import batch_plan
 from crosstrain.planning.estimate import Project
 from crosstrain.training.preflight import preflight
 from crosstrain.utils.errors import UserError
+from crosstrain.utils.processes import main_hidden
 
 _Contestant = tuple[str, int, Config]  # label, number of workers
 
 
-def compare(
-    cfg_path: str, options: list[str], runners: list[str], nproc: int | None, steps: int, scratch: str | None
-) -> tuple[list[str], dict[str, Any]]:
-    """Compare `runners`, such as zero2@4, with the first one; returns those that differ, and all measurements.
+class Comparison(NamedTuple):
+    """The runners that do not train as the first one, and the measurements of each by label."""
 
-    A runner without a number of workers gets `nproc`, or one. Raises UserError for a project that the first runner
-    cannot train. `scratch`: folder for the reference's gradients.
+    different: list[str]
+    results: dict[str, Any]
+
+
+def compare(
+    project: ProjectLike, runners: Sequence[str], options: Overrides = (), *, nproc_per_node: int | None = None,
+    steps: int = 5, scratch: str | Path | None = None,
+) -> Comparison:  # fmt: skip
+    """Train `steps` steps under each of `runners`, such as zero2@4, compare them with the first one, and print tables.
+
+    A runner without a number of workers gets `nproc_per_node`, or one. `scratch`: folder for the reference's gradients.
+    Raises UserError for a project that the first runner cannot train.
     """
-    sized = [_sized(text, nproc) for text in runners]
-    with tempfile.TemporaryDirectory(prefix="crosstrain-compare-", dir=scratch) as folder:
-        contestants = _contestants(cfg_path, options, runners, sized, Path(folder))
-        comparison = _Comparison(Path(folder), steps)
-        return comparison.run(contestants), comparison.results
+    if len(runners) < 2:
+        raise UserError("--runners: name at least two, such as ddp@1 fsdp@2; the first is what the others are held to")
+    sized = [_sized(text, nproc_per_node) for text in runners]
+    with tempfile.TemporaryDirectory(prefix="crosstrain-compare-", dir=scratch) as folder, main_hidden():
+        contestants = _contestants(project, options, runners, sized, Path(folder))
+        race = _Race(Path(folder), steps)
+        return Comparison(race.run(contestants), race.results)
 
 
 def _sized(text: str, nproc: int | None) -> tuple[str, int]:
@@ -46,29 +59,29 @@ def _sized(text: str, nproc: int | None) -> tuple[str, int]:
 
 
 def _contestants(
-    cfg_path: str, options: list[str], runners: list[str], sized: list[tuple[str, int]], scratch: Path
+    project: ProjectLike, options: Overrides, runners: Sequence[str], sized: list[tuple[str, int]], scratch: Path
 ) -> list[_Contestant]:
     """A configuration for each runner, with one global and one micro batch for all.
 
     A runner that is named again has a number behind its label.
     """
 
-    def load(runner: str, *more: str) -> Config:
-        return load_config(cfg_path, [*options, f"run.runner={runner}", *more])
+    def load(runner: str, more: Mapping[str, Any]) -> Config:
+        return load_config(project, [*pairs(options), ("run.runner", runner), *more.items()])
 
-    loaded = [load(runner) for runner, _ in sized]
+    loaded = [load(runner, {}) for runner, _ in sized]
     plans = [batch_plan(config, size) for config, (_, size) in zip(loaded, sized, strict=True)]
     total = loaded[0].run.global_batch_size or max(plan.global_batch for plan in plans)
     micro = loaded[0].run.micro_batch_size or min(plan.micro_batch for plan in plans)
-    common = (
-        f"run.global_batch_size={total}", f"run.micro_batch_size={micro}", "run.accum_grad_iters=null",
-        "run.eval_interval=null", "run.trackers=[]",
-    )  # fmt: skip
+    common: dict[str, Any] = {
+        "run.global_batch_size": total, "run.micro_batch_size": micro, "run.accum_grad_iters": None,
+        "run.eval_interval": None, "run.trackers": [],
+    }  # fmt: skip
     out: list[_Contestant] = []
     for number, (runner, size) in enumerate(sized):
         again = runners[:number].count(runners[number])
         label = f"{runners[number]} ({again + 1})" if again else runners[number]
-        out.append((label, size, load(runner, *common, f"run.output_dir={scratch}/run{number}")))
+        out.append((label, size, load(runner, common | {"run.output_dir": f"{scratch}/run{number}"})))
     return out
 
 
@@ -80,7 +93,7 @@ def _check(config: Config, size: int) -> None:
 
 
 @dataclass
-class _Comparison:
+class _Race:
     """Runs the contestants one after the other and prints their numbers."""
 
     scratch: Path

@@ -86,13 +86,14 @@ def read_yaml(path: Path, at: Key = ()) -> Layer:
     return Layer(label, tree, dict(_lines(root, at)))
 
 
-Overrides = Iterable[str] | Mapping[str, Any]  # `a.b=value`, the value in YAML; or values by dotted key
+# `a.b=value`, the value in YAML; or values by dotted key
+Overrides = Iterable[str | tuple[str, Any]] | Mapping[str, Any]
 
 
 def read_options(options: Overrides) -> Layer:
     """Read overrides, as the command line and Python give them; for the same key the last one counts."""
     tree: dict[str, Any] = {}
-    for key, value in options.items() if isinstance(options, Mapping) else map(_parse_option, options):
+    for key, value in pairs(options):
         parsed = OmegaConf.create()
         try:
             OmegaConf.update(parsed, key, to_plain(value))
@@ -100,6 +101,12 @@ def read_options(options: Overrides) -> Layer:
         except OmegaConfBaseException as error:
             raise ConfigError(f"{OPTIONS}: {key}: {first_line(error)}") from error
     return plain_layer(OPTIONS, tree)
+
+
+def pairs(options: Overrides) -> list[tuple[str, Any]]:
+    """Return overrides as (dotted key, value)."""
+    given = options.items() if isinstance(options, Mapping) else options
+    return [_parse_option(option) if isinstance(option, str) else option for option in given]
 
 
 def _parse_option(option: str) -> tuple[str, Any]:

@@ -15,9 +15,10 @@ from crosstrain.checkpoint.boxes import Shard
 from crosstrain.checkpoint.checkpointer import load_state
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.weights import PretrainedWeights, load_shards
-from crosstrain.config.load import Config, load_config
+from crosstrain.config.load import Config, ProjectLike, load_config
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import DEFAULT_RUNNER, RunOptions
+from crosstrain.config.sources import Overrides, pairs
 from crosstrain.config.yaml_text import LARGEST_TREE
 from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.engine.build import make_model
@@ -32,7 +33,7 @@ _BUILDING_BYTES, _BUILDING_SECONDS = 1 << 30, 10.0
 _PADDING = 1 << 26  # elements beyond twice the checkpoint's that padded vocabularies may have
 
 
-def saved_config(checkpoint: Path, options: list[str], trust_data: bool = False) -> Config:
+def saved_config(checkpoint: Path, options: Overrides, trust_data: bool = False) -> Config:
     """The configuration in a checkpoint's state, with the user's overrides.
 
     It is trusted with data if this user trained with it, or by `trust_data`. Raises CheckpointError where there is
@@ -86,13 +87,13 @@ def _for_evaluation(saved: dict[str, Any], checkpoint: Path, own: bool) -> dict[
     return saved
 
 
-def open_config(checkpoint: Path, cfg_path: str | None, options: list[str], trust_data: bool) -> Config:
-    """The project file `cfg_path`, or else the checkpoint's own configuration, with overrides by `options`."""
-    return load_config(cfg_path, options) if cfg_path else saved_config(checkpoint, options, trust_data)
+def open_config(checkpoint: Path, project: ProjectLike | None, options: Overrides, trust_data: bool) -> Config:
+    """The configuration `project`, or else the checkpoint's own configuration, with overrides by `options`."""
+    return load_config(project, options) if project else saved_config(checkpoint, options, trust_data)
 
 
 def open_on_workers(
-    checkpoint: Path, cfg_path: str | None, options: list[str], trust_data: bool, nproc_per_node: int | None,
+    checkpoint: Path, project: ProjectLike | None, options: Overrides, trust_data: bool, nproc_per_node: int | None,
     alone: bool = False,
 ) -> tuple[Config, Launch]:  # fmt: skip
     """Open a configuration and choose the workers that compute with its checked model: one, if `alone`.
@@ -101,7 +102,7 @@ def open_on_workers(
     one process takes its place. Raises ConfigError as `open_config` does and for a layout that is not possible, and
     CheckpointError as `outline` does.
     """
-    config = open_config(checkpoint, cfg_path, options, trust_data)
+    config = open_config(checkpoint, project, options, trust_data)
     how = Launch.detect(nproc_per_node or (1 if alone else None), config.run.device)
     if alone and how.world_size > 1:
         raise UserError("--interactive: prompts are typed into one process; use --nproc-per-node 1")
@@ -109,7 +110,7 @@ def open_on_workers(
     try:
         runner.data_parallel_size(config.run.runner.options, how.world_size)
     except ConfigError as error:
-        if nproc_per_node or how.joined or any(option.startswith("run.runner") for option in options):
+        if nproc_per_node or how.joined or any(key.startswith("run.runner") for key, _ in pairs(options)):
             hint = f"give --nproc-per-node N, or another runner: --options run.runner={DEFAULT_RUNNER}"
             raise ConfigError(f"{error}; {hint}") from None
         config = Config.from_plain(config.plain, [f"run.runner={DEFAULT_RUNNER}"], trust=config.trust)

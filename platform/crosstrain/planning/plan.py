@@ -32,7 +32,7 @@ class Budget:
     tokens: float | None = None  # of the whole training; None: what the configuration's steps see
 
 
-@dataclass
+@dataclass(repr=False)
 class Plan:
     """Estimates of one project, and what follows from them and a budget."""
 
@@ -113,6 +113,9 @@ class Plan:
             "bytes_sent_per_step_by_a_rank": estimate.sent,
             "fits": self.fits(estimate),
         }
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
         """The plan as lines of text."""

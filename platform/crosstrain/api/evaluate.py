@@ -1,0 +1,111 @@
+"""Measurement of a checkpoint on workers: losses of splits, answers to known questions, tasks of others."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from crosstrain.api.model import OpenModel
+from crosstrain.checkpoint.folders import find_checkpoint
+from crosstrain.config.load import Config, ProjectLike
+from crosstrain.config.sources import Overrides
+from crosstrain.data.dataset import Split
+from crosstrain.data.splits import open_split, prepare_data
+from crosstrain.distributed.launch.launcher import launch
+from crosstrain.engine.build import check_fit
+from crosstrain.inference.generation import Sampling
+from crosstrain.inference.open_checkpoint import open_on_workers
+from crosstrain.inference.perplexity import evaluate_loss
+from crosstrain.inference.vqa import answer_splits
+from crosstrain.utils.errors import UserError
+from crosstrain.utils.logging import log, set_up_logging
+from crosstrain.utils.optional_deps import require
+from crosstrain.utils.processes import main_hidden
+from crosstrain.utils.units import finite
+
+_MICRO_BATCH = 8  # samples per forward where the run has no number; the result does not depend on it
+
+Talk = Callable[[OpenModel, dict[str, Any]], list[dict[str, Any]]]
+
+
+def evaluate(
+    checkpoint: str | Path, splits: Sequence[Split] = ("val", "test"), options: Overrides = (), *,
+    project: ProjectLike | None = None, nproc_per_node: int = 1, max_samples: int | None = None,
+    answers: Sequence[Split] = (), sheet: str | Path | None = None, max_new_tokens: int = 64,
+    tasks: Sequence[str] = (), task_path: str | None = None, trust_data: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the document that `crosstrain evaluate --output` writes: `splits` has each split's loss and perplexity.
+
+    The workers are processes of their own. Raises UserError, and KeyboardInterrupt where they were stopped.
+    """
+    with tempfile.TemporaryDirectory() as folder, main_hidden():
+        output = Path(folder) / "results.json"
+        job = {
+            "checkpoint": checkpoint, "cfg_path": project, "options": options, "trust_data": trust_data,
+            "nproc_per_node": nproc_per_node, "splits": [*splits], "max_samples": max_samples, "answers": [*answers],
+            "sheet": sheet and Path(sheet), "tasks": [*tasks], "task_path": task_path, "output": output,
+            "sampling": Sampling(max_new_tokens),
+        }  # fmt: skip
+        if start_evaluation(job, apart=True):
+            raise KeyboardInterrupt
+        return json.loads(output.read_text(encoding="utf-8"))
+
+
+def start_evaluation(job: dict[str, Any], talk: Talk | None = None, *, alone: bool = False, apart: bool = False) -> int:
+    """Check what the flags in `job` ask for, then start the workers; returns the exit code.
+
+    `talk` gives more completions, in a single process if `alone`. `apart`: also a single worker is a process.
+    """
+    if job["sheet"] and not job["answers"]:
+        raise UserError("--sheet: shows what --answers found; give both")
+    if job["tasks"]:
+        require("lm_eval", "--tasks")
+    elif job["task_path"]:
+        raise UserError("--task-path: name tasks with --tasks")
+    checkpoint = find_checkpoint(Path(job["checkpoint"]))
+    source = job["cfg_path"], job["options"], job["trust_data"]
+    config, how = open_on_workers(checkpoint, *source, job["nproc_per_node"], alone)
+    if opened := dict.fromkeys([*job["splits"], *job["answers"]]):
+        prepare_data(config)
+        for split in opened:
+            open_split(config, split)
+    how = replace(how, starts_workers=how.starts_workers or apart)
+    return launch(evaluate_worker, (config.plain, job | {"checkpoint": checkpoint, "trust": config.trust}, talk), how)
+
+
+def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], talk: Talk | None) -> int:
+    """Measure on this rank; rank 0 writes the results to `job["output"]`."""
+    config, checkpoint = Config.from_plain(plain, trust=job["trust"]), job["checkpoint"]
+    with OpenModel(config, checkpoint, text=bool(job["answers"] or job["tasks"] or talk)) as model:
+        runner, is_main = model.runner, model.runner.world.rank == 0
+        set_up_logging(None, quiet=not is_main)
+        results: dict[str, Any] = {"checkpoint": str(checkpoint), "splits": {}, "completions": []}
+        micro_batch = config.run.micro_batch_size or _MICRO_BATCH
+
+        for split in job["splits"]:
+            dataset = open_split(config, split)
+            check_fit(runner.model, dataset)
+            metrics = evaluate_loss(runner, dataset, micro_batch, job["max_samples"], config.run.num_workers)
+            numbers = {name: finite(value) for name, value in metrics.named.items()}
+            results["splits"][split] = numbers | {metrics.unit: metrics.targets}
+            log.info("%s | %s", split, metrics.line(".6f"))
+
+        if job["answers"]:
+            results["answers"] = answer_splits(config, runner, model.tokenizer, job, job["sampling"], is_main)
+        if job["tasks"]:
+            from crosstrain.inference.lm_eval_harness import run_tasks
+
+            encode = partial(model.encoders.encode, "text")
+            results["tasks"] = run_tasks(
+                runner, model.tokenizer, encode, job["tasks"], job["task_path"], job["max_samples"], is_main
+            )
+        if talk is not None:
+            results["completions"] = talk(model, job)
+        if job["output"] and is_main:
+            job["output"].write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return 0

@@ -1,0 +1,113 @@
+"""A checkpoint's model in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from crosstrain.checkpoint.folders import find_checkpoint
+from crosstrain.config.load import Config, ProjectLike
+from crosstrain.config.run_options import DEFAULT_RUNNER
+from crosstrain.config.sources import Overrides, pairs
+from crosstrain.data.vision.conversations import IMAGE, Message
+from crosstrain.engine.build import build_model, make_runner
+from crosstrain.inference.conversation import ChatSession, TextSession
+from crosstrain.inference.encoding import Encoders
+from crosstrain.inference.generation import Sampling, as_prompt, generate, room_after
+from crosstrain.inference.open_checkpoint import open_on_workers
+from crosstrain.utils.types import Batch, Sample
+
+Turns = Sequence[Mapping[str, Any]]  # {"role": "user", "content": "..."}, as OpenAI writes them
+
+
+class OpenModel(AbstractContextManager["OpenModel"]):
+    """A model to generate with, to talk with, and to measure. Collective where several ranks opened it.
+
+    Text needs the tokenizer that is stored with the checkpoint; prompts are encoded in a process of their own, which
+    `close`, or the end of a `with` block, ends. Methods raise UserError for prompts that cannot be used. `sampling` is
+    max_new_tokens (64), temperature (1.0; 0 takes the likeliest token), top_k, top_p and seed.
+    """
+
+    def __init__(self, config: Config, checkpoint: Path, *, text: bool = False) -> None:
+        self.config, self.checkpoint = config, checkpoint
+        self.runner = make_runner(config)
+        self.runner.setup()
+        if text:  # the tokenizer is loaded meanwhile
+            _ = self.encoders
+        build_model(config, self.runner, checkpoint, for_training=False)
+
+    @cached_property
+    def encoders(self) -> Encoders:
+        return Encoders(self.checkpoint)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer, of transformers, to decode with."""
+        return self.encoders.load()
+
+    def generate(self, prompt: str, **sampling: Any) -> str:
+        """Return a completion of `prompt`, without it."""
+        end = self.tokenizer.eos_token_id
+        return self._answer(as_prompt(self.encoders.encode("text", prompt), end), [end], sampling)
+
+    def chat(self, messages: str | Turns, *, images: Sequence[str | Path] = (), **sampling: Any) -> str:
+        """Return the answer to a message, or to a conversation's last one, in the tokenizer's chat template.
+
+        images: files that the first message is about, for a model of a dataset with images.
+        """
+        given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        turns: list[dict[str, Any]] = [dict(message) for message in given]
+        if not images:
+            talk = TextSession(self.encoders, self.encoders.ends(self.tokenizer), turns[:-1])
+            return self._answer(talk.ask(turns[-1]["content"]), talk.ends, sampling)
+        about = ChatSession.about([str(file) for file in images], self.config, self.checkpoint, self.encoders)
+        turns[0]["content"] = IMAGE * len(images) + turns[0]["content"]
+        asked = about.prompt_builder.ask([Message(t["role"], t["content"]) for t in turns], about.images)
+        return self._answer(asked, about.ends, sampling)
+
+    def _answer(self, prompt: Sample, ends: Collection[int], sampling: dict[str, Any]) -> str:
+        return generate(self.runner, self.tokenizer, prompt, Sampling(**sampling), None, ends)[0]
+
+    def loss(self, given: str | Batch) -> float:
+        """Return the mean loss per target: of a batch as the dataset collates it, or of a text, in nats per token.
+
+        Every token of the text is a target, the first one after the end-of-text token, as in lm-evaluation-harness.
+        """
+        batch = given
+        if isinstance(batch, str):
+            ids = self.encoders.encode("text", batch)
+            before = as_prompt([self.tokenizer.eos_token_id, *ids[:-1]], 0)
+            room_after(self.runner.model, before, least=0)
+            batch = {"input_ids": torch.from_numpy(before["input_ids"])[None], "labels": torch.tensor([ids])}
+        with self.runner.evaluating():
+            return self.runner.evaluate(batch).item() / max(self.runner.model.num_targets(batch), 1)
+
+    def close(self) -> None:
+        """End the process that encodes prompts, and leave the other ranks."""
+        if "encoders" in vars(self):
+            self.encoders.close()
+        self.runner.close()
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def open(
+    checkpoint: str | Path, options: Overrides = (), *, project: ProjectLike | None = None, trust_data: bool = False
+) -> OpenModel:
+    """Open a checkpoint, or the newest of a run's folder, in this process.
+
+    Its configuration is its own or `project`'s, with `options` over it. A stranger's checkpoint runs no code, and opens
+    data and weights that it names with `trust_data` alone. Raises CheckpointError and ConfigError.
+    """
+    found = find_checkpoint(Path(checkpoint))
+    given = pairs(options)
+    if not any(key.startswith("run.runner") for key, _ in given):
+        given.append(("run.runner", DEFAULT_RUNNER))
+    config, _ = open_on_workers(found, project, given, trust_data, None, True)
+    return OpenModel(config, found)

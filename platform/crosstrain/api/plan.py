@@ -1,0 +1,72 @@
+"""A plan of a project: costs under each runner, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+
+from crosstrain.config.load import Config, ProjectLike, load_config, preset_files
+from crosstrain.config.registry import registry
+from crosstrain.config.sources import Overrides, pairs
+from crosstrain.distributed.launch.launcher import Launch
+from crosstrain.monitor.report.read_run import read_runs
+from crosstrain.planning.estimate import Project
+from crosstrain.planning.fit import Alternatives
+from crosstrain.planning.plan import Budget, Plan, make_plan
+from crosstrain.training.preflight import dry_run
+from crosstrain.utils.errors import ConfigError, UserError
+from crosstrain.utils.units import read_bytes, read_number
+
+
+def plan(
+    project: ProjectLike, options: Overrides = (), *, world_size: int | None = None, device_memory: str | None = None,
+    throughput: str | None = None, tokens_per_second: str | None = None, tokens: str | None = None,
+    presets: bool = True,
+) -> Plan:  # fmt: skip
+    """Estimate memory, arithmetic and traffic of a project on `world_size` ranks, there or not; start nothing.
+
+    The other arguments are those of the command line, such as device_memory="24GiB". `print` shows the plan, `as_json`
+    has its numbers, and `draw` makes a picture. Raises UserError.
+    """
+    config = load_config(project, options)
+    memory = read_bytes(device_memory, "--device-memory") if device_memory else None
+    flops = read_number(throughput, "--throughput") if throughput else None
+    speed = _tokens_per_second(tokens_per_second) if tokens_per_second else None
+    budget = Budget(memory, flops, speed, read_number(tokens, "--tokens") if tokens else None)
+    size = world_size or Launch.detect(None, config.run.device).world_size
+    try:
+        registry.get("runner", config.run.runner.name).data_parallel_size(config.run.runner.options, size)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; --world-size N plans for N ranks") from error
+    ready = dry_run(config, size)
+    planned = Project(config, ready.model, ready.sample, ready.absent)
+    return make_plan(planned, budget, size, alternatives(project, options, planned, size, presets))
+
+
+def _tokens_per_second(given: str) -> float:
+    """Return the number, or the median over a run, given by its folder."""
+    if not Path(given).is_dir():
+        return read_number(given, "--tokens-per-second")
+    curve = read_runs([given])[0].curves.get("tokens_per_second")
+    if curve is None:
+        raise UserError(f"--tokens-per-second: {given} has logged no step yet")
+    return median(curve.values)
+
+
+def alternatives(
+    project: ProjectLike, options: Overrides, planned: Project, size: int, presets: bool = True
+) -> Alternatives:
+    """Return the project under every runner in configs/, and a function that builds it with more settings."""
+
+    def rebuild(settings: list[str]) -> Project:
+        config = load_config(project, [*pairs(options), *settings])
+        ready = dry_run(config, size)
+        return Project(config, ready.model, planned.inputs, ready.absent)
+
+    found: dict[str, Config | str] = {}
+    for name in preset_files("runner") if presets else ():
+        try:
+            found[name] = load_config(project, [*pairs(options), ("run.runner", name)])
+        except UserError as error:
+            found[name] = str(error)
+    return Alternatives(found, rebuild)

@@ -1,0 +1,108 @@
+"""A run's folder, and what is in it."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from crosstrain.api import model
+from crosstrain.api.model import OpenModel
+from crosstrain.checkpoint.folders import read_pointer, step_folder
+from crosstrain.checkpoint.run_folder import RunFolder
+from crosstrain.monitor.report.chart import COLOURS, downsample
+from crosstrain.monitor.report.page import page
+from crosstrain.monitor.report.read_run import read_runs
+from crosstrain.utils.drawing import picture
+from crosstrain.utils.errors import UserError
+from crosstrain.utils.files import write_atomically
+
+_SECONDS = 2.0  # between two pictures of a curve
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, given by its folder. A notebook shows its losses; every method raises UserError where nothing is there."""
+
+    folder: Path
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """The logged numbers, a row for each step; `pandas.DataFrame(run.metrics)` makes a table of them."""
+        rows: dict[int, dict[str, float]] = {}
+        for key, curve in read_runs([str(self.folder)])[0].curves.items():
+            for step, value in zip(curve.steps, curve.values, strict=True):
+                rows.setdefault(step, {"step": step})[key] = value
+        return [rows[step] for step in sorted(rows)]
+
+    @property
+    def latest_checkpoint(self) -> Path | None:
+        """The newest checkpoint's folder."""
+        return self._checkpoint("latest")
+
+    @property
+    def best_checkpoint(self) -> Path | None:
+        """The folder of the checkpoint with the lowest validation loss; None without `run.save_best`."""
+        return self._checkpoint("best")
+
+    def _checkpoint(self, pointer: str) -> Path | None:
+        root = RunFolder(self.folder).checkpoints
+        step = read_pointer(root, pointer)
+        return None if step is None else step_folder(root, step)
+
+    def open(self) -> OpenModel:
+        """Open the newest undamaged checkpoint, as `crosstrain.open` does."""
+        return model.open(self.folder)
+
+    def report(self, output: str | Path | None = None) -> Path:
+        """Write one HTML page about the run, by default report.html in its folder; returns its path."""
+        path = Path(output or self.folder / "report.html")
+        write_atomically(path, page(read_runs([str(self.folder)])))
+        return path
+
+    def _repr_svg_(self) -> str | None:
+        """The losses over the steps as IPython shows them; None before there are any, and without matplotlib."""
+        try:
+            curves = read_runs([str(self.folder)])[0].curves
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "losses.svg"
+                with picture(path, 6, 2.5) as figure:
+                    axis = figure.subplots()
+                    for key, colour in zip(("loss", "val_loss"), COLOURS, strict=False):
+                        if key in curves:
+                            points = downsample(curves[key].steps, curves[key].values)
+                            axis.plot(*zip(*points, strict=True), color=colour, label=key)
+                    axis.set_xlabel("step")
+                    axis.legend(frameon=False)
+                return path.read_text(encoding="utf-8")
+        except UserError:
+            return None
+
+
+@contextmanager
+def live(run: Run) -> Iterator[None]:
+    """Show the run's losses in the notebook's cell while the block lasts; elsewhere do nothing."""
+    ipython = sys.modules.get("IPython")
+    if getattr(ipython and ipython.get_ipython(), "kernel", None) is None:
+        yield
+        return
+    shown = import_module("IPython.display").display({"text/plain": ""}, raw=True, display_id=True)
+    over = threading.Event()
+
+    def follow() -> None:
+        while not over.wait(_SECONDS):
+            shown.update(run)
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        shown.update(run)

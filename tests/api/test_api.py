@@ -1,0 +1,219 @@
+"""The Python interface: it agrees with the command line, and works from any script and any notebook."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import crosstrain
+from conftest import ENVIRONMENT, ROOT, Workspace, logged_step, wait_until
+from crosstrain.cli.main import main
+from crosstrain.data.loader import evaluation_batches
+from crosstrain.data.splits import open_split
+from crosstrain.utils.errors import CheckpointError, ConfigError, UserError
+from fixtures_ranks import train
+
+PLAIN = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform")}
+
+
+def test_a_dict_is_a_project_as_a_file_is(workspace: Workspace) -> None:
+    texts = ["run.seed=7", "run.optimizer={name: adamw, betas: [0.8, 0.9]}", "run.output_dir=here", "run.runner=zero1"]
+    values = {
+        "run.seed": 7, "run.optimizer": {"name": "adamw", "betas": (0.8, 0.9)}, "run.output_dir": Path("here"),
+        "run.runner": "zero1",
+    }  # fmt: skip
+    plain = crosstrain.load_config(workspace.project, texts).plain
+    assert crosstrain.load_config(workspace.project, values).plain == plain
+    workspace.config["run"]["output_dir"] = Path("here")
+    assert crosstrain.load_config(workspace.config, values).plain == plain
+
+
+def test_mistakes_are_the_command_lines_sentences(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    for options in ({"run.max_iter": 3}, {"run.runner": "dpp"}, {"run.seed": "one"}, {"model.n_embd": 0}):
+        texts = [f"{key}={json.dumps(value)}" for key, value in options.items()]
+        assert main(["train", "--cfg-path", str(workspace.project), "--options", *texts]) == 1
+        with pytest.raises(ConfigError) as raised:
+            crosstrain.train(workspace.project, options)
+        assert capsys.readouterr().err == f"error: {raised.value}\n"
+    workspace.config["run"]["max_iter"] = 3
+    with pytest.raises(ConfigError, match=r"^config: run\.max_iter: unknown key; did you mean run\.max_iters"):
+        crosstrain.load_config(workspace.config)
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        crosstrain.open(workspace.path)
+
+
+def test_an_opened_model_agrees_with_evaluate(
+    speaker: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["evaluate", "--checkpoint", str(speaker), "--nproc-per-node", "1", "--output", str(tmp_path / "out.json")]
+    text = ["--generate", "ban ", "--seed", "3", "--max-new-tokens", "12", "--top-k", "20"]
+    assert main([*flags, "--splits", "val", *text]) == 0
+    said = json.loads((tmp_path / "out.json").read_text())
+    generators = torch.random.get_rng_state()
+    with crosstrain.open(speaker) as model:
+        text = model.generate("ban ", seed=3, max_new_tokens=12, top_k=20)
+        assert [text] == said["completions"][0]["completions"]
+        data = open_split(model.config, "val")
+        losses = [model.loss(b.data) for b, _ in evaluation_batches(data, len(data), dp_rank=0, dp_size=1)]
+        # Sums of fp32 losses over other groups of samples.
+        assert losses == [pytest.approx(said["splits"]["val"]["loss"], rel=1e-5)]
+        ids = model.encoders.encode("text", "ban ban")
+        batch = torch.tensor([[model.tokenizer.eos_token_id, *ids]])
+        expected = model.loss({"input_ids": batch[:, :-1], "labels": batch[:, 1:]})
+        assert model.loss("ban ban") == pytest.approx(expected)
+        with pytest.raises(UserError, match="chat template"):
+            model.chat("ban")
+        with pytest.raises(UserError, match="temperature must not be negative"):
+            model.generate("ban", temperature=-1.0)
+        with pytest.raises(UserError, match="shorten it"):
+            model.loss("ban " * 200)
+        host = model.encoders._host
+    host.join(10)
+    assert host.exitcode is not None
+    assert torch.equal(torch.random.get_rng_state(), generators)
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_run_has_its_numbers_checkpoints_and_curve(workspace: Workspace) -> None:
+    options = ("run.max_iters=6", "run.eval_interval=2", "run.save_best=true", "run.keep_last=null")
+    trained = train(workspace.project, "out", *options)
+    run = crosstrain.Run(trained.folder)
+    assert [row["step"] for row in run.metrics] == [1, 2, 3, 4, 5, 6]
+    assert [row["loss"] for row in run.metrics] == trained.column("loss")
+    best = min(trained.rows[1::2], key=lambda row: row["val_loss"])["step"]
+    assert run.best_checkpoint == trained.checkpoint(best)
+    assert run.latest_checkpoint == trained.checkpoint(6)
+    curve = run._repr_svg_()
+    assert curve is not None
+    assert all(f">{word}<" in curve for word in ("loss", "val_loss", "step"))
+    assert "<h" in run.report().read_text()
+    nothing = crosstrain.Run(workspace.path)
+    assert nothing.latest_checkpoint is nothing.best_checkpoint is nothing._repr_svg_() is None
+    with pytest.raises(UserError, match=r"there is no metrics\.jsonl"):
+        _ = nothing.metrics
+
+
+def test_a_plan_is_the_command_lines(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--world-size", "4", "--device-memory", "1MiB", "--tokens", "1M", "--no-presets"]
+    options = ["run.runner=zero2", "run.micro_batch_size=1"]
+    output = workspace.path / "plan.json"
+    command = ["plan", "--cfg-path", str(workspace.project), *flags, "--output", str(output), "--options", *options]
+    assert main(command) == 0
+    values = {"run.runner": "zero2", "run.micro_batch_size": 1}
+    plan = crosstrain.plan(
+        workspace.config, values, world_size=4, device_memory="1MiB", tokens="1M", presets=False
+    )  # fmt: skip
+    assert plan.as_json() == json.loads(output.read_text())
+    assert capsys.readouterr().out == f"{plan}\n"
+
+
+SCRIPT = """
+import crosstrain
+from pathlib import Path
+print("begins")
+run = crosstrain.train("project.yaml", {"run.output_dir": Path("two")}, nproc_per_node=2, fresh=True)
+results = crosstrain.evaluate(run.folder, ["val"], nproc_per_node=2)
+different, measured = crosstrain.compare("project.yaml", ["ddp", "ddp@2"], steps=2)
+with run.open() as model:
+    text, tokens = model.generate("b"), results["splits"]["val"]["tokens"]
+    print(len(run.metrics), tokens > 0, different, sorted(measured), bool(text))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_trains_evaluates_and_compares(workspace: Workspace) -> None:
+    (workspace.path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=workspace.path, env=PLAIN, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("begins") == 1
+    assert done.stdout.endswith("20 True [] ['ddp', 'ddp@2'] True\n")
+    same = workspace.train("cli", nproc=2)
+    rows = [json.loads(line) for line in (workspace.path / "two" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows] == same.column("loss")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_has_the_workers_save(workspace: Workspace, workers: int) -> None:
+    (workspace.path / "script.py").write_text(
+        "import crosstrain\n"
+        "try:\n"
+        f"    crosstrain.train('project.yaml', ['run.max_iters=100000'], nproc_per_node={workers})\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted')\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "script.py"], cwd=workspace.path, env=PLAIN, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    wait_until(lambda: logged_step(workspace.path / "out") > 20, process)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal and a notebook do
+    out, _ = process.communicate(timeout=60)
+    assert out.endswith("interrupted\n"), out
+    assert process.returncode == 0
+    run = crosstrain.Run(workspace.path / "out")
+    assert run.latest_checkpoint is not None
+    assert f"stopped at step {int(run.latest_checkpoint.name[5:])}" in out
+
+
+@pytest.mark.slow
+def test_what_ends_a_training_is_raised_and_the_process_is_as_before(workspace: Workspace) -> None:
+    (workspace.path / "broken").mkdir()
+    (workspace.path / "broken" / "model.py").write_text(
+        "from crosstrain import registry\nGPT2 = registry.get('model', 'gpt2')\n"
+        "@registry.register_model('broken')\nclass Broken(GPT2):\n"
+        "    def forward(self, **batch):\n        raise ZeroDivisionError('planted')\n"
+    )
+    handlers, variables = signal.getsignal(signal.SIGINT), dict(os.environ)
+    main_module = sys.modules["__main__"]
+    options = {
+        "model.arch": "broken", "run.plugins": [workspace.path / "broken"], "run.output_dir": workspace.path / "bad",
+    }  # fmt: skip
+    with pytest.raises(Exception, match=r"rank 0 failed:(.|\n)*planted"):
+        crosstrain.train(workspace.project, options)
+    with pytest.raises(UserError, match="not finite"):
+        crosstrain.train(
+            workspace.project, {"run.init_lr": 1e30, "run.output_dir": workspace.path / "nan", "run.warmup_steps": 0}
+        )
+    assert signal.getsignal(signal.SIGINT) is handlers
+    assert dict(os.environ) == variables
+    assert sys.modules["__main__"] is main_module
+    assert not torch.distributed.is_initialized()
+    deadline = time.monotonic() + 30
+    while [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    run = crosstrain.train(workspace.project, {"run.output_dir": workspace.path / "ok"})
+    assert np.isfinite(run.metrics[-1]["loss"])
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(ROOT / "docs" / "quickstart.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in PLAIN.items():
+            patch.setenv(name, value)
+        patch.delenv("PYTEST_CURRENT_TEST")  # with which a kernel leaves the workers' output to the terminal
+        NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    shown = {cell.source: json.dumps(cell.get("outputs")) for cell in notebook.cells}
+    trained = next(outputs for source, outputs in shown.items() if "crosstrain.train(" in source)
+    assert "saving notebook/run/checkpoints/step_000060" in trained  # the workers' log
+    assert trained.count("image/svg+xml") == 2  # drawn while it ran; the run at the end of the cell
+    assert ">val_loss<" in trained
+    assert next(outputs for source, outputs in shown.items() if "compare(" in source).count("trains alike") == 1
