@@ -47,9 +47,10 @@ def commands(block: Block) -> list[list[str]]:
             if word not in ("&&", "|", ";"):
                 words.append(word)
                 continue
-            if words and (assigned := re.fullmatch(r"(\w+)=(.*)", words[0])):
+            while words and (assigned := re.fullmatch(r"(\w+)=(.*)", words[0])):
                 variables[assigned[1]] = assigned[2]
-            elif words:
+                words.pop(0)
+            if words:
                 found.append([part for w in words for part in _substituted(w, variables)])
             words = []
     return found

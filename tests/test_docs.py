@@ -217,6 +217,7 @@ def test_no_block_is_of_a_language_that_nothing_checks() -> None:
         (check_shell, "python benchmarks/step.py --absent", "absent"),
         (check_shell, "kubectl apply -f deploy/absent.yaml", "absent.yaml"),
         (check_shell, "absent", "absent"),
+        (check_shell, "A=1 crosstrain list --absent", "--absent"),
         (check_yaml, "run: {runer: ddp}", "run.runer"),
         (check_yaml, "run:\n  runner: ddp\n  # runner: {name: ddp, absent: 1}", "run.runner.absent"),
         (check_yaml, "input: [{name: jsonl, absent: 1}]", "absent"),
@@ -229,7 +230,7 @@ def test_the_checks_find_mistakes(check: Any, text: str, mistake: str, plugins: 
         check(Block(ROOT / "README.md", 1, "", text), plugins, tmp_path)
 
 
-# ---- the plugins that the pages show, in use
+# ---- in use
 
 
 def crosstrain(folder: Path, *arguments: str) -> str:
@@ -268,3 +269,12 @@ def test_the_plugins_in_the_documentation_train(workspace: Workspace) -> None:
         "clean=[no_shouting]",
     )
     assert "data: 2 documents" in crosstrain(folder, "prepare", *flags)
+
+
+@pytest.mark.slow
+def test_the_plans_in_the_documentation_work(tmp_path: Path) -> None:
+    plans = [words for block in blocks("sh") for words in commands(block) if words[:2] == ["crosstrain", "plan"]]
+    assert len(plans) >= 5
+    for words in plans:
+        if "mine" not in Path(words[words.index("--cfg-path") + 1]).stem:
+            assert "memory of the fullest rank" in crosstrain(tmp_path, *words[1:], "--no-presets")
