@@ -66,8 +66,9 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     from crosstrain.modeling.meta_init import has_values, materialize, parameters_on_meta
     from crosstrain.modeling.objective import Objective, log_probabilities
     from crosstrain.modeling.pretrained import Excerpt, Source, pretrained_folder
-    from crosstrain.monitor.metrics import Row, flat, scalars, texts
+    from crosstrain.monitor.metrics import Row, StepMetrics, flat, scalars, texts
     from crosstrain.monitor.tracker import TrackedRun, Tracker
+    from crosstrain.training.callback import Callback
     from crosstrain.utils.errors import CheckpointError, ConfigError, DataError, TrainingError, UserError
     from crosstrain.utils.logging import log
     from crosstrain.utils.optional_deps import require

@@ -55,7 +55,7 @@ def save(root: Path, by_rank: list[list[Shard]], write_config: Callable[[Path], 
 
     def write(rank: int) -> None:
         keeper = Checkpointer(root, Thread(rank, values, barrier), Retention(), lambda f: write_config(f) and None)
-        keeper.save(step, by_rank[rank], {"step": step}, best=True)
+        keeper.save(step, by_rank[rank], {"step": step}, pointers=["best"])
         keeper.wait()
 
     with ThreadPoolExecutor(len(by_rank)) as ranks:

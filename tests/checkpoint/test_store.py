@@ -94,7 +94,7 @@ def test_the_state_that_was_saved_is_the_one_at_the_call(tmp_path: Path) -> None
 def test_retention_keeps_the_newest_the_multiples_and_the_best(tmp_path: Path) -> None:
     keeper = checkpointer(tmp_path, keep_last=2, keep_every=4)
     for step in range(1, 10):
-        keeper.save(step, shards(), {"step": step}, best=step == 3)
+        keeper.save(step, shards(), {"step": step}, pointers=["best"] * (step == 3))
     keeper.wait()
     assert folders.steps(tmp_path) == [3, 4, 8, 9]
     assert folders.read_pointer(tmp_path, "best") == 3

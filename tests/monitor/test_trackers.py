@@ -18,7 +18,8 @@ import pytest
 from conftest import ENVIRONMENT, Workspace
 from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
-from crosstrain.config.schema import Component, NoOptions
+from crosstrain.config.run_options import RunOptions
+from crosstrain.config.schema import Component, NoOptions, OptionError
 from crosstrain.inference.open_checkpoint import saved_config
 from crosstrain.monitor import tracker
 from crosstrain.monitor.metrics import scalars
@@ -126,8 +127,8 @@ def test_a_missing_package_is_named_with_its_extra(name: str, monkeypatch: pytes
 
 
 def test_a_tracker_that_is_named_twice_is_refused() -> None:
-    with pytest.raises(UserError, match=r"^run.trackers: jsonl is named twice$"):
-        check_trackers([Component("jsonl", NoOptions()), Component("jsonl", NoOptions())])
+    with pytest.raises(OptionError, match=r"^trackers: jsonl is named twice$"):
+        RunOptions("out", max_iters=1, global_batch_size=1, trackers=[Component("jsonl"), Component("jsonl")])
 
 
 class Stuck(Tracker):

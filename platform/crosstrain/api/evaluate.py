@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstrain.api.model import OpenModel
+from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.folders import find_checkpoint
 from crosstrain.config.load import Config, ProjectLike
 from crosstrain.config.sources import Overrides
@@ -37,7 +38,7 @@ def evaluate(
     checkpoint: str | Path, splits: Sequence[Split] = ("val", "test"), options: Overrides = (), *,
     project: ProjectLike | None = None, nproc_per_node: int = 1, max_samples: int | None = None,
     answers: Sequence[Split] = (), sheet: str | Path | None = None, max_new_tokens: int = 64,
-    tasks: Sequence[str] = (), task_path: str | None = None, trust_data: bool = False,
+    tasks: Sequence[str] = (), task_path: str | None = None, trust_data: bool = False, weights: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the document that `crosstrain evaluate --output` writes: `splits` has each split's loss and perplexity.
 
@@ -49,7 +50,7 @@ def evaluate(
             "checkpoint": checkpoint, "cfg_path": project, "options": options, "trust_data": trust_data,
             "nproc_per_node": nproc_per_node, "splits": [*splits], "max_samples": max_samples, "answers": [*answers],
             "sheet": sheet and Path(sheet), "tasks": [*tasks], "task_path": task_path, "output": output,
-            "sampling": Sampling(max_new_tokens),
+            "sampling": Sampling(max_new_tokens), "weights": weights,
         }  # fmt: skip
         if start_evaluation(job, apart=True):
             raise KeyboardInterrupt
@@ -68,6 +69,7 @@ def start_evaluation(job: dict[str, Any], talk: Talk | None = None, *, alone: bo
     elif job["task_path"]:
         raise UserError("--task-path: name tasks with --tasks")
     checkpoint = find_checkpoint(Path(job["checkpoint"]))
+    Reader.open(checkpoint, job["weights"])  # refuses a name that is not there
     source = job["cfg_path"], job["options"], job["trust_data"]
     config, how = open_on_workers(checkpoint, *source, job["nproc_per_node"], alone)
     if opened := dict.fromkeys([*job["splits"], *job["answers"]]):
@@ -81,7 +83,8 @@ def start_evaluation(job: dict[str, Any], talk: Talk | None = None, *, alone: bo
 def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], talk: Talk | None) -> int:
     """Measure on this rank; rank 0 writes the results to `job["output"]`."""
     config, checkpoint = Config.from_plain(plain, trust=job["trust"]), job["checkpoint"]
-    with OpenModel(config, checkpoint, text=bool(job["answers"] or job["tasks"] or talk)) as model:
+    text = bool(job["answers"] or job["tasks"] or talk)
+    with OpenModel(config, checkpoint, text=text, weights=job["weights"]) as model:
         runner, is_main = model.runner, model.runner.world.rank == 0
         set_up_logging(None, quiet=not is_main)
         results: dict[str, Any] = {"checkpoint": str(checkpoint), "splits": {}, "completions": []}

@@ -33,13 +33,13 @@ class OpenModel(AbstractContextManager["OpenModel"]):
     max_new_tokens (64), temperature (1.0; 0 takes the likeliest token), top_k, top_p and seed.
     """
 
-    def __init__(self, config: Config, checkpoint: Path, *, text: bool = False) -> None:
+    def __init__(self, config: Config, checkpoint: Path, *, text: bool = False, weights: str | None = None) -> None:
         self.config, self.checkpoint = config, checkpoint
         self.runner = make_runner(config)
         self.runner.setup()
         if text:  # the tokenizer is loaded meanwhile
             _ = self.encoders
-        build_model(config, self.runner, checkpoint, for_training=False)
+        build_model(config, self.runner, checkpoint, for_training=False, weights=weights)
 
     @cached_property
     def encoders(self) -> Encoders:

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+CALLBACK = "callback:"  # begins the kinds of tensors that callbacks keep
+
 
 @dataclass(frozen=True)
 class Box:
@@ -74,7 +76,8 @@ class Piece:
 class Shard:
     """The part of one logical tensor that this rank holds.
 
-    `kind` is "param" for a parameter and otherwise the optimizer's name for the state ("exp_avg", "step", ...).
+    `kind` is "param" for a parameter, the optimizer's name for its state ("exp_avg", "step", ...), or CALLBACK and a
+    callback's own name for a tensor.
     """
 
     kind: str

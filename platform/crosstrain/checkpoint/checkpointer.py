@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +50,8 @@ class _Save:
     names: dict[Holding, str]  # the file of every box
     state: dict[str, Any]
     frozen: dict[str, FrozenParameter]
-    best: bool
+    pointers: Collection[str]
+    keep: Collection[int]
 
 
 class Checkpointer:
@@ -76,13 +77,15 @@ class Checkpointer:
 
     def save(
         self, step: int, shards: list[Shard], state: dict[str, Any], *,
-        frozen: dict[str, FrozenParameter] | None = None, best: bool = False, background: bool = True,
+        frozen: dict[str, FrozenParameter] | None = None, pointers: Collection[str] = (), keep: Collection[int] = (),
+        background: bool = True,
     ) -> None:  # fmt: skip
         """Start saving; returns when this rank's share is copied. Collective.
 
-        `frozen` parameters are recorded, not written; they are not among the shards. Without `background` nothing is
-        copied, and the call returns when everything is written. A failure of the previous save was logged and does not
-        raise here: the present state is worth another attempt.
+        `frozen` parameters are recorded, not written; they are not among the shards. Further files `pointers` will name
+        the checkpoint, and those of the steps `keep` are not deleted after it. Without `background` nothing is copied,
+        and the call returns when everything is written. A failure of the previous save was logged and does not raise
+        here: the present state is worth another attempt.
         """
         self._join()
         mine = holdings(shards)
@@ -93,7 +96,7 @@ class Checkpointer:
             for holding, data in mine.items()
             if writers[holding] == self.group.rank
         }
-        save = _Save(step, file_names(writers, complete=not frozen), state, frozen or {}, best)
+        save = _Save(step, file_names(writers, complete=not frozen), state, frozen or {}, pointers, keep)
         if not background:
             return self._write(save, held)
         self._thread = threading.Thread(target=self._write, args=(save, held), name="checkpoint")
@@ -223,10 +226,9 @@ class Checkpointer:
         os.rename(temporary, final)
         fsync(self.root)
         try:
-            folders.write_pointer(self.root, "latest", save.step)
-            if save.best:
-                folders.write_pointer(self.root, "best", save.step)
-            folders.prune(self.root, save.step, self.retention, self.run)
+            for pointer in ("latest", *save.pointers):
+                folders.write_pointer(self.root, pointer, save.step)
+            folders.prune(self.root, save.step, self.retention, self.run, save.keep)
         except OSError as error:  # the checkpoint is there; tidying up can wait for the next one
             log.warning("%s: pointers or old checkpoints could not be brought up to date (%s)", self.root, error)
 

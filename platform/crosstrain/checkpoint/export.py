@@ -48,27 +48,29 @@ class Exported:
 def export(
     checkpoint: Path, output: Path, dtype: torch.dtype | None, max_shard_bytes: int, progress: Callable[[str], None],
     pretrained: PretrainedWeights | None = None, merges: dict[str, Merge] | None = None,
-    part: tuple[str, Model] | None = None,
+    part: tuple[str, Model] | None = None, weights: str | None = None,
 ) -> Exported:  # fmt: skip
     """Write the model in a verified `checkpoint` to the folder `output`, which appears when it is complete.
 
     Floating-point tensors are converted to `dtype`, unless it is None. `progress` gets a line for each file.
     `pretrained` has the frozen parameters, which the checkpoint does not hold; `merges` says which parameters are
-    merged into others. `part`, one of `Model.parts`, is written alone. Raises UserError where `output` is not empty or
-    cannot be written, and CheckpointError for a malformed checkpoint.
+    merged into others. `part`, one of `Model.parts`, is written alone; `weights` as for `Reader.open`. Raises UserError
+    where `output` is not empty or cannot be written, and CheckpointError for a malformed checkpoint.
     """
-    reader = Reader.open(checkpoint)
+    reader = Reader.open(checkpoint, weights)
     with _folder(output) as folder:
         source = _Parameters(reader, pretrained, merges or {}, part[0] if part else "")
         return _write(source, folder, dtype, max_shard_bytes, progress, part and part[1])
 
 
-def export_adapter(checkpoint: Path, output: Path, dtype: torch.dtype | None, model: Model) -> None:
+def export_adapter(
+    checkpoint: Path, output: Path, dtype: torch.dtype | None, model: Model, weights: str | None = None
+) -> None:
     """Write the adapter of a verified `checkpoint`, whose model is `model`, to the folder `output` as peft does.
 
     Raises UserError as `export` does and where there is no adapter.
     """
-    reader = Reader.open(checkpoint)
+    reader = Reader.open(checkpoint, weights)
     with _folder(output) as folder:
         model.save_parts(folder, reader.names("param"), lambda name: reader.whole(name).to(dtype))
         if not any(folder.iterdir()):

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from crosstrain.checkpoint.boxes import Box, Shard, whole_pieces
+from crosstrain.checkpoint.boxes import CALLBACK, Box, Shard, whole_pieces
 from crosstrain.checkpoint.manifest import (
     DTYPES,
     Files,
@@ -124,9 +124,18 @@ class Reader:
     frozen: dict[str, FrozenParameter] = field(default_factory=dict)  # parameters that are not here
 
     @staticmethod
-    def open(folder: Path) -> Reader:
-        """Open a checkpoint; CheckpointError where `read_manifest` refuses it. `verify` checks the sums."""
+    def open(folder: Path, weights: str | None = None) -> Reader:
+        """Open a checkpoint; CheckpointError where `read_manifest` refuses it. `verify` checks the sums.
+
+        weights: a callback's name for tensors of the parameters' shapes, to read in place of those parameters.
+        """
         files, tensors, frozen = read_manifest(folder)
+        if weights is not None:
+            own = {kind for kind, _ in tensors if kind.startswith(CALLBACK)}
+            if (wanted := CALLBACK + weights) not in own:
+                known = ", ".join(sorted(kind.removeprefix(CALLBACK) for kind in own)) or "only the trained ones"
+                raise CheckpointError(f"{folder}: has no weights called {weights!r}; it has {known}")
+            tensors |= {("param", name): stored for (kind, name), stored in tensors.items() if kind == wanted}
         return Reader(folder, tensors, files, frozen)
 
     @staticmethod

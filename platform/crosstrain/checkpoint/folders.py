@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -98,18 +99,18 @@ class Retention:
     keep_every: int | None = None
 
 
-def prune(root: Path, newest: int, retention: Retention, run: str | None) -> None:
+def prune(root: Path, newest: int, retention: Retention, run: str | None, keep: Collection[int] = ()) -> None:
     """Delete checkpoints of `run` up to step `newest`, the one just written, that are not to be kept.
 
-    Spares the best one. Other runs' checkpoints and later steps, which are damaged ones that this run has passed over,
-    neither count nor go.
+    Spares the best one and those of the steps `keep`. Other runs' checkpoints and later steps, which are damaged ones
+    that this run has passed over, neither count nor go.
     """
     if retention.keep_last is None:
         return
-    best = read_pointer(root, "best")
+    spared = {read_pointer(root, "best"), *keep}
     own = [s for s in steps(root) if s <= newest and (run is None or run_of(step_folder(root, s)) in (None, run))]
     for step in own[: -retention.keep_last]:
-        if step != best and not (retention.keep_every and step % retention.keep_every == 0):
+        if step not in spared and not (retention.keep_every and step % retention.keep_every == 0):
             folder = step_folder(root, step)
             # Renamed first, so that a kill half-way leaves no folder that looks like a checkpoint.
             doomed = root / f".{folder.name}.tmp"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from crosstrain.cli.flags import add_checkpoint, add_config, ask, new_file
+from crosstrain.cli.flags import add_checkpoint, add_config, add_weights, ask, new_file
 from crosstrain.utils.errors import UserError, printable, sentence
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     splits: dict[str, Any] = {"nargs": "*", "default": None, "choices": ("train", "val", "test"), "metavar": "SPLIT"}
     add_checkpoint(parser)
     add_config(parser, required=False)
+    add_weights(parser)
     parser.add_argument(
         "--splits", help="splits to evaluate (default: val and test, unless the flags ask for text)", **splits
     )

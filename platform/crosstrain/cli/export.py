@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from crosstrain.cli.flags import add_checkpoint
+from crosstrain.cli.flags import add_checkpoint, add_weights
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.units import read_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
+    add_weights(parser)
     parser.add_argument("--output", required=True, metavar="DIR", help="a folder that is empty or does not exist")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="convert to it (default: as it is stored)")
     parser.add_argument("--part", metavar="NAME",
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         config = open_config(checkpoint, arguments.cfg_path, arguments.options, arguments.trust_data)
         model = outline(config, checkpoint)
         if arguments.part == "adapter":
-            export_adapter(checkpoint, output, dtype, model)
+            export_adapter(checkpoint, output, dtype, model, arguments.weights)
             print(f"{output}: the adapter; peft's PeftModel.from_pretrained(model, {str(output)!r}) adds it to a model")
             return 0
         if arguments.part and (part := model.parts().get(arguments.part)) is None:
@@ -51,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     exported = export(
         checkpoint, output, dtype, limit, lambda line: print(line, flush=True),
         None if model is None else PretrainedWeights.of(model), None if model is None else model.merges(), part,
+        arguments.weights,
     )  # fmt: skip
     opens = exported.architecture  # None: transformers has no such model
     print(

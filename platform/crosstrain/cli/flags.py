@@ -50,6 +50,10 @@ def add_config(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="workers (default: one per GPU, else one)")
 
 
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--weights", metavar="NAME", help="weights that a callback kept (default: those that trained)")
+
+
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's folder (its newest)"

@@ -75,7 +75,7 @@ def _contestants(
     micro = loaded[0].run.micro_batch_size or min(plan.micro_batch for plan in plans)
     common: dict[str, Any] = {
         "run.global_batch_size": total, "run.micro_batch_size": micro, "run.accum_grad_iters": None,
-        "run.eval_interval": None, "run.trackers": [],
+        "run.eval_interval": None, "run.trackers": [], "run.callbacks": [], "run.metrics": [],
     }  # fmt: skip
     out: list[_Contestant] = []
     for number, (runner, size) in enumerate(sized):

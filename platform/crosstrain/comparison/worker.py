@@ -24,30 +24,33 @@ from crosstrain.engine.build import make_runner
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.perplexity import evaluate_loss
 from crosstrain.monitor.hardware import memory_mb
+from crosstrain.training.callback import Callback
+from crosstrain.training.trainer import Trainer
 from crosstrain.training.worker import build_trainer
 
 
-class Probe:
+class Probe(Callback):
     """Observer of every step between backward and update, and of the state before the first and after the last.
 
     The reference (`write`) leaves gradients and state in `folder`, as boxes; the others compare theirs box by box.
     """
 
-    def __init__(self, runner: Runner, folder: Path, write: bool) -> None:
-        self.runner, self.write = runner, write
+    def __init__(self, trainer: Trainer, folder: Path, write: bool) -> None:
+        super().__init__(None, trainer)
+        self.runner, self.write = trainer.runner, write
         self.rates: list[float] = []
         self.gradients: list[dict[str, Sums]] = []
         self.spread: dict[str, float] = {}
         self.seconds = 0.0  # spent here
-        self.group = runner.new_group()
+        self.group = self.runner.new_group()
         self._files = {
             kind: Checkpointer(folder / kind, self.group, Retention(None), lambda _: None)
             for kind in ("gradients", "state")
         }
-        self._keep("state", 0, runner.shards())
+        self._keep("state", 0, self.runner.shards())
 
-    def observe(self) -> None:
-        """Record learning rate and gradients; called after each backward."""
+    def after_backward(self) -> None:
+        """Record learning rate and gradients."""
         started = time.perf_counter()
         optimizer = self.runner.optimizer
         assert optimizer is not None
@@ -143,13 +146,14 @@ def compare_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
     plain_loss = evaluate_loss(
         runner, trainer.dataset, trainer.plan.micro_batch, trainer.plan.global_batch, config.run.num_workers
     )
-    probe = Probe(runner, job["folder"], write=job["is_reference"])
+    probe = Probe(trainer, job["folder"], write=job["is_reference"])
+    trainer.callbacks.by_name["probe"] = probe
     samples: list[list[int]] = []
     batches = _noted(trainer.batches(), samples, job["reverse"])
     rows = []
     for _ in range(job["steps"]):
         started, observing = time.perf_counter(), probe.seconds
-        metrics = trainer.train_step(batches, probe.observe)
+        metrics = trainer.train_step(batches)
         if metrics is None:
             runner.close()
             return stop.received or signal.SIGTERM

@@ -192,6 +192,9 @@ class RunOptions:
     sample_prompts: list[Text] = field(default_factory=list)  # continued and shown when training ends
     sample_tokens: Annotated[int, Interval(ge=1, le=2**20)] = 64  # length of those continuations
 
+    # what is called at steps, validations and saves
+    callbacks: list[Annotated[Component, "callback"]] = field(default_factory=list)
+
     # where the numbers go; jsonl is always among them
     trackers: list[Annotated[Component, "tracker"]] = field(
         default_factory=lambda: [Component("jsonl"), Component("tensorboard")]
@@ -218,6 +221,10 @@ class RunOptions:
     def __post_init__(self) -> None:
         if "jsonl" not in (tracker.name for tracker in self.trackers):
             self.trackers = [Component("jsonl", NoOptions()), *self.trackers]
+        for key in ("callbacks", "metrics", "trackers"):
+            names = [component.name for component in getattr(self, key)]
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise OptionError(key, f"{twice[0]} is named twice")
         if self.on_bad_step.policy == "roll_back":
             if self.save_interval is None:
                 raise OptionError("on_bad_step", "roll_back needs checkpoints: set save_interval, or use skip")

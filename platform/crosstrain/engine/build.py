@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Callable
 from pathlib import Path
 
+from crosstrain.checkpoint.boxes import CALLBACK
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.manifest import FrozenParameter
 from crosstrain.checkpoint.weights import (
@@ -171,12 +172,13 @@ def freeze(model: Model, patterns: list[str]) -> None:
 
 
 def build_model(
-    config: Config, runner: Runner, checkpoint: Path | None, *, for_training: bool
+    config: Config, runner: Runner, checkpoint: Path | None, *, for_training: bool, weights: str | None = None
 ) -> dict[str, FrozenParameter]:
     """Set up the runner with the model, and the optimizer if it is to train, and fill in what it holds.
 
     Weights, and when training moments, come from `checkpoint` if given, else the model's pretrained folders, else
-    initial values. Returns the frozen parameters that stem from pretrained folders, which checkpoints need not hold.
+    initial values; `weights` as for `Reader.open`. Returns the frozen parameters that stem from pretrained folders,
+    which checkpoints need not hold.
     """
     model = runner.construct(lambda: make_model(config))
     check_quantized(model, type(runner), config)
@@ -194,7 +196,7 @@ def build_model(
     shards = runner.shards()
     parameters = [s for s in shards if s.kind == "param"]
     kinds = set[str]().union(*runner.world.all_gather({s.kind for s in shards}))  # a rank may hold nothing that trains
-    reader = Reader.open(checkpoint) if checkpoint is not None else None
+    reader = Reader.open(checkpoint, weights) if checkpoint is not None else None
     pretrained, borrowed = PretrainedWeights.of(model), set[str]()
     if reader is not None:
         keep = for_training and config.run.resume_optimizer
@@ -215,7 +217,8 @@ def build_model(
 
 def _check_optimizer(reader: Reader, kinds: set[str], config: Config) -> None:
     """Raise CheckpointError unless the checkpoint holds exactly the kinds of state that the optimizer keeps."""
-    there, here = reader.kinds() - {"param"}, kinds - {"param"}
+    there = {kind for kind in reader.kinds() if not kind.startswith(CALLBACK)} - {"param"}
+    here = kinds - {"param"}
     if there != here:
         raise CheckpointError(
             f"{reader.folder}: holds {_list(there)} of an optimizer, and {config.run.optimizer.name} keeps "

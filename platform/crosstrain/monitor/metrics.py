@@ -33,7 +33,7 @@ class StepMetrics:
     mfu: float | None = None  # model FLOPs utilisation
     gpu_utilisation: float | None = None  # percent
     loader_samples_per_second: float | None = None
-    recorded: dict[str, float] = field(default_factory=dict)  # of the model, over the steps since the last logged
+    recorded: dict[str, float] = field(default_factory=dict)  # of callbacks, and of the model, since the last logged
     notes: list[str] = field(default_factory=list)  # of stragglers and slow data
 
     def row(self) -> Row:

@@ -17,6 +17,7 @@ from crosstrain.monitor.metrics import Row, StepMetrics
 from crosstrain.monitor.stragglers import StragglerDetector
 from crosstrain.monitor.tracker import TrackedRun, Trackers
 from crosstrain.utils.logging import log
+from crosstrain.utils.units import disjoint
 
 
 class Reporter:
@@ -81,7 +82,7 @@ class Reporter:
         seconds = time.perf_counter() - self._start
         waited, metrics.notes = self._stragglers.check(metrics.step, self._steps, seconds, self._waited)
         metrics.gpu_utilisation = gpu_utilisation(self._runner.device)
-        metrics.recorded = self._runner.means(self._runner.model.take_recorded())
+        metrics.recorded = disjoint(self._runner.means(self._runner.model.take_recorded()), metrics.recorded)
         if waited > 0:
             metrics.loader_samples_per_second = self._global_batch * self._steps / waited
         for line in log_lines(metrics, self._max_iters):
@@ -114,9 +115,10 @@ class Reporter:
         self._tracked_step = row["step"]
         self.trackers.log(row)
 
-    def close(self) -> None:
+    def close(self, ended: bool = False) -> None:
+        """Close bar and trackers; `ended`: training has ended before its last step as it should."""
         self._bar.close()
-        self.trackers.close(finished=self._tracked_step == self._max_iters)
+        self.trackers.close(finished=ended or self._tracked_step == self._max_iters)
 
 
 def log_lines(metrics: StepMetrics, max_iters: int) -> list[str]:

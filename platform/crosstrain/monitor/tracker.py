@@ -15,7 +15,7 @@ from typing import Any
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Component
 from crosstrain.monitor.metrics import Row
-from crosstrain.utils.errors import ConfigError, UserError, sentence
+from crosstrain.utils.errors import UserError, sentence
 from crosstrain.utils.logging import log
 
 _MAX_BACKLOG = 1000  # rows that a slow tracker may lag behind; it loses further ones
@@ -72,11 +72,7 @@ class Tracker(ABC):
 
 def check_trackers(components: Iterable[Component]) -> None:
     """Raise UserError for a tracker that cannot work as configured; no worker exists yet."""
-    names: set[str] = set()
     for component in components:
-        if component.name in names:
-            raise ConfigError(f"run.trackers: {component.name} is named twice")
-        names.add(component.name)
         try:
             registry.get("tracker", component.name).check(component.options)
         except UserError as error:

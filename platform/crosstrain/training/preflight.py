@@ -72,6 +72,8 @@ def preflight(config: Config, world_size: int) -> Preflight:
         freeze(model, run.freeze)
         runner.check_model(config.run.runner.options, model)
         check_trackers(run.trackers)
+        for callback in run.callbacks:
+            registry.get("callback", callback.name).check(callback.options, run)
         max_iters = plan.steps(run, len(dataset))
         make_schedule(config, max_iters)
         optimizer_factory(config)([("weight", torch.nn.Parameter(torch.zeros(1, 1)))])  # refuses bad options

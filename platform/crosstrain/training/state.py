@@ -22,7 +22,7 @@ from crosstrain.engine.runner import Runner
 from crosstrain.utils.errors import CheckpointError
 from crosstrain.utils.logging import log
 
-_LATER = {"left_out", "skipped", "bad_in_a_row", "overflows_in_a_row", "recent_losses"}
+_LATER = {"left_out", "skipped", "bad_in_a_row", "overflows_in_a_row", "recent_losses", "callbacks", "ended_with"}
 
 
 @dataclass
@@ -41,6 +41,9 @@ class State:
     bad_in_a_row: int = 0
     overflows_in_a_row: int = 0
     recent_losses: list[float] = field(default_factory=list)  # of good steps, for telling a spike
+
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)  # their states, by name
+    ended_with: list[Any] = field(default_factory=list)  # `run.callbacks` of which one ended the run; none did
 
     def improves(self, loss: float) -> bool:
         """True, and noted, if `loss` is the best so far."""
@@ -71,6 +74,8 @@ class State:
             "skipped": _are_rows(state.skipped, 3),
             "bad_in_a_row": is_count(state.bad_in_a_row),
             "overflows_in_a_row": is_count(state.overflows_in_a_row),
+            "callbacks": isinstance(state.callbacks, dict) and all(type(s) is dict for s in state.callbacks.values()),
+            "ended_with": isinstance(state.ended_with, list),
             "recent_losses": isinstance(state.recent_losses, list) and all(map(_is_number, state.recent_losses)),
         }
         for name, fine in sound.items():

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
 
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.checkpointer import Checkpointer
@@ -13,6 +15,7 @@ from crosstrain.checkpoint.manifest import FrozenParameter
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
+from crosstrain.config.schema import to_plain
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import Step, training_steps
 from crosstrain.distributed.launch.signals import StopRequest
@@ -22,12 +25,13 @@ from crosstrain.monitor.metrics import Row, StepMetrics
 from crosstrain.monitor.profiler import Profiler
 from crosstrain.monitor.reporter import Reporter
 from crosstrain.training.bad_steps import BadSteps, RollBack
+from crosstrain.training.callback import Callbacks
 from crosstrain.training.prompt_samples import PromptSamples
 from crosstrain.training.state import State, reload, restore, starting_point
 from crosstrain.utils.errors import CheckpointError, TrainingError
 from crosstrain.utils.logging import log
 from crosstrain.utils.trust import signature
-from crosstrain.utils.units import finite
+from crosstrain.utils.units import disjoint, finite
 
 
 @dataclass
@@ -51,6 +55,7 @@ class Trainer:
     reporter: Reporter
     profiler: Profiler
     samples: PromptSamples
+    start: Path | None  # the checkpoint that training goes on from
 
     stopped: bool = field(default=False, init=False)  # a signal ended the run early, the same on every rank
     last_validation: LossMetrics | None = field(default=None, init=False)  # of the present step
@@ -58,16 +63,19 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.run, self.is_main = self.config.run, self.runner.world.rank == 0
+        self._end_reason, self._pointers = "", set[str]()
+        self.callbacks = Callbacks(self, self.start)
 
     def fit(self) -> State:
         """Train to `max_iters` or until a stop is asked for, and save; returns the final state."""
         batches = self.batches()
+        self.callbacks.call("on_start")
         if self.bad_steps.rolls_back and self.saved_step is None:
-            self._save(best=False, background=False)
+            self._save(background=False)
             self.checkpointer.wait()  # from here on there is one to go back to
         self.reporter.begin_interval()
         try:
-            while self.state.step < self.max_iters:
+            while self.state.step < self.max_iters and not self.state.ended_with:
                 try:
                     with self.profiler.step(self.state.step + 1):
                         metrics = self.train_step(batches)
@@ -75,35 +83,58 @@ class Trainer:
                     batches = self._go_back(bad)
                     continue
                 if metrics is None:
-                    self.stopped = True
+                    self.stopped = not self._ends()
                     break
                 with self.reporter.paused():
                     self.profiler.write(after=self.state.step)
                 self.last_validation = None
                 self.reporter.advance(metrics)
+                metrics.recorded = self._scalars()
                 row = self.reporter.log(metrics) if self._logs(self.state.step) else {}
-                improved = False
                 if self._due(self.run.eval_interval):
                     row |= self._validate()
-                    improved = self.state.improves(row["val_loss"])
+                    if self.state.improves(row["val_loss"]) and self.run.save_best:
+                        self.save_as("best")
                 if row:
                     self._keep_folder()
                     self.reporter.track({"step": self.state.step} | row)
-                if self._due(self.run.save_interval) or (improved and self.run.save_best):
-                    self._save(best=improved and self.run.save_best, background=self.run.save_in_background)
+                if self._due(self.run.save_interval) or self._pointers:
+                    self._save(background=self.run.save_in_background)
             self.profiler.write()  # of a window that was not gone through
-            self._save(best=False, background=False)
+            self._save(background=False)
             self.checkpointer.wait()
+            self.callbacks.call("on_end")
             if lost := self.runner.world.broadcast(self.folder.lost):
                 raise TrainingError(lost)
         except TrainingError:  # raised on every rank alike; what was being saved is worth having
             self.checkpointer.wait()
             raise
         finally:
-            self.reporter.close()
+            self.reporter.close(ended=bool(self.state.ended_with))
         if self.stopped:
             log.info("stopped at step %d; the same command goes on from there", self.state.step)
+        if self.state.ended_with:
+            log.info("a callback ended the run at step %d; it goes on only with other run.callbacks", self.state.step)
         return self.state
+
+    def end(self, reason: str) -> None:
+        """End training after this step as if it were the last one; for callbacks, and one rank's is enough."""
+        self._end_reason = reason
+
+    def save_as(self, pointer: str = "latest") -> None:
+        """Save after this step; the file `checkpoints/<pointer>` will name it. For callbacks, on every rank alike."""
+        self._pointers.add(pointer)
+
+    def _ends(self) -> bool:
+        """True, and noted, if a callback of some rank has asked for the end. Collective."""
+        reasons = list(filter(None, self.runner.world.all_gather(self._end_reason)))
+        if reasons and not self.state.ended_with:
+            self.state.ended_with = to_plain(self.run.callbacks)
+            log.info("training ends after step %d: %s", self.state.step, reasons[0])
+        return bool(reasons)
+
+    def _scalars(self) -> dict[str, float]:
+        return reduce(disjoint, self.callbacks.call("take_scalars"), {})
 
     def _go_back(self, bad: RollBack) -> Iterator[Step]:
         """Go back to the last checkpoint, as a new start would; returns the micro batches from there on."""
@@ -118,6 +149,9 @@ class Trainer:
         self.state.left_out = left_out
         self.saved_step = self.state.step
         self.reporter.go_back(self.state.step)
+        self._end_reason = ""
+        self.callbacks = Callbacks(self, checkpoint)
+        self.callbacks.call("on_start")
         return self.batches()
 
     def batches(self) -> Iterator[Step]:
@@ -134,11 +168,8 @@ class Trainer:
         assert self.run.curriculum is not None
         return self.run.curriculum.length(step, self.run.curriculum.check(self.dataset.sequence_length))
 
-    def train_step(self, batches: Iterator[Step], observe: Callable[[], None] = lambda: None) -> StepMetrics | None:
-        """Attempt one step; returns its numbers, or None, and does nothing, if any rank was asked to stop.
-
-        `observe` is called between the backward and the update.
-        """
+    def train_step(self, batches: Iterator[Step]) -> StepMetrics | None:
+        """Attempt one step; returns its numbers, or None, and does nothing, if any rank was asked to stop."""
         state, runner, timers = self.state, self.runner, self.runner.timers
         timers.reset(synchronize=self._logs(state.step + 1))
         with timers("batch generator"):
@@ -149,10 +180,11 @@ class Trainer:
             return None
         rate = self.schedule(state.applied_steps + 1)
         runner.set_learning_rate(rate)
+        self.callbacks.call("before_step")
         scale = runner.precision.scaler.scale
         loss = runner.forward_backward(batch, max(targets, 1))
         problem = self.bad_steps.check_loss(loss, state)
-        observe()
+        self.callbacks.call("after_backward")
         with timers("optimizer"):
             result = runner.optimizer_step(apply=problem is None)
 
@@ -168,6 +200,7 @@ class Trainer:
         )  # fmt: skip
         counted = tokens if runner.model.predicts_tokens else len(batch.numbers)
         self.reporter.measure(metrics, counted, self.dataset.sequence_length)
+        self.callbacks.call("after_step", metrics)
         return metrics
 
     def _agree(self, batch: Step) -> tuple[int, int, bool]:
@@ -176,7 +209,8 @@ class Trainer:
         mine = sum(micro_batch.num_targets for micro_batch in batch)
         tokens = sum(self.runner.model.num_tokens(micro_batch.data) for micro_batch in batch)
         # In one exchange, because at each the ranks wait for the slowest. Ranks beyond `dp` see the same samples again.
-        *sums, stops = world.all_reduce_sum(mine, tokens, bool(self.stop) or self.folder.lost is not None)
+        asked = bool(self.stop or self._end_reason) or self.folder.lost is not None
+        *sums, stops = world.all_reduce_sum(mine, tokens, asked)
         targets, tokens = (int(total) // (world.size // dp.size) for total in sums)
         return targets, tokens, stops > 0
 
@@ -202,12 +236,15 @@ class Trainer:
             self.last_samples = self.samples.draw()
         log.info("validation at step %d | %s", self.state.step, metrics.line(".6E"))
         row: Row = {f"val_{name}": value for name, value in metrics.named.items()}
+        self.callbacks.call("on_validation", row)
+        row = disjoint(row, self._scalars())
         return row | ({"generated": self.last_samples} if self.last_samples else {})
 
-    def _save(self, *, best: bool, background: bool) -> None:
+    def _save(self, *, background: bool) -> None:
         """Save the present state unless it is saved already."""
         self._keep_folder()
         folder, state = self.folder, self.state
+        pointers, self._pointers = self._pointers, set()
         if saved := state.step == self.saved_step:
             with suppress(CheckpointError):  # it failed, or was deleted since: it is worth another attempt
                 self.checkpointer.wait()
@@ -221,12 +258,18 @@ class Trainer:
             folder.go_to(path)
             self.checkpointer.root, self.profiler.folder = folder.checkpoints, folder.profile
         state.scaler = self.runner.precision.scaler.state()
+        self.callbacks.call("on_save", folders.step_folder(self.folder.checkpoints, state.step))
+        self._ends()  # a checkpoint of a last step says so
+        state.callbacks = dict(zip(self.callbacks.by_name, self.callbacks.call("saved_state"), strict=True))
         config = self.config.plain
         signed = {"signature": signature(config)} if self.is_main else {}
         document = state.document(world_size=self.runner.world.size, config=config, **signed)
         with self.reporter.paused():
             shards = [s for s in self.runner.shards() if s.name not in self.frozen]
-            self.checkpointer.save(state.step, shards, document, frozen=self.frozen, best=best, background=background)
+            self.checkpointer.save(
+                state.step, shards + self.callbacks.shards(), document, frozen=self.frozen, pointers=pointers,
+                keep=set().union(*self.callbacks.call("keep")), background=background,
+            )  # fmt: skip
         self.saved_step = state.step
         log.info("saving %s", folders.step_folder(self.folder.checkpoints, state.step))
 

@@ -14,6 +14,7 @@ from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
+from crosstrain.config.schema import to_plain
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.splits import open_split
 from crosstrain.data.tokenizer import TOKENIZER
@@ -96,13 +97,15 @@ def build_trainer(config: Config, runner: Runner, stop: StopRequest, quiet: bool
         folder.checkpoints, runner.new_group(), retention, write_assets, folder.run_id, write_parts
     )
     saved_step = state.step if start is not None and start.parent == folder.checkpoints else None
+    if saved_step is None or state.ended_with != to_plain(run.callbacks):  # another run, or other callbacks
+        state.ended_with = []
     bad_steps = BadSteps(runner, dataset, folder if rank == 0 else None)
     profiler = Profiler(run.profile, folder.profile, rank, runner.device)
     reporter = Reporter(runner, config, folder, state.step, max_iters, plan.global_batch)
     samples = PromptSamples(runner, run, tokenizer)
     trainer = Trainer(
         config, runner, stop, folder, dataset, val_dataset, plan, max_iters, schedule, state, frozen, checkpointer,
-        saved_step, bad_steps, reporter, profiler, samples,
+        saved_step, bad_steps, reporter, profiler, samples, start,
     )  # fmt: skip
     _log_setup(trainer)
     return trainer

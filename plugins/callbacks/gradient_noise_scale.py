@@ -1,0 +1,50 @@
+"""The batch size up to which more samples per step pay."""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from annotated_types import Interval
+from torch import Tensor
+
+from crosstrain import Box, Callback, registry
+from crosstrain.checkpoint.assignment import assign, holdings
+
+
+@registry.register_callback("gradient_noise_scale")
+class GradientNoiseScale(Callback):
+    """Logs the simple noise scale tr(S) / |G|^2 in samples (McCandlish et al., 2018, appendix A.1).
+
+    Its two unbiased estimates need the gradients of a small and a big batch at the same weights. Here the gradients g1
+    and g2 of two consecutive steps of B samples are the small ones, and their mean is that of 2 B: an approximation,
+    which ignores the update between them. Then |G|^2 is g1 g2, and tr(S) is B |g1 - g2|^2 / 2; averages of both are
+    divided. A rank keeps a copy of its share of the gradients; a resumed run misses one pair.
+    """
+
+    @dataclass
+    class Options:
+        smoothing: Annotated[float, Interval(ge=0, lt=1)] = 0.95  # share of the averages that stays at each step
+
+    def __init__(self, options: Options, trainer: Any) -> None:
+        super().__init__(options, trainer)
+        self.state = {"square": 0.0, "noise": 0.0}  # averages, which both begin at 0
+        self.last: dict[tuple[str, Box], Tensor] = {}
+        world = trainer.runner.world
+        writers = assign(world.all_gather(list(holdings([s for s in trainer.runner.shards() if s.kind == "param"]))))
+        self.mine = {(h.name, h.box) for h, rank in writers.items() if rank == world.rank}  # every element once
+
+    def after_backward(self) -> None:
+        runner, last = self.trainer.runner, self.last
+        pieces = (((shard.name, piece.box), piece.data) for shard in runner.gradients() for piece in shard.pieces)
+        self.last = {key: data.float() / runner.gradient_scale for key, data in pieces if key in self.mine}
+        pairs = [(last[key], now) for key, now in self.last.items() if key in last]
+        product = sum((a.double() * b).sum().item() for a, b in pairs)
+        change = sum((a.double() - b).square().sum().item() for a, b in pairs)
+        product, change, count = runner.world.all_reduce_sum(product, change, len(pairs))
+        if not count or not math.isfinite(product + change):  # the first step, or one that will be skipped
+            return
+        stays = self.options.smoothing
+        for name, value in (("square", product), ("noise", self.trainer.plan.global_batch * change / 2)):
+            self.state[name] = stays * self.state[name] + (1 - stays) * value
+        if self.state["square"] > 0:
+            self.scalars["noise_scale"] = self.state["noise"] / self.state["square"]
