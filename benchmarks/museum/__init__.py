@@ -27,7 +27,7 @@ class Expected:
     phase: Phase | None = None  # the first thing that goes wrong; None: nothing does
     cause: str = ""  # regular expression that a sentence about the cause matches, in any case
     parameter: str | None = None  # pattern of the canonical names of wrong tensors; None: (nearly) all of them, or none
-    project: Literal["gpt2", "still", "chat", "packed", "adapter"] = "gpt2"  # `still`: gpt2 without dropout
+    project: Literal["gpt2", "still", "qwen", "chat", "packed", "adapter"] = "gpt2"  # `still`: gpt2 without dropout
     steps: int = 3
     base: str = "ddp"  # the runner that it is but for the bug
     options: dict[str, Any] = field(default_factory=dict)  # of `base`
