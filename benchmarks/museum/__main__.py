@@ -217,7 +217,7 @@ def share(values: Iterable[bool | None]) -> str:
 def table(found: list[Exhibit], results: dict[str, dict[str, Any]]) -> str:
     """The page's tables in Markdown, of exhibits that have results."""
     lines = [
-        "| exhibit | bug | phase | caught | phase | tensor | cause | seconds |",
+        "| exhibit | bug | wrong in | caught | phase | tensor | cause | seconds |",
         "|---|---|---|---|---|---|---|--:|",
     ]
     sick = [(e, results[e.name]) for e in found if e.expected.phase is not None and e.name in results]
