@@ -72,7 +72,7 @@ def test_resume_on_another_number_of_workers(
 @pytest.mark.parametrize("nproc", mostly_slow([1, 2], [2]))
 def test_a_stop_signal_saves_and_leaves(workspace: Workspace, number: signal.Signals, nproc: int) -> None:
     folder = workspace.path / "out"
-    process = workspace.start("out", "run.max_iters=100000", nproc=nproc)
+    process = workspace.start("out", "run.max_iters=100000", "run.num_workers=1", nproc=nproc)
     wait_until(lambda: logged_step(folder) >= 3, process)
     if number == signal.SIGINT:  # a terminal sends it to every process
         os.killpg(process.pid, number)

@@ -72,6 +72,8 @@ def _batches(
         batch_sampler=numbers,
         collate_fn=samples.collate,
         num_workers=num_workers,
+        # Forked, whatever Python's default is: datasets of plugins cannot be imported by a fresh process.
+        multiprocessing_context="fork" if num_workers else None,
         pin_memory=torch.cuda.is_available(),
         # DataLoader draws one number from a generator per pass; give it its own, so that the global one is untouched.
         generator=torch.Generator(),
