@@ -79,7 +79,7 @@ def test_engines_agree(workspace: Workspace) -> None:
     [
         (("ddp@1",), "--runners: name at least two"),
         (("ddp@1", "zero2@x"), "'zero2@x' is not a runner"),
-        (("ddp@1", "zero9@2"), "there is no runner called 'zero9'"),
+        (("ddp@1", "{name: zero9, more: 1}@2"), "there is no runner called 'zero9'"),
         (("ddp@1", "ddp@3"), "global_batch_size: 8 is not a multiple of"),
     ],
 )

@@ -67,7 +67,7 @@ def _contestants(
     """
 
     def load(runner: str, more: Mapping[str, Any]) -> Config:
-        return load_config(project, [*pairs(options), ("run.runner", runner), *more.items()])
+        return load_config(project, [*pairs([*pairs(options), f"run.runner={runner}"]), *more.items()])
 
     loaded = [load(runner, {}) for runner, _ in sized]
     plans = [batch_plan(config, size) for config, (_, size) in zip(loaded, sized, strict=True)]
