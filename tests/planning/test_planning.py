@@ -207,6 +207,47 @@ def test_alike_blocks_that_are_not_computed_count_as_if_they_were(
         assert short.peak(retained, outside, exchanged) == whole.peak(retained, outside, exchanged)
 
 
+WIDTH, LAYERS, IDS = 64, 4, 1024
+LLAMA = {
+    "model_type": "llama", "hidden_size": WIDTH, "intermediate_size": 192, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": IDS, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("cpu", torch.float32),
+        ("cuda", torch.bfloat16),
+        pytest.param("cpu", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("cuda", torch.float32, marks=pytest.mark.slow),
+    ],
+)
+def test_the_arithmetic_is_that_of_a_count_by_hand(device: str, dtype: torch.dtype, name: str) -> None:
+    gpt2 = {"arch": "gpt2", "n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4, "vocab_size": IDS, "n_positions": 4096}
+    model = gpt2 if name == "gpt2" else {"arch": "causal_lm", "config": LLAMA}
+    data, run = {"t": {"name": "text", "path": "none", "seq_length": 4096}}, {"max_iters": 1, "micro_batch_size": 1}
+    with parameters_on_meta():
+        made = make_model(load_config({"model": model, "datasets": data, "run": run | {"output_dir": "none"}}))
+    if name == "gpt2":
+        block, last = 12 * WIDTH**2, 4 * WIDTH**2
+    else:  # queries and outputs, keys and values of half as many heads, and a gated MLP
+        block, last = 3 * WIDTH**2 + 3 * WIDTH * 192, WIDTH * 192
+    for rows, length in ((16, 256), (1, 4096)):
+        ids = torch.zeros(rows, length, dtype=torch.long, device="meta")
+        # Two products, and in the backward four, of every query with every key, as torch counts causal attention. A
+        # fused kernel makes the scores a second time; the CPU has none with dropout, which GPT-2 has.
+        products = 12 if name == "gpt2" and device == "cpu" else 14
+        expected = 6 * (LAYERS * block + IDS * WIDTH) + products * LAYERS * WIDTH * length
+        # Dropout after the last product of a block has it computed again; without, nothing needs its result.
+        again = 2 * LAYERS * (block if name == "gpt2" else block - last) + 4 * LAYERS * WIDTH * length
+        for mode, per_token in (("none", expected), ("full", expected + again)):
+            counted = memory_trace.trace(made, {"input_ids": ids, "labels": ids}, dtype, mode, device).flops
+            # Exact, but for the products of rotary frequencies.
+            assert counted == pytest.approx(per_token * rows * length, rel=0.001), (length, mode)
+
+
 @pytest.mark.parametrize("frozen", [["vision"], [], ["language_model"], ["vision", "qformer", "language_model"]])
 def test_blocks_of_several_chains_count_as_if_all_were_computed(
     frozen: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -36,6 +36,17 @@ from crosstrain.modeling.base import Model
 from crosstrain.modeling.cross_entropy import CPU_SOFTMAX_ROWS
 from crosstrain.utils.types import Batch
 
+# torch's formulas know neither the CPU's attention nor sums in place, which accumulate the head's gradient.
+_FLOPS = flop_registry | {
+    torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        torch.ops.aten._scaled_dot_product_flash_attention
+    ],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+
 
 @dataclass
 class Trace:
@@ -217,8 +228,8 @@ class _Tracker(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):  # whose slice is counted
                 self._count(tensor)
-        if func._overloadpacket in flop_registry:
-            self.trace.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+        if formula := _FLOPS.get(func._overloadpacket):
+            self.trace.flops += formula(*args, **kwargs, out_val=out)
         elif func.namespace == "c10d":
             self._exchange(func, args)
         if self._backward:
