@@ -115,11 +115,13 @@ SETTINGS = {
 PLUGINS = ROOT / "tests" / "third_party"
 
 
-def compare(workspace: Workspace, *runners: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def compare(
+    workspace: Workspace, *runners: str, options: tuple[str, ...] = (), flags: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [
-            sys.executable, "-m", "crosstrain", "compare", "--cfg-path", str(workspace.project), "--steps", "3",
-            "--output", "compare.json", "--runners", *runners,
+            sys.executable, "-m", "crosstrain", "compare", "--cfg-path", str(workspace.project), "--steps", "4",
+            *flags, "--output", "compare.json", "--runners", *runners,
             "--options", f"run.plugins=[{PLUGINS}]", "run.global_batch_size=8", "run.micro_batch_size=2", *options,
         ],
         cwd=workspace.path, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform")},

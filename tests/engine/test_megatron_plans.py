@@ -180,7 +180,7 @@ def test_a_contestant_that_cannot_run_does_not_end_the_others(workspace: Workspa
     done = compare(project(workspace, OPT), "ddp@1", "megatron_tp2@2", "ddp@2")
     assert done.returncode == 1
     assert "megatron_tp2@2: failed: run.runner.tensor_parallel: opt has no plan that says" in done.stdout
-    assert "error: 1 of 2 do not train as ddp@1: megatron_tp2@2" in done.stderr
+    assert "error: 1 of 2 failed: megatron_tp2@2" in done.stderr
 
 
 @pytest.mark.slow

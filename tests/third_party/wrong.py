@@ -16,10 +16,15 @@ class Wrong(Runner):
     class Options:
         bug: Literal[
             "none", "dropout", "tied", "missing", "partly_missing", "schedule", "sum", "clipping", "decay", "forgets",
-            "says", "stale",
+            "says", "stale", "averages", "last", "late", "forgets_at_resume", "bf16_masters", "idle_rank", "evaluates",
         ] = "none"  # fmt: skip
 
     def forward_backward(self, micro_batches, num_targets):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.options.bug == "averages":  # each micro batch by its own targets
+            self.weights = iter(num_targets / (8 // 2) / m.num_targets for m in micro_batches)
+        if self.options.bug == "last":
+            self.weights = iter([1.0] * (len(micro_batches) - 1) + [0.0])
         if self.options.bug == "schedule":
             self.ticks = getattr(self, "ticks", 0) + len(micro_batches)
             self.set_learning_rate(self.run.init_lr * (1 - self.ticks / 100))
@@ -31,11 +36,28 @@ class Wrong(Runner):
             dist.all_reduce(p.grad)
             if self.options.bug != "sum":
                 p.grad /= self.dp.size
+            if self.options.bug == "late" and self.calls == 4 and "h.0.ln_2.weight" in name:
+                p.grad *= 1.01
             if self.options.bug == "tied" and name == "transformer.wte.weight":
                 p.grad *= 2
         return loss * 2 if self.options.bug == "says" else loss
 
+    def backward(self, loss):
+        super().backward(loss * next(self.weights) if self.options.bug in ("averages", "last") else loss)
+
+    def shards(self):
+        if self.options.bug == "idle_rank" and self.world.rank == 1:
+            return []
+        return super().shards()
+
+    def evaluate(self, batch):
+        if self.options.bug == "evaluates" and getattr(self, "calls", 0):
+            self.model.train()
+        return super().evaluate(batch)
+
     def held_state(self, parameter):
+        if self.options.bug == "forgets_at_resume":  # what is loaded goes nowhere
+            return {key: value.clone() for key, value in super().held_state(parameter).items()}
         forgotten = self.options.bug == "forgets" and parameter.ndim == 1
         return {} if forgotten else super().held_state(parameter)
 
@@ -53,6 +75,9 @@ class Wrong(Runner):
             self.optimizer.param_groups[0]["weight_decay"] = 0.0
         before = self.model.lm.transformer.ln_f.weight.detach().clone()
         result = super().optimizer_step(apply)
+        if self.options.bug == "bf16_masters":
+            for p in self.model.parameters():
+                p.data.copy_(p.data.bfloat16())
         if self.options.bug == "stale" and self.world.rank == 1:
             self.model.lm.transformer.ln_f.weight.data.copy_(before)
         return result

@@ -15,6 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="runners or presets and their number of workers (default: as --nproc-per-node, or 1); "
                              "the first is the reference")  # fmt: skip
     parser.add_argument("--steps", type=positive, default=5, metavar="K", help="steps under each (default: 5)")
+    parser.add_argument("--deep", action="store_true",
+                        help="also evaluate, save and resume under each, with an uneven number of targets")  # fmt: skip
     parser.add_argument("--scratch", type=folder, metavar="DIR", help="temporary folder for the reference's gradients")
     parser.add_argument("--output", type=new_file, metavar="FILE", help="write all measurements as JSON")
 
@@ -25,13 +27,15 @@ def run(arguments: argparse.Namespace) -> int:
     from crosstrain.comparison.compare import compare
 
     failures, results = compare(
-        a.cfg_path, a.runners, a.options, nproc_per_node=a.nproc_per_node, steps=a.steps, scratch=a.scratch
-    )
+        a.cfg_path, a.runners, a.options,
+        nproc_per_node=a.nproc_per_node, steps=a.steps, deep=a.deep, scratch=a.scratch,
+    )  # fmt: skip
     if a.output:
         a.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if failures:
-        raise UserError(
-            f"{len(failures)} of {len(a.runners) - 1} do not train as {a.runners[0]}: {', '.join(failures)}"
-        )
+        failed = [label for label in failures if "error" in results[label]]
+        told = {f"do not train as {a.runners[0]}": [f for f in failures if f not in failed], "failed": failed}
+        number = len(a.runners) - 1
+        raise UserError("; ".join(f"{len(f)} of {number} {what}: {', '.join(f)}" for what, f in told.items() if f))
     print(f"all train as {a.runners[0]}")
     return 0

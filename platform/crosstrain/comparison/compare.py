@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from crosstrain.comparison.diagnosis import Record, Tolerance, diagnose, difference, largest, number_difference
-from crosstrain.comparison.worker import compare_worker
+from crosstrain.comparison.diagnosis import Finding, diagnose
+from crosstrain.comparison.tolerance import Record, Tolerance, difference, largest, number_difference
+from crosstrain.comparison.worker import Job, Role, compare_worker
 from crosstrain.config.load import Config, ProjectLike, load_config
 from crosstrain.config.sources import Overrides, pairs
 from crosstrain.distributed.launch.launcher import Launch, launch
@@ -23,6 +24,7 @@ from crosstrain.utils.errors import UserError
 from crosstrain.utils.processes import main_hidden
 
 _Contestant = tuple[str, int, Config]  # label, number of workers
+_RESUMED = 2  # steps after a resume
 
 
 class Comparison(NamedTuple):
@@ -34,19 +36,19 @@ class Comparison(NamedTuple):
 
 def compare(
     project: ProjectLike, runners: Sequence[str], options: Overrides = (), *, nproc_per_node: int | None = None,
-    steps: int = 5, scratch: str | Path | None = None,
+    steps: int = 5, deep: bool = False, scratch: str | Path | None = None,
 ) -> Comparison:  # fmt: skip
     """Train `steps` steps under each of `runners`, such as zero2@4, compare them with the first one, and print tables.
 
-    A runner without a number of workers gets `nproc_per_node`, or one. `scratch`: folder for the reference's gradients.
-    Raises UserError for a project that the first runner cannot train.
+    A runner without a number of workers gets `nproc_per_node`, or one. `deep`: each also evaluates, saves and resumes.
+    `scratch`: folder for the reference's tensors. Raises UserError for a project that the first runner cannot train.
     """
     if len(runners) < 2:
         raise UserError("--runners: name at least two, such as ddp@1 fsdp@2; the first is what the others are held to")
     sized = [_sized(text, nproc_per_node) for text in runners]
     with tempfile.TemporaryDirectory(prefix="crosstrain-compare-", dir=scratch) as folder, main_hidden():
         contestants = _contestants(project, options, runners, sized, Path(folder))
-        race = _Race(Path(folder), steps)
+        race = _Race(Path(folder), steps, deep)
         return Comparison(race.run(contestants), race.results)
 
 
@@ -98,14 +100,16 @@ class _Race:
 
     scratch: Path
     steps: int
+    deep: bool
     results: dict[str, Any] = field(default_factory=dict)  # by label
 
     def run(self, contestants: list[_Contestant]) -> list[str]:
         """Compare with the first one; returns the labels of the contestants that failed or differ."""
         label, size, config = contestants[0]
         _check(config, size)
+        steps = self.steps + (_RESUMED if self.deep else 0)
         try:
-            reference = self._record(label, size, config, is_reference=True)
+            reference = self._record(label, size, config, "reference", steps)
         except UserError as error:
             raise UserError(f"the reference {label} cannot train: {error}") from error
         if reference["rows"][-1]["skipped_steps"] >= len(reference["rows"]):
@@ -113,46 +117,53 @@ class _Race:
                 f"every step of the reference {label} overflowed and was skipped, so there is nothing to compare; "
                 f"begin with a smaller loss scale, such as --options run.amp.initial_scale=1024"
             )
-        noise = 0.0
-        if reference["accumulation"] > 1:  # the reference against itself, its micro batches in reverse order
-            plain = config.plain
-            plain["run"]["output_dir"] += "_reversed"
-            record = self._record(f"{label} reversed", size, Config.from_plain(plain), reverse=True)
-            noise = max(number_difference(record, reference, key) for key in ("loss", "grad_norm"))
+        plain = config.plain
+        plain["run"]["output_dir"] += "_noise"
+        noise = self._record(f"{label} (noise)", size, Config.from_plain(plain), "noise", steps)
         dtype = config.run.amp.dtype
-        tolerance = Tolerance.of(dtype, noise)
+        tolerance = Tolerance.of(dtype, reference, noise)
         print(
-            f"reference {label}: {self.steps} steps, {dtype}; differences up to {tolerance.numbers:.1e}\n"
-            f"in losses and norms, and {tolerance.gradients:.1e} of each gradient's norm in step 1, are rounding"
-            + (f" (noise of the reference itself: {noise:.1e})\n" if noise else "\n")
+            f"reference {label}: {steps} steps, {dtype}; its own noise is "
+            f"{max(number_difference(noise, reference, key) for key in ('loss', 'grad_norm')):.1e} in losses and "
+            f"norms,\nand differences up to {tolerance.numbers:.1e} are rounding\n"
         )
         self._show(label, reference)
         failures = []
         for label, size, config in contestants[1:]:
             try:
                 _check(config, size)
-                record = self._record(label, size, config)
+                finding = self._judge(label, size, config, reference, tolerance)
             except (UserError, WorkerFailure) as error:
                 print(f"{label}: failed: {error}\n")
                 self.results[label] = {"error": str(error)}
                 failures.append(label)
                 continue
-            self._show(label, reference)
-            problem = diagnose(record, reference, tolerance)
-            print(f"  {'DIFFERS: ' + problem if problem else 'trains alike'}\n")
-            self.results[label]["problem"] = problem
-            failures += [label] if problem else []
+            print(f"  {f'DIFFERS: {finding.sentence}' if finding else 'trains alike'}\n")
+            self.results[label] |= {"problem": finding and finding.sentence, "finding": finding and finding.as_json()}
+            failures += [label] if finding else []
         self._summary(reference)
         return failures
 
+    def _judge(
+        self, label: str, size: int, config: Config, reference: Record, tolerance: Tolerance
+    ) -> Finding | None:
+        """Train, and if that went well and the look is deep, resume; returns the first difference."""
+        record = self._record(label, size, config, "contestant", self.steps)
+        self._show(label, reference)
+        finding = diagnose(record, reference, tolerance)
+        if self.deep and finding is None:
+            resumed = self._record(label, size, config, "contestant", _RESUMED, resumed=True)
+            self.results[label] = record | {"resumed": resumed}
+            finding = diagnose(resumed, reference, tolerance, resumed=True)
+        return finding
+
     def _record(
-        self, label: str, size: int, config: Config, is_reference: bool = False, reverse: bool = False
+        self, label: str, size: int, config: Config, role: Role, steps: int, resumed: bool = False
     ) -> Record:
         result = self.scratch / "result.json"
-        job = {
-            "folder": self.scratch / "reference", "steps": self.steps, "is_reference": is_reference,
-            "reverse": reverse, "result": result,
-        }  # fmt: skip
+        last = self.steps if self.deep else 0
+        save = self.deep and role == "contestant" and not resumed
+        job = Job(role, self.scratch / "reference", result, steps, last, save, resumed, uneven=self.deep)
         if launch(compare_worker, (config.plain, job), Launch(size, True, False, True)):
             raise UserError("stopped before everything was compared")
         self.results[label] = json.loads(result.read_text())
@@ -162,8 +173,8 @@ class _Race:
         record = self.results[label]
         print(label)
         print("  step           loss      grad norm   loss diff.   norm diff.   largest gradient difference")
-        for mine, theirs, sums in zip(record["rows"], reference["rows"], record["gradients"], strict=True):
-            size, name = largest(sums)
+        for mine, theirs, step in zip(record["rows"], reference["rows"], record["steps"], strict=False):
+            size, name = largest(step["gradients"])
             print(
                 f"  {mine['step']:4d} {_number(mine['loss']):>14} {_number(mine['grad_norm']):>14}"
                 f" {difference(mine['loss'], theirs['loss']):12.1e}"

@@ -1,4 +1,4 @@
-"""Record a few steps under one runner: numbers, and gradients against the reference's, with nothing gathered."""
+"""Record the steps of one contestant on a rank: numbers, and tensors against the reference's."""
 
 from __future__ import annotations
 
@@ -6,183 +6,174 @@ import json
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from crosstrain.checkpoint.boxes import Box, Piece, Shard
-from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.folders import step_folder
-from crosstrain.comparison.diagnosis import Sums
+from crosstrain.comparison.probe import Probe, digests
 from crosstrain.config.load import Config
-from crosstrain.data.loader import Step
+from crosstrain.data.loader import MicroBatch, Step
 from crosstrain.distributed.launch.signals import StopRequest
 from crosstrain.engine.build import make_runner
 from crosstrain.engine.runner import Runner
-from crosstrain.inference.perplexity import evaluate_loss
 from crosstrain.monitor.hardware import memory_mb
-from crosstrain.training.callback import Callback
 from crosstrain.training.trainer import Trainer
 from crosstrain.training.worker import build_trainer
+from crosstrain.utils.types import IGNORE_INDEX
+
+Role = Literal["reference", "noise", "contestant"]
+
+_MOST_PARTS = 16  # micro batches of a step whose gradients are looked at one by one
 
 
-class Probe(Callback):
-    """Observer of every step between backward and update, and of the state before the first and after the last.
+@dataclass(frozen=True)
+class Job:
+    """The part of a comparison that one launch records."""
 
-    The reference (`write`) leaves gradients and state in `folder`, as boxes; the others compare theirs box by box.
-    """
-
-    def __init__(self, trainer: Trainer, folder: Path, write: bool) -> None:
-        super().__init__(None, trainer)
-        self.runner, self.write = trainer.runner, write
-        self.rates: list[float] = []
-        self.gradients: list[dict[str, Sums]] = []
-        self.spread: dict[str, float] = {}
-        self.seconds = 0.0  # spent here
-        self.group = self.runner.new_group()
-        self._files = {
-            kind: Checkpointer(folder / kind, self.group, Retention(None), lambda _: None)
-            for kind in ("gradients", "state")
-        }
-        self._keep("state", 0, self.runner.shards())
-
-    def after_backward(self) -> None:
-        """Record learning rate and gradients."""
-        started = time.perf_counter()
-        optimizer = self.runner.optimizer
-        assert optimizer is not None
-        self.rates.append(optimizer.param_groups[0]["lr"] / optimizer.param_groups[0].get("lr_scale", 1.0))
-        step = len(self.rates)
-        shards = self.runner.gradients()
-        for piece in (piece for shard in shards for piece in shard.pieces):
-            piece.data = piece.data.detach().to("cpu", torch.float32) / self.runner.gradient_scale
-        if step == 1:
-            self.spread = self._spread(shards)
-        self._keep("gradients", step, shards)
-        self.gradients.append(self._sums(shards, self._reader("gradients", step)))
-        self.seconds += time.perf_counter() - started
-
-    def final_state(self) -> dict[str, Any]:
-        """The state after the last step, against the reference's. Collective."""
-        last, shards = len(self.rates), self.runner.shards()
-        self._keep("state", last, shards)
-        end, start = self._reader("state", last), self._reader("state", 0)
-        here = set().union(*self.group.all_gather({(s.kind, s.name) for s in shards}))
-        common = [s for s in shards if (s.kind, s.name) in end.tensors]
-        parameters = [s for s in common if s.kind == "param"]
-        return {
-            "missing": sorted(f"{kind} of {name}" for kind, name in end.tensors.keys() - here),
-            "surplus": sorted(f"{kind} of {name}" for kind, name in here - end.tensors.keys()),
-            "moments": {
-                kind: self._sums([s for s in common if s.kind == kind], end) for kind in sorted(end.kinds() - {"param"})
-            },
-            "weights": self._sums(parameters, end),
-            "travelled": self._sums(parameters, start),
-            "weight_spread": self._spread(parameters),
-        }
-
-    def _keep(self, kind: str, step: int, shards: list[Shard]) -> None:
-        if self.write:
-            self._files[kind].save(step, shards, {"step": step})
-            self._files[kind].wait()
-
-    def _reader(self, kind: str, step: int) -> Reader:
-        return Reader.open(step_folder(self._files[kind].root, step))
-
-    def _sums(self, shards: list[Shard], reference: Reader) -> dict[str, Sums]:
-        """Sums over the elements of every tensor, each element counted once, by parameter. Collective."""
-        mine: dict[tuple[str, Box], Sums] = {}
-        for shard in shards:
-            theirs = [Piece(piece.box, torch.zeros(piece.box.shape)) for piece in shard.pieces]
-            reference.fill([Shard(shard.kind, shard.name, shard.shape, theirs)])
-            for piece, other in zip(shard.pieces, theirs, strict=True):
-                g, r = piece.data.detach().cpu().double(), other.data.double()
-                mine[shard.name, piece.box] = (_dot(g - r, g - r), _dot(g, g), _dot(g, r), _dot(r, r))
-        boxes = {key: sums for held in reversed(self.group.all_gather(mine)) for key, sums in held.items()}
-        total: dict[str, Sums] = {}
-        for (name, _), sums in boxes.items():
-            a, b, c, d = (x + y for x, y in zip(sums, total.get(name, (0.0,) * 4), strict=True))
-            total[name] = (a, b, c, d)
-        return total
-
-    def _spread(self, shards: list[Shard]) -> dict[str, float]:
-        """Distance of a tensor's replicas, relative to its size: zero where ranks hold the same."""
-        pieces = [(s.name, p.box, p.data.detach().cpu()) for s in shards for p in s.pieces]
-        mine = {(name, box): (_dot(data, data), _projection(data)) for name, box, data in pieces}
-        held: dict[Any, list[tuple[float, float]]] = {}
-        for rank in self.group.all_gather(mine):
-            for key, value in rank.items():
-                held.setdefault(key, []).append(value)
-        out: dict[str, float] = {}
-        for (name, _), values in held.items():
-            sizes, projections = zip(*values, strict=True)
-            scale = max(max(sizes) ** 0.5, 1e-30)
-            out[name] = max(out.get(name, 0.0), (max(projections) - min(projections)) / scale)
-        return out
+    role: Role
+    folder: Path  # of the reference's tensors
+    result: Path
+    steps: int
+    evaluate_after: int  # step after which the loss in evaluation mode is measured again
+    save: bool = False  # a checkpoint after the last step
+    resumed: bool = False  # it goes on from that checkpoint
+    uneven: bool = False  # micro batches with as many targets as each other lose some
 
 
-def _dot(a: Tensor, b: Tensor) -> float:
-    return (a.double() * b.double()).sum().item()
-
-
-def _projection(tensor: Tensor) -> float:
-    """A random projection: different tensors almost never share it."""
-    flat = tensor.double().flatten()
-    signs = torch.randint(0, 2, flat.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    return (flat * signs).sum().item()
-
-
-def compare_worker(plain: dict[str, Any], job: dict[str, Any]) -> int:
-    """Train a contestant on this rank and return 0 or a signal; rank 0 writes the record to `job["result"]`."""
+def compare_worker(plain: dict[str, Any], job: Job) -> int:
+    """Train a contestant on this rank and return 0 or a signal; rank 0 writes the record to `job.result`."""
     config = Config.from_plain(plain)
     runner = make_runner(config)
     runner.setup()
     before = memory_mb(runner.device).get("memory_peak_mb", 0.0)
     stop = StopRequest(True)
     trainer = build_trainer(config, runner, stop, quiet=True)
-    plain_loss = evaluate_loss(
-        runner, trainer.dataset, trainer.plan.micro_batch, trainer.plan.global_batch, config.run.num_workers
-    )
-    probe = Probe(trainer, job["folder"], write=job["is_reference"])
+    first = trainer.state.step
+    probe = Probe(trainer, job.folder, write=job.role == "reference", disturb=job.role == "noise")
     trainer.callbacks.by_name["probe"] = probe
-    samples: list[list[int]] = []
-    batches = _noted(trainer.batches(), samples, job["reverse"])
-    rows = []
-    for _ in range(job["steps"]):
+    record: dict[str, Any] = {}
+    if job.resumed:
+        record["loaded"] = probe.against(_checkpoint(trainer, first), runner.shards())
+    batches = trainer.batches()
+    if job.uneven:
+        batches = map(partial(_uneven, runner), batches)
+    step = next(batches)
+    record["plain_loss"], targets = _evaluate(runner, step)
+    if job.role == "reference" and runner.world.size == 1 and len(step) <= _MOST_PARTS:
+        record["parts"] = probe.parts(step, targets)
+    rows: list[dict[str, Any]] = []
+    for number, step_ in enumerate(chain([step], batches), 1):
+        if number > job.steps:
+            break
+        batch = Step(reversed(step_)) if job.role == "noise" else step_
+        batch.numbers = step_.numbers
         started, observing = time.perf_counter(), probe.seconds
-        metrics = trainer.train_step(batches)
+        with _given(runner, step_) as given:
+            metrics = trainer.train_step(iter([batch]))
         if metrics is None:
             runner.close()
             return stop.received or signal.SIGTERM
+        probe.after_update(moments=number in (1, job.steps, job.evaluate_after))
         kept = {key: getattr(metrics, key) for key in ("step", "loss", "grad_norm", "lr", "samples", "skipped_steps")}
         rows.append(kept | {"seconds": time.perf_counter() - started - (probe.seconds - observing)})
-    names = [name for held in runner.world.all_gather(list(runner.model.canonical_parameters())) for name in held]
-    peak = max(runner.world.all_gather(memory_mb(runner.device).get("memory_peak_mb", 0.0) - before))
-    state = probe.final_state()
-    firsts = [sorted(set().union(*ranks)) for ranks in zip(*runner.world.all_gather(samples), strict=True)]
+        probe.steps[-1]["other_fields"] = sorted(set().union(*runner.world.all_gather(given)))
+        probe.steps[-1]["data"] = _by_sample(runner, step_)
+        if number == 1:
+            record["losses"] = _micro_losses(runner, batch)
+        if number == job.evaluate_after:
+            record["later_loss"] = _evaluate(runner, step)[0]
+    if job.save:
+        trainer._save(background=False)
+        record["saved"] = probe.against(_checkpoint(trainer, trainer.state.step), runner.shards())
+    record |= _facts(trainer, probe, before) | {"rows": rows, "steps": probe.steps}
     if runner.world.rank == 0:
-        result = {
-            "rows": rows, "first_samples": firsts[: len(rows)], "plain_loss": plain_loss.loss, "rates": probe.rates,
-            "gradients": probe.gradients, "spread": probe.spread, "state": state, "names": list(dict.fromkeys(names)),
-            "tied": _tied(runner), "dp_size": runner.dp.size, "accumulation": trainer.plan.accumulation,
-            "memory_mb": peak,
-        }  # fmt: skip
-        job["result"].write_text(json.dumps(result))
+        job.result.write_text(json.dumps(record))
     trainer.reporter.close()
     runner.close()
     return 0
 
 
-def _noted(steps: Iterator[Step], samples: list[list[int]], reverse: bool) -> Iterator[Step]:
-    """The same steps; the first sample number of each micro batch goes into `samples`."""
-    for step in steps:
-        samples.append([micro_batch.first_sample for micro_batch in step])
-        if reverse:
-            step.reverse()
-        yield step
+def _facts(trainer: Trainer, probe: Probe, before: float) -> dict[str, Any]:
+    """Description of the model and the layout. Collective."""
+    runner = trainer.runner
+    mine = {n: runner.full_shape(p).numel() for n, p in runner.model.canonical_parameters().items()}
+    sizes = {name: size for held in runner.world.all_gather(mine) for name, size in held.items()}
+    peak = max(runner.world.all_gather(memory_mb(runner.device).get("memory_peak_mb", 0.0) - before))
+    return {
+        "names": list(sizes), "sizes": sizes, "tied": _tied(runner), "world_size": runner.world.size,
+        "dp_size": runner.dp.size, "accumulation": trainer.plan.accumulation, "clip": trainer.run.grad_norm_clip,
+        "memory_mb": peak,
+    }  # fmt: skip
+
+
+def _checkpoint(trainer: Trainer, step: int) -> Reader:
+    return Reader.open(step_folder(trainer.folder.checkpoints, step))
+
+
+def _evaluate(runner: Runner, step: list[MicroBatch]) -> tuple[float, int]:
+    """Loss in evaluation mode over the samples of a step, and its targets. Collective."""
+    with runner.evaluating():
+        total = sum(runner.evaluate(micro_batch.data).item() for micro_batch in step)
+    total, targets = runner.dp.all_reduce_sum(total, sum(micro_batch.num_targets for micro_batch in step))
+    return total / max(targets, 1), int(targets)
+
+
+@contextmanager
+def _given(runner: Runner, step: list[MicroBatch]) -> Iterator[set[str]]:
+    """Yield a set that gets the fields of which the model is given other contents than the loader has made."""
+    expected = {key: {digests(micro_batch.data).get(key) for micro_batch in step} for key in step[0].data}
+    other: set[str] = set()
+
+    def look(module: Any, args: Any, fields: dict[str, Any]) -> None:
+        found = digests(fields)
+        if "labels" in fields and not args and fields.keys() & expected.keys():
+            other.update(key for key, wanted in expected.items() if found.get(key) not in wanted)
+
+    handle = runner.model.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        yield other
+    finally:
+        handle.remove()
+
+
+def _uneven(runner: Runner, step: Step) -> Step:
+    """Ignore the first targets of each micro batch, another number of them by its first sample.
+
+    Texts without padding have equal numbers of targets, which hides how a runner weights micro batches.
+    """
+    for micro_batch in step:
+        labels = micro_batch.data.get("labels")
+        if isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point() and labels.shape[1] > 4:
+            labels = labels.clone()
+            labels[:, : 1 + micro_batch.first_sample * 7 % (labels.shape[1] // 2)] = IGNORE_INDEX
+            micro_batch.data = micro_batch.data | {"labels": labels}
+            micro_batch.num_targets = runner.model.num_targets(micro_batch.data)
+    return step
+
+
+def _by_sample(runner: Runner, step: list[MicroBatch]) -> dict[str, dict[str, str]]:
+    """Hashes of the step's micro batches, by the number of their first sample. Collective."""
+    mine = {str(micro_batch.first_sample): digests(micro_batch.data) for micro_batch in step}
+    found = {sample: fields for rank in runner.world.all_gather(mine) for sample, fields in rank.items()}
+    return {sample: found[sample] for sample in sorted(found, key=int)}
+
+
+def _micro_losses(runner: Runner, step: list[MicroBatch]) -> list[list[float]]:
+    """[first sample, targets, summed loss] of each micro batch of the last step, where a rank has them. Collective."""
+    losses = [loss.item() for loss in runner.micro_losses]
+    mine = [
+        [float(m.first_sample), float(m.num_targets), loss]
+        for m, loss in zip(step, losses, strict=False)
+        if len(losses) == len(step)
+    ]
+    return sorted({row[0]: row for rank in runner.world.all_gather(mine) for row in rank}.values())
 
 
 def _tied(runner: Runner) -> list[str]:
