@@ -8,12 +8,12 @@ from crosstrain import IGNORE_INDEX, Batch, Metric, registry
 
 @registry.register_metric("accuracy")
 class Accuracy(Metric):
-    """Share of the labels that have the highest logit; of a language model, at the last position of each sample."""
+    """Share of the labels that have the highest logit; of a language model, share of all target tokens."""
+
+    token_hits = "accuracy"
 
     def sums(self, outputs: Tensor, batch: Batch) -> Tensor:
         labels = batch["labels"]
-        if labels.ndim == outputs.ndim:  # a sequence of labels, and logits after its last position
-            labels = labels[..., -1]
         known = labels != IGNORE_INDEX
         return torch.stack([((outputs.argmax(-1) == labels) & known).sum(), known.sum()])
 

@@ -19,7 +19,7 @@ class _OfPairs(Objective):
     """An objective of pairs: rows 2 i are the chosen answers, rows 2 i + 1 the rejected ones."""
 
     fields = ("preferred", "reference")
-    row_layout = "pairs"
+    row_layout = unit = "pairs"
 
     def units(self, batch: Batch) -> int:
         return len(batch["labels"]) // 2
@@ -96,6 +96,7 @@ class KTO(Objective):
     options: Options
     fields = ("preferred", "reference")
     row_layout = "single answers"
+    unit = "answers"
     needs_reference = True
 
     def units(self, batch: Batch) -> int:

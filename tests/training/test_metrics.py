@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +14,13 @@ from safetensors.numpy import load_file
 
 from conftest import ROOT, Workspace
 from crosstrain.config.registry import registry
+from crosstrain.modeling.base import count_targets
 from crosstrain.monitor.metrics import StepMetrics
 from crosstrain.monitor.report.page import page
 from crosstrain.monitor.report.read_run import read_runs
 from crosstrain.utils.errors import TrainingError
-from fixtures_ranks import run_ranks, train
+from crosstrain.utils.types import Batch
+from fixtures_ranks import mostly_slow, run_ranks, train
 
 PLUGINS = ROOT / "tests" / "third_party"
 # Sums over micro batches are rounded in another order, in fp32 within a micro batch.
@@ -95,8 +99,66 @@ def test_accuracy_counts_known_labels() -> None:
     cls = registry.get("metric", "accuracy")
     metric, logits = cls(cls.Options()), torch.eye(4)
     assert metric.values(metric.sums(logits, {"labels": torch.tensor([0, 1, -100, 0])}).tolist()) == {"accuracy": 2 / 3}
-    of_text = metric.sums(logits, {"labels": torch.tensor([[9, 0], [9, 3], [9, 2], [9, -100]])})  # at the last position
-    assert of_text.tolist() == [2, 3]
+
+
+METRIC = """
+import torch
+from crosstrain import Metric, registry
+
+
+@registry.register_metric("two")
+class Two(Metric):
+    def sums(self, outputs, batch):
+        return torch.ones(1)
+
+    def values(self, sums):
+        return {"two": 2.0}
+"""
+
+
+@pytest.mark.parametrize("runner", mostly_slow(["ddp", "megatron_tp2_sp", "megatron_pp2", "fsdp"], ["ddp"]))
+def test_the_accuracy_of_a_language_model_is_of_all_its_tokens(workspace: Workspace, runner: str) -> None:
+    (workspace.path / "mine.py").write_text(METRIC)
+    run = train(
+        workspace.project, "run", f"run.runner={runner}", "run.metrics=[accuracy, two]", "run.max_iters=3",
+        "run.eval_interval=2", f"run.plugins=[{workspace.path / 'mine.py'}]", size=1 if runner == "ddp" else 2,
+    )  # fmt: skip
+    assert [row["step"] for row in run.rows if "val_accuracy" in row] == [2, 3]  # the last step is like any other
+    assert run.rows[-1]["val_two"] == 2
+    [(found, expected)] = run_ranks(1, _accuracies, run.checkpoint(3), workspace.path / "results.json")
+    # Ranks sum in another order, and of thousands of tokens some have two likeliest ones that are nearly equal.
+    assert found == pytest.approx(expected, abs=1e-3)
+    assert expected > 0
+    assert run.rows[-1]["val_accuracy"] == pytest.approx(expected, abs=0.05)  # of fewer samples
+
+
+def _accuracies(checkpoint: Path, output: Path) -> tuple[float, float]:
+    """The accuracy by `evaluate`, which does not have the plugin of the other metric, and by transformers' logits."""
+    from transformers import AutoModelForCausalLM
+
+    from crosstrain.cli.main import main
+    from crosstrain.data.splits import open_split
+    from crosstrain.inference.open_checkpoint import saved_config
+
+    options = ["--options", "run.runner=ddp"]
+    assert not main(["evaluate", "--checkpoint", str(checkpoint), "--splits", "val", "--output", str(output), *options])
+    split = open_split(saved_config(checkpoint, []), "val")
+    batch = split.collate([split.get(index, np.random.default_rng()) for index in range(len(split))])
+    likeliest = AutoModelForCausalLM.from_pretrained(checkpoint)(input_ids=batch["input_ids"]).logits.argmax(-1)
+    expected = (likeliest == batch["labels"]).float().mean().item()
+    return json.loads(output.read_text())["splits"]["val"]["accuracy"], expected
+
+
+def test_a_count_of_targets_that_is_no_int_names_its_method() -> None:
+    class Mine:
+        @staticmethod
+        def num_targets(batch: Batch) -> Any:
+            return batch["labels"].mean()
+
+    labels = torch.ones(3)
+    with pytest.raises(TrainingError, match=r"Mine.num_targets has to return the number of targets, an int, not ten"):
+        count_targets(Mine.num_targets, {"labels": labels})
+    assert count_targets(lambda batch: len(batch["labels"]), {"labels": labels}) == 3
 
 
 def test_a_name_that_is_taken_is_refused() -> None:

@@ -105,6 +105,7 @@ def by_the_paper(name: str, model: Any, batch: Batch, beta: float) -> Tensor:
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_losses_and_gradients_are_the_papers(workspace: Workspace, name: str) -> None:
     runner, data = built(project(workspace, name))
+    assert runner.model.targets == ("answers" if name == "kto" else "pairs")  # not tokens, which have a perplexity
     # References far from the model's own, so that no sigmoid sits in its middle.
     data.reference = np.random.default_rng(1).normal(-120, 8, (len(data), 2)).astype(np.float32)
     model = runner.model

@@ -185,7 +185,7 @@ class RunOptions:
 
     # Reporting
     log_interval: Steps = 10  # steps between two log lines
-    eval_interval: Steps | None = None  # steps between two evaluations of val; None: no validation
+    eval_interval: Steps | None = None  # steps between two evaluations of val, and one at the end; None: no validation
     eval_iters: Steps = 10  # global batches per evaluation
     # numbers of a task that validation and evaluation give besides the loss
     metrics: list[Annotated[Component, "metric"]] = field(default_factory=list)

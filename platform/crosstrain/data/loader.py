@@ -21,6 +21,7 @@ from crosstrain.config.batch import BatchPlan
 from crosstrain.data.dataset import Dataset, ReadContext
 from crosstrain.data.skip_ranges import Ranges
 from crosstrain.data.skip_ranges import numbers as sample_numbers
+from crosstrain.modeling.base import count_targets
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.rng import sample_rng
 from crosstrain.utils.types import Batch, Sample
@@ -118,7 +119,7 @@ def training_steps(
         for numbers in own(all_numbers):
             data = next(batches)
             data = data if length is None else dataset.shorten(data, length)
-            step.append(MicroBatch(numbers[0], data, num_targets(data), tuple(numbers)))
+            step.append(MicroBatch(numbers[0], data, count_targets(num_targets, data), tuple(numbers)))
         yield step
 
 
@@ -144,4 +145,4 @@ def evaluation_batches(
     order: Callable[[int], int] = int if total == len(dataset) else dataset.evaluation_index
     batches = _batches(dataset, 0, order, [list(numbers) for numbers in mine], num_workers)
     for start, numbers, data in zip(starts, mine, batches, strict=True):
-        yield MicroBatch(numbers[0], data, num_targets(data)), start < total
+        yield MicroBatch(numbers[0], data, count_targets(num_targets, data)), start < total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -20,6 +20,8 @@ class Metric(ABC):
     @dataclass
     class Options:
         """A metric without options of its own."""
+
+    token_hits: ClassVar[str | None] = None  # of a language model: a share of hits, in place of `sums`
 
     def __init__(self, options: Any) -> None:
         self.options = options

@@ -49,7 +49,7 @@ def saved_config(checkpoint: Path, options: Overrides, trust_data: bool = False)
         text = json.dumps(saved)
         if text.count(",") + len(text) // 100 > LARGEST_TREE:
             raise CheckpointError(f"{checkpoint}: its configuration holds more than {LARGEST_TREE:,} values")
-        return Config.from_plain(_for_evaluation(saved, checkpoint, own), options, trust=trust)
+        return Config.from_plain(_for_evaluation(saved, checkpoint, own, options), options, trust=trust)
     except RecursionError:
         raise CheckpointError(f"{checkpoint}: its configuration is nested too deep") from None
 
@@ -60,7 +60,7 @@ _FROM_ITS_USER = _FROM_ANYBODY | {"runner", "micro_batch_size", "num_workers", "
 _NO_TRAINING = {"output_dir": "none", "max_iters": 1, "accum_grad_iters": 1}  # required, and not used
 
 
-def _for_evaluation(saved: dict[str, Any], checkpoint: Path, own: bool) -> dict[str, Any]:
+def _for_evaluation(saved: dict[str, Any], checkpoint: Path, own: bool, options: Overrides) -> dict[str, Any]:
     """Reduce section `run` of a checkpoint's configuration to the options of evaluation.
 
     `own`: the current user has trained with it.
@@ -74,6 +74,9 @@ def _for_evaluation(saved: dict[str, Any], checkpoint: Path, own: bool) -> dict[
                 f"you trust them: --options {shlex.quote(f'run.plugins=[{named}]')}"  # somebody may paste it
             )
             print(sentence(note), file=sys.stderr)
+            if own and not any(key == "run.plugins" for key, _ in pairs(options)):
+                known = registry.names("metric")
+                run = run | {"metrics": [m for m in run.get("metrics", []) if m["name"] in known]}
         left = {field.name for field in fields(RunOptions)} - (_FROM_ITS_USER if own else _FROM_ANYBODY)
         run = _NO_TRAINING | {key: value for key, value in run.items() if key not in left}
         if isinstance(run.get("num_workers"), int):

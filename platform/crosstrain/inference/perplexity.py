@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
+from torch import Tensor
 
 from crosstrain.config.registry import registry
 from crosstrain.data.dataset import Dataset
@@ -23,7 +24,7 @@ class LossMetrics:
 
     loss: float
     targets: int
-    of_tokens: bool = True
+    unit: str = "tokens"
     more: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -32,8 +33,8 @@ class LossMetrics:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
-    def unit(self) -> str:
-        return "tokens" if self.of_tokens else "targets"
+    def of_tokens(self) -> bool:
+        return self.unit == "tokens"
 
     @property
     def named(self) -> dict[str, float]:
@@ -53,29 +54,38 @@ def evaluate_loss(
     metrics: list[Metric] = [registry.get("metric", m.name)(m.options) for m in runner.run.metrics]
     total = targets = 0.0
     recorded: Sums = {}
-    scores = [torch.zeros(1, dtype=torch.float64)] * len(metrics)
     batches = evaluation_batches(
         dataset, micro_batch, dp_rank=runner.dp.rank, dp_size=runner.dp.size,
         max_samples=max_samples, num_workers=num_workers, num_targets=model.num_targets,
     )  # fmt: skip
-    with runner.evaluating():
-        for micro, counts in batches:
-            if metrics:
-                given = {key: value for key, value in micro.data.items() if key != "labels"}
-                outputs, batch = runner.evaluate(given).float(), runner.to_device(micro.data)
-                sums = [metric.sums(outputs, batch).double().cpu() for metric in metrics]
-                if not counts:
-                    sums = [torch.zeros_like(own) for own in sums]
-                scores = [score + own for score, own in zip(scores, sums, strict=True)]
-            model.take_recorded()  # without targets, or before
-            loss = runner.evaluate(micro.data).item()
-            if counts:
-                total += loss
-                targets += micro.num_targets
-                add_sums(recorded, model.take_recorded())
+    hits = [metric.token_hits for metric in metrics if metric.token_hits and model.predicts_tokens]
+    metrics = [metric for metric in metrics if metric.token_hits not in hits]
+
+    def record(found: Tensor) -> None:
+        for name in hits:
+            model.record(name, found)
+
+    model.head.hits = record if hits else None
+    scores = [torch.zeros(1, dtype=torch.float64)] * len(metrics)
+    try:
+        with runner.evaluating():
+            for micro, counts in batches:
+                if metrics:
+                    given = {key: value for key, value in micro.data.items() if key != "labels"}
+                    outputs, batch = runner.evaluate(given).float(), runner.to_device(micro.data)
+                    sums = [metric.sums(outputs, batch).double().cpu() for metric in metrics]
+                    scores = [a + (b if counts else torch.zeros_like(b)) for a, b in zip(scores, sums, strict=True)]
+                model.take_recorded()  # without targets, or before
+                loss = runner.evaluate(micro.data).item()
+                if counts:
+                    total += loss
+                    targets += micro.num_targets
+                    add_sums(recorded, model.take_recorded())
+    finally:
+        model.head.hits = None
     flat = [number for score in scores for number in score.tolist()]
     total, targets, *flat = runner.dp.all_reduce_sum(total, targets, *flat)
-    more, rest = runner.means(recorded), iter(flat)
+    more, rest = dict.fromkeys(hits, math.nan) | runner.means(recorded), iter(flat)
     for metric, score in zip(metrics, scores, strict=True):
         more = disjoint(more, metric.values(list(islice(rest, len(score)))))
-    return LossMetrics(total / max(targets, 1), int(targets), model.predicts_tokens, more)
+    return LossMetrics(total / max(targets, 1), int(targets), model.targets, more)

@@ -6,6 +6,7 @@ import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.cross_entropy import Head
 from crosstrain.modeling.meta_init import has_values
 from crosstrain.modeling.pretrained import Source
-from crosstrain.utils.errors import ConfigError
+from crosstrain.utils.errors import ConfigError, TrainingError
 from crosstrain.utils.types import IGNORE_INDEX, Batch
 
 
@@ -38,6 +39,15 @@ def add_sums(totals: Sums, more: Sums) -> None:
     for name, (total, count) in more.items():
         before = totals.get(name, (0.0, 0.0))
         totals[name] = before[0] + total, before[1] + count
+
+
+def count_targets(count: Callable[[Batch], int], batch: Batch) -> int:
+    """Return `count` of a batch, a method of a plugin; TrainingError unless that is an int."""
+    try:
+        return index(found := count(batch))
+    except TypeError as error:
+        name = f"{count.__module__}: {count.__qualname__}"
+        raise TrainingError(f"{name} has to return the number of targets, an int, not {found!r:.60}") from error
 
 
 @dataclass(frozen=True)
@@ -222,6 +232,11 @@ class Model(nn.Module, ABC):
     def predicts_tokens(self) -> bool:
         """True for a language model, whose loss has a perplexity; by default a model with a vocabulary is one."""
         return self.vocab_size is not None
+
+    @property
+    def targets(self) -> str:
+        """Noun for what `num_targets` counts; the loss of tokens has a perplexity."""
+        return "tokens" if self.predicts_tokens else "targets"
 
     @property
     def max_length(self) -> int | None:

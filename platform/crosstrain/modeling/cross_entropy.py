@@ -51,12 +51,13 @@ class Logits:
 
 PLAIN = Logits()
 Reduce = Callable[[Tensor], Tensor]  # of the tokens' losses, 0 where there is no target
+Hits = Callable[[Tensor], None]  # takes booleans [targets]: True where the target is the likeliest token
 
 
 def token_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int | None = None, chunk_tokens: int = 1024,
     group: dist.ProcessGroup | None = None, logits: Logits = PLAIN, traced_rows: int | None = None,
-    reduce: Reduce | None = None,
+    reduce: Reduce | None = None, hits: Hits | None = None,
 ) -> Tensor:  # fmt: skip
     """Sum over target tokens of -log softmax(hidden @ weight.T)[label], an fp32 scalar (fp64 for fp64 inputs).
 
@@ -71,6 +72,8 @@ def token_cross_entropy(
 
     With `reduce`, return its value for the tokens' losses, which have the shape of `labels`, in place of their sum. Its
     gradient is a factor for each token, so the logits are computed twice: for the losses, and for the gradients.
+
+    `hits` is called with True for each target that is the likeliest token.
 
     `traced_rows` is for tracing memory without values: of each chunk only so many rows go through the softmax, all at
     once, because the memory of all others is the same after the first ones' is free.
@@ -93,7 +96,7 @@ def token_cross_entropy(
     def run(needed: tuple[bool, ...], factors: Tensor | None = None, each: bool = False) -> Tensor:
         return _TokenCrossEntropy.apply(
             hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), rows, chunk_tokens, dtype, first, group,
-            logits, traced_rows, logits.bias, needed, factors, each,
+            logits, traced_rows, logits.bias, needed, factors, each, hits if factors is None else None,
         )  # fmt: skip
 
     if reduce is None:
@@ -116,6 +119,7 @@ class Head:
 
     traced_rows: int | None = None  # of `token_cross_entropy`; set by the plan alone
     reduce: Reduce | None = None  # of `token_cross_entropy`; set by an objective
+    hits: Hits | None = None  # of `token_cross_entropy`; set by an evaluation
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: int, logits: Logits = PLAIN
@@ -128,7 +132,7 @@ class Head:
         if labels is not None:
             return token_cross_entropy(
                 hidden, weight, labels, vocab_size=vocab_size, logits=logits, traced_rows=self.traced_rows,
-                reduce=self.reduce,
+                reduce=self.reduce, hits=self.hits,
             )  # fmt: skip
         last = nn.functional.linear(hidden[:, -1], weight[:vocab_size]).float()
         replace(logits, bias=None if logits.bias is None else logits.bias[:vocab_size]).apply_(last)
@@ -141,7 +145,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, chunk_tokens: int, dtype: torch.dtype,
         first: int, group: dist.ProcessGroup | None, head: Logits, traced_rows: int | None,
         _bias: Tensor | None,  # of `head`, so that it has a gradient
-        needed: tuple[bool, ...], factors: Tensor | None, each: bool,
+        needed: tuple[bool, ...], factors: Tensor | None, each: bool, hits: Hits | None,
     ) -> Tensor:  # fmt: skip
         """Sum the tokens' losses times `factors`; with `each`, which cannot be differentiated, return all [n]."""
         ctx.lift = _FP16_LIFT if dtype == torch.float16 else 1.0
@@ -151,6 +155,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
             low_hidden, low_weight = hidden.to(dtype), weight.to(dtype)
             ignored = labels == IGNORE_INDEX
             losses = torch.empty(len(hidden), dtype=exact, device=hidden.device)
+            right = torch.empty_like(ignored)
             grad_hidden = torch.empty_like(hidden, dtype=exact) if needed[0] else None
             grad_weight = grad_bias = None
             buffer = low_hidden.new_empty(min(chunk_tokens, len(hidden)), len(weight))
@@ -160,6 +165,8 @@ class _TokenCrossEntropy(torch.autograd.Function):
                 logits = torch.mm(h, low_weight.T, out=buffer[: len(h)])
                 slope = head.apply_(logits)
                 logits[:, rows:] = -torch.inf
+                if hits is not None:
+                    right[chunk] = _likeliest(logits, first, group) == labels[chunk]
                 targets = labels[chunk, None].masked_fill(skip, 0)
                 lift = ctx.lift if any(needed) else None
                 part = slice(traced_rows)
@@ -194,6 +201,8 @@ class _TokenCrossEntropy(torch.autograd.Function):
                 grad_bias = torch.zeros_like(weight[:, 0], dtype=exact) if grad_bias is None else grad_bias[:, 0]
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         losses.masked_fill_(ignored, 0.0)
+        if hits is not None:
+            hits(right[~ignored])
         return losses if each else losses.sum()
 
     @staticmethod
@@ -205,7 +214,18 @@ class _TokenCrossEntropy(torch.autograd.Function):
             None if grad is None else grad.mul_(factor).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return hidden, weight, *[None] * 8, bias, *[None] * 3
+        return hidden, weight, *[None] * 8, bias, *[None] * 4
+
+
+def _likeliest(logits: Tensor, first: int, group: dist.ProcessGroup | None) -> Tensor:
+    """The id [n] of each row's highest logit; the columns of `logits` [n, V/P] begin with the id `first`."""
+    highest, ids = logits.max(-1)
+    if group is None:
+        return ids
+    mine = torch.stack([highest.double(), (ids + first).double()])
+    shares = mine.new_empty(dist.get_world_size(group), *mine.shape)
+    dist.all_gather_single(shares.view(-1, mine.shape[1]), mine, group=group)
+    return shares[:, 1].gather(0, shares[:, 0].argmax(0, keepdim=True))[0].long()
 
 
 def _losses_and_gradient(logits: Tensor, targets: Tensor, lift: float | None, rows: int) -> Tensor:

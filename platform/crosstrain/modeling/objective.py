@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from crosstrain.modeling.base import Model, override
+from crosstrain.modeling.base import Model, count_targets, override
 from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.types import Batch
 
@@ -29,6 +29,7 @@ class Objective(ABC):
 
     fields: ClassVar[tuple[str, ...]] = ()  # of the batch, which the model does not read
     row_layout: ClassVar[str | None] = None  # `Dataset.row_layout` of the datasets that it takes
+    unit: ClassVar[str] = "targets"  # noun for what `loss` sums over
     needs_reference: ClassVar = False  # True: the field `reference` has the rows' log-probabilities before training
 
     record: Callable[..., None]  # `Model.record` of the model that has the objective
@@ -78,7 +79,11 @@ class ModelWithObjective(Model):
         return self.objective.loss(losses, batch)
 
     def num_targets(self, batch: Batch) -> int:  # type: ignore[override]
-        return self.objective.units(batch)
+        return count_targets(self.objective.units, batch)
+
+    @property
+    def targets(self) -> str:
+        return self.objective.unit
 
     def num_tokens(self, batch: Batch) -> int:
         return super().num_targets(batch)

@@ -85,7 +85,7 @@ class Reporter:
         metrics.recorded = disjoint(self._runner.means(self._runner.model.take_recorded()), metrics.recorded)
         if waited > 0:
             metrics.loader_samples_per_second = self._global_batch * self._steps / waited
-        for line in log_lines(metrics, self._max_iters):
+        for line in log_lines(metrics, self._max_iters, self._runner.model.targets):
             log.info(line)
         if not self._memory_logged:
             memory = (f"{name[len('memory_') : -len('_mb')]}: {mib:.1f}" for name, mib in metrics.memory.items())
@@ -121,13 +121,13 @@ class Reporter:
         self.trackers.close(finished=ended or self._tracked_step == self._max_iters)
 
 
-def log_lines(metrics: StepMetrics, max_iters: int) -> list[str]:
+def log_lines(metrics: StepMetrics, max_iters: int, targets: str = "tokens") -> list[str]:
     """Return the two lines of a logged step, in the order and notation of Megatron's log."""
     first = [
         f"iteration {metrics.step:8d}/{max_iters:8d}",
         f"elapsed time per iteration (ms): {metrics.step_ms:.1f}",
         f"learning rate {metrics.lr:.3E}",
-        f"{'loss' if metrics.tokens_per_second is None else 'lm loss'} {_number(metrics.loss, '.6E')}",
+        f"{'lm loss' if targets == 'tokens' else 'loss'} {_number(metrics.loss, '.6E')}",
         f"loss scale {metrics.loss_scale:.1f}",
         f"grad norm {_number(metrics.grad_norm, '.3f')}",
         metrics.throughput,

@@ -91,7 +91,9 @@ class Trainer:
                 self.reporter.advance(metrics)
                 metrics.recorded = self._scalars()
                 row = self.reporter.log(metrics) if self._logs(self.state.step) else {}
-                if self._due(self.run.eval_interval):
+                interval, last = self.run.eval_interval, self.max_iters
+                # The last step has a validation, too, unless the run is too short for any, such as a smoke run.
+                if self._due(interval) or (interval is not None and interval <= last == self.state.step):
                     row |= self._validate()
                     if self.state.improves(row["val_loss"]) and self.run.save_best:
                         self.save_as("best")

@@ -32,7 +32,7 @@ class ParallelHead(Head):
         if labels is not None:
             return token_cross_entropy(
                 self.tensor.enter(hidden), local(weight), labels, vocab_size=vocab_size, group=self.tensor.group,
-                logits=logits, traced_rows=self.traced_rows, reduce=self.reduce,
+                logits=logits, traced_rows=self.traced_rows, reduce=self.reduce, hits=self.hits,
             )  # fmt: skip
         mine = torch.nn.functional.linear(hidden[:, -1], local(weight)).float()
         logits.apply_(mine)
