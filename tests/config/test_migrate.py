@@ -98,10 +98,12 @@ def test_arithmetic_of_batches(tmp_path: Path) -> None:
     assert run["trackers"] == ["jsonl", {"name": "wandb", "project": "owt", "run_name": "gpt2-124M"}]
 
 
-def test_a_file_beside_the_configuration_says_the_stage(tmp_path: Path) -> None:
-    tree = migrated(tmp_path, "trainer")[1]
-    assert tree["run"]["runner"]["stage"] == 3
-    assert tree["run"]["warmup_fraction"] == 0.03
+def test_a_file_beside_the_configuration_says_stage_optimizer_and_schedule(tmp_path: Path) -> None:
+    run = migrated(tmp_path, "trainer")[1]["run"]
+    assert run["runner"]["stage"] == 3
+    assert (run["optimizer"]["betas"], run["init_lr"], run["weight_decay"]) == ([0.9, 0.95], 1e-4, 0.1)
+    assert (run["lr_sched"], run["warmup_steps"], run["lr_decay_iters"]) == ("linear", 100, 2000)
+    assert "warmup_fraction" not in run
     assert migrated(tmp_path, "trl_sft")[1]["model"]["adapter"] == {
         "name": "lora", "rank": 32, "alpha": 16, "dropout": 0.05,
     }  # fmt: skip
