@@ -51,6 +51,10 @@ class Instructions(ImageDataset):
         """Read the annotations, so that mistakes in them show before any worker starts."""
         _entries(options.annotations)
 
+    @classmethod
+    def is_prepared(cls, options: Any) -> bool:
+        return True
+
     def __init__(self, options: Any, split: Split) -> None:
         super().__init__(options, split)
         self.entries = _entries(options.annotations)

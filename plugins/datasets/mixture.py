@@ -69,6 +69,10 @@ class Mixture(VqaDataset):
             registry.get("dataset", part.dataset.name).prepare(part.dataset.options)
 
     @classmethod
+    def is_prepared(cls, options: Any) -> bool:
+        return all([registry.get("dataset", p.dataset.name).is_prepared(p.dataset.options) for p in options.parts])
+
+    @classmethod
     def shapes(cls, options: Any) -> Batch | None:
         """Return the largest of the parts' shapes."""
         found = [registry.get("dataset", p.dataset.name).shapes(p.dataset.options) for p in options.parts]

@@ -25,6 +25,7 @@ from crosstrain import (
 )
 from crosstrain.corpus.options import PrepareOptions
 from crosstrain.corpus.prepare import prepare
+from crosstrain.corpus.sources import sources
 from crosstrain.data.indexed_dataset import TokenFile
 from crosstrain.data.prepared import Summary, locate
 from crosstrain.data.tokenizer import TextTokenizer, cached_folder, load_gpt2, load_tokenizer
@@ -88,6 +89,8 @@ class TextDataset(Dataset):
         try:
             locate(options.path)
         except DataError:
+            if options.prepare is not None:
+                sources(options.prepare.input, {})  # raises DataError where one is missing
             return options.prepare is None  # then there is nothing to wait for
         return True
 

@@ -59,10 +59,37 @@ def test_the_token_budget_of_125m_takes_4769_steps(tmp_path: Path) -> None:
 def test_every_project_has_a_plan(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runner = load_config(path).run.runner.options
     ranks = getattr(runner, "tensor_parallel", 1) * getattr(runner, "pipeline_parallel", 1)
-    assert main(["train", "--cfg-path", str(path), "--dry-run", "--no-presets", "--world-size", str(ranks)]) == 0
+    assert main(["plan", "--cfg-path", str(path), "--no-presets", "--world-size", str(ranks)]) == 0
     out = capsys.readouterr().out
     assert "memory of the fullest rank" in out
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_finds_what_training_would_and_writes_nothing(
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", "--cfg-path", str(project), "--dry-run", "--no-presets", "--world-size", "8", "--options"]
+    command += ["run.accum_grad_iters=1", "run.global_batch_size=null"]
+    before = sorted(tmp_path.rglob("*"))
+    assert main(command) == 0
+    none, there, prepare = str(tmp_path / "none"), str(tmp_path), "datasets.t.prepare={train_tokenizer: 300, input: "
+    wrong = [
+        (["run.output_dir=/proc/x"], "run.output_dir: /proc/x cannot be written to"),
+        ([f"run.output_dir={project}/x"], "cannot be written to"),
+        ([f"datasets.t.path={none}"], "crosstrain prepare"),
+        ([f"datasets.t.path={none}", f"{prepare}{none}}}"], f"the input {none} does not exist"),
+        ([f"datasets.t.vocab_file={none}", f"datasets.t.merge_file={none}"], none),
+        (["datasets.t.split=[1,0,0]", "run.eval_interval=1"], "the val split of"),
+    ]
+    for options, sentence in wrong:
+        capsys.readouterr()
+        assert main([*command, *options]) == 1
+        assert sentence in capsys.readouterr().err
+    makes = [f"datasets.t.path={none}", f"{prepare}{there}/text}}"]
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("words")
+    assert main([*command, *makes]) == 0
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "text", tmp_path / "text" / "a.txt"])
 
 
 def test_a_mode_that_the_runner_refuses_is_impossible(tmp_path: Path) -> None:

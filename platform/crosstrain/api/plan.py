@@ -13,7 +13,7 @@ from crosstrain.monitor.report.read_run import read_runs
 from crosstrain.planning.estimate import Project
 from crosstrain.planning.fit import Alternatives
 from crosstrain.planning.plan import Budget, Plan, make_plan
-from crosstrain.training.preflight import dry_run
+from crosstrain.training.preflight import dry_run, preflight
 from crosstrain.utils.errors import ConfigError, UserError
 from crosstrain.utils.units import read_bytes, read_number
 
@@ -21,12 +21,13 @@ from crosstrain.utils.units import read_bytes, read_number
 def plan(
     project: ProjectLike, options: Overrides = (), *, world_size: int | None = None, device_memory: str | None = None,
     throughput: str | None = None, tokens_per_second: str | None = None, tokens: str | None = None,
-    presets: bool = True,
+    presets: bool = True, check: bool = False,
 ) -> Plan:  # fmt: skip
     """Estimate memory, arithmetic and traffic of a project on `world_size` ranks, there or not; start nothing.
 
     The other arguments are those of the command line, such as device_memory="24GiB". `print` shows the plan, `as_json`
-    has its numbers, and `draw` makes a picture. Raises UserError.
+    has its numbers, and `draw` makes a picture. Raises UserError; with `check` also for what `train`
+    would refuse before it starts workers, such as missing data.
     """
     config = load_config(project, options)
     memory = read_bytes(device_memory, "--device-memory") if device_memory else None
@@ -38,7 +39,7 @@ def plan(
         registry.get("runner", config.run.runner.name).data_parallel_size(config.run.runner.options, size)
     except ConfigError as error:
         raise ConfigError(f"{error}; --world-size N plans for N ranks") from error
-    ready = dry_run(config, size)
+    ready = preflight(config, size, dry=True) if check else dry_run(config, size)
     planned = Project(config, ready.model, ready.sample, ready.absent)
     return make_plan(planned, budget, size, alternatives(project, options, planned, size, presets))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import tempfile
 import time
 import uuid
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -60,6 +61,12 @@ class RunFolder:
             self._hold(_PATIENCE)
             self.run_id = self.read_id() or newest_run or uuid.uuid4().hex
             self._describe()
+
+    def check(self) -> None:
+        """Raise UserError where the folder could not be made or written to; leaves nothing behind."""
+        with self._written():
+            path = self.path.absolute()
+            tempfile.TemporaryFile(dir=next(p for p in (path, *path.parents) if p.exists())).close()
 
     def _hold(self, patience: float) -> None:
         """Take the lock; raises UserError where another process has it."""

@@ -26,14 +26,15 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--picture", type=new_file, metavar="FILE", help="draw memory as stacked bars, .svg or .png")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print the plan of a project, and write it where the flags say; returns the exit code."""
+def run(arguments: argparse.Namespace, check: bool = False) -> int:
+    """Print the plan of a project, and write it where the flags say; returns the exit code. `check`: of `api.plan`."""
     from crosstrain.api.plan import plan
 
     a = arguments
     made = plan(
         a.cfg_path, a.options, world_size=a.world_size or a.nproc_per_node, device_memory=a.device_memory,
         throughput=a.throughput, tokens_per_second=a.tokens_per_second, tokens=a.tokens, presets=not a.no_presets,
+        check=check,
     )  # fmt: skip
     print(made)
     if a.output:

@@ -15,7 +15,7 @@ from crosstrain.distributed.launch.signals import sigint_kills
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser, required=True)
     parser.add_argument("--fresh", action="store_true", help="start over; the earlier run's folder is kept as NAME.1")
-    parser.add_argument("--dry-run", action="store_true", help="print the costs, as `plan` does; start nothing")
+    parser.add_argument("--dry-run", action="store_true", help="check all, and plan; start nothing")
     parser.add_argument("--no-fit-check", action="store_true", help="start although the device's memory is too small")
     group = parser.add_argument_group("several machines, the same command on each; the names are torchrun's")
     group.add_argument("--nnodes", metavar="N|MIN:MAX", help="machines that train together (default: 1)")
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train what the project file says; returns the exit code. Raises UserError for every mistake it can foresee."""
     if arguments.dry_run:
-        return plan.run(arguments)
+        return plan.run(arguments, check=True)
     a = arguments
     nodes = Nodes.of(a.nnodes, a.node_rank, a.rdzv_endpoint, a.local_addr, a.rdzv_conf)
     with sigint_kills():  # torch and plugins are imported

@@ -61,6 +61,14 @@ class Dataset(ABC):
         to one result, the later ones waiting for the first.
         """
 
+    @classmethod
+    def is_prepared(cls, options: Any) -> bool:
+        """Tell whether `prepare` has nothing to make, so that a dry run may call it and open the data; writes nothing.
+
+        By default True if `prepare` is not overridden. Raises DataError where it would lack an input.
+        """
+        return cls.prepare.__func__ is Dataset.prepare.__func__  # type: ignore[attr-defined]
+
     def begin(self, context: ReadContext) -> None:  # noqa: B027 - only streams need to know
         """Get ready to read; called in every process of a run before the first sample."""
 

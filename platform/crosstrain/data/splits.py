@@ -34,6 +34,13 @@ def prepare_data(config: Config) -> None:
         registry.get("dataset", component.name).prepare(component.options)
 
 
+def is_prepared(config: Config) -> bool:
+    """Tell whether `prepare_data` has nothing to make. Raises DataError where it would lack an input."""
+    component = training_dataset(config)
+    with limited_to(config.trust):
+        return registry.get("dataset", component.name).is_prepared(component.options)
+
+
 def first_batch(dataset: Dataset) -> Batch:
     """Return a batch of the first sample, on the meta device."""
     batch = dataset.collate([dataset.get(0, np.random.default_rng(0))])

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.checkpoint.weights import PretrainedWeights
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Component
 from crosstrain.data.dataset import Dataset
-from crosstrain.data.splits import first_batch, open_split, prepare_data, training_dataset
+from crosstrain.data.splits import first_batch, is_prepared, open_split, prepare_data, training_dataset
 from crosstrain.distributed.launch.signals import sigint_kills
 from crosstrain.engine.build import batch_plan, check_fit, check_quantized, freeze, make_schedule, model_on_meta
 from crosstrain.engine.optimizer import optimizer_factory
@@ -54,44 +55,60 @@ class Preflight:
             return None
 
 
-def preflight(config: Config, world_size: int) -> Preflight:
-    """Build and check batch plan, data, model, optimizer, schedule and trackers; raises UserError for any mistake."""
+def preflight(config: Config, world_size: int, dry: bool = False) -> Preflight:
+    """Build and check batch plan, data, model, optimizer, schedule and trackers; raises UserError for any mistake.
+
+    dry: nothing is downloaded, prepared or written, so weights and data that training would make may be absent; the
+    run's folder is checked, too.
+    """
     run, runner = config.run, registry.get("runner", config.run.runner.name)
     plan = batch_plan(config, world_size)
+    dataset = None
     with explained(f"datasets.{', '.join(config.datasets)}: cannot be opened"):
-        prepare_data(config)
-        dataset = open_split(config, "train")
-        if run.eval_interval:
-            open_split(config, "val")
+        if not dry or is_prepared(config):
+            prepare_data(config)
+            dataset = open_split(config, "train")
+            if run.eval_interval:
+                open_split(config, "val")
+    if dry:
+        RunFolder(run.output_dir).check()
     with sigint_kills():
-        model = model_on_meta(config)
+        model, absent = _model_without_weights(config) if dry else (model_on_meta(config), [])
     with explained("the model, its data and the run do not go together"):
-        check_fit(model, dataset)
+        if dataset is not None:
+            check_fit(model, dataset)
         check_quantized(model, runner, config)
-        PretrainedWeights.of(model).verify()
+        if not absent:
+            PretrainedWeights.of(model).verify()
         freeze(model, run.freeze)
         runner.check_model(config.run.runner.options, model)
         check_trackers(run.trackers)
         for callback in run.callbacks:
             registry.get("callback", callback.name).check(callback.options, run)
-        max_iters = plan.steps(run, len(dataset))
-        make_schedule(config, max_iters)
+        max_iters = run.max_iters if dataset is None else plan.steps(run, len(dataset))
+        if max_iters is not None:
+            make_schedule(config, max_iters)
         optimizer_factory(config)([("weight", torch.nn.Parameter(torch.zeros(1, 1)))])  # refuses bad options
-    if run.profile is not None:
+    if run.profile is not None and max_iters is not None:
         run.profile.check(max_iters, world_size)
-    return Preflight(config, plan, model, max_iters, dataset)
+    return Preflight(config, plan, model, max_iters, dataset, absent)
 
 
 def dry_run(config: Config, world_size: int) -> Preflight:
     """Build the parts that a plan needs; nothing is downloaded or prepared, so weights and data may be absent."""
+    model, absent = _model_without_weights(config)
+    freeze(model, config.run.freeze)
+    return Preflight(config, batch_plan(config, world_size), model, config.run.max_iters, absent=absent)
+
+
+def _model_without_weights(config: Config) -> tuple[Model, list[str]]:
+    """The model on the meta device, and the folders of its weights that are not on this machine."""
     described, absent = _without_weights(config.model, config.sized)
     adapter = config.adapter
     if adapter is not None:
         adapter, more = _without_weights(adapter, adapter)
         absent += more
-    model = model_on_meta(replace(config, model=described, adapter=adapter))
-    freeze(model, config.run.freeze)
-    return Preflight(config, batch_plan(config, world_size), model, config.run.max_iters, absent=absent)
+    return model_on_meta(replace(config, model=described, adapter=adapter)), absent
 
 
 def _without_weights(component: Component, sized: Component) -> tuple[Component, list[str]]:
