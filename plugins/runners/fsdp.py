@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,6 +41,7 @@ class FSDPRunner(Runner):
         sync_each_micro_batch: bool = False  # reduce gradients after every micro batch: slower, but no full gradients
 
     needs_process_group = True
+    saves_memory: ClassVar = ("sync_each_micro_batch=true",)
     module: FSDPModule  # type: ignore[assignment] # the model itself, whose class fully_shard changes
 
     @classmethod

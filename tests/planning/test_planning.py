@@ -158,6 +158,14 @@ def advised(tmp_path: Path, *command: str) -> tuple[list[str], bool]:
     return advice["settings"], advice["fits"]
 
 
+@pytest.mark.slow
+def test_an_option_by_which_a_runner_saves_memory_is_advised(project: Path, tmp_path: Path) -> None:
+    options = ["run.device=cuda", "run.micro_batch_size=1", "run.global_batch_size=16", "model.n_embd=256"]
+    options += ["model.n_layer=3", "model.n_head=1"]  # which cannot be cut over ranks
+    plan = ["--cfg-path", str(project), "--device-memory", "26MiB", "--world-size", "8", "--options", *options]
+    assert advised(tmp_path, *plan) == (["run.runner=fsdp", "run.runner.sync_each_micro_batch=true"], True)
+
+
 @pytest.mark.parametrize(
     ("memory", "more"), [("34MiB", []), pytest.param("15MiB", ["run.micro_batch_size=4"], marks=pytest.mark.slow)]
 )

@@ -67,7 +67,10 @@ def alternatives(
     found: dict[str, Config | str] = {}
     for name in preset_files("runner") if presets else ():
         try:
-            found[name] = load_config(project, [*pairs(options), ("run.runner", name)])
+            found[name] = config = load_config(project, [*pairs(options), ("run.runner", name)])
+            for option in registry.get("runner", config.run.runner.name).saves_memory:
+                more = [f"run.runner={name}", f"run.runner.{option}"]
+                found[f"{name} {option}"] = load_config(project, [*pairs(options), *more])
         except UserError as error:
             found[name] = str(error)
     return Alternatives(found, rebuild)

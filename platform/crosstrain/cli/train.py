@@ -15,7 +15,7 @@ from crosstrain.distributed.launch.signals import sigint_kills
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser, required=True)
     parser.add_argument("--fresh", action="store_true", help="start over; the earlier run's folder is kept as NAME.1")
-    parser.add_argument("--dry-run", action="store_true", help="check all, and plan; start nothing")
+    parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan; start nothing")
     parser.add_argument("--no-fit-check", action="store_true", help="start although the device's memory is too small")
     group = parser.add_argument_group("several machines, the same command on each; the names are torchrun's")
     group.add_argument("--nnodes", metavar="N|MIN:MAX", help="machines that train together (default: 1)")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,7 @@ class Runner(HeldState):
 
     needs_process_group = False  # True: the engine needs torch's process group even for a single process
     takes_quantized = True  # False: a model with parameters in few bits (`Model.quantized`) is refused
+    saves_memory: ClassVar[tuple[str, ...]] = ()  # settings of options, option=value, that a plan tries as well
     cuts_models = False  # True: a rank may compute with a part of the model, which `layouts` describes
 
     device: torch.device

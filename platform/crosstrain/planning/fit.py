@@ -120,7 +120,8 @@ def _groups(settings: list[str], project: Project, others: Alternatives, size: i
     def change(mode: Mode | None = None, micro: int | None = None, runner: str = "") -> _Change:
         config, changes = project.config, list(settings)
         if isinstance(other := others.runners.get(runner), Config):
-            changes.append(f"run.runner={runner}")
+            name, *options = runner.split()
+            changes += [f"run.runner={name}", *(f"run.runner.{option}" for option in options)]
             config = with_same_samples(replace(config, run=replace(run, runner=other.run.runner)), batch, size)
         config = with_options(config, micro, mode, None if micro is None else batch.global_batch)
         values = {key: (getattr(run, key), getattr(config.run, key)) for key in _BATCH_AND_MODE}

@@ -146,8 +146,8 @@ class Plan:
         out += ["", f"{'gradient checkpointing':<24}{'activations':>14}{'device':>14}{'host':>14}"]
         out += [f"  {mode:<22}{self._mode_row(estimate)}" for mode, estimate in self.modes.items()]
         if self.presets:
-            out += ["", f"{'other runners':<22}{'device':>14}{'host':>14}{'sent per step':>16}{'parameters':>18}"]
-            out += [f"  {name:<20}{self._runner_row(estimate)}" for name, estimate in self.presets.items()]
+            out += ["", f"{'other runners':<34}{'device':>14}{'host':>14}{'sent per step':>16}{'parameters':>18}"]
+            out += [f"  {name:<32}{self._runner_row(estimate)}" for name, estimate in self.presets.items()]
         if self.formulas:
             out += ["", "formulas of others, for comparison"]
             out += [f"  {show_bytes(size):>12}  {name}" for name, size in self.formulas.items()]
