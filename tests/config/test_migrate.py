@@ -16,6 +16,8 @@ from conftest import ENVIRONMENT, ROOT, Workspace
 from crosstrain.cli.main import main
 from crosstrain.config.foreign_keys import origins
 from crosstrain.config.load import Config, load_config
+from crosstrain.config.migration import migrate
+from crosstrain.utils.errors import ConfigError
 from fixtures_foreign import FOREIGN
 
 
@@ -71,7 +73,7 @@ def test_what_lavis_says_is_what_the_project_says(tmp_path: Path, capsys: pytest
     assert parts[0].dataset.options.vis_processor.train.options.image_size == 224
     said = capsys.readouterr().out
     assert "not carried over: model.model_type: Qwen-7B-Chat, the first generation, is not in transformers" in said
-    assert "not needed here: run.world_size: --nproc-per-node says it" in said
+    assert "not needed here: run.distributed: --nproc-per-node says it" in said
 
 
 def test_a_shell_script_is_read_as_the_shell_would(tmp_path: Path) -> None:
@@ -157,8 +159,69 @@ def test_a_project_is_not_overwritten_and_a_program_has_to_be_known(
     assert Path("project.yaml").read_text() == "mine"
     assert main(["migrate", "a.py", "--from", "nemo"]) == 1
     said = capsys.readouterr().err
-    assert "project.yaml cannot be written (File exists)" in said
+    assert "project.yaml cannot be written, choose another name with --output (File exists)" in said
     assert "there is no program 'nemo'; known: deepspeed, " in said
+
+
+def lost(folder: Path, name: str, settings: dict[str, Any], section: str = "") -> tuple[Any, list[str], int | None]:
+    """Return the project, the notes and the ranks of a file with these settings."""
+    (file := folder / "a.json").write_text(json.dumps({section: settings} if section else settings))
+    text, notes, ranks = migrate(file, origins()[name])
+    return yaml.safe_load(text), notes, ranks
+
+
+SECTIONS = {"lavis": ("run", "model"), "deepspeed": ("", "zero_optimization", "fp16"), "torchtitan": (
+    "training", "model", "optimizer", "lr_scheduler", "parallelism", "checkpoint", "metrics", "profiling", "job",
+)}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "nanogpt" else pytest.param(name, marks=pytest.mark.slow) for name in origins()]
+)
+def test_no_setting_vanishes(tmp_path: Path, name: str) -> None:
+    """A key alone, at a value that is nobody's default, changes the project or a note."""
+    silent = set()
+    for section in SECTIONS.get(name, ("",)):
+        nothing = lost(tmp_path, name, {"unheard_of": ""}, section)
+        for key in origins()[name].answers.maps[0]:
+            for value in (7, "x"):
+                try:
+                    project, notes, ranks = lost(tmp_path, name, {key: value}, section)
+                except ConfigError:
+                    continue  # "a value in it cannot be understood"
+                if (project, notes, ranks) == nothing:
+                    silent.add((key, value))
+    assert silent == set()
+
+
+def test_settings_of_megatron_that_mean_something_else_here(tmp_path: Path) -> None:
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
+    off = dict.fromkeys(("context_parallel_size", "expert_model_parallel_size", "tensor_model_parallel_size"), 1)
+    given = sizes | off | {"tokenizer_type": "NullTokenizer", "vocab_size": 511, "use_flash_attn": True}
+    tree, notes, ranks = lost(tmp_path, "megatron_lm", given | {"eod_mask_loss": True, "fp16": True, "bf16": True})
+    assert (tree["model"]["vocab_size"], tree["model"]["attention"], ranks) == (512, "sdpa", None)
+    assert tree["datasets"]["data"] == {"name": "text", "path": "???", "seq_length": 32, "split": [969, 30, 1]}
+    assert not {"num_workers", "log_interval", "eval_interval", "eval_iters"} & tree["run"].keys()
+    said = "\n".join(notes)
+    assert "parallel" not in said
+    assert "bf16: it conflicts with fp16, which is used" in said
+    assert "eod_mask_loss: the ends of documents are targets" in said
+    assert "use_flash_attn: model.attention is sdpa" in said
+    tree, notes, ranks = lost(tmp_path, "megatron_lm", sizes | {"load": "old", "tensor_model_parallel_size": 2})
+    assert "resume_from" not in tree["run"]
+    assert any("load: Megatron-LM's checkpoints are not imported" in note for note in notes)
+    assert ranks == 2
+
+
+def test_the_next_command_has_the_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    migrated(tmp_path, "megatron_llama3")
+    said = capsys.readouterr().out
+    assert said.endswith("--dry-run --world-size 8\n")  # torchrun --nproc_per_node 8
+    assert "???" not in said
+    migrated(tmp_path, "megatron_gpt3")
+    said = capsys.readouterr().out
+    assert "next: give the values that are ??? in " in said
+    assert said.endswith("--dry-run --world-size 128\n")  # 8 x 16
 
 
 def test_the_pages_have_the_lists_of_keys() -> None:

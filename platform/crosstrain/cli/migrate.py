@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from crosstrain.config.foreign_files import UNKNOWN
 from crosstrain.config.foreign_keys import origins
 from crosstrain.config.migration import migrate
 from crosstrain.utils.errors import UserError, os_errors_as, printable
+from crosstrain.utils.program import command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,8 +24,12 @@ def run(arguments: argparse.Namespace) -> int:
     wanted, path = arguments.origin.lower().replace("-", "_"), arguments.output
     if wanted not in known:
         raise UserError(f"--from: there is no program {arguments.origin!r}; known: {', '.join(known)}")
-    text, notes = migrate(arguments.file, known[wanted])
-    with os_errors_as(UserError, f"--output: {path} cannot be written"), open(path, "x", encoding="utf-8") as file:
+    text, notes, ranks = migrate(arguments.file, known[wanted])
+    problem = f"{path} cannot be written, choose another name with --output"
+    with os_errors_as(UserError, problem), open(path, "x", encoding="utf-8") as file:
         file.write(text)
-    print(*(printable(note) for note in notes), f"next: crosstrain train --cfg-path {path} --dry-run", sep="\n")
+    sized = ("--world-size", ranks) if ranks else ()
+    following = command("train", "--cfg-path", path, "--dry-run", *sized)
+    first = f"give the values that are {UNKNOWN} in {path}, then: " if UNKNOWN in text else ""
+    print(*(printable(note) for note in notes), f"next: {first}{following}", sep="\n")
     return 0

@@ -55,7 +55,7 @@ def _assignments(text: str) -> dict[str, Any]:
 
 
 def _command_line(text: str) -> dict[str, Any]:
-    """Read the options of a command, behind the program's name, NAME.py, if it is there.
+    """Read the options of a command, behind the program's name, NAME.py, if it is there, and the launcher's ranks.
 
     Of a script's variables and arrays the last assignment counts, whatever its branch.
     """
@@ -72,12 +72,15 @@ def _command_line(text: str) -> dict[str, Any]:
             command += _expanded(word, variables).split()
     programs = [i for i, word in enumerate(command[:-1]) if word.endswith(".py") and command[i + 1].startswith("--")]
     options, values = dict[str, list[str]](), list[str]()
-    for word in takewhile(lambda word: not re.match(r"[;|&>]|2>", word), command[programs[-1] if programs else 0 :]):
+    start = programs[-1] if programs else 0
+    ranks = re.findall(r"--(nproc[-_]per[-_]node|nnodes|num_processes)[= ](\d{1,6})(?!\S)", " ".join(command[:start]))
+    for word in takewhile(lambda word: not re.match(r"[;|&>]|2>", word), command[start:]):
         if option := re.match(r"--([\w-]+)(?:=(.*))?$", word):
             values = options[option[1].replace("-", "_").lower()] = [option[2]] if option[2] else []
         else:
             values.append(word)
-    return {name: _parsed(values) for name, values in options.items()}
+    launched = {name.replace("-", "_"): int(number) for name, number in ranks}
+    return launched | {name: _parsed(values) for name, values in options.items()}
 
 
 def _expanded(text: str, variables: Mapping[str, str]) -> str:

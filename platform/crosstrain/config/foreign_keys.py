@@ -24,6 +24,7 @@ class Origin:
     file: Path
     aliases: tuple[str, ...]
     answers: ChainMap[str, str]  # by key; first its own, then those of programs whose keys its files may have
+    neutral: ChainMap[str, object]  # values, by key, at which a setting says nothing
 
 
 def origins() -> dict[str, Origin]:
@@ -34,13 +35,12 @@ def origins() -> dict[str, Origin]:
 @lru_cache(maxsize=4)
 def _read(folder: Path) -> dict[str, Origin]:
     found = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.yaml"))}
-    return {
-        path.stem: Origin(
-            document["origin"], path, tuple(document.get("aliases", ())),
-            ChainMap(*(found[folder / f"{name}.yaml"]["keys"] for name in (path.stem, *document.get("includes", ())))),
-        )
-        for path, document in found.items()
-    }  # fmt: skip
+    programs = {}
+    for path, document in found.items():
+        included = [found[folder / f"{name}.yaml"] for name in (path.stem, *document.get("includes", ()))]
+        answers, neutral = (ChainMap(*(each.get(part, {}) for each in included)) for part in ("keys", "neutral"))
+        programs[path.stem] = Origin(document["origin"], path, tuple(document.get("aliases", ())), answers, neutral)
+    return programs
 
 
 def foreign_keys() -> set[str]:

@@ -231,7 +231,7 @@ def _unresolved(error: OmegaConfBaseException, origins: Origins, tree: dict[str,
     key = tuple(re.findall(r"[^.\[\]]+", str(error.full_key or "")))
     reason = first_line(error)
     if "Missing mandatory value" in reason:
-        reason = "required, but still ???"
+        reason = "required, but still ???; give it a value, or null where the option has a default of null"
     elif target := re.search(r"Interpolation key '(.+?)' not found", reason):
         near = nearest(target[1], [".".join(key) for key, _ in _walk(tree)])
         reason = f"${{{target[1]}}} stands for no key" + (f"; did you mean ${{{near[0]}}}?" if near else "")
