@@ -128,19 +128,28 @@ def _evaluate(runner: Runner, step: list[MicroBatch]) -> tuple[float, int]:
 @contextmanager
 def _given(runner: Runner, step: list[MicroBatch]) -> Iterator[set[str]]:
     """Yield a set that gets the fields of which the model is given other contents than the loader has made."""
-    expected = {key: {digests(micro_batch.data).get(key) for micro_batch in step} for key in step[0].data}
+    shapes = {key: {_shape(m.data[key]) for m in step} for key in step[0].data}
+    expected = {key: {digests(m.data).get(key) for m in step} for key in shapes}
     other: set[str] = set()
 
     def look(module: Any, args: Any, fields: dict[str, Any]) -> None:
+        if "labels" not in fields or args:
+            return
         found = digests(fields)
-        if "labels" in fields and not args and fields.keys() & expected.keys():
-            other.update(key for key, wanted in expected.items() if found.get(key) not in wanted)
+        for key, wanted in expected.items():
+            # A runner may cut a batch into smaller ones.
+            if key not in fields or (_shape(fields[key]) in shapes[key] and found.get(key) not in wanted):
+                other.add(key)
 
     handle = runner.model.register_forward_pre_hook(look, with_kwargs=True)
     try:
         yield other
     finally:
         handle.remove()
+
+
+def _shape(value: Any) -> Any:
+    return value.shape if isinstance(value, Tensor) else None
 
 
 def _uneven(runner: Runner, step: Step) -> Step:
