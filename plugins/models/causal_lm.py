@@ -16,11 +16,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from crosstrain import ConfigError, OptionError, Text, TransformersModel, UserError, pretrained_folder, registry
-from crosstrain.config.schema import nearest
 from crosstrain.modeling.attention import Attention
 from crosstrain.modeling.hf_causal_lm import LARGEST_SIZE, MOST_LAYERS, Size, check_published
 from crosstrain.modeling.hf_internals import padded, without_initial_values
-from crosstrain.utils.errors import sentence
+from crosstrain.utils.errors import did_you_mean, sentence
 
 # Sizes of weights, under the names that every configuration knows.
 _SIZES = (
@@ -120,8 +119,7 @@ def _global(config: PreTrainedConfig, key: str) -> Any:
 def _check_keys(family: str, config: Mapping[str, Any]) -> None:
     """Raise OptionError for a key that transformers' configuration of this model_type would store and never read."""
     if str(family) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        near = nearest(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-        hint = f"did you mean {near[0]}?" if near else "transformers' documentation lists them"
+        hint = did_you_mean(str(family), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "transformers' documentation lists them")
         raise OptionError("config.model_type", f"transformers has no causal language model {family!r}; {hint}")
     _check_keys_of(CONFIG_MAPPING[family], config, "config")
 
@@ -135,8 +133,7 @@ def _check_keys_of(cls: type[PreTrainedConfig], given: Mapping[str, Any], at: st
     known -= _NOT_OF_TRAINING
     for key, value in given.items():
         if key not in known:
-            near = nearest(key, known)
-            hint = f"did you mean {near[0]}?" if near else f"{cls.__name__} has {', '.join(sorted(known)[:8])} ..."
+            hint = did_you_mean(key, known, f"{cls.__name__} has {', '.join(sorted(known)[:8])} ...")
             raise OptionError(f"{at}.{key}", f"unknown key; {hint}")
         if key in cls.sub_configs and isinstance(value, Mapping) and issubclass(cls.sub_configs[key], PreTrainedConfig):
             _check_keys_of(cls.sub_configs[key], value, f"{at}.{key}")
@@ -151,5 +148,4 @@ def _check_rope(given: Mapping[str, Any], at: str) -> None:
         if key in ALLOWED_LAYER_TYPES and isinstance(value, Mapping):
             _check_rope(value, f"{at}.{key}")
         elif key not in known:
-            near = nearest(key, known)
-            raise OptionError(f"{at}.{key}", "unknown key; " + (f"did you mean {near[0]}?" if near else ""))
+            raise OptionError(f"{at}.{key}", "unknown key; " + did_you_mean(key, known))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from conftest import Workspace, write_text
+from conftest import ENVIRONMENT, ROOT, Workspace, write_text
 from crosstrain.cli.main import main
 from fixtures_tampering import seal
 
@@ -69,11 +71,16 @@ def test_mistakes_in_options(
     [
         (["train"], "--cfg-path"),
         (["train", "--cfg-path", "projects/quikstart.yaml"], "quickstart.yaml"),
-        (["tran"], "train"),
+        (["trian", "--cfg-path", "x.yaml"], "did you mean train?; see "),
+        (["train", "--cfg-paht", "x.yaml"], "there is no flag --cfg-paht; did you mean --cfg-path?; see "),
+        (["train", "--cfg-path", "x.yaml", "--optons", "a=1"], "did you mean --options?; see "),
+        (["new", "modle", "x"], "did you mean model?"),
+        (["plan", "--cfg-path", "nowhere.yaml"], "nowhere.yaml: no such file or folder; looked in"),
+        (["serve", "--checkpoint", "nowhere"], "nowhere: no such file or folder; looked in"),
         (["train", "--cfg-path", "x.yaml", "--nproc-per-node", "two"], "two"),
         (["evaluate", "--checkpoint", "nowhere"], "nowhere"),
         (["evaluate", "--checkpoint", "."], "not a checkpoint"),
-        (["list", "runers"], "runner"),
+        (["list", "runers"], "did you mean runner?"),
         (["prepare", "--input", "nowhere", "--output", "x", "--train-tokenizer", "300"], "nowhere"),
         (["prepare", "--input", "stdlib", "--output", "x"], "tokenizer"),
     ],
@@ -84,6 +91,23 @@ def test_mistakes_on_the_command_line(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     assert expected in complaint(capsys, *arguments)
+
+
+def test_a_path_that_does_not_exist_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    script = (
+        "import sys\nfrom crosstrain.cli.main import main\n"
+        "verbs = ['train', 'plan', 'evaluate', 'serve', 'export', 'samples', 'compare']\n"
+        "more = {'export': ['--output', 'x'], 'compare': ['--runners', 'ddp']}\n"
+        "for verb in verbs:\n"
+        "    flag = '--checkpoint' if verb in ('evaluate', 'serve', 'export') else '--cfg-path'\n"
+        "    assert main([verb, flag, 'nowhere', *more.get(verb, [])]) == 1\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stderr.count("error: nowhere: no such file or folder; looked in ") == 7, done.stderr
 
 
 def test_a_checkpoint_cannot_make_evaluation_import_code(workspace: Workspace) -> None:

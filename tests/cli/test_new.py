@@ -28,6 +28,9 @@ def test_a_component_and_its_test_have_the_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert new(kind, "my_own", capsys) == ["my_own.py", "test_my_own.py"]
+    if kind == "model":
+        assert new(kind, "my_model", capsys) == ["my_model.py", "test_my_model.py"]
+        assert "class MyModel(Model)" in Path("my_model.py").read_text()
     source = Path("my_own.py").read_text()
     assert f'@registry.register_{kind}("my_own")\nclass MyOwn{kind.title()}(' in source
     assert "xample" not in source + Path("test_my_own.py").read_text()

@@ -16,6 +16,7 @@ from crosstrain.checkpoint.manifest import MANIFEST, IncompatibleCheckpointError
 from crosstrain.utils.errors import CheckpointError
 from crosstrain.utils.files import open_regular, write_atomically
 from crosstrain.utils.logging import log
+from crosstrain.utils.paths import missing
 
 _STEP = re.compile(r"step_([0-9]{6,18})")
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
@@ -144,6 +145,8 @@ def find_checkpoint(path: Path) -> Path:
 
     `path` may be a pointer file, such as `checkpoints/best`. Raises CheckpointError where there is none.
     """
+    if not os.path.lexists(path):
+        raise CheckpointError(missing(path, [path]))
     if path.is_file():
         if (step := read_pointer(path.parent, path.name)) is None:
             raise CheckpointError(f"{path}: not a checkpoint, and names none beside it")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
-from crosstrain.utils.errors import printable
+from crosstrain.utils import paths
+from crosstrain.utils.errors import CheckpointError, printable
 
 
 def positive(text: str) -> int:
@@ -48,6 +50,15 @@ def add_config(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument("--cfg-path", required=required, metavar="FILE", help="a project file")
     parser.add_argument("--options", nargs="+", default=[], metavar="KEY=VALUE", help="override it, such as run.seed=1")
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="workers (default: one per GPU, else one)")
+
+
+def check_paths(arguments: argparse.Namespace) -> None:
+    """Raise UserError for a project file or a checkpoint that does not exist, before a verb imports torch."""
+    if project := getattr(arguments, "cfg_path", None):
+        paths.find(project)
+    checkpoint = Path(getattr(arguments, "checkpoint", "."))
+    if not os.path.lexists(checkpoint):
+        raise CheckpointError(paths.missing(checkpoint, [checkpoint]))
 
 
 def add_weights(parser: argparse.ArgumentParser) -> None:

@@ -13,21 +13,18 @@ from crosstrain.config.load import model_types, preset_component, preset_files
 from crosstrain.config.registry import KINDS, registry
 from crosstrain.config.schema import options_class
 from crosstrain.utils import paths
-from crosstrain.utils.errors import ConfigError
 
 Row = tuple[str, str, str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", nargs="?", help="runner, model, dataset, ...")
+    parser.add_argument("kind", nargs="?", choices=KINDS, metavar="KIND", help="runner, model, dataset, ...")
     parser.add_argument("name", nargs="?", help="of a component or preset, to see all options")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the components of one kind, or of all, or the options of one component; returns the exit code."""
     kind, name = arguments.kind, arguments.name
-    if kind is not None and kind not in KINDS:
-        raise ConfigError(f"list: there is no kind {kind!r}; the kinds are {', '.join(KINDS)}")
     own = name and preset_component(kind, name)
     for each in [kind] if kind else KINDS:
         entries = [e for e in registry.entries(each) if name in (None, e.name) or own == e.name]

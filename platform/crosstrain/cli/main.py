@@ -8,10 +8,12 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from crosstrain import __version__
-from crosstrain.utils.errors import UserError, first_line, printable, refusal, sentence
+from crosstrain.cli.flags import check_paths
+from crosstrain.utils.errors import UserError, did_you_mean, first_line, printable, refusal, sentence
 from crosstrain.utils.program import command
 
 VERBS = {
@@ -39,6 +41,12 @@ class _Parser(argparse.ArgumentParser):
         debug = "show the traceback of an error (or CROSSTRAIN_DEBUG=1)"
         self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=debug)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            hint = did_you_mean(str(value), known, f"choose from {', '.join(known)}")
+            raise argparse.ArgumentError(action, f"there is no {value!r}; {hint}")
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see {command(*self.prog.split()[1:], '--help')}")
 
@@ -49,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
         debug = debug or "debug" in arguments
+        check_paths(arguments)
         return arguments.run(arguments)
     except UserError as error:
         if debug:
@@ -93,4 +102,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         from crosstrain.cli.completion import complete
 
         complete(parser, asked)
+    flags = {*parser._option_string_actions, *asked._option_string_actions}
+    for flag in (word.partition("=")[0] for word in takewhile("--".__ne__, argv) if chosen in VERBS):
+        # Before argparse, which would miss a required flag where it is misspelled.
+        if flag.startswith("--") and " " not in flag and not any(known.startswith(flag) for known in flags):
+            asked.error("; ".join(filter(None, (f"there is no flag {flag}", did_you_mean(flag, flags)))))
     return parser.parse_args(argv)

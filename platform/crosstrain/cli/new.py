@@ -31,9 +31,10 @@ def run(arguments: argparse.Namespace) -> int:
     if name in registry.names(kind):
         raise UserError(f"new: there is a {kind} called {name} already: choose another name")
     template = paths.home() / "configs" / "new" / kind
+    stem = name.removesuffix(f"_{kind}").title().replace("_", "")  # MyModel, not MyModelModel, for my_model
     files = {}
     for source in sorted(path for path in template.rglob("*") if path.is_file() and path.suffix != ".pyc"):
-        text = source.read_text(encoding="utf-8").replace("Example", name.title().replace("_", ""))
+        text = source.read_text(encoding="utf-8").replace("Example", stem)
         files[Path(str(source.relative_to(template)).replace("example", name))] = text.replace("example", name)
     if there := [file for file in files if file.exists()]:
         raise UserError(f"new: {there[0]} exists, so nothing was written")

@@ -6,7 +6,6 @@ Layers, lowest first: the defaults that components declare, `configs/`, the proj
 from __future__ import annotations
 
 import copy
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -22,7 +21,7 @@ from crosstrain.config.registry import registry
 from crosstrain.config.run_options import RunOptions
 from crosstrain.config.schema import Checker, Component, Key, Mistakes, defaults, options_class, to_plain
 from crosstrain.utils import paths
-from crosstrain.utils.errors import UserError
+from crosstrain.utils.errors import UserError, did_you_mean
 from crosstrain.utils.trust import Trust
 
 _RUN_COMPONENTS = {"runner": "runner", "optimizer": "optimizer", "lr_sched": "lr_scheduler"}
@@ -210,8 +209,7 @@ class _Builder:
         variant = self.check.value(str, sources.resolve(self.tree, self.origins, key), key)
         known = model_types(arch)
         if variant not in known:
-            near = difflib.get_close_matches(variant, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known) or 'none'}"
+            hint = did_you_mean(variant, known, f"known: {', '.join(known) or 'none'}")
             self.check.fail(key, f"there is no configs/models/{arch}/{variant}.yaml; {hint}")
         return [sources.read_yaml(known[variant], ("model",))]
 

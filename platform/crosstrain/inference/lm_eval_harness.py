@@ -5,7 +5,6 @@ Needs the package lm_eval. Every rank of a runner computes the same.
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from tqdm import tqdm
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.decoder import DecodeState
 from crosstrain.inference.generation import Sampling, as_prompt, generate
-from crosstrain.utils.errors import UserError, explained
+from crosstrain.utils.errors import UserError, did_you_mean, explained
 from crosstrain.utils.logging import log
 from crosstrain.utils.types import IGNORE_INDEX
 from crosstrain.utils.units import finite
@@ -123,8 +122,7 @@ def run_tasks(
     known = manager.all_tasks
     for name in tasks:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]}?" if near else "--task-path names a folder with others"
+            hint = did_you_mean(name, known, "--task-path names a folder with others")
             raise UserError(f"--tasks: the harness has no task {name}; {hint}")
     model = HarnessModel(runner, tokenizer, encode, quiet=not is_main)
     with runner.evaluating(), explained("--tasks: the harness cannot do it"):  # for want of data, or by a task file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import re
 from collections.abc import Iterable, Iterator
@@ -93,6 +94,12 @@ def refusal(error: Exception) -> UserError | None:
 def printable(text: str) -> str:
     """Replace characters that would control a terminal by visible escapes."""
     return _STEERS_A_TERMINAL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """Return a question for the one of `known` that `name` misspells, or `otherwise` if there is none."""
+    near = difflib.get_close_matches(name[:100], list(known), n=1)
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 def first_line(error: BaseException) -> str:

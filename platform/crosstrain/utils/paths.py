@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,13 +28,18 @@ def find(path: str | os.PathLike[str]) -> Path:
     for candidate in candidates:
         if os.path.exists(candidate):  # False, too, for what cannot be a name
             return candidate
+    raise ConfigError(missing(path, candidates))
+
+
+def missing(path: str | os.PathLike[str], candidates: Sequence[Path]) -> str:
+    """Return the sentence for a `path` that is at none of `candidates`, with a near name from one of their folders."""
     near = []
     for candidate in candidates:
         with suppress(OSError, ValueError):
             names = difflib.get_close_matches(candidate.name, sorted(os.listdir(candidate.parent)), n=1)
             near += [show(candidate.parent / name) for name in names]
     hint = f"did you mean {near[0]}?" if near else "looked in " + " and ".join(str(c.absolute()) for c in candidates)
-    raise ConfigError(f"{path}: no such file or folder; {hint}")
+    return f"{path}: no such file or folder; {hint}"
 
 
 def show(path: Path) -> str:
