@@ -32,6 +32,7 @@ from crosstrain.training.reference import add_reference
 from crosstrain.training.state import restore, starting_point
 from crosstrain.training.trainer import Trainer
 from crosstrain.utils.assets import GENERATION_CONFIG, TOKENIZER_FILES, add_end_tokens, copy_files, plain_files
+from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.logging import log, set_up_logging
 from crosstrain.utils.program import command
 from crosstrain.utils.trust import names_command
@@ -97,6 +98,11 @@ def build_trainer(config: Config, runner: Runner, stop: StopRequest, quiet: bool
         folder.checkpoints, runner.new_group(), retention, write_assets, folder.run_id, write_parts
     )
     saved_step = state.step if start is not None and start.parent == folder.checkpoints else None
+    if start is not None and saved_step is None and state.step >= max_iters:
+        raise ConfigError(
+            f"run.resume_from: {start} is at step {state.step}, and this run ends after step {max_iters}: train longer "
+            f"(run.max_iters or run.max_epoch), or begin anew from its weights (model.pretrained)"
+        )
     if saved_step is None or state.ended_with != to_plain(run.callbacks):  # another run, or other callbacks
         state.ended_with = []
     bad_steps = BadSteps(runner, dataset, folder if rank == 0 else None)
