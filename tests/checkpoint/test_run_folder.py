@@ -215,6 +215,9 @@ def test_another_runs_checkpoints_are_left_alone(trainings: Train, workspace: Wo
     named = trainings("c", "run.max_iters=10", f"run.resume_from={theirs}")
     assert named.end() == 0, named.said
     assert f"resuming {theirs} at step 8" in named.said
+    beyond = trainings("d", "run.max_iters=8", f"run.resume_from={theirs}")
+    assert beyond.end() == 1
+    assert "is at step 8, and this run ends after step 8: train longer" in beyond.said
 
     # An older one neither stops the run nor goes when the run's own are deleted.
     copy.rename(copy.with_name("step_000001"))
