@@ -64,7 +64,7 @@ MISTAKES = {
         "for 2 ranks, because the output features of each of its three parts are 1 x 32; the model allows 1"
     ),
     "run.runner={name: megatron, tensor_parallel: 4}": "are 2 x 16; the model allows 1, 2",
-    NO_PLAN: "run.runner.tensor_parallel: gpt_neo has no plan that says how to cut its parameters; write one under",
+    NO_PLAN: "run.runner.plan, such as {transformer.h.*.mlp.c_fc: column, transformer.h.*.mlp.c_proj: row}",
     "run.runner={name: megatron, pipeline_parallel: 4}": "pipeline_parallel: 4 stages are too many for 2 blocks",
     "run.runner={name: megatron, pipeline_parallel: 2, pipeline_layers: [2, 1]}": "[2, 1] are 3 blocks, and the model",
     "run.compile=blocks": "run.compile: ranks talk inside of blocks under the megatron runner; use none",
@@ -193,5 +193,5 @@ def test_heads_and_initial_values_are_the_same_under_every_runner(
     runners = ["ddp@1", "ddp@2", "zero2@2", "zero3@2", "fsdp@2", "megatron_tp2@2", "megatron_pp2@2"]
     done = compare(project(workspace, model), *runners)
     assert done.stdout.count("trains alike") == len(runners) - 1 - refused, done.stdout + done.stderr
-    sentence = "failed: run.runner.plan: model.embed_tokens.weight belongs to a Gemma2TextScaledWordEmbedding"
+    sentence = "failed: run.runner: model.embed_tokens is a Gemma2TextScaledWordEmbedding, which the megatron runner"
     assert done.stdout.count(sentence) == refused

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from operator import itemgetter
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -55,7 +57,7 @@ def resolve(model: Model, over: dict[str, str]) -> Resolved:
                 if style == "summed":
                     resolved.summed.add(name)
                 elif style != "replicated":
-                    _check_module(model, name, style)
+                    _check_module(model, name, style, own_plan=pattern not in over)
                     resolved.modules[_owner(name)] = style
         if not found:
             raise ConfigError(f"run.runner.plan: {no_match(pattern, own)}")
@@ -72,7 +74,7 @@ def shard_specs(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str]
         family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         raise ConfigError(
             f"run.runner.tensor_parallel: {family} has no plan that says how to cut its parameters; write one under "
-            f"run.runner.plan, such as {{model.layers.*.mlp.up_proj: column, model.layers.*.mlp.down_proj: row}}"
+            f"run.runner.plan, such as {{{_example(model)}}} (docs/megatron.md, Plans, says how to find it)"
         )
     cuts: dict[tuple[str, str], ShardSpec] = {}
     common, problem = 0, ""  # the greatest common divisor of all that ranks share
@@ -128,10 +130,28 @@ def _padded_rows(model: Model, parameter: nn.Parameter, ranks: int) -> int:
     return -(-model.logical_shape(model.canonical_name(name), parameter.shape)[0] // multiple) * multiple
 
 
-def _check_module(model: Model, name: str, style: str) -> None:
+def _example(model: Model) -> str:
+    """Return the start of a plan: the largest linear module of a block that widens, and the largest that narrows."""
+    block, found = set(model.blocks()[0].modules()), dict[str, tuple[int, str]]()
+    for name, module in model.named_modules():
+        if module in block and isinstance(module, (nn.Linear, Conv1D)):
+            rows, columns = module.weight.shape[:: -1 if isinstance(module, Conv1D) else 1]
+            style = "column" if rows > columns else "row"
+            pattern = re.sub(r"\.\d+\.", ".*.", model.canonical_name(name))
+            found[style] = max(found.get(style, (0, "")), (rows * columns, pattern), key=itemgetter(0))
+    return ", ".join(f"{pattern}: {style}" for style, (_, pattern) in sorted(found.items())) or "PATTERN: STYLE"
+
+
+def _check_module(model: Model, name: str, style: str, *, own_plan: bool) -> None:
     module = model.get_submodule(_owner(name))
     known = (nn.Embedding, nn.Linear) if style == "vocabulary" else (nn.Linear, Conv1D)
     if type(module).forward not in [kind.forward for kind in known]:
+        if own_plan:  # which the user did not write
+            place, kind = model.canonical_name(_owner(name)), type(module).__name__
+            raise ConfigError(
+                f"run.runner: {place} is a {kind}, which the megatron runner cannot cut; use another runner, or keep "
+                f"it whole on every rank with run.runner.plan={{{place}: replicated}}"
+            )
         kinds = " and ".join(f"torch's {kind.__name__}" if kind is not Conv1D else "Conv1D" for kind in known)
         raise ConfigError(
             f"run.runner.plan: {model.canonical_name(name)} belongs to a {type(module).__name__}, and the style "
