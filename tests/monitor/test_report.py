@@ -143,6 +143,12 @@ def short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
+def test_shares_of_phases_that_take_turns_add_up_to_the_whole(tmp_path: Path) -> None:
+    turns = [{"a": 50, "b": 50, "c": 0}, {"a": 50, "b": 0, "c": 50}, {"a": 0, "b": 50, "c": 50}]
+    run = write_run(tmp_path / "run", [{"step": s, "step_ms": 100, "timers": t} for s, t in enumerate(turns, 1)])
+    assert page(read_runs([run])).count("50.00 ms (33%)") == 3  # the medians alone would say 50 % of each
+
+
 def test_noisy_and_steep_curves_can_be_read(tmp_path: Path) -> None:
     noisy = [
         row | {"grad_norm": 60.0 if row["step"] == 500 else 1 + row["step"] % 7, "lr": 0.99 ** row["step"]}

@@ -1,7 +1,8 @@
 "use strict";
 function draw(div) {
   const style = getComputedStyle(div), colour = name => style.getPropertyValue(name);
-  const axis = {gridcolor: colour("--line"), linecolor: colour("--soft"), zeroline: false};
+  const axis = {gridcolor: colour("--line"), linecolor: colour("--soft"), zeroline: false,
+    separatethousands: true};
   const {data, layout} = JSON.parse(div.dataset.figure);
   layout.template = {layout: {
     font: {family: style.fontFamily, size: 12, color: colour("--soft")}, showlegend: false,

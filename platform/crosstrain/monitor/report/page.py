@@ -128,15 +128,16 @@ def _phases(runs: Sequence[ReadRun]) -> list[tuple[Chart, list[tuple[str, float]
     medians = {key: _medians(runs, key) for key in _keys(runs) if key.startswith("timers/")}
     longest = max((ms for found in medians.values() for ms in found if ms is not None), default=0) or 1
 
-    def cell(ms: float | None, step_ms: float | None) -> tuple[str, float]:
+    def cell(run: ReadRun, key: str, ms: float | None) -> tuple[str, float]:
         if ms is None:
             return _NONE, 0.0
-        share = f" ({ms / step_ms:.0%})" if step_ms and step_ms > 0 else ""
+        whole = sum(run.curves["step_ms"].values) if "step_ms" in run.curves else 0.0
+        share = f" ({sum(run.curves[key].values) / whole:.0%})" if whole > 0 else ""
         return f"{ms:.2f} ms{share}", max(0.0, 100 * (ms / longest))
 
     return [
         (chart(runs, key, key.removeprefix("timers/"), "ms", smoothed=True),
-         list(map(cell, found, _medians(runs, "step_ms"))))
+         [cell(run, key, ms) for run, ms in zip(runs, found, strict=True)])
         for key, found in medians.items()
     ]  # fmt: skip
 
