@@ -262,7 +262,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(
 
 @pytest.mark.parametrize("size", ["big", "0GB", "5 XB", "-1GB", "1e3", "9" * 400])
 def test_a_size_that_is_none(capsys: pytest.CaptureFixture[str], size: str) -> None:
-    arguments = ("--checkpoint", "x", "--output", "y", f"--max-shard-size={size}")
+    arguments = ("--checkpoint", ".", "--output", "y", f"--max-shard-size={size}")
     assert "such as 5GB" in complaint(capsys, *arguments)
 
 

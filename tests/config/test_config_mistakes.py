@@ -150,7 +150,7 @@ model_type: small =>
 {input: stdlib} => {vocabulary: 3}
     10: datasets.webtext.prepare.input: required, but missing; expected text
 output_dir: output/x => output_dir: ???
-    13: run.output_dir: required, but still ???
+    13: run.output_dir: required, but still ???; give it a value, or null where the option has a default of null
 max_iters: 320000 =>
     11: run.max_iters: how long to train is required: give max_iters or max_epoch
 global_batch_size: 8\n  micro_batch_size: 4 =>
