@@ -43,3 +43,14 @@ def resumed(runner: Runner) -> bool:
     """True where the optimizer's state is that of a run under way."""
     states = runner.optimizer.state.values() if runner.optimizer is not None else []
     return any(float(state["step"]) > 0 for state in states)
+
+
+class OtherLabels:
+    """A runner, by inheritance before another one, whose model gets `labels(batch)` in place of the batch's."""
+
+    def prepare(self, model: Model, make_optimizer: Any) -> None:
+        super().prepare(model, make_optimizer)
+        model.num_targets = lambda batch: Model.num_targets({"labels": self.labels(batch)})
+
+    def to_device(self, batch: Any) -> Any:
+        return super().to_device(batch | {"labels": self.labels(batch)})

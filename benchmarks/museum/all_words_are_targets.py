@@ -3,15 +3,15 @@
 https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/3359
 """
 
-from crosstrain import IGNORE_INDEX, Model, registry
+from crosstrain import IGNORE_INDEX, registry
 
-from . import Expected
+from . import Expected, OtherLabels
 
 EXPECTED = Expected("forward", cause=r"target|label|mask", project="chat")
 
 
 @registry.register_runner("all_words_are_targets")
-class AllWordsAreTargets(registry.get("runner", "ddp")):
+class AllWordsAreTargets(OtherLabels, registry.get("runner", "ddp")):
     """Makes every word a target."""
 
     @staticmethod
@@ -19,10 +19,3 @@ class AllWordsAreTargets(registry.get("runner", "ddp")):
         labels, following = batch["labels"].clone(), batch["input_ids"][:, 1:]
         labels[:, :-1] = labels[:, :-1].where(labels[:, :-1] != IGNORE_INDEX, following)
         return labels
-
-    def prepare(self, model, make_optimizer):
-        super().prepare(model, make_optimizer)
-        model.num_targets = lambda batch: Model.num_targets({"labels": self.labels(batch)})
-
-    def to_device(self, batch):
-        return super().to_device(batch | {"labels": self.labels(batch)})

@@ -3,15 +3,15 @@
 https://github.com/huggingface/trl/pull/5988
 """
 
-from crosstrain import IGNORE_INDEX, Model, registry
+from crosstrain import IGNORE_INDEX, registry
 
-from . import Expected
+from . import Expected, OtherLabels
 
 EXPECTED = Expected("forward", cause=r"target|label|mask", project="chat")
 
 
 @registry.register_runner("stop_token_untrained")
-class StopTokenUntrained(registry.get("runner", "ddp")):
+class StopTokenUntrained(OtherLabels, registry.get("runner", "ddp")):
     """Drops the last target of each turn."""
 
     @staticmethod
@@ -19,10 +19,3 @@ class StopTokenUntrained(registry.get("runner", "ddp")):
         labels = batch["labels"].clone()
         labels[:, :-1][batch["labels"][:, 1:] == IGNORE_INDEX] = IGNORE_INDEX
         return labels
-
-    def prepare(self, model, make_optimizer):
-        super().prepare(model, make_optimizer)
-        model.num_targets = lambda batch: Model.num_targets({"labels": self.labels(batch)})
-
-    def to_device(self, batch):
-        return super().to_device(batch | {"labels": self.labels(batch)})

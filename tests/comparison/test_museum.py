@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from conftest import ROOT
+from crosstrain import Callback
 from crosstrain.utils.errors import CheckpointError
 from fixtures_ranks import make_trainer, run_ranks
 
@@ -95,9 +96,12 @@ def follow(project: str, options: tuple[str, ...], steps: int) -> dict[Event, Va
         rates = np.unique([group["lr"] for group in runner.optimizer.param_groups])
         events[step, "learning rate"] = {("", ""): rates}
 
+    observer = Callback(None, trainer)
+    observer.after_backward = observe  # type: ignore[method-assign]
+    trainer.callbacks.by_name["observer"] = observer
     events[0, "evaluation"] = _number(trainer.validate().loss)
     for step, batch in zip(range(1, steps + 1), trainer.batches(), strict=False):
-        metrics = trainer.train_step(iter([batch]), observe)
+        metrics = trainer.train_step(iter([batch]))
         assert metrics is not None
         events[step, "samples"] = _number(_content(batch))
         events[step, "forward"] = _number(metrics.loss)
@@ -107,7 +111,7 @@ def follow(project: str, options: tuple[str, ...], steps: int) -> dict[Event, Va
         events[step, "state"] = _held([shard for shard in shards if shard.kind != "param"])
     events[steps, "evaluation"] = _number(trainer.validate().loss)
     try:
-        trainer._save(best=False, background=False)
+        trainer._save(background=False)
     except CheckpointError as error:  # that nothing can be saved is an effect too
         events[steps, "export"] = {("", repr(error)): np.zeros(())}
         return events

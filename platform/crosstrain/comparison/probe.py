@@ -64,7 +64,9 @@ class Probe(Callback):
         self._keep("gradients", shards)
         gradients, ranks = self.measure(shards, [self.reader("gradients")], lambda g, r: [g - r[0], r[0]])
         recorded = {"gradients": gradients, "gradient_ranks": ranks, "gradient_spread": self.spread(shards)}
-        recorded |= {"rates": rates, "projections": self.project(shards), "held_gradients": self.held(shards)}
+        recorded |= {"rates": rates, "held_gradients": self.held(shards)}
+        if not self.steps:  # of the first step alone the weights of the micro batches are solved for
+            recorded["projections"] = self.project(shards)
         self.steps.append(recorded)
         self.seconds += time.perf_counter() - started
 

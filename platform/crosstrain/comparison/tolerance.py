@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 Record = dict[str, Any]  # of a contestant, by its rank 0; see worker.py
@@ -80,10 +81,13 @@ class Noise:
     factor: float
     by_name: dict[str, float]  # of the reference from itself
 
+    @cached_property
+    def _median(self) -> float:
+        return statistics.median(self.by_name.values()) if self.by_name else 0.0
+
     def limit(self, name: str) -> float:
         """The largest difference of a tensor: a multiple of its own noise, or of its group's median."""
-        median = statistics.median(self.by_name.values()) if self.by_name else 0.0
-        return max(self.floor, self.factor * max(self.by_name.get(name, median), median))
+        return max(self.floor, self.factor * max(self.by_name.get(name, 0.0), self._median))
 
 
 @dataclass(frozen=True)
