@@ -139,7 +139,7 @@ def test_a_script_without_a_guard_trains_evaluates_and_compares(workspace: Works
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("begins") == 1
-    assert done.stdout.endswith("20 True [] ['ddp', 'ddp reversed', 'ddp@2'] True\n")
+    assert done.stdout.endswith("20 True [] ['ddp', 'ddp (noise)', 'ddp@2'] True\n")
     same = workspace.train("cli", nproc=2)
     rows = [json.loads(line) for line in (workspace.path / "two" / "metrics.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in rows] == same.column("loss")

@@ -133,7 +133,7 @@ def test_the_accuracy_of_a_language_model_is_of_all_its_tokens(workspace: Worksp
 
 
 def _accuracies(checkpoint: Path, output: Path) -> tuple[float, float]:
-    """The accuracy by `evaluate`, which does not have the plugin of the other metric, and by transformers' logits."""
+    """The accuracy by `evaluate`, which does not have the plugin of the other metric, and by an export's logits."""
     from transformers import AutoModelForCausalLM
 
     from crosstrain.cli.main import main
@@ -142,9 +142,11 @@ def _accuracies(checkpoint: Path, output: Path) -> tuple[float, float]:
 
     options = ["--options", "run.runner=ddp"]
     assert not main(["evaluate", "--checkpoint", str(checkpoint), "--splits", "val", "--output", str(output), *options])
+    export = output.with_name("export")
+    assert not main(["export", "--checkpoint", str(checkpoint), "--output", str(export)])
     split = open_split(saved_config(checkpoint, []), "val")
     batch = split.collate([split.get(index, np.random.default_rng()) for index in range(len(split))])
-    likeliest = AutoModelForCausalLM.from_pretrained(checkpoint)(input_ids=batch["input_ids"]).logits.argmax(-1)
+    likeliest = AutoModelForCausalLM.from_pretrained(export)(input_ids=batch["input_ids"]).logits.argmax(-1)
     expected = (likeliest == batch["labels"]).float().mean().item()
     return json.loads(output.read_text())["splits"]["val"]["accuracy"], expected
 
