@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import statistics
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +50,9 @@ def compare(
     sized = [_sized(text, nproc_per_node) for text in runners]
     with tempfile.TemporaryDirectory(prefix="crosstrain-compare-", dir=scratch) as folder, main_hidden():
         contestants = _contestants(project, options, runners, sized, Path(folder))
+        # Workers are forked from a process that has imported what takes them seconds.
+        models = [name for name in sys.modules if name.startswith("transformers.models.")]
+        multiprocessing.set_forkserver_preload([compare_worker.__module__, *models])
         race = _Race(Path(folder), steps, deep)
         return Comparison(race.run(contestants), race.results)
 
@@ -164,7 +169,7 @@ class _Race:
         last = self.steps if self.deep else 0
         save = self.deep and role == "contestant" and not resumed
         job = Job(role, self.scratch / "reference", result, steps, last, save, resumed, uneven=self.deep)
-        if launch(compare_worker, (config.plain, job), Launch(size, True, False, True)):
+        if launch(compare_worker, (config.plain, job), Launch(size, True, False, True, start_method="forkserver")):
             raise UserError("stopped before everything was compared")
         self.results[label] = json.loads(result.read_text())
         return self.results[label]

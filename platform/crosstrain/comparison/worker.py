@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from crosstrain.checkpoint.files import Reader
@@ -49,6 +51,7 @@ class Job:
 
 def compare_worker(plain: dict[str, Any], job: Job) -> int:
     """Train a contestant on this rank and return 0 or a signal; rank 0 writes the record to `job.result`."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # it was forked with another number
     config = Config.from_plain(plain)
     runner = make_runner(config)
     runner.setup()

@@ -109,7 +109,7 @@ class _Agent(LocalElasticAgent):
             local_addr=rendezvous.local_addr,
         )  # fmt: skip
         super().__init__(
-            spec, DefaultLogsSpecs(), exit_barrier_timeout=_EXIT_TIMEOUT, shutdown_timeout=_SHUTDOWN_TIMEOUT
+            spec, DefaultLogsSpecs(), how.start_method, _EXIT_TIMEOUT, shutdown_timeout=_SHUTDOWN_TIMEOUT
         )
         self._remaining_restarts = restarts_left
         self._stop = stop

@@ -28,6 +28,7 @@ class Launch:
     is_first: bool  # this process is the launcher on node 0, the only worker, or rank 0
     nodes: Nodes | None = None  # None: this machine alone
     max_restarts: int = 0
+    start_method: str = "spawn"  # of multiprocessing
 
     @staticmethod
     def detect(nproc_per_node: int | None, device: str, nodes: Nodes | None = None, max_restarts: int = 0) -> Launch:
