@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from crosstrain import Row, TrackedRun, Tracker, registry
 from crosstrain.checkpoint.run_folder import RunFolder
@@ -13,7 +14,7 @@ from crosstrain.utils.units import finite
 class JsonlTracker(Tracker):
     """metrics.jsonl: one JSON object per logged step, there when the step is done; no step stands twice."""
 
-    def __init__(self, options: Tracker.Options, run: TrackedRun) -> None:
+    def __init__(self, options: Any, run: TrackedRun) -> None:
         super().__init__(options, run)
         self._path = RunFolder(run.folder).metrics
         if self._path.exists():

@@ -16,7 +16,7 @@ from crosstrain.utils.files import append
 class TensorBoardTracker(Tracker):
     """TensorBoard: curves, generated text, the configuration and the hyper-parameters."""
 
-    def __init__(self, options: Tracker.Options, run: TrackedRun) -> None:
+    def __init__(self, options: Any, run: TrackedRun) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from torch.utils.tensorboard.summary import hparams
 

@@ -16,7 +16,7 @@ from crosstrain.config.foreign_keys import NONE, UNNEEDED, foreign_hint, origins
 from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import RunOptions
-from crosstrain.config.schema import Checker, Component
+from crosstrain.config.schema import Checker, Component, options_class
 from crosstrain.utils.errors import ConfigError
 
 ANSWERS = sorted({answer for origin in origins().values() for answer in origin.answers.maps[0].values()})
@@ -45,7 +45,7 @@ def exists(cls: type, names: list[str]) -> bool:
 
 
 def options(kind: str) -> list[type]:
-    return [registry.get(kind, name).Options for name in registry.names(kind)]
+    return [options_class(kind, registry.get(kind, name)) for name in registry.names(kind)]
 
 
 @pytest.mark.parametrize("answer", [a for a in ANSWERS if not a.startswith((NONE, UNNEEDED))])

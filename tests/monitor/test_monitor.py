@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from conftest import Workspace
 from crosstrain.config.registry import registry
-from crosstrain.monitor.tracker import TrackedRun, Tracker
+from crosstrain.monitor.tracker import TrackedRun
 from crosstrain.utils.timers import Timers
 
 
@@ -18,7 +18,7 @@ def test_metrics_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     rows = [{"step": step, "loss": 1.0 / step} for step in range(1, 8)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 8, "lo')
-    tracker = registry.get("tracker", "jsonl")(Tracker.Options(), TrackedRun(tmp_path, {}, resumed_step=5))
+    tracker = registry.get("tracker", "jsonl")(None, TrackedRun(tmp_path, {}, resumed_step=5))
     tracker.log({"step": 6, "loss": 0.5})
     tracker.close(finished=True)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]

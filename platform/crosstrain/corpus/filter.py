@@ -24,10 +24,6 @@ class Filter:
     result depends on the options and the document alone, so a restart or another number of workers changes nothing.
     """
 
-    @dataclass
-    class Options:
-        """Options of a filter that has none."""
-
     def __init__(self, options: Any) -> None:
         self.options = options
 

@@ -97,10 +97,6 @@ class Reader(ABC):
     suffixes: ClassVar[tuple[str, ...]] = ()  # of the files that it reads where no reader is named
     shared_options: ClassVar[tuple[str, ...]] = ()  # options that a recipe sets for all its readers
 
-    @dataclass
-    class Options:
-        """Options of a reader that has none; it needs no path, so its name alone is an input."""
-
     fetch_counts: dict[str, int]  # numbers that `fetch` has for the report, by name
 
     def __init__(self, options: Any) -> None:

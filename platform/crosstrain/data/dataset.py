@@ -35,10 +35,6 @@ class Dataset(ABC):
     from any process. Subclasses accept (options, split).
     """
 
-    @dataclass
-    class Options:
-        """Options of a dataset that has none."""
-
     vocab_size: int | None = None  # bound of the ids in samples; checked against the model's
     sequence_length: int | None = None  # longest sample in tokens; checked against the model's limit
     tokenizer_path: Path | None = None  # a folder; its tokenizer's files are copied into every checkpoint

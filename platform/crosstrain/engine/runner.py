@@ -48,10 +48,6 @@ class Runner(HeldState):
     evaluation).
     """
 
-    @dataclass
-    class Options:
-        """A runner without options of its own."""
-
     needs_process_group = False  # True: the engine needs torch's process group even for a single process
     takes_quantized = True  # False: a model with parameters in few bits (`Model.quantized`) is refused
     saves_memory: ClassVar[tuple[str, ...]] = ()  # settings of options, option=value, that a plan tries as well

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -16,10 +15,6 @@ class Metric(ABC):
 
     Validation and `crosstrain evaluate` ask it about every batch, after a forward of its own.
     """
-
-    @dataclass
-    class Options:
-        """A metric without options of its own."""
 
     token_hits: ClassVar[str | None] = None  # of a language model: a share of hits, in place of `sums`
 

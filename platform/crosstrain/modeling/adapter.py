@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any
 
 from crosstrain.modeling.base import Model
@@ -16,10 +15,6 @@ class Adapter(ABC):
     parameters are (`Model.canonical_name`, `initialize`, `tensor_parallel_plan`, `pretrained_sources`), so that every
     runner, checkpoint and export takes it without knowing of it.
     """
-
-    @dataclass
-    class Options:
-        """An adapter without options of its own."""
 
     def __init__(self, options: Any) -> None:
         self.options = options

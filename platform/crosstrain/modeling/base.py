@@ -79,10 +79,6 @@ class Model(nn.Module, ABC):
     for the same weights. Checkpoints and initial values are keyed by them.
     """
 
-    @dataclass
-    class Options:
-        """A model without options of its own."""
-
     takes_positions = False  # True: `forward` takes position_ids and attention_mask, see `LanguageModel.forward`
     reads_across = False  # True: modules in a block read weights of others there, which have to be whole
     head: Head = Head()  # the end of a language model's forward; a runner may replace it

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,10 +21,6 @@ class Objective(ABC):
     summed over the micro batches and ranks of a step and divided by the step's `units`, so that every runner and batch
     layout minimises the same.
     """
-
-    @dataclass
-    class Options:
-        """An objective without options of its own."""
 
     fields: ClassVar[tuple[str, ...]] = ()  # of the batch, which the model does not read
     row_layout: ClassVar[str | None] = None  # `Dataset.row_layout` of the datasets that it takes

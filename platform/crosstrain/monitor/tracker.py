@@ -44,10 +44,6 @@ class Tracker(ABC):
 
     remote = False  # True: calls may take long, as over a network, and are made in a thread of the tracker's own
 
-    @dataclass
-    class Options:
-        """A tracker without options of its own."""
-
     @classmethod  # noqa: B027 - most need nothing
     def check(cls, options: Any) -> None:
         """Raise UserError if something is missing, such as a package or a login; no worker exists yet."""

@@ -6,7 +6,7 @@ import json
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +30,6 @@ class Callback:
     boxes of `shards` are filled in from the checkpoint. All ranks call its methods at the same moments. It may call
     `trainer.end` and `trainer.save_as`.
     """
-
-    @dataclass
-    class Options:
-        """A callback without options of its own."""
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
