@@ -6,99 +6,23 @@ Called through torch.distributed, so that the watchdog sees them.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Grad = tuple[Tensor, None]
 
-
-class Copy(torch.autograd.Function):
-    """The identity; gradients are summed over the ranks, each of which used its copy in another way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Grad:
-        return _sum(grad.clone(), ctx.group), None
-
-
-class Reduce(torch.autograd.Function):
-    """The sum over the ranks; gradients are the same everywhere already.
-
-    In memory of its own, because gradient checkpointing may keep `x`.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _sum(x.clone(), group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Grad:
-        return grad, None
-
-
-class Gather(torch.autograd.Function):
-    """All of a sequence of which each rank has a part; gradients are summed, and each rank gets its part of them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Grad:
-        return _scatter_sum(grad, ctx.group), None
-
-
-class ReduceScatter(torch.autograd.Function):
-    """This rank's part, along the sequence, of the sum over the ranks; gradients are gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _scatter_sum(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Grad:
-        return _gather(grad, ctx.group), None
-
-
-class Split(torch.autograd.Function):
-    """This rank's part of a sequence that all ranks have; gradients are gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _part(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Grad:
-        return _gather(grad, ctx.group), None
-
-
-class Unsplit(torch.autograd.Function):
-    """All of a sequence of which each rank has a part; gradients are the same everywhere, and each takes its part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Grad:
-        return _part(grad, ctx.group), None
+def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.view_as(x)
 
 
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    assert x.is_contiguous()
-    dist.all_reduce(x, group=group)
-    return x
+    """The sum over the ranks, in memory of its own, because gradient checkpointing may keep `x`."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def _part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -120,3 +44,55 @@ def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = torch.empty_like(parts[0])
     dist.reduce_scatter_single(out, parts.flatten(0, 1), group=group)
     return out
+
+
+class _Exchange(torch.autograd.Function):
+    """An exchange of activations, (tensor, group) -> tensor, and its transpose, of gradients."""
+
+    exchange: ClassVar[Callable[[Tensor, dist.ProcessGroup], Tensor]]
+    transpose: ClassVar[Callable[[Tensor, dist.ProcessGroup], Tensor]]
+
+    @classmethod
+    def forward(cls, ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
+        ctx.group = group
+        return cls.exchange(x, group)
+
+    @classmethod
+    def backward(cls, ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return cls.transpose(grad, ctx.group), None
+
+
+class Copy(_Exchange):
+    """The identity; gradients are summed over the ranks, each of which used its copy in another way."""
+
+    exchange, transpose = _same, _sum
+
+
+class Reduce(_Exchange):
+    """The sum over the ranks; gradients are the same everywhere already."""
+
+    exchange, transpose = _sum, _same
+
+
+class Gather(_Exchange):
+    """All of a sequence of which each rank has a part; gradients are summed, and each rank gets its part of them."""
+
+    exchange, transpose = _gather, _scatter_sum
+
+
+class ReduceScatter(_Exchange):
+    """This rank's part, along the sequence, of the sum over the ranks; gradients are gathered."""
+
+    exchange, transpose = _scatter_sum, _gather
+
+
+class Split(_Exchange):
+    """This rank's part of a sequence that all ranks have; gradients are gathered."""
+
+    exchange, transpose = _part, _gather
+
+
+class Unsplit(_Exchange):
+    """All of a sequence of which each rank has a part; gradients are the same everywhere, and each takes its part."""
+
+    exchange, transpose = _gather, _part

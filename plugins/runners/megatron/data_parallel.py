@@ -95,10 +95,7 @@ class DDPStrategy:
     def reduce_grads(self) -> None:
         """Wait until every `owned` has its gradient."""
         if self.group.size == 1:
-            for share in self.shares:
-                gradient, share.parameter.grad = share.parameter.grad, None
-                share.owned.grad = None if gradient is None else local(gradient)
-            return
+            return self._hand_over()
         for bucket in self.buckets:
             if bucket.finish is None:  # some parameter had no part in some forward
                 bucket.finish = self._exchange(bucket.shares)
@@ -106,6 +103,12 @@ class DDPStrategy:
             finish, bucket.finish = bucket.finish, None  # which holds on to what was sent
             assert finish is not None
             finish()
+
+    def _hand_over(self) -> None:
+        """Give each `owned` the gradient of its parameter."""
+        for share in self.shares:
+            gradient, share.parameter.grad = share.parameter.grad, None
+            share.owned.grad = None if gradient is None else local(gradient).reshape(share.owned.shape)
 
     def _exchange(self, shares: list[Share]) -> Callable[[], None]:
         """Begin to sum the gradients of a bucket; the returned function waits for them."""
@@ -150,13 +153,6 @@ class ZeRO1Strategy(DDPStrategy):
         if not share.parameter.requires_grad:
             return super().pieces(share, held)
         return flat_range_pieces(held, share.slice_shape, share.start)
-
-    def reduce_grads(self) -> None:
-        if self.group.size > 1:
-            return super().reduce_grads()
-        for share in self.shares:
-            gradient, share.parameter.grad = share.parameter.grad, None
-            share.owned.grad = None if gradient is None else local(gradient).reshape(-1)
 
     def _exchange(self, shares: list[Share]) -> Callable[[], None]:
         rows = [self._padded(_take_gradient(share)) for share in shares]
@@ -235,9 +231,6 @@ class FSDPStrategy(DDPStrategy):
         self.model = model
         self.gradient_divisor = group.size
 
-    def own(self, parameter: nn.Parameter) -> tuple[Tensor, int]:
-        return local(parameter.detach()), 0
-
     def watch(self, shares: list[Share]) -> None:
         self.shares = [share for share in shares if share.parameter.requires_grad]
         for share in shares:
@@ -260,8 +253,7 @@ class FSDPStrategy(DDPStrategy):
         self.reshard()  # a frozen stage has had no backward that would
         for share in self.shares:
             share.owned.data = local(share.parameter.detach())  # FSDP may have moved it when it began
-            gradient, share.parameter.grad = share.parameter.grad, None
-            share.owned.grad = None if gradient is None else local(gradient)
+        self._hand_over()
 
     def reshard(self) -> None:
         """Free parameters that a forward without a backward has left gathered."""
