@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from crosstrain.data.chat_template import ChatError, ChatTemplate, targets
+from crosstrain.data.chat_template import ChatError, ChatTemplate, EncodedChat
 from fixtures_chat import SHAPES, Shape, conversation, write_tokenizer
 
 CONVERSATIONS = 200
 USABLE = [name for name, shape in SHAPES.items() if shape.refused is None]
+
+
+def targets(encoded: EncodedChat) -> list[list[int]]:
+    """The runs of target tokens."""
+    pairs = zip(encoded.ids, encoded.is_target, strict=True)
+    return [[token for token, _ in run] for learned, run in groupby(pairs, itemgetter(1)) if learned]
 
 
 def expected(shape: Shape, message: dict[str, Any]) -> str:

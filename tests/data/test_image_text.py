@@ -147,7 +147,7 @@ def test_chats_are_tokenised_as_the_template_says_and_the_assistant_is_learned(w
     messages = [{"role": role, "content": text} for role, text in turns]
     expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=False)
     assert tokens.ids == expected
-    learned = [theirs.decode([i]) for i, learn in zip(tokens.ids, tokens.learned, strict=True) if learn]
+    learned = [theirs.decode([i]) for i, learn in zip(tokens.ids, tokens.is_target, strict=True) if learn]
     assert learned == ["red", "<|im_end|>", "top", "left", "<|im_end|>"]
     asked = encoder.encode([Message("user", "<image>where")], answering=True).ids
     assert asked.count(IMAGE_ID) == 3

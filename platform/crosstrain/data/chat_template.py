@@ -202,16 +202,3 @@ def _strings(value: Any) -> Iterator[str]:
 def _dense(text: Any) -> str:
     """Text without white space, which templates strip and add."""
     return "".join(text.split()) if isinstance(text, str) else ""
-
-
-def targets(encoded: EncodedChat) -> Iterator[list[int]]:
-    """Yield the runs of target tokens."""
-    run: list[int] = []
-    for token, learned in zip(encoded.ids, encoded.is_target, strict=True):
-        if learned:
-            run.append(token)
-        elif run:
-            yield run
-            run = []
-    if run:
-        yield run

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from crosstrain.data.chat_template import EncodedChat
 from crosstrain.data.tokenizer import TextTokenizer
 from crosstrain.utils.errors import DataError
 from crosstrain.utils.types import IGNORE_INDEX, Batch, Sample
@@ -39,14 +40,6 @@ Conversation = list[Message]
 
 class SampleError(Exception):
     """A sample that cannot be used, with the reason; the dataset decides how to go on."""
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """A conversation's ids, and a flag for each that is to be learned."""
-
-    ids: list[int]
-    learned: list[bool]
 
 
 class ConversationEncoder:
@@ -78,7 +71,7 @@ class ConversationEncoder:
             raise DataError(f"the tokenizer has no token {token}, which conversations need; use Qwen's")
         return found
 
-    def encode(self, conversation: Conversation, *, answering: bool = False) -> Tokens:
+    def encode(self, conversation: Conversation, *, answering: bool = False) -> EncodedChat:
         """Encode a conversation; with `answering`, up to the beginning of the assistant's next words."""
         parts: list[tuple[list[int], bool]] = []  # (ids, to be learned)
         for message in conversation:
@@ -91,7 +84,7 @@ class ConversationEncoder:
                 parts += [(content, answer), ([self.tokenizer.end_id] if answer else [], True)]
         if answering and self.style == "chat":
             parts.append(([self.start, *self._text("assistant\n")], False))
-        return Tokens([i for ids, _ in parts for i in ids], [learn for ids, learn in parts for _ in ids])
+        return EncodedChat([i for ids, _ in parts for i in ids], [learn for ids, learn in parts for _ in ids])
 
     def prompt(self, conversation: Conversation, pixels: np.ndarray | None) -> Sample:
         """Return a sample without labels that ends where an answer begins; pixels [images, 3, H, W]."""
@@ -106,7 +99,7 @@ class ConversationEncoder:
         conversation at a time. Raises SampleError if nothing is to be learned.
         """
         encoded = [self.encode(c) for c in conversations]
-        if not encoded or not all(any(tokens.learned) for tokens in encoded):
+        if not encoded or not all(any(tokens.is_target) for tokens in encoded):
             raise SampleError("there is no assistant turn, so nothing to learn")
         if len(encoded) == 1:
             return _arrays(encoded[0].ids[:-1], _labels(encoded[0]))
@@ -122,11 +115,11 @@ class ConversationEncoder:
         more = {"segments": np.array(segments, np.int64), "position_ids": np.array(positions, np.int64)}
         return _arrays(ids, labels) | more
 
-    def _shared(self, encoded: list[Tokens]) -> int:
+    def _shared(self, encoded: list[EncodedChat]) -> int:
         """Return the number of tokens that all conversations begin with, up to the one before the first learned."""
         same = (len(set(column)) == 1 for column in zip(*(t.ids for t in encoded), strict=False))
         shared = sum(1 for _ in itertools.takewhile(bool, same))
-        shared = min(shared, *(tokens.learned.index(True) - 1 for tokens in encoded))
+        shared = min(shared, *(tokens.is_target.index(True) - 1 for tokens in encoded))
         if any(IMAGE_ID in tokens.ids[shared:] for tokens in encoded):
             raise SampleError("conversations about the same images must all begin with these images")
         return shared
@@ -136,9 +129,9 @@ class ConversationEncoder:
         return self._text(first) + [i for part in rest for i in (*self.image, *self._text(part))]
 
 
-def _labels(tokens: Tokens) -> list[int]:
+def _labels(tokens: EncodedChat) -> list[int]:
     """Return the target at each position but the last: the next token, if it is to be learned."""
-    pairs = zip(tokens.ids[1:], tokens.learned[1:], strict=True)
+    pairs = zip(tokens.ids[1:], tokens.is_target[1:], strict=True)
     return [token if learned else IGNORE_INDEX for token, learned in pairs]
 
 
