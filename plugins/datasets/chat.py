@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,7 +28,7 @@ from crosstrain import (
 from crosstrain.corpus.chat import ChatSource, prepare_chat
 from crosstrain.data.indexed_dataset import TokenFile
 from crosstrain.data.packing import pack
-from crosstrain.data.tokenizer import TextTokenizer, cached_folder, load_tokenizer
+from crosstrain.data.tokenizer import load_cached
 
 
 @dataclass
@@ -70,11 +70,11 @@ class ConversationDataset(Dataset):
     def prepared(cls, options: Any) -> Path:
         """The folder of the rendered conversations, made if it is not there."""
         paths = (options.path,) if isinstance(options.path, str) else tuple(options.path)
-        return prepare_chat(cls.source(options, paths, _tokenizer(options.tokenizer, options.chat_template)[1]))
+        return prepare_chat(cls.source(options, paths, load_cached(options.tokenizer, options.chat_template)[1]))
 
     def __init__(self, options: Any, split: Split) -> None:
         super().__init__(options, split)
-        tokenizer, self.tokenizer_path = _tokenizer(options.tokenizer, options.chat_template)
+        tokenizer, self.tokenizer_path = load_cached(options.tokenizer, options.chat_template)
         self.vocab_size, self.sequence_length = tokenizer.vocab_size, options.seq_length
         self.folder = self.prepared(options)
         self.file = TokenFile(self.folder / "tokens")
@@ -182,12 +182,3 @@ class Chat(ConversationDataset):
 @lru_cache(maxsize=4)
 def _places(folder: Path) -> list[str]:
     return (folder / "places.txt").read_text(encoding="utf-8").split("\n")
-
-
-@lru_cache(maxsize=4)
-def _tokenizer(spec: str, template: str | None) -> tuple[TextTokenizer, Path]:
-    """Return the tokenizer and a folder of it, which has the template if one is given."""
-    tokenizer = load_tokenizer(spec)
-    if template is not None:
-        tokenizer = replace(tokenizer, chat_template=template)
-    return tokenizer, cached_folder(tokenizer)

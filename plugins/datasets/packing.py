@@ -16,6 +16,7 @@ from webdataset import ShardWriter
 from crosstrain import DataError, FilePath, OptionError, PositiveInt
 from crosstrain.corpus.prepare import output_lock
 from crosstrain.data.vision.image_dataset import LARGEST_IMAGE
+from crosstrain.utils.errors import os_errors_as
 from crosstrain.utils.files import read_regular, write_json
 
 from .annotations import read_annotations
@@ -57,10 +58,8 @@ def _sample(number: int, entry: dict[str, Any], folder: Path) -> dict[str, Any]:
     names = entry.get("images", [])
     for i, name in enumerate(names):
         extension = Path(name).suffix.lower().removeprefix(".") or "jpg"
-        try:
+        with os_errors_as(DataError, f"{folder / name} cannot be read"):
             sample[f"{i}.{extension}" if len(names) > 1 else extension] = read_regular(folder / name, LARGEST_IMAGE)
-        except OSError as error:
-            raise DataError(f"{folder / name} cannot be read ({error.strerror})") from None
     annotation = {key: value for key, value in entry.items() if key != "images"}
     sample["json"] = json.dumps(annotation if names else annotation | {"text_only": True}).encode()
     return sample

@@ -22,6 +22,7 @@ from filelock import FileLock
 from webdataset.gopen import gopen, gopen_schemes
 
 from crosstrain import DataError, check_command
+from crosstrain.utils.errors import os_errors_as
 from crosstrain.utils.files import cache_folder, open_regular, write_atomically
 from crosstrain.utils.resource_limits import OutOfTime, timed
 
@@ -162,10 +163,8 @@ def _index_path(path: Path, cache: Path) -> Path:
 
 def _state(path: Path) -> dict[str, int]:
     """Return values that change with a shard. DataError if there is none."""
-    try:
+    with os_errors_as(DataError, f"the shard {path} cannot be opened"):
         found = path.stat()
-    except OSError as error:
-        raise DataError(f"the shard {path} cannot be opened ({error.strerror})") from None
     if not stat.S_ISREG(found.st_mode):
         raise DataError(f"the shard {path} cannot be opened (not a regular file)")
     return {"version": _VERSION, "bytes": found.st_size, "modified": found.st_mtime_ns}
@@ -242,15 +241,12 @@ class Shards:
         """Return (shard and key, content by extension) of a sample. DataError if the shard has changed."""
         path, key, files = self._find(index)
         content = {}
-        try:
-            with open(path, "rb") as file:
-                for extension, (start, size) in files.items():
-                    file.seek(start)
-                    content[extension] = file.read(size)
-                    if len(content[extension]) < size:
-                        raise DataError(f"the shard {path} ends within {key}.{extension}")
-        except OSError as error:
-            raise DataError(f"the shard {path} cannot be read ({error.strerror})") from None
+        with os_errors_as(DataError, f"the shard {path} cannot be read"), open(path, "rb") as file:
+            for extension, (start, size) in files.items():
+                file.seek(start)
+                content[extension] = file.read(size)
+                if len(content[extension]) < size:
+                    raise DataError(f"the shard {path} ends within {key}.{extension}")
         return f"{path.name}: {key}", content
 
     def name(self, index: int) -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crosstrain import DataError, Document, FilePath, Reader, Task, Text, registry, require
-from crosstrain.corpus.io import existing
+from crosstrain import DataError, Document, FilePath, Reader, Task, Text, registry
+from crosstrain.corpus.io import existing, saved_dataset
 from crosstrain.corpus.reader import cell, check_column
 
 _ROWS = 4096  # in a task
@@ -48,11 +48,7 @@ class HuggingFaceReader(Reader):
         return [path / name for name in wanted]
 
     def _open(self, folder: Path) -> Any:
-        library = require("datasets", f"reading {folder}")
-        try:
-            table = library.load_from_disk(str(folder))
-        except Exception as error:  # whatever of its many parts finds fault
-            raise DataError(f"{folder} cannot be read as a Hugging Face dataset: {error}") from None
+        table = saved_dataset(folder)
         check_column(folder, table.column_names, self.options.text_key)
         return table
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from crosstrain.utils import paths
-from crosstrain.utils.errors import ConfigError, UserError
+from crosstrain.utils.errors import ConfigError, UserError, did_you_mean
 from crosstrain.utils.optional_deps import absent_package, missing
 
 T = TypeVar("T")
@@ -278,8 +278,8 @@ def _scan_file(file: Path, module: str) -> tuple[list[Entry], str | None]:
 def _complaint(attribute: str, kind: str) -> str:
     if kind in KINDS:
         return f"{attribute} takes one literal string, because the name is read without running the file"
-    near = difflib.get_close_matches(attribute, [f"register_{k}" for k in KINDS], n=1)
-    return f"registry has no {attribute}" + (f"; did you mean {near[0]}?" if near else "")
+    hint = did_you_mean(attribute, [f"register_{k}" for k in KINDS])
+    return f"registry has no {attribute}" + (f"; {hint}" if hint else "")
 
 
 def _definitions(body: list[ast.stmt]) -> Iterator[ast.ClassDef | ast.FunctionDef]:

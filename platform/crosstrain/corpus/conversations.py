@@ -13,7 +13,6 @@ from typing import Any
 from crosstrain.corpus import io
 from crosstrain.data.chat_template import ChatError
 from crosstrain.utils.errors import DataError
-from crosstrain.utils.optional_deps import require
 
 Row = dict[str, Any]
 _SPEAKERS = {
@@ -37,7 +36,7 @@ def rows(paths: Iterable[str]) -> Iterator[tuple[Row | str, str]]:
             continue
         path = io.existing(item)
         if path.is_dir() and (path / "state.json").is_file():
-            yield from _saved(path)
+            yield from ((_given(row), f"{path}, row {number}") for number, row in enumerate(io.saved_dataset(path)))
             continue
         files = [file for file in io.files_below(path) if io.has_suffix(file, _SUFFIXES)] if path.is_dir() else [path]
         splits = {found[1] for file in files if (found := _SPLIT.match(file.name))}
@@ -76,13 +75,9 @@ def _object(entry: Any) -> Row | str:
 
 
 def _parquet(file: Path) -> Iterator[tuple[Row, str]]:
-    parquet, pyarrow = require("pyarrow.parquet", f"reading {file}"), require("pyarrow", f"reading {file}")
-    try:
-        with parquet.ParquetFile(file) as table:
-            entries = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches(1024))
-            yield from ((_given(row), f"{file}, row {number}") for number, row in enumerate(entries))
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{file} is not a readable Parquet file: {error}") from None
+    with io.parquet_table(file) as table:
+        entries = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches(1024))
+        yield from ((_given(row), f"{file}, row {number}") for number, row in enumerate(entries))
 
 
 def _docstrings() -> Iterator[tuple[Row, str]]:
@@ -100,15 +95,6 @@ def _docstrings() -> Iterator[tuple[Row, str]]:
     for (name, text, place), (_, other, _) in zip(found, [*found[len(found) // 2 :], *found], strict=False):
         asked = f"What does Python's {name} do?"
         yield {"prompt": asked, "completion": text, "chosen": text, "rejected": other}, place
-
-
-def _saved(folder: Path) -> Iterator[tuple[Row, str]]:
-    library = require("datasets", f"reading {folder}")
-    try:
-        table = library.load_from_disk(str(folder))
-    except Exception as error:  # whatever of its many parts finds fault
-        raise DataError(f"{folder} cannot be read as a Hugging Face dataset: {error}") from None
-    yield from ((_given(row), f"{folder}, row {number}") for number, row in enumerate(table))
 
 
 def _given(value: Any) -> Any:

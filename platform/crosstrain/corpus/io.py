@@ -1,4 +1,4 @@
-"""Open files and streams of bytes, compressed or not, with one clear error where one cannot be read."""
+"""Open files, compressed or not, and tables, with one clear error where one cannot be read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
-from crosstrain.utils.errors import DataError
+from crosstrain.utils.errors import DataError, first_line
 from crosstrain.utils.files import open_regular
 from crosstrain.utils.optional_deps import require
 
@@ -76,6 +76,29 @@ class _Decompressed:
         if size < 0 and len(data) > _MAX_READ:
             raise ValueError(f"it holds more than {_MAX_READ >> 30} GiB in one document; decompress and separate it")
         return data
+
+
+@contextmanager
+def parquet_table(file: Path) -> Iterator[Any]:
+    """Open a Parquet file with pyarrow. DataError if it, or data read from it in the block, is damaged."""
+    pyarrow, parquet = require("pyarrow", f"reading {file}"), require("pyarrow.parquet", f"reading {file}")
+    try:
+        table = parquet.ParquetFile(pyarrow.OSFile(os.fsencode(file)))  # names need not be UTF-8
+        try:
+            yield table
+        finally:
+            table.close(force=True)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{file} is not a readable Parquet file: {first_line(error)}") from None
+
+
+def saved_dataset(folder: Path) -> Any:
+    """Open a folder that `datasets.save_to_disk` wrote. DataError if it is damaged."""
+    library = require("datasets", f"reading {folder}")
+    try:
+        return library.load_from_disk(str(folder))
+    except Exception as error:  # whatever of its many parts finds fault
+        raise DataError(f"{folder} cannot be read as a Hugging Face dataset: {error}") from None
 
 
 def existing(item: str) -> Path:

@@ -13,7 +13,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -209,6 +209,15 @@ def cached_folder(tokenizer: TextTokenizer) -> Path:
             if not folder.exists():  # otherwise it was saved before, with the same content
                 raise
     return folder
+
+
+@lru_cache(maxsize=8)
+def load_cached(spec: str, chat_template: str | None = None) -> tuple[TextTokenizer, Path]:
+    """Load a tokenizer, with another chat template if one is given; returns it and its `cached_folder`."""
+    tokenizer = load_tokenizer(spec)
+    if chat_template is not None:
+        tokenizer = replace(tokenizer, chat_template=chat_template)
+    return tokenizer, cached_folder(tokenizer)
 
 
 def _byte_level(tokenizer: Tokenizer) -> TextTokenizer:

@@ -7,7 +7,6 @@ import logging
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
@@ -20,7 +19,7 @@ from crosstrain.config.bounds import FilePath, PositiveInt
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Component
 from crosstrain.data.dataset import Dataset, Split
-from crosstrain.data.tokenizer import TextTokenizer, cached_folder, load_tokenizer
+from crosstrain.data.tokenizer import load_cached, load_tokenizer
 from crosstrain.data.vision.conversations import (
     Conversation,
     ConversationEncoder,
@@ -152,7 +151,7 @@ class ImageDataset(VqaDataset):
         super().__init__(options, split)
         if options.tokenizer is None:
             raise DataError(f"{self._name()} needs a tokenizer, the language model's: set datasets.<label>.tokenizer")
-        tokenizer, self.tokenizer_path = _tokenizer(options.tokenizer)
+        tokenizer, self.tokenizer_path = load_cached(options.tokenizer)
         self.vocab_size = tokenizer.vocab_size
         self.sequence_length = options.max_length
         kind = "train" if split == "train" else "eval"
@@ -282,9 +281,3 @@ def open_image_file(path: Path) -> Any:
 
 def _processor(component: Component) -> Any:
     return registry.get("processor", component.name)(component.options)
-
-
-@lru_cache(maxsize=4)
-def _tokenizer(spec: str) -> tuple[TextTokenizer, Path]:
-    tokenizer = load_tokenizer(spec)
-    return tokenizer, cached_folder(tokenizer)
