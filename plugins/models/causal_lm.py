@@ -1,7 +1,5 @@
 """Any causal language model of transformers, unmodified, by its configuration or its folder."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -17,15 +15,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from crosstrain import ConfigError, OptionError, Text, TransformersModel, UserError, pretrained_folder, registry
 from crosstrain.modeling.attention import Attention
-from crosstrain.modeling.hf_causal_lm import LARGEST_SIZE, MOST_LAYERS, Size, check_published
+from crosstrain.modeling.hf_causal_lm import LARGEST_SIZE, MOST_LAYERS, SIZES, Size, check_published
 from crosstrain.modeling.hf_internals import padded, without_initial_values
 from crosstrain.utils.errors import did_you_mean, sentence
 
-# Sizes of weights, under the names that every configuration knows.
-_SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "tie_word_embeddings",
-)  # fmt: skip
 # Keys of PreTrainedConfig that training does not use.
 _NOT_OF_TRAINING = {"name_or_path", "attn_implementation", "_commit_hash"}
 
@@ -78,7 +71,7 @@ def _config(options: CausalLM.Options, source: Path | None) -> PreTrainedConfig:
     else:
         published = AutoConfig.from_pretrained(source, trust_remote_code=False)
         _check_keys(published.model_type, options.config)
-        fixed = {key: value for key, value in options.config.items() if key in ("model_type", *_SIZES)}
+        fixed = {key: value for key, value in options.config.items() if key in ("model_type", *SIZES)}
         check_published(published, fixed, source)
         given = {key: value for key, value in options.config.items() if key != "model_type"}
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, **given)
@@ -94,7 +87,7 @@ def _config(options: CausalLM.Options, source: Path | None) -> PreTrainedConfig:
 def _check_values(given: Mapping[str, Any], config: PreTrainedConfig) -> None:
     """Raise ConfigError for values that a model can be built with but not run with."""
     named = {config.attribute_map.get(key, key) for key in given}
-    for key in (*_SIZES, "max_position_embeddings"):
+    for key in (*SIZES, "max_position_embeddings"):
         if config.attribute_map.get(key, key) not in named:
             continue
         size, most = _global(config, key), MOST_LAYERS if key == "num_hidden_layers" else LARGEST_SIZE

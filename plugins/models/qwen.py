@@ -1,7 +1,5 @@
 """Qwen2, Qwen2.5 and Qwen3: transformers' causal language models, unmodified."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -11,18 +9,14 @@ from transformers import PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3C
 
 from crosstrain import ConfigError, OptionError, PositiveFloat, Text, TransformersModel, pretrained_folder, registry
 from crosstrain.modeling.attention import Attention
-from crosstrain.modeling.hf_causal_lm import DropRate, Layers, Size, check_published
+from crosstrain.modeling.hf_causal_lm import SIZES, DropRate, Layers, Size, check_published
 from crosstrain.modeling.hf_internals import padded, without_initial_values
 
 _FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[nn.Module]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
-_OF_WEIGHTS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "tie_word_embeddings",
-)  # fmt: skip
-_SIZES = (*_OF_WEIGHTS, "max_position_embeddings", "initializer_range")
+_SIZES = (*SIZES, "max_position_embeddings", "initializer_range")
 
 
 @registry.register_model("qwen")
@@ -100,7 +94,7 @@ def _config(options: Qwen.Options, source: Path | None) -> PreTrainedConfig:
             raise ConfigError(f"model.pretrained: {source} is of type {family!r}; known: {', '.join(_FAMILIES)}")
     make = _FAMILIES[family][0]
     if source is not None:
-        fixed = {key: size for key, size in given.items() if key in _OF_WEIGHTS}
+        fixed = {key: size for key, size in given.items() if key in SIZES}
         check_published(make.from_pretrained(source), fixed, source)
     config = make.from_pretrained(source, **given) if source else make(**given)
     if options.rope_theta is not None:

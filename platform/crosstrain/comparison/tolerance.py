@@ -61,7 +61,7 @@ def largest(gradients: dict[str, list[float]]) -> tuple[float, str]:
 
 
 def steps_of(record: Record) -> dict[int, dict[str, Any]]:
-    """What was recorded of each step, by its number."""
+    """The records of the steps, by their numbers."""
     return {row["step"]: step for row, step in zip(record["rows"], record["steps"], strict=True)}
 
 

@@ -5,8 +5,6 @@ imported when one of its names is asked for, so a broken plugin, or one whose de
 nothing but itself, and listing the components imports nothing.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import importlib
@@ -29,10 +27,6 @@ from crosstrain.utils.optional_deps import absent_package, missing
 
 T = TypeVar("T")
 
-KINDS = (
-    "runner", "model", "adapter", "dataset", "processor", "objective", "optimizer", "lr_scheduler", "reader", "tracker",
-    "callback", "metric",
-)  # fmt: skip
 ENTRY_POINTS = "crosstrain.plugins"
 ENVIRONMENT = "CROSSTRAIN_PLUGINS"
 PACKAGE = "crosstrain_plugins"  # plugin folders and files are in this package, which exists in memory only
@@ -225,6 +219,9 @@ class Registry:
             failed = ", ".join(f"{paths.show(file)} ({reason})" for file, reason in self.broken.items())
             parts.append("plugins that failed: " + failed)
         return ConfigError("; ".join(parts))
+
+
+KINDS = tuple(name.removeprefix("register_") for name in vars(Registry) if name.startswith("register_"))
 
 
 def _claimed_twice(kind: str, name: str, first: str, second: str) -> ConfigError:

@@ -1,7 +1,5 @@
 """The base class of transformers' causal language models, whose modules are unmodified."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Mapping
@@ -22,6 +20,11 @@ from crosstrain.modeling.cross_entropy import Logits
 from crosstrain.utils.assets import GENERATION_CONFIG, copy_files, plain_files
 from crosstrain.utils.errors import ConfigError, DataError
 
+# Sizes of weights, under the names that every configuration knows.
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "tie_word_embeddings",
+)  # fmt: skip
 LARGEST_SIZE, MOST_LAYERS = 10_000_000, 10_000
 Size = Annotated[int, Interval(ge=1, le=LARGEST_SIZE)]  # of a vocabulary, a width, a length, or a number of heads
 Layers = Annotated[int, Interval(ge=1, le=MOST_LAYERS)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import reprlib
-import sys
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
@@ -21,6 +20,7 @@ from crosstrain.distributed.group import Group
 from crosstrain.engine.runner import Runner
 from crosstrain.utils.errors import CheckpointError
 from crosstrain.utils.logging import log
+from crosstrain.utils.units import is_number
 
 _LATER = {"left_out", "skipped", "bad_in_a_row", "overflows_in_a_row", "recent_losses", "callbacks", "ended_with"}
 
@@ -68,24 +68,20 @@ class State:
         sound = {
             "applied_steps": is_count(state.applied_steps),
             "samples": is_count(state.samples),
-            "best_loss": state.best_loss is None or _is_number(state.best_loss),
-            "scaler": isinstance(state.scaler, dict) and all(map(_is_number, state.scaler.values())),
+            "best_loss": state.best_loss is None or is_number(state.best_loss),
+            "scaler": isinstance(state.scaler, dict) and all(map(is_number, state.scaler.values())),
             "left_out": _are_rows(state.left_out, 2) and _ascend([n for row in state.left_out for n in row]),
             "skipped": _are_rows(state.skipped, 3),
             "bad_in_a_row": is_count(state.bad_in_a_row),
             "overflows_in_a_row": is_count(state.overflows_in_a_row),
             "callbacks": isinstance(state.callbacks, dict) and all(type(s) is dict for s in state.callbacks.values()),
             "ended_with": isinstance(state.ended_with, list),
-            "recent_losses": isinstance(state.recent_losses, list) and all(map(_is_number, state.recent_losses)),
+            "recent_losses": isinstance(state.recent_losses, list) and all(map(is_number, state.recent_losses)),
         }
         for name, fine in sound.items():
             if not fine:
                 raise CheckpointError(f"{checkpoint}: malformed state ({name} is {reprlib.repr(getattr(state, name))})")
         return state
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # neither infinite nor NaN
 
 
 def _are_rows(value: Any, width: int) -> bool:

@@ -1,9 +1,8 @@
 """Sizes and large numbers as people write them, and numbers by name."""
 
-from __future__ import annotations
-
 import math
 import re
+import sys
 from typing import Any
 
 from crosstrain.utils.errors import TrainingError, UserError
@@ -43,6 +42,11 @@ def show_number(value: float) -> str:
         if value >= factor:
             return f"{value / factor:.3g}{letter}"
     return f"{value:.3g}"
+
+
+def is_number(value: Any) -> bool:
+    """True for a parsed number that is finite, also as a float."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def finite(value: Any) -> Any:

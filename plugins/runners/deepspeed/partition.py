@@ -1,7 +1,5 @@
 """A rank's state under ZeRO: a contiguous range of each flattened parameter, found without communication."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import torch
@@ -18,9 +16,13 @@ class Partition(Protocol):
     def weight(self, parameter: nn.Parameter) -> Tensor: ...
     def state(self, parameter: nn.Parameter) -> dict[str, Any]: ...
     def gradient(self, parameter: nn.Parameter) -> Tensor | None: ...
-    def begin_step(self) -> None: ...
-    def refused(self) -> None: ...
     def loaded(self) -> None: ...
+
+    def begin_step(self) -> None:
+        """Forget the last step's gradients, if DeepSpeed has not done so."""
+
+    def refused(self) -> None:
+        """Restore gathered parameters after a step that was not applied."""
 
 
 def _narrow(state: dict[str, Any], whole: Tensor, start: int, length: int) -> dict[str, Any]:
@@ -31,7 +33,7 @@ def _narrow(state: dict[str, Any], whole: Tensor, start: int, length: int) -> di
     }
 
 
-class Stage12:
+class Stage12(Partition):
     """Stages 1 and 2: parameters are whole everywhere, and each rank updates one range of every group, flattened.
 
     DeepSpeed links each parameter to its fragment (`_hp_mapping`, None where the range misses it).
@@ -70,18 +72,12 @@ class Stage12:
         # With offloading a parameter that straddles two ranks' ranges may stand there whole.
         return gradient if gradient.numel() == here.numel else gradient.narrow(0, here.start, here.numel)
 
-    def begin_step(self) -> None:
-        """Forget the last step's gradients; DeepSpeed has done so."""
-
-    def refused(self) -> None:
-        """Restore gathered parameters after a step that was not applied; here none are."""
-
     def loaded(self) -> None:
         """Gather the whole parameters from the ranks' ranges."""
         self.zero.update_lp_params()
 
 
-class Stage3:
+class Stage3(Partition):
     """Stage 3: each rank holds an equal range of every parameter, flattened and padded to a multiple of the ranks.
 
     The optimizer's flat groups hold the trainable ones; frozen ones, and all in evaluation, are their own partitions.

@@ -1,9 +1,6 @@
 """Reading of run folders for a report. They may be hostile, half written or damaged: whatever can be read is used."""
 
-from __future__ import annotations
-
 import json
-import math
 import os
 from array import array
 from collections.abc import Iterator
@@ -16,6 +13,7 @@ from crosstrain.config.yaml_text import Unreadable, parse
 from crosstrain.monitor.metrics import leaves
 from crosstrain.utils.errors import UserError, first_line, os_errors_as
 from crosstrain.utils.files import open_regular, read_regular
+from crosstrain.utils.units import is_number
 
 _MOST_BYTES = 1 << 27  # of metrics.jsonl
 _LONGEST_LINE = 1 << 20  # bytes of a row; longer ones are skipped
@@ -151,13 +149,7 @@ def _add(run: ReadRun, step: int, row: dict[str, Any]) -> None:
 
 
 def _number(value: Any) -> float | None:
-    if type(value) not in (int, float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
+    return float(value) if is_number(value) else None
 
 
 def _note_events(run: ReadRun, step: int, row: dict[str, Any], before: dict[str, Any]) -> None:
