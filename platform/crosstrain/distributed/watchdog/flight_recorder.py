@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import json
 import os
 import sys
 import sysconfig
@@ -13,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -136,6 +137,25 @@ class RankReport:
         w = self.waiting
         return w if w and (w.group, w.number) == (group, number) else None
 
+    def dumps(self) -> str:
+        """Encode as JSON, each distinct call once."""
+        index: dict[Call, int] = {}
+        histories = {
+            name: vars(history) | {"calls": [index.setdefault(call, len(index)) for call in history.calls]}
+            for name, history in self.histories.items()
+        }
+        return json.dumps(vars(self) | {"histories": histories, "calls": list(index)}, default=asdict)
+
+    @classmethod
+    def loads(cls, text: str | bytes) -> RankReport:
+        document = json.loads(text)
+        calls = [Call(**call | {"location": Location(**call["location"])}) for call in document.pop("calls")]
+        for name, history in document["histories"].items():
+            document["histories"][name] = History(**history | {"calls": [calls[i] for i in history["calls"]]})
+        for name, kind in (("location", Location), ("external_caller", Location), ("waiting", Waiting)):
+            document[name] = kind(**document[name]) if document[name] else None
+        return cls(**document)
+
 
 class FlightRecorder:
     """Records the collectives of this process until `close`.
@@ -229,11 +249,9 @@ class _GroupLog:
         everything = sorted(self.calls.copy())
         latest = everything[-depth:]  # of two threads, the one with the higher number may have appended first
         latest = [call for i, call in enumerate(latest) if call[0] == latest[0][0] + i]
-        calls = [Call(call[1], _size(call[1], call[2]), Location(*call[3])) for call in latest]
-        known = dict[Call, Call]()  # equal ones are one object, which a report holds once when it is pickled
         return History(
-            self.ranks, latest[0][0], [known.setdefault(call, call) for call in calls], [call[5] for call in latest],
-            self.sequence_number() if self.is_countable else None,
+            self.ranks, latest[0][0], [Call(call[1], _size(call[1], call[2]), Location(*call[3])) for call in latest],
+            [call[5] for call in latest], self.sequence_number() if self.is_countable else None,
             any(call[4] in background for call in everything),
         )  # fmt: skip
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import pickle
 import sys
 import threading
 import time
@@ -147,7 +146,7 @@ class Watchdog:
             if self._store.add("ended", 0):
                 worker_errors.exit_silently(_EXIT_DELAY)
             depth = int(self._store.get("depth"))  # set before the first question
-            self._store.set(str(self._rank), pickle.dumps(self._report(depth)))  # type: ignore[arg-type]  # as torch can
+            self._store.set(str(self._rank), self._report(depth).dumps())
 
     def _ask(self, seconds: float, depth: int) -> tuple[list[RankReport], list[RankReport], list[int]]:
         """Ask the other ranks for reports with their latest `depth` calls on each group.
@@ -162,7 +161,7 @@ class Watchdog:
             self._answer()
             for rank in sorted(silent):
                 if self._store.check([str(rank)]):
-                    reports[rank] = pickle.loads(self._store.get(str(rank)))
+                    reports[rank] = RankReport.loads(self._store.get(str(rank)))
                     if reports[rank].question >= question:
                         silent.remove(rank)
             if silent:
