@@ -1,7 +1,5 @@
 """LoRA and DoRA: low-rank adapters on linear maps, under the names that peft saves."""
 
-from __future__ import annotations
-
 import fnmatch
 import math
 from dataclasses import dataclass, replace

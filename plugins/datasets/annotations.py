@@ -1,7 +1,5 @@
 """Read JSON annotations of images in the layouts of MiniGPT-4, MiniGPT4Qwen and LLaVA."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

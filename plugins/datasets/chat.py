@@ -1,7 +1,5 @@
 """Conversations for instruction tuning, rendered by the tokenizer's own chat template."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Images with captions, questions or conversations in WebDataset shards."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Instructions about images: JSON files and a folder of images, as LLaVA and MiniGPT-4 publish them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path

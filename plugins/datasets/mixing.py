@@ -5,8 +5,6 @@ by Tijdeman's algorithm ("The chairman assignment problem", Discrete Mathematics
 less than one sample off at any prefix. Sample number n is then looked up, not counted to.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Mix several datasets in given shares."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """Pack a folder of images and a JSON file about them into WebDataset shards."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Answers that are preferred to others, or are good or bad, for `run.objective`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Stream shards without an index or a copy, for data that are too large to keep, or that have no names."""
 
-from __future__ import annotations
-
 import logging
 import tarfile
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Pictures of coloured shapes on a grid of three by three, and questions about them."""
 
-from __future__ import annotations
-
 import io
 import itertools
 from dataclasses import dataclass

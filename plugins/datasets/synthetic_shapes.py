@@ -1,7 +1,5 @@
 """A synthetic test of vision: questions about pictures of coloured shapes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field

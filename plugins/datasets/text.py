@@ -1,7 +1,5 @@
 """Next-token prediction over tokenized documents, prepared by Crosstrain or by Megatron-LM."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path

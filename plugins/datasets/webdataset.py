@@ -1,7 +1,5 @@
 """Random access to samples in tar files: WebDataset's layout with an index of positions."""
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import json

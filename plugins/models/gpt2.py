@@ -1,7 +1,5 @@
 """GPT-2: transformers' GPT2LMHeadModel, unmodified, with a loss that never builds all logits."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Objectives that learn from preferences: DPO, ORPO and KTO."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """AdamW."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 

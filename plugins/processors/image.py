@@ -1,7 +1,5 @@
 """Process images for vision encoders: timm's transforms, with the encoder's own size, mean and deviation."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

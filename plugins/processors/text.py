@@ -1,7 +1,5 @@
 """Turn annotations into conversations: captions, questions, dialogues."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Fetch the pages of a list of URLs politely, into one SQLite file."""
 
-from __future__ import annotations
-
 import http.client
 import logging
 import sqlite3

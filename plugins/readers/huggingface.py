@@ -1,7 +1,5 @@
 """Read datasets that the Hugging Face library saved on disk."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass

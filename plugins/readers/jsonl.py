@@ -1,7 +1,5 @@
 """Read JSON objects with a text, one per line."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

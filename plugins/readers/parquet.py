@@ -1,7 +1,5 @@
 """Read Parquet tables with a column of text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Read the running Python's standard library: about 30 MB of text on every machine."""
 
-from __future__ import annotations
-
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path

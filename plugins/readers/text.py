@@ -1,7 +1,5 @@
 """Read text files: each is a document, or a separator cuts it into several."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

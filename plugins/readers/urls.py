@@ -1,7 +1,5 @@
 """Read the main texts of the pages of a list of URLs."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import sqlite3

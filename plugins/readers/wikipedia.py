@@ -1,7 +1,5 @@
 """Read dumps of a MediaWiki: pages-articles.xml, compressed or not."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Data parallelism: every rank holds the whole model and sees other samples. With one process, plain training."""
 
-from __future__ import annotations
-
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Fully sharded data parallelism: every rank holds a share of each parameter and gathers a block when it computes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

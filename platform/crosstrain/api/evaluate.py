@@ -1,7 +1,5 @@
 """Measurement of a checkpoint on workers: losses of splits, answers to known questions, tasks of others."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Sequence

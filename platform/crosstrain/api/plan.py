@@ -1,7 +1,5 @@
 """A plan of a project: costs under each runner, before anything starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import median
 

@@ -1,7 +1,5 @@
 """A run's folder, and what is in it."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import threading

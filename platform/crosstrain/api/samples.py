@@ -1,7 +1,5 @@
 """Samples of a project as training is given them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

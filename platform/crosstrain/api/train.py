@@ -1,7 +1,5 @@
 """Training from Python."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

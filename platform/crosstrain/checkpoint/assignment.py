@@ -1,7 +1,5 @@
 """Assignment of boxes to the ranks that write them, and to files: each box once, the work spread evenly."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

@@ -6,8 +6,6 @@ folder: from then on the checkpoint exists. If a rank fails, all raise the same 
 the newest.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Collection

@@ -1,7 +1,5 @@
 """The folder of a run's checkpoints: list them, find the newest intact one, delete old ones."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

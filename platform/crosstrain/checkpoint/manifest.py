@@ -4,8 +4,6 @@ A manifest that passes is small enough to work with, names nothing outside its f
 files, and has printable names.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

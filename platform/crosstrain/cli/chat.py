@@ -1,7 +1,5 @@
 """`crosstrain chat`: talk with a server on the command line. Needs nothing but Python."""
 
-from __future__ import annotations
-
 import argparse
 import base64
 import json

@@ -1,7 +1,5 @@
 """`crosstrain compare`: check that runners train alike, by a few steps of a project under each."""
 
-from __future__ import annotations
-
 import argparse
 import json
 

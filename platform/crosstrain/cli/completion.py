@@ -3,8 +3,6 @@
 Keys and values come from the JSON Schema beside the project file, or else from Crosstrain's own; nothing is imported.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator

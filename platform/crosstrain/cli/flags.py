@@ -1,7 +1,5 @@
 """Flags and input that several verbs share."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """`crosstrain list`: everything that a project file can name, found without importing any of it; options of one."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """`crosstrain migrate`: a project file from another program's configuration."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

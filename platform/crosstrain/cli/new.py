@@ -1,7 +1,5 @@
 """`crosstrain new`: files to begin with, which work as they are, from the templates in configs/new/."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`crosstrain plan` and `train --dry-run`: estimate what a project costs, and whether it fits, before it starts."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

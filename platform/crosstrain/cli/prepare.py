@@ -1,7 +1,5 @@
 """`crosstrain prepare`: turn text into tokens, or make the files of a named dataset."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import dataclass, fields
 from functools import reduce

@@ -1,7 +1,5 @@
 """`crosstrain report`: one HTML page about one or several runs."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

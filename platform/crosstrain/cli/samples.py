@@ -1,7 +1,5 @@
 """`crosstrain samples`: the samples of a project, as training is given them."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -1,7 +1,5 @@
 """`crosstrain schema`: a JSON Schema of project files, with which editors complete, explain and check them."""
 
-from __future__ import annotations
-
 import argparse
 import json
 

@@ -1,7 +1,5 @@
 """`crosstrain train`: check everything, then start the workers."""
 
-from __future__ import annotations
-
 import argparse
 
 from crosstrain.cli import plan

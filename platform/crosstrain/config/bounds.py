@@ -5,8 +5,6 @@ An option's type is one of the names below, or carries constraints of `annotated
 one fits 64 bits, and a text is at most `LONGEST_TEXT` characters of Unicode without NUL.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Collection

@@ -1,7 +1,5 @@
 """Descriptions of components and their options, for people: in lists, in editors and in the documentation."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import io

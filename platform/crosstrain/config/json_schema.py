@@ -3,8 +3,6 @@
 It cannot compare options with each other or follow an interpolation, and takes 1.0 for a whole number.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import types

@@ -1,7 +1,5 @@
 """Options of the section `run` of a configuration."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Validation of plain data against typed dataclasses: returns typed values, or raises one sentence per mistake."""
 
-from __future__ import annotations
-
 import difflib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Sources of configuration: read, merge and resolve them, and remember the origin of every key."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Mapping

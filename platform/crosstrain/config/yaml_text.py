@@ -4,8 +4,6 @@
 `yes`, `no`, `on` and `off` are true and false. Tags other than those of numbers, text, lists and mappings are refused.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -6,8 +6,6 @@ answers.bin             a byte for each: 1 where the answer is good, and 2 more 
 report.json             how many were kept and dropped, and why
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Conversations in the layouts that are published: OpenAI's messages, prompt and completion, ShareGPT, Alpaca."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

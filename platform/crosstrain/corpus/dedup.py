@@ -1,7 +1,5 @@
 """Find the documents to drop because an earlier one, which stays, is equal or nearly so."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 fsspec can do neither: after an error its HTTP files start again from the first byte, without retries.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

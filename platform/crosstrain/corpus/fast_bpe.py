@@ -15,8 +15,6 @@ A regular expression cuts the text into words first. Only expressions known to m
 accepted. Documents with characters whose class may differ between their Unicode tables go to the tokenizer itself.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """The interface of a filter plugin, which keeps, changes or drops documents."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

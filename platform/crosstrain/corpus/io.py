@@ -1,7 +1,5 @@
 """Open files, compressed or not, and tables, with one clear error where one cannot be read."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import lzma

@@ -3,8 +3,6 @@
 Broder 1997 for the signatures, Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, chapter 3, for the bands.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

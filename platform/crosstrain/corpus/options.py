@@ -1,7 +1,5 @@
 """Options of corpus preparation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 

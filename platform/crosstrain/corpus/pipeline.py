@@ -4,8 +4,6 @@ Each stage works on shards in a folder that outlives the process. The name of a 
 options, so a later run finds finished work by name, however the earlier one ended.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Run a function over many items in worker processes: ordered results, bounded memory, one error if a worker dies."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

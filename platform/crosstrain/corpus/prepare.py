@@ -6,8 +6,6 @@ dataset.json             summary, with the options
 report.json, lengths.svg counts of documents read, kept and dropped, with reasons; lengths of documents
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

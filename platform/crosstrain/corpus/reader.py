@@ -3,8 +3,6 @@
 `split_file` cuts large files between two records: lines, pages, or any units that a byte string separates.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from abc import ABC, abstractmethod

@@ -7,8 +7,6 @@ NAME.json     counts of documents read, kept and dropped; written last, so a sha
 Tokenized, the documents are in NAME.bin, and the rows are their lengths in tokens.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

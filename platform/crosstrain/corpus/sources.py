@@ -1,7 +1,5 @@
 """Resolve the `input` of a recipe into readers and the files for each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import groupby

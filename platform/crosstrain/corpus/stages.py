@@ -1,7 +1,5 @@
 """The stages that worker processes run: read and filter documents into shards, and turn their text into tokens."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field

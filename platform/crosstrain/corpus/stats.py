@@ -1,7 +1,5 @@
 """Count the documents that each step reads, drops and changes, with examples, and the lengths of documents."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

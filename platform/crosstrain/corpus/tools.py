@@ -1,7 +1,5 @@
 """Inspect, merge and split prepared datasets."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

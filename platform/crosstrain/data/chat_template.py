@@ -1,7 +1,5 @@
 """Render conversations by the tokenizer's chat template, and find the tokens that the assistant writes."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

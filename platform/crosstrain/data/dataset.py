@@ -1,7 +1,5 @@
 """The interface of a dataset plugin."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path

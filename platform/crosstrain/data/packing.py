@@ -1,7 +1,5 @@
 """Pack whole documents into sequences of bounded length."""
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """A sample for a person to see: where it comes from, its text with the trained tokens marked, its pictures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby

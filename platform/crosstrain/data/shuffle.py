@@ -6,8 +6,6 @@ Black & Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), with spl
 Flood, OOPSLA 2014) as its round function. It is for shuffling, not for secrets.
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Ranges of sample numbers that a run skips; the order of the other samples does not change."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import count
 

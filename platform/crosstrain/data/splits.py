@@ -1,7 +1,5 @@
 """Prepare and open the splits of the configured dataset."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from crosstrain.config.load import Config

@@ -4,8 +4,6 @@ Encoding needs only the `tokenizers` library. `transformers`, slow to import, se
 `tokenizer.json` nor GPT-2's files.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

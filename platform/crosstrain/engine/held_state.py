@@ -1,7 +1,5 @@
 """A rank's part of a run's state: parameters, optimizer state and gradients, as boxes of logical tensors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

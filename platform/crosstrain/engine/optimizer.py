@@ -1,7 +1,5 @@
 """Parameter groups, optimizer state and gradients, the same for every registered optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 

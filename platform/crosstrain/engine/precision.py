@@ -5,8 +5,6 @@ needs its loss scaled, because small gradients would vanish: the loss is multipl
 gradients are divided by it after, and a step whose gradients overflowed is skipped.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

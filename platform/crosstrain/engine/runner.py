@@ -1,7 +1,5 @@
 """The interface of runner plugins, with the defaults of plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 sequences come and go, as in a server.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

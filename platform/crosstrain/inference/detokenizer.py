@@ -1,7 +1,5 @@
 """Incremental detokenization: whole characters only, up to a stop string."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

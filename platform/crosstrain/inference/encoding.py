@@ -3,8 +3,6 @@
 A regular expression of a tokenizer and a chat template may never end, or take all memory.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Text generation, under any runner."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace

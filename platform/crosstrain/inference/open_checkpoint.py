@@ -1,7 +1,5 @@
 """Open a checkpoint, which a stranger may have made: its configuration and its model."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Visual question answering: answers to questions with known answers, with the image and without; scores; pictures."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial

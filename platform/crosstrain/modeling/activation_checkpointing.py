@@ -4,8 +4,6 @@ The same four modes for any model and runner. A block's forward is replaced on t
 with them checkpoints, do not change. Dropout draws the same numbers again in the second forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial

@@ -6,8 +6,6 @@ cost, and no matrix product is done twice. The gradients are computed in the for
 gradient is not yet known: being a scalar, it multiplies them afterwards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

@@ -5,8 +5,6 @@
 - Initial values are in `_init_weights` alone, so it is run.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

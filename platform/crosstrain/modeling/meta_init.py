@@ -4,8 +4,6 @@ Weights come from a checkpoint, a pretrained folder, or `Model.initialize`, each
 libraries draw in their constructors is never used, and on the meta device it costs nothing.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator

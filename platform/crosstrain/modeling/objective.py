@@ -1,7 +1,5 @@
 """The interface of objective plugins: what training minimises in place of the targets' cross-entropy."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Memory in use, utilisation and peak throughput of a device."""
 
-from __future__ import annotations
-
 import resource
 import sys
 from pathlib import Path

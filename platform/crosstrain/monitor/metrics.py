@@ -1,7 +1,5 @@
 """Numbers of a step, rows of metrics.jsonl, and their numbers and texts under the tags that all trackers use."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any

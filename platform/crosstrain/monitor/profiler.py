@@ -1,7 +1,5 @@
 """torch's profiler over windows of steps: a trace for viewers, a table of operators, memory over time."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ tells: where an engine exchanges tensors within both (FSDP, ZeRO 3), the others 
 long, and none is named. Where it does so in the backward alone, the forward still tells.
 """
 
-from __future__ import annotations
-
 from statistics import median
 
 from crosstrain.engine.runner import Runner

@@ -1,7 +1,5 @@
 """Trackers: the interface for plugins that record a run's numbers, and the trackers of one run."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Check that a run fits into a device's memory, and find the change that costs least speed and makes it fit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace

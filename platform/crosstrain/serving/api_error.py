@@ -1,7 +1,5 @@
 """OpenAI's error documents."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}

@@ -1,7 +1,5 @@
 """The HTTP application: routes, authorization, limits, and streams that end when their reader leaves."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import ipaddress

@@ -1,7 +1,5 @@
 """Prompts: a request's text or conversation in the format that the model knows, as token ids."""
 
-from __future__ import annotations
-
 import base64
 import io
 import warnings

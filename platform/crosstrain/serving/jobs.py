@@ -1,7 +1,5 @@
 """Jobs of the scheduler, and the pieces of text that it delivers."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Limits of a server; those of a single request's parameters are in `requests`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

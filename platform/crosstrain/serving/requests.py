@@ -1,7 +1,5 @@
 """OpenAI's request schemas. Unknown parameters are refused, never ignored."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 

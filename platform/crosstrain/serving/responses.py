@@ -1,7 +1,5 @@
 """OpenAI's response documents, of completions and of chats, whole or streamed."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from abc import ABC, abstractmethod

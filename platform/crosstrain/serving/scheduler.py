@@ -1,7 +1,5 @@
 """Continuous batching: rank 0 plans each step, and every rank computes it."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """From OpenAI's parameters to jobs, within the server's limits."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable, Iterator

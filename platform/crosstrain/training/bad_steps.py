@@ -1,7 +1,5 @@
 """Detect bad steps (non-finite or spiking loss), find the samples responsible, and stop, skip or roll back."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

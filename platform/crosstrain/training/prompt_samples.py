@@ -1,7 +1,5 @@
 """Completions of a run's prompts, drawn at each validation and at the end."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

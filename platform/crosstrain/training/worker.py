@@ -1,7 +1,5 @@
 """One training worker, from the configuration to the last checkpoint: read `build_trainer` first."""
 
-from __future__ import annotations
-
 import signal
 import textwrap
 from importlib.util import find_spec

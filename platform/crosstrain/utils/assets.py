@@ -3,8 +3,6 @@
 A tokenizer's folder often holds a whole model: only files named here are taken from it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

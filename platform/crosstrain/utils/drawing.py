@@ -1,7 +1,5 @@
 """Drawing with matplotlib and Pillow, which are imported on first use."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

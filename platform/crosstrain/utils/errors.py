@@ -1,7 +1,5 @@
 """Errors that the user can fix: one sentence, no traceback, exit code 1."""
 
-from __future__ import annotations
-
 import difflib
 import errno
 import re

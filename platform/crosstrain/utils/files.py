@@ -1,7 +1,5 @@
 """Reading regular files alone, writing files whole or not at all, and lock files."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Logging to the terminal, above a progress bar, and to a file."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Optional dependencies: packages that only some components need, and the extra that installs each."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from typing import Any

@@ -1,7 +1,5 @@
 """Paths of the files that come with Crosstrain, in a checkout or an installed wheel."""
 
-from __future__ import annotations
-
 import difflib
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Processes that are spawned without running the main script again, which may lack `if __name__ == "__main__"`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

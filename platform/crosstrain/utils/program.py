@@ -1,7 +1,5 @@
 """The command line of this program, for hints that name a command."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Limits on memory and time, for code that works with sizes of somebody else's choice."""
 
-from __future__ import annotations
-
 import resource
 import signal
 import threading

@@ -9,8 +9,6 @@ signature that the key confirms says that this user trained with this very confi
 weights least of all: those are only ever numbers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

@@ -1,7 +1,5 @@
 """Types and constants that models and data share."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Keep documents in some languages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Drop documents that are too short or too long."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from crosstrain import Dropped, NonNegativeInt, OptionError, registry

@@ -1,7 +1,5 @@
 """Drop documents that repeat themselves."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Drop documents of symbols rather than words."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from crosstrain import Dropped, Filter, Fraction, NonNegativeFloat, registry

@@ -1,7 +1,5 @@
 """Repair wrongly decoded text."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

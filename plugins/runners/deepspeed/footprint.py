@@ -4,8 +4,6 @@ The stages are those of Rajbhandari et al., 2020 (ZeRO), section 5. DeepSpeed ke
 copy of their own also where parameters are fp32 already, as they are here.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from crosstrain import Layout, PlanContext, Sizes

@@ -1,7 +1,5 @@
 """A rank's state at stage 3 with part of it on an NVMe device."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -3,8 +3,6 @@
 So every key of `zero_optimization` that the installed DeepSpeed knows is a typed option under its own name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import types

@@ -1,7 +1,5 @@
 """DeepSpeed's ZeRO: optimizer state, gradients and parameters are sharded over the ranks, by stage."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math

@@ -4,8 +4,6 @@ The pairs are Megatron-LM's (Shoeybi et al., 2019; Korthikanti et al., 2022). Ac
 Called through torch.distributed, so that the watchdog sees them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Options of the megatron runner, and the layout of ranks that follows from them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 

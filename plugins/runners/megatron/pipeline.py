@@ -1,7 +1,5 @@
 """Run micro batches through pipeline stages by torch's schedules; evaluation runs one stage after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any

@@ -4,8 +4,6 @@ So every stage runs the model's own forward, which makes masks and positions its
 tensor without memory; before this stage's first block, a hook replaces it by what the previous stage has sent.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Resolve a sharding plan, patterns of names with styles, to a shard spec for each parameter of a model."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Replace the parameters of a model on the meta device by this tensor-parallel rank's slices."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

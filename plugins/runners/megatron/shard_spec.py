@@ -1,7 +1,5 @@
 """Shard specs: the place of a rank's slice in the whole parameter."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Placement, Shard

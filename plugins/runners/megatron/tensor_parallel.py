@@ -4,8 +4,6 @@ Parameters are DTensors, the arithmetic is local: a module's `forward` is replac
 dispatcher has no more to do than in an ordinary module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The head of a vocabulary-parallel model: its loss, without gathering logits, and the next token's logits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

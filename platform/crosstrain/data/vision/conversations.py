@@ -1,7 +1,5 @@
 """Tokenize conversations about images: roles, image placeholders, and the tokens to learn."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

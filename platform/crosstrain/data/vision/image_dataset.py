@@ -1,7 +1,5 @@
 """The base of datasets of images with text: processors, tokenizer, bad samples, questions and prompts."""
 
-from __future__ import annotations
-
 import io
 import logging
 from abc import abstractmethod

@@ -3,8 +3,6 @@
 A page with 5 curves of 1,000,000 steps takes 5 MB, nearly all of it plotly.js, instead of 126 MB.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import accumulate, groupby
