@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -50,7 +51,7 @@ def test_a_public_configuration_becomes_a_project(
     project, tree = migrated(tmp_path, name)
     said = capsys.readouterr().out
     loaded(project, tree)
-    assert all(f"to be given: {key}: " in said for key in to_give(tree))
+    assert all(re.search(rf"to be given: .*\b{re.escape(key)}[,:] ", said) for key in to_give(tree))
     assert "not known" not in said
     assert "Error" not in said
 
@@ -194,6 +195,44 @@ def test_no_setting_vanishes(tmp_path: Path, name: str) -> None:
     assert silent == set()
 
 
+def test_sections_of_deepspeed_are_answered_as_a_whole_and_none_that_is_off(tmp_path: Path) -> None:
+    off = {"comet": {"enabled": False, "project": "p"}, "fp16": {"enabled": False, "loss_scale": 4}}
+    zero = {"stage": 2, "stage3_max_live_parameters": 5, "ignore_unused_parameters": False, "overlap_comm": "auto"}
+    on = {"flops_profiler": {"enabled": True, "profile_step": 1, "detailed": True}, "aio": {"queue_depth": 4}}
+    step = {"min_difficulty": 8, "schedule_config": {"total_curriculum_step": 9, "difficulty_step": 8}, "profile": True}
+    tree, notes, _ = lost(tmp_path, "deepspeed", off | on | {"zero_optimization": zero, "curriculum_learning": step})
+    assert tree["run"]["curriculum"] == {"start": 8, "steps": 9, "multiple_of": 8}
+    assert tree["run"]["runner"] == {
+        "name": "deepspeed", "stage": 2, "ignore_unused_parameters": False, "aio": {"queue_depth": 4},
+    }  # fmt: skip
+    assert "profile" not in tree["run"]
+    (said,) = [note for note in notes if "flops" in note]
+    assert said.startswith("not needed here: flops_profiler: ")
+    assert any("stage3_max_live_parameters: ZeRO stage 2 ignores it" in note for note in notes)
+    assert not any(word in note for note in notes for word in ("comet", "fp16", "overlap_comm"))
+
+
+def test_files_that_a_command_or_a_configuration_names_are_read_and_accounted_for(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.yaml").write_text(
+        "{distributed_type: FSDP, mixed_precision: bf16, num_processes: 4, unheard_of: 3, fsdp_config: {"
+        "fsdp_sharding_strategy: SHARD_GRAD_OP, fsdp_offload_params: true, fsdp_activation_checkpointing: true}}"
+    )
+    (script := tmp_path / "a.sh").write_text("accelerate launch --config_file fsdp.yaml a.py --use_peft --use_rslora")
+    text, notes, ranks = migrate(script, origins()["transformers"])
+    run = yaml.safe_load(text)["run"]
+    assert run["runner"] == {"name": "fsdp", "reshard_after_forward": False, "cpu_offload": True}
+    assert (run["amp"], run["gradient_checkpointing"], ranks) == ("bf16", "full", 4)
+    assert any("fsdp.yaml.unheard_of: not known" in note for note in notes)
+    assert yaml.safe_load(text)["model"]["adapter"] == {"name": "lora", "rank": 16, "alpha": 128, "dropout": 0.05}
+    (data := tmp_path / "data").mkdir()
+    (data / "mine.json").write_text("[]")
+    (data / "dataset_info.json").write_text('{"mine": {"file_name": "mine.json"}, "hub": {"hf_hub_url": "x"}}')
+    tree, _, _ = lost(tmp_path, "llama_factory", {"dataset": "mine"})
+    assert tree["datasets"]["data"]["path"] == str(data / "mine.json")
+    assert tree["run"]["gradient_checkpointing"] == "full"
+    assert lost(tmp_path, "llama_factory", {"dataset": "mine,hub"})[0]["datasets"]["data"]["path"] == "???"
+
+
 def test_settings_of_megatron_that_mean_something_else_here(tmp_path: Path) -> None:
     sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
     off = dict.fromkeys(("context_parallel_size", "expert_model_parallel_size", "tensor_model_parallel_size"), 1)
@@ -268,6 +307,7 @@ def test_a_project_whose_paths_exist_passes_a_dry_run(
     project, tree = migrated(tmp_path, name)
     label = next(iter(tree["datasets"]))
     entry = workspace.config["datasets"]["tiny"]
-    tree |= {"datasets": {label: entry}, "run": tree["run"] | {"output_dir": str(tmp_path / "out"), "num_workers": 0}}
+    small = {"output_dir": str(tmp_path / "out"), "num_workers": 0, "trackers": []}
+    tree |= {"datasets": {label: entry}, "run": tree["run"] | small}
     project.write_text(yaml.safe_dump(tree))
     assert main(["train", "--cfg-path", str(project), "--dry-run", "--world-size", str(ranks), "--no-presets"]) == 0

@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -20,6 +20,7 @@ from crosstrain.utils.optional_deps import require
 
 _LARGEST_FILE = 2**18  # bytes
 _LONGEST = 2**16  # characters of a shell's variable, which others may hold many times
+_LAUNCHERS = {"nproc_per_node", "nnodes", "num_processes", "num_gpus", "num_nodes", "config_file"}  # what counts
 UNKNOWN = "???"  # a value that only a run of the program would know, and OmegaConf's for one that has to be given
 
 
@@ -47,7 +48,7 @@ def _value(expression: str, known: Mapping[str, Any]) -> Any:
 
 def _assignments(text: str) -> dict[str, Any]:
     """Read the assignments at the top of a Python module."""
-    known: dict[str, Any] = {}
+    known = dict[str, Any]()
     for node in ast.parse(text).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             known[node.targets[0].id] = _value(ast.unparse(node.value), known)
@@ -70,17 +71,21 @@ def _command_line(text: str) -> dict[str, Any]:
             variables[name] = (f"{variables.get(name, '')} {value}" if more else value)[:_LONGEST]
         else:
             command += _expanded(word, variables).split()
-    programs = [i for i, word in enumerate(command[:-1]) if word.endswith(".py") and command[i + 1].startswith("--")]
-    options, values = dict[str, list[str]](), list[str]()
-    start = programs[-1] if programs else 0
-    ranks = re.findall(r"--(nproc[-_]per[-_]node|nnodes|num_processes)[= ](\d{1,6})(?!\S)", " ".join(command[:start]))
-    for word in takewhile(lambda word: not re.match(r"[;|&>]|2>", word), command[start:]):
+    programs = [i for i, word in enumerate(command[:-1]) if word.endswith(".py") or command[i - 1] == "-m"]
+    start = max((i for i in programs if command[i + 1].startswith("--")), default=0)
+    own = takewhile(lambda word: not re.match(r"[;|&>]|2>", word), command[start:])
+    return {name: value for name, value in _options(command[:start]).items() if name in _LAUNCHERS} | _options(own)
+
+
+def _options(command: Iterable[str]) -> dict[str, Any]:
+    """Return the values of a command's options; what has no word behind it is true, what has several is a list."""
+    options, words = dict[str, list[str]](), list[str]()
+    for word in command:
         if option := re.match(r"--([\w-]+)(?:=(.*))?$", word):
-            values = options[option[1].replace("-", "_").lower()] = [option[2]] if option[2] else []
+            words = options[option[1].replace("-", "_").lower()] = [option[2]] if option[2] else []
         else:
-            values.append(word)
-    launched = {name.replace("-", "_"): int(number) for name, number in ranks}
-    return launched | {name: _parsed(values) for name, values in options.items()}
+            words.append(word)
+    return {name: _parsed(words) for name, words in options.items()}
 
 
 def _expanded(text: str, variables: Mapping[str, str]) -> str:
@@ -96,7 +101,6 @@ def _expanded(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _parsed(words: list[str]) -> Any:
-    """Return an option's value: of no word true, of several a list."""
     values: list[Any] = [word.strip("'\"") for word in words]
     for i, word in enumerate(values):
         with suppress(Unreadable):

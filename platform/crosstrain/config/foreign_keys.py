@@ -13,7 +13,7 @@ from crosstrain.utils import paths
 
 # The beginnings of answers for keys without a counterpart, before the reason, and what a hint says of them.
 NONE, UNNEEDED = "none: ", "unneeded: "
-_SAID = {NONE: "has it, and there is none here: ", UNNEEDED: "has it, and it is not needed here: "}
+_SAID = {NONE: "{} has it, and there is none here: {}", UNNEEDED: "{} has it, and it is not needed here: {}"}
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,10 @@ class Origin:
     neutral: ChainMap[str, object]  # values, by key, at which a setting says nothing
 
 
+@lru_cache
 def origins() -> dict[str, Origin]:
     """Return the programs by the names of their files."""
-    return _read(paths.home() / "configs" / "foreign_keys")
-
-
-@lru_cache(maxsize=4)
-def _read(folder: Path) -> dict[str, Origin]:
+    folder = paths.home() / "configs" / "foreign_keys"
     found = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.yaml"))}
     programs = {}
     for path, document in found.items():
@@ -41,11 +38,6 @@ def _read(folder: Path) -> dict[str, Origin]:
         answers, neutral = (ChainMap(*(each.get(part, {}) for each in included)) for part in ("keys", "neutral"))
         programs[path.stem] = Origin(document["origin"], path, tuple(document.get("aliases", ())), answers, neutral)
     return programs
-
-
-def foreign_keys() -> set[str]:
-    """Return the keys of all programs."""
-    return {key for origin in origins().values() for key in origin.answers.maps[0]}
 
 
 def foreign_hint(key: str) -> str | None:
@@ -56,8 +48,6 @@ def foreign_hint(key: str) -> str | None:
             programs.setdefault(answer, []).append(origin.name)
     clauses = []
     for answer, names in programs.items():
-        who, kind = " and ".join(names), answer[: answer.find(" ") + 1]
-        clauses.append(
-            f"{who} {_SAID[kind]}{answer[len(kind) :]}" if kind in _SAID else f"what {who} calls so is {answer}"
-        )
+        said = _SAID.get(answer[: answer.find(" ") + 1], "what {} calls so is {}")
+        clauses.append(said.format(" and ".join(names), answer.removeprefix(NONE).removeprefix(UNNEEDED)))
     return "; ".join(clauses) or None

@@ -21,21 +21,24 @@ from crosstrain.utils.errors import explained
 from crosstrain.utils.optional_deps import require
 
 _TO_GIVE, _LOST, _NO_NEED = "to be given", "not carried over", "not needed here"
+_UNHEARD = f"{NONE}not known, and nothing here is called so"
 
 
 class _Tree(dict[str, Any]):
-    """A mapping that keeps account of the values that a template has not read, with some of them changed."""
+    """A mapping that keeps account of its values and of those that are read, with some of them changed."""
 
-    def __init__(self, tree: dict[Any, Any], unread: dict[Key, Any], changes: dict[Key, Any], at: Key = ()) -> None:
-        self._unread, self._at = unread, at
+    def __init__(self, tree: dict[Any, Any], changes: dict[Key, Any], at: Key, account: dict[Key, list[Any]]) -> None:
+        off = False in (tree.get("enabled"), tree.get("enable"))  # and says nothing
+        self._at, self._account = at, {} if off else account
         for name, value in tree.items():
             key = (*at, str(name))
-            self[key[-1]] = value = _Tree(value, unread, changes, key) if isinstance(value, dict) else value
-            if not isinstance(value, dict):
-                self[key[-1]] = unread[key] = changes.get(key, value)
+            if isinstance(value, dict):
+                self[key[-1]] = _Tree(value, changes, key, self._account)
+            else:
+                self._account[key], self[key[-1]] = [value, False], changes.get(key, value)
 
     def __getitem__(self, name: str) -> Any:
-        self._unread.pop((*self._at, name), None)
+        self._account.get((*self._at, name), [None, False])[1] = True
         value = super().__getitem__(name)
         return UNKNOWN if isinstance(value, str) and "${" in value else value  # which means nothing here
 
@@ -45,75 +48,74 @@ def migrate(path: Path, origin: Origin) -> tuple[str, list[str], int | None]:
 
     Every setting is in the project or in a note. Raises ConfigError for a configuration that cannot be read.
     """
-    tree = read_foreign(path)
     jinja2 = require("jinja2", "crosstrain migrate")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(origin.file.parent), undefined=jinja2.ChainableUndefined, trim_blocks=True,
         lstrip_blocks=True, extensions=["jinja2.ext.do"],
         finalize=lambda value: json.dumps(value, default=lambda _: None),  # JSON is YAML; null where nothing is said
     )  # fmt: skip
+    template, tree = environment.get_template(f"{origin.file.stem}.jinja"), read_foreign(path)
 
-    def beside(name: Any) -> _Tree:
-        """Read a file that the configuration names; nothing where it is not there."""
-        file = path.parent / str(name)
-        return _Tree(read_foreign(file) if file.is_file() else {}, {}, {})
+    def located(name: Any) -> str | None:
+        """Find a file that the configuration names, beside it or in the working directory."""
+        return next((str(file) for file in (path.parent / str(name), Path(str(name))) if file.is_file()), None)
 
-    def rendered(old: _Tree) -> tuple[str, list[str]]:
-        """Return the template's text and notes."""
-        notes = list[str]()
-        functions = {
-            "need": f"{UNKNOWN} {{}}".format,
-            "gap": lambda *what: notes.append(_note(_LOST, *what)),
-            "unneeded": lambda *what: notes.append(_note(_NO_NEED, *what)),
-        }
-        template = environment.get_template(f"{origin.file.stem}.jinja")
-        return template.render(old=old, beside=beside, **functions), notes
+    def rendered(changes: dict[Key, Any]) -> tuple[tuple[str, list[str]], _Tree]:
+        """Return the template's text and notes, and the settings that it was given."""
+        notes, old = list[str](), _Tree(tree, changes, (), {})
 
-    unread = dict[Key, Any]()
-    old = _Tree(tree, unread, {})
-    settings = dict(unread)
+        def beside(name: Any, counted: bool = True) -> _Tree:
+            """Read a file that the configuration names; nothing where it is not there."""
+            found = read_foreign(Path(file)) if (file := located(name)) else {}
+            return _Tree(found, changes, (str(name),), old._account if counted else {})
+
+        text = template.render(
+            old=old, located=located, beside=beside, need=f"{UNKNOWN} {{}}".format,
+            gap=lambda *what: notes.append(": ".join((_LOST, *what))),
+            unneeded=lambda *what: notes.append(": ".join((_NO_NEED, *what))),
+        )  # fmt: skip
+        return (text, notes), old
+
     with explained(f"{path}: a value in it cannot be understood"):
-        text, notes = made = rendered(old)
-        project = _settled(parse(text)[0], (), notes := list(notes))
+        made, old = rendered({})
+        project = _settled(parse(made[0])[0], (), notes := list(made[1]))
     ranks = project.pop("ranks", None)
     said = {word for note in made[1] for word in note.split(": ")[1].split(", ")}
     shared = {f.name: f"run.{f.name}" for f in fields(RunOptions)}  # other programs' keys of the same name
-    for key, value in settings.items():
-        name = key[-1].lower()
-        answer = origin.answers.get(name, shared.get(name))
-        if value in (None, "", [], {}, origin.neutral.get(name)) or (value is False and ": " in (answer or ": ")):
+    for key, (value, read) in old._account.items():
+        name, near = key[-1].lower(), range(len(key), 0, -1)
+        end = next((n for n in near if key[n - 1].lower() in origin.answers), len(key))  # the setting, or its section
+        answer = origin.answers.get(key[end - 1].lower(), shared.get(name, _UNHEARD))
+        kind, _, reason = answer.partition(": ")
+        if value in (None, "", "auto", "none", [], {}, origin.neutral.get(name)) or (value is False and reason):
             continue  # it says nothing, or what would not be done here either
-        kind, _, reason = (answer or f"{NONE}not known, and nothing here is called so").partition(": ")
         parts = [next(iter(project["datasets"])) if part == "NAME" else part for part in kind.split(".")]
         there = reduce(lambda tree, part: tree.get(part) if isinstance(tree, dict) else None, parts, project)
-        if key not in unread:
-            if not answer or not value or said & {".".join(key), *key}:
+        partly = any(seen and other[:end] == key[:end] for other, (_, seen) in old._account.items())
+        title = {NONE: _LOST, UNNEEDED: _NO_NEED}.get(f"{kind}: ")
+        why = reason if title else f"give {'.'.join(parts)}{f' ({reason})' if reason else ''}"
+        note = f"{title or _LOST}: {'.'.join(key if partly else key[:end])}: {why}"
+        if read:
+            if end < len(key) or answer is _UNHEARD or not value or said & {".".join(key), *key}:
                 continue
             with suppress(jinja2.TemplateError, TypeError, ValueError):
                 other = f"?{value}" if isinstance(value, str) else value is not True and value + value
-                if rendered(_Tree(tree, {}, {key: other})) == made:  # the template makes nothing of it
-                    notes.append(_lost(key, ".".join(parts), reason))
-        elif reason or there not in (None, value):
-            notes.append(_lost(key, ".".join(parts), reason))
+                if rendered({key: other})[0] == made:  # the template makes nothing of it
+                    notes.append(note)
+        elif reason or end < len(key) or there not in (None, value):
+            notes.append(note)
         else:
             carried = _settled(reduce(lambda inner, part: {part: inner}, reversed(parts), value), (), notes)
             project = sources.merge(carried, project, names_replace=False)
     project["run"] = {name: project["run"][name] for name in shared if name in project["run"]}  # in the docs' order
-    notes.sort(key=lambda note: (note.startswith(_TO_GIVE), note.startswith(_LOST)))
+    together = dict[tuple[str, str], dict[str, None]]()
+    for title, names, why in (note.split(": ", 2) for note in notes):
+        together.setdefault((title, why), {})[names] = None
+    notes = [f"{title}: {', '.join(names)}: {why}" for (title, why), names in together.items()]
+    notes.sort(key=lambda note: (_NO_NEED, _LOST, _TO_GIVE).index(note.partition(": ")[0]))
     sections = ({name: project[name]} for name in ("model", "datasets", "run"))
     dumped = (yaml.safe_dump(s, sort_keys=False, default_flow_style=None, width=110) for s in sections)
     return "\n".join(["".join(f"# {note}\n" for note in notes), *dumped]), notes, ranks
-
-
-def _lost(key: Key, kind: str, reason: str) -> str:
-    """Return the note of a setting whose answer is `kind: reason`."""
-    title = {NONE: _LOST, UNNEEDED: _NO_NEED}.get(f"{kind}: ")
-    here = f"give {kind} ({reason})" if reason else f"give {kind}"
-    return _note(title or _LOST, ".".join(key), reason if title else here)
-
-
-def _note(title: str, key: str, what: str) -> str:
-    return f"{title}: {key}: {what}"
 
 
 def _settled(value: Any, key: Key, notes: list[str]) -> Any:
@@ -125,5 +127,6 @@ def _settled(value: Any, key: Key, notes: list[str]) -> Any:
         return [_settled(item, (*key, str(i)), notes) for i, item in enumerate(value)]
     if not isinstance(value, str) or not value.startswith(UNKNOWN):
         return value
-    notes.append(_note(_TO_GIVE, ".".join(key), value.removeprefix(UNKNOWN).strip() or "the file does not say it"))
+    why = value.removeprefix(UNKNOWN).strip() or "the file does not say it"
+    notes.append(f"{_TO_GIVE}: {'.'.join(key)}: {why}")
     return UNKNOWN

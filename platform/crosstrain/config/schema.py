@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from crosstrain.config import bounds
-from crosstrain.config.foreign_keys import foreign_hint, foreign_keys
+from crosstrain.config.foreign_keys import foreign_hint, origins
 from crosstrain.config.registry import registry
 from crosstrain.utils.errors import ConfigError, ConfigErrors, UserError, sentence
 
@@ -190,11 +190,12 @@ class Checker:
         self.fail(key, f"the {kind}'s name is required; known: {known}")
 
     def unknown_key(self, key: Key, known: Iterable[str]) -> NoReturn:
-        names = list(known)
-        if foreign := foreign_hint(key[-1]):
+        names, own = list(known), key[-1].lstrip("-").replace("-", "_")
+        near = [name for name in names if own in (name, name[:-1], f"{name}s")]
+        if not near and (foreign := foreign_hint(own)):
             self.fail(key, f"unknown key; {foreign}")
-        exact = nearest(key[-1], [*names, *foreign_keys()], 0.75 if len(key[-1]) <= 4 else 0.85)
-        near = exact or nearest_key(key[-1], names)
+        foreign_keys = {key for origin in origins().values() for key in origin.answers.maps[0] if len(key) > 4}
+        near = near or nearest(own, [*names, *foreign_keys], 0.75 if len(own) <= 4 else 0.85) or nearest_key(own, names)
         if near and near[0] in names:
             self.fail(key, f"unknown key; did you mean {'.'.join((*key[:-1], near[0]))}?")
         if near:
