@@ -1,8 +1,6 @@
 """Pack a folder of images and a JSON file about them into WebDataset shards."""
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +10,7 @@ from annotated_types import Interval
 from webdataset import ShardWriter
 
 from crosstrain import DataError, FilePath, OptionError, PositiveInt
-from crosstrain.corpus.prepare import output_lock
+from crosstrain.corpus.prepare import new_folder, output_lock
 from crosstrain.data.vision.image_dataset import LARGEST_IMAGE
 from crosstrain.utils.errors import os_errors_as
 from crosstrain.utils.files import read_regular, write_json
@@ -78,19 +76,15 @@ def write_once(
     with output_lock(output, wait=True):
         if output.exists():
             return _check_made(output, made)
-        partial = output.with_name(f".{output.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        beside(partial)
-        counts = {}
-        for split, samples in splits():
-            with ShardWriter(str(partial / f"{split}-%06d.tar"), maxcount=per_shard, verbose=0) as writer:
-                for sample in samples:
-                    writer.write(sample)
-            counts[split] = writer.total
-        document = {"options": made, "samples": counts}
-        write_json(partial / "dataset.json", document)
-        os.rename(partial, output)
+        with new_folder(output) as folder:
+            beside(folder)
+            counts = {}
+            for split, samples in splits():
+                with ShardWriter(str(folder / f"{split}-%06d.tar"), maxcount=per_shard, verbose=0) as writer:
+                    for sample in samples:
+                        writer.write(sample)
+                counts[split] = writer.total
+            write_json(folder / "dataset.json", {"options": made, "samples": counts})
 
 
 def _check_made(output: Path, made: dict[str, Any]) -> None:

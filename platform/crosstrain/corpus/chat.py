@@ -9,7 +9,6 @@ report.json             how many were kept and dropped, and why
 import hashlib
 import json
 import logging
-import shutil
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 
 from crosstrain.corpus.conversations import Row, conversation, preferences, rows
 from crosstrain.corpus.pool import CorpusStage, WorkerPool, cores
-from crosstrain.corpus.prepare import output_lock, replace_folder
+from crosstrain.corpus.prepare import new_folder, output_lock
 from crosstrain.data.chat_template import ChatError, ChatTemplate, TrainOn
 from crosstrain.data.indexed_dataset import TokenWriter
 from crosstrain.utils.errors import DataError, first_line
@@ -102,11 +101,8 @@ def prepare_chat(source: ChatSource) -> Path:
     folder = cache_folder("chat") / digest
     with output_lock(folder, wait=True):
         if not (folder / "report.json").exists():
-            made = folder.with_name(f"{folder.name}.partial")
-            shutil.rmtree(made, ignore_errors=True)
-            made.mkdir(parents=True)
-            _write(made, source)
-            replace_folder(made, folder)
+            with new_folder(folder) as made:
+                _write(made, source)
     return folder
 
 

@@ -51,7 +51,7 @@ def prepare(
         finally:
             if partial.exists() and not (partial / "out").exists() and not any(partial.rglob("*.json")):
                 shutil.rmtree(partial, ignore_errors=True)  # no finished shard is in it
-        replace_folder(partial / "out", output)
+        _replace(partial / "out", output)
         shutil.rmtree(partial, ignore_errors=True)
         return summary
 
@@ -82,7 +82,20 @@ def check_output(output: Path, overwrite: bool) -> None:
         raise DataError(f"{output} is prepared already: overwrite it explicitly or choose another output")
 
 
-def replace_folder(made: Path, output: Path) -> None:
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """Give an empty folder that takes the place of `output` when the block ends; after an error it is removed."""
+    made = output.with_name(f".{output.name}.new")
+    shutil.rmtree(made, ignore_errors=True)  # what was left by a process that was killed
+    made.mkdir(parents=True)
+    try:
+        yield made
+        _replace(made, output)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _replace(made: Path, output: Path) -> None:
     """Rename the finished folder `made` to `output`, and remove the folder that was there."""
     old = output.with_name(f".{output.name}.old")
     shutil.rmtree(old, ignore_errors=True)

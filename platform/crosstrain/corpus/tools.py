@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from crosstrain.corpus.prepare import check_output, output_lock, replace_folder
+from crosstrain.corpus.prepare import check_output, new_folder, output_lock
 from crosstrain.corpus.stats import BINS, bins, histogram
 from crosstrain.data.indexed_dataset import TokenFile, TokenWriter
 from crosstrain.data.prepared import Summary, locate
@@ -118,17 +118,11 @@ def _make(
 ) -> Summary:
     """Make a folder of parts (file, first document, end) with the tokenizer of `like`, complete or not at all."""
     check_output(output, overwrite)
-    with output_lock(output):
-        partial = output.with_name(f".{output.name}.new")
-        shutil.rmtree(partial, ignore_errors=True)
-        try:
-            shutil.copytree(like / "tokenizer", partial / "tokenizer")
-            with TokenWriter(partial / "tokens", np.dtype(summary.dtype)) as writer:
-                for part in parts:
-                    writer.copy(*part)
-            summary = replace(summary, documents=writer.num_documents, tokens=writer.num_tokens)
-            summary.write(partial)
-            replace_folder(partial, output)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    with output_lock(output), new_folder(output) as made:
+        shutil.copytree(like / "tokenizer", made / "tokenizer")
+        with TokenWriter(made / "tokens", np.dtype(summary.dtype)) as writer:
+            for part in parts:
+                writer.copy(*part)
+        summary = replace(summary, documents=writer.num_documents, tokens=writer.num_tokens)
+        summary.write(made)
     return summary
