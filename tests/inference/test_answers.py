@@ -120,7 +120,7 @@ def test_asking_one_at_a_time_gives_what_batches_give(trained: tuple[Path, Run],
     tokenizer = AutoTokenizer.from_pretrained(run.checkpoint(160))
     talk = ChatSession.about([], load_config(project, SEES), run.checkpoint(160))
     dataset = open_split(load_config(project, SEES), "test")
-    end = talk.prompt_builder.end_id
+    (end,) = talk.ends
     for index, answer in enumerate(answers[:6]):
         talk.images, talk.waiting, talk.history = dataset.read(index)[0], 1, []
         prompt = talk.ask("what colour is it")

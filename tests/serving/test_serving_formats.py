@@ -65,9 +65,7 @@ def test_images_are_seen_as_in_training(eyes: Server, seeing: Path, tmp_path: Pa
     talk = ChatSession.about([str(file) for file in files], config, seeing)
     prompt = talk.ask("what colour is it")
     tokenizer = AutoTokenizer.from_pretrained(seeing)
-    (expected,) = generate(
-        runner, tokenizer, prompt, Sampling(max_new_tokens=5, temperature=0), end=talk.prompt_builder.end_id
-    )
+    (expected,) = generate(runner, tokenizer, prompt, Sampling(max_new_tokens=5, temperature=0), end=talk.ends)
     client = eyes.client()
     asked: dict[str, Any] = {"model": "eyes", "max_tokens": 5, "temperature": 0}
     messages: Any = seen(*files, "what colour is it")

@@ -16,7 +16,7 @@ from crosstrain.config.run_options import DEFAULT_RUNNER
 from crosstrain.config.sources import Overrides, pairs
 from crosstrain.data.vision.conversations import IMAGE, Message
 from crosstrain.engine.build import build_model, make_runner
-from crosstrain.inference.conversation import ChatSession, TextSession
+from crosstrain.inference.conversation import ChatSession
 from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.generation import Sampling, as_prompt, generate, room_after
 from crosstrain.inference.open_checkpoint import open_on_workers
@@ -63,11 +63,11 @@ class OpenModel(AbstractContextManager["OpenModel"]):
         given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         turns: list[dict[str, Any]] = [dict(message) for message in given]
         if not images:
-            talk = TextSession(self.encoders, self.encoders.ends(self.tokenizer), turns[:-1])
-            return self._answer(talk.ask(turns[-1]["content"]), talk.ends, sampling)
+            asked = as_prompt(self.encoders.encode("chat", turns), self.tokenizer.eos_token_id)
+            return self._answer(asked, self.encoders.ends(self.tokenizer), sampling)
         about = ChatSession.about([str(file) for file in images], self.config, self.checkpoint, self.encoders)
         turns[0]["content"] = IMAGE * len(images) + turns[0]["content"]
-        asked = about.prompt_builder.ask([Message(t["role"], t["content"]) for t in turns], about.images)
+        asked = about.prompt([Message(t["role"], t["content"]) for t in turns], about.images)
         return self._answer(asked, about.ends, sampling)
 
     def _answer(self, prompt: Sample, ends: Collection[int], sampling: dict[str, Any]) -> str:

@@ -12,10 +12,8 @@ from crosstrain.utils.errors import UserError, printable, sentence
 
 if TYPE_CHECKING:
     from crosstrain.api.model import OpenModel
-    from crosstrain.inference.conversation import ChatSession, TextSession
+    from crosstrain.inference.conversation import ChatSession
     from crosstrain.inference.generation import Sampling
-
-    Session = ChatSession | TextSession
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,15 +65,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _talk(model: OpenModel, job: dict[str, Any]) -> list[dict[str, Any]]:
     """Complete the prompts that the flags give, and those that are typed; returns them with the completions."""
-    from crosstrain.inference.conversation import ChatSession, TextSession
+    from crosstrain.inference.conversation import ChatSession
 
     complete = partial(_complete, model, job["sampling"])
     about, found = (model.config, model.checkpoint, model.encoders), []
-    talk: Session | None = None
+    talk: ChatSession | None = None
     if job["image"]:
         talk = ChatSession.about(job["image"], *about)
     elif job["chat"]:
-        talk = TextSession(model.encoders, model.encoders.ends(model.tokenizer))
+        talk = ChatSession.in_template(model.encoders, model.tokenizer)
     for prompt in job["generate"]:
         texts = complete(prompt, talk, show=model.runner.world.rank == 0)
         found.append({"prompt": prompt, "completions": texts})
@@ -84,7 +82,7 @@ def _talk(model: OpenModel, job: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _complete(model: OpenModel, sampling: Sampling, prompt: str, talk: Session | None, *, show: bool) -> list[str]:
+def _complete(model: OpenModel, sampling: Sampling, prompt: str, talk: ChatSession | None, *, show: bool) -> list[str]:
     """Complete a prompt, or answer it in a conversation; a single completion is shown as it grows."""
     from crosstrain.inference.generation import as_prompt, generate
 
@@ -103,7 +101,7 @@ def _complete(model: OpenModel, sampling: Sampling, prompt: str, talk: Session |
     return texts
 
 
-def _converse(complete: Callable[..., list[str]], talk: Session | None) -> list[dict[str, Any]]:
+def _converse(complete: Callable[..., list[str]], talk: ChatSession | None) -> list[dict[str, Any]]:
     """Complete the prompts that are typed, until `stop` or the end of the input; returns them with the completions."""
     about = "" if talk is None else f"; {talk.commands}"
     print(f"type a prompt, or `stop` to end{about}")

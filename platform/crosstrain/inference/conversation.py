@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from crosstrain.config.load import Config
 from crosstrain.data.splits import training_dataset
-from crosstrain.data.vision.conversations import IMAGE, Message
-from crosstrain.data.vision.image_dataset import PromptBuilder, prompt_builder
+from crosstrain.data.vision.conversations import IMAGE, Conversation, Message
+from crosstrain.data.vision.image_dataset import prompt_builder
 from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.generation import as_prompt
 from crosstrain.utils.errors import UserError, explained, printable
@@ -22,40 +22,25 @@ from crosstrain.utils.types import Sample
 
 
 @dataclass
-class TextSession:
-    """A conversation that goes on, in the tokenizer's chat template."""
-
-    encoders: Encoders
-    ends: Collection[int]  # tokens
-    history: list[dict[str, str]] = field(default_factory=list)
-    commands: ClassVar[str] = "`new` starts over"
-
-    def ask(self, text: str) -> Sample:
-        """The prompt for an answer to `text`."""
-        return as_prompt(self.encoders.encode("chat", [*self.history, {"role": "user", "content": text}]), -1)
-
-    def remember(self, text: str, answer: str) -> None:
-        """Add an exchange to the history."""
-        self.history += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
-
-    def command(self, text: str) -> bool:
-        """Run the command that `text` is; False if it is none."""
-        if text.strip() != "new":
-            return False
-        self.history = []
-        return True
-
-
-@dataclass
 class ChatSession:
-    """A conversation about images that goes on."""
+    """A conversation that goes on, in the tokenizer's chat template or as the training's dataset puts it."""
 
-    commands: ClassVar[str] = "`image FILE` adds an image, `new` starts over"
+    prompt: Callable[[Conversation, list[Any]], Sample]  # of messages and their images; UserError where it has none
+    ends: Collection[int]  # tokens that end an answer
+    takes_images: bool
+    images: list[Any] = field(default_factory=list)  # PIL
+    waiting: int = 0  # images that no message has mentioned
+    history: Conversation = field(default_factory=list)
 
-    prompt_builder: PromptBuilder
-    images: list[Any]
-    waiting: int  # images that no message has mentioned
-    history: list[Message] = field(default_factory=list)
+    @staticmethod
+    def in_template(encoders: Encoders, tokenizer: Any) -> ChatSession:
+        """A session in the tokenizer's chat template."""
+
+        def prompt(messages: Conversation, _: list[Any]) -> Sample:
+            turns = [{"role": message.role, "content": message.text} for message in messages]
+            return as_prompt(encoders.encode("chat", turns), tokenizer.eos_token_id)
+
+        return ChatSession(prompt, encoders.ends(tokenizer), takes_images=False)
 
     @staticmethod
     def about(files: list[str], config: Config, checkpoint: Path, encoders: Encoders | None = None) -> ChatSession:
@@ -69,7 +54,7 @@ class ChatSession:
             builder = prompt_builder(component, checkpoint)
         if encoders is not None:
             builder.encoder.encode_text = partial(encoders.encode, "words")
-        return ChatSession(builder, [_open(file) for file in files], len(files))
+        return ChatSession(builder.ask, [builder.end_id], True, [_open(file) for file in files], len(files))
 
     @staticmethod
     def possible(config: Config, checkpoint: Path, encoders: Encoders) -> ChatSession | None:
@@ -80,13 +65,13 @@ class ChatSession:
             return None
 
     @property
-    def ends(self) -> Collection[int]:
-        """Tokens that end an answer."""
-        return [self.prompt_builder.end_id]
+    def commands(self) -> str:
+        """The commands and what they do."""
+        return "`image FILE` adds an image, `new` starts over" if self.takes_images else "`new` starts over"
 
     def ask(self, text: str) -> Sample:
         """The prompt for an answer to `text`."""
-        return self.prompt_builder.ask([*self.history, self._message(text)], self.images)
+        return self.prompt([*self.history, self._message(text)], self.images)
 
     def remember(self, text: str, answer: str) -> None:
         """Add an exchange to the history."""
@@ -96,7 +81,7 @@ class ChatSession:
     def command(self, text: str) -> bool:
         """Run the command that `text` is; False if it is none."""
         word, _, rest = text.strip().partition(" ")
-        if word == "image" and rest:
+        if word == "image" and rest and self.takes_images:
             self.images.append(_open(rest))
             self.waiting += 1
             print(f"added {printable(rest)}; your next words are about {self.waiting} image(s)")
@@ -107,7 +92,7 @@ class ChatSession:
         return True
 
     def _message(self, text: str) -> Message:
-        return Message("user", IMAGE * self.waiting + text.replace(IMAGE, ""))
+        return Message("user", IMAGE * self.waiting + text.replace(IMAGE, "") if self.takes_images else text)
 
 
 def _open(file: str) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crosstrain.data.vision.conversations import IMAGE, Conversation, Message
-from crosstrain.data.vision.image_dataset import PromptBuilder
+from crosstrain.inference.conversation import ChatSession
 from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.generation import as_prompt
 from crosstrain.serving.api_error import wrong
@@ -44,13 +44,9 @@ class ChatFormat:
     make: Callable[[Conversation, list[Any]], Prompt]
 
 
-def chat_format(tokenizer: Any, builder: PromptBuilder | None, encoders: Encoders) -> ChatFormat:
+def chat_format(tokenizer: Any, session: ChatSession | None, encoders: Encoders) -> ChatFormat:
     """The training format of a model trained on conversations, else the tokenizer's template, else plain turns."""
     end = tokenizer.eos_token_id
-
-    def from_template(messages: Conversation, _: list[Any]) -> Prompt:
-        ids = encoders.encode("chat", [{"role": message.role, "content": message.text} for message in messages])
-        return Prompt(as_prompt(ids, end), encoders.ends(tokenizer))
 
     def plain_turns(messages: Conversation, _: list[Any]) -> Prompt:
         lines = [f"{_NAMES[message.role]}: {message.text.strip()}\n" for message in messages]
@@ -58,15 +54,16 @@ def chat_format(tokenizer: Any, builder: PromptBuilder | None, encoders: Encoder
         stops = tuple(f"\n{name}:" for name in _NAMES.values())
         return Prompt(as_prompt(ids, end), [end], stops, strip=True)
 
-    def as_trained(messages: Conversation, images: list[Any]) -> Prompt:
-        assert builder is not None
-        return Prompt(builder.ask(messages, images), [builder.end_id], strip=True)
-
-    if builder is not None:
-        return ChatFormat("as in training", True, as_trained)
+    if session is not None:
+        return ChatFormat("as in training", True, _prompts_of(session, strip=True))
     if tokenizer.chat_template:
-        return ChatFormat("the tokenizer's template", False, from_template)
+        template = ChatSession.in_template(encoders, tokenizer)
+        return ChatFormat("the tokenizer's template", False, _prompts_of(template))
     return ChatFormat("plain turns", False, plain_turns)
+
+
+def _prompts_of(session: ChatSession, strip: bool = False) -> Callable[[Conversation, list[Any]], Prompt]:
+    return lambda messages, images: Prompt(session.prompt(messages, images), session.ends, strip=strip)
 
 
 def conversation(given: list[ChatMessage], takes_images: bool, limits: Limits) -> tuple[Conversation, list[Any]]:

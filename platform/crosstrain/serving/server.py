@@ -72,7 +72,7 @@ def run_server(
     group, encoders = runner.new_group(), Encoders(options.checkpoint)
     tokenizer = encoders.load()
     session = ChatSession.possible(config, options.checkpoint, encoders)
-    chats = chat_format(tokenizer, None if session is None else session.prompt_builder, encoders)
+    chats = chat_format(tokenizer, session, encoders)
     service = Service(options.name, runner.model, tokenizer, chats, encoders, limits)
     scheduler = Scheduler(Decoder(runner, limits.batch), group, tokenizer, limits)
     web = Web(service, scheduler, tokenizer, options.key, options.host)

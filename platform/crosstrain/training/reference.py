@@ -24,6 +24,7 @@ from crosstrain.utils.logging import log
 _SUM = hashlib.sha256().digest_size
 _MOST_BYTES = 1 << 36
 
+
 def add_reference(
     dataset: Dataset, runner: Runner, objective: Objective, weights: object, micro_batch: int, num_workers: int,
     own: Path, earlier: Path | None,
