@@ -1,7 +1,5 @@
 """Collectives on Python values over the ranks; with one process each is the identity."""
 
-from __future__ import annotations
-
 import os
 import sys
 import zlib

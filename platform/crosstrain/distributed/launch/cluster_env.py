@@ -1,7 +1,5 @@
 """Environments of launchers: torchrun, srun and mpirun around this program, and its own around its workers."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

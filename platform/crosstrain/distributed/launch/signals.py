@@ -1,7 +1,5 @@
 """Requests to stop: until there is something to save they kill the process; then the trainer reads them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

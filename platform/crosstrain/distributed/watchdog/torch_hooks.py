@@ -3,8 +3,6 @@
 Where another version lacks one, the collective goes unrecorded or its number unknown; nothing fails.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
