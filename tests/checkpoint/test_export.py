@@ -310,8 +310,9 @@ def test_the_parts_of_a_vision_language_model_open_alone(
         torch.testing.assert_close(merged, separate, rtol=1e-4, atol=1e-5)
         assert (merged - start).abs().max() > 1e-3  # the adapter has learned something
     assert (tmp_path / "adapter" / "tokenizer.json").exists()
-    assert main([*export, "--part", "vision", "--output", str(tmp_path / "none")]) == 1
-    assert "no part 'vision' to export; known: adapter, language_model" in capsys.readouterr().err
+    assert main([*export, "--part", "visual", "--output", str(tmp_path / "none")]) == 1
+    known = "adapter, vision, qformer, projector, language_model"
+    assert f"no part 'visual' to export; known: {known}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

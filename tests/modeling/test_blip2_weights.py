@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -104,10 +105,27 @@ def test_timms_own_folders_are_taken_as_they_are(published: Path, tmp_path: Path
 
 
 def test_a_folder_of_another_kind_is_refused(published: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.qformer\.pretrained: .* is not a Hugging Face BLIP-2 folder"):
+    with pytest.raises(ConfigError, match=r"qformer\.pretrained: .* is not a run .* or a Hugging Face BLIP-2 folder"):
         build(published, f"model.qformer.pretrained={published.parent}/qwen")
-    with pytest.raises(CheckpointError, match=r"has shape \[1, 5, 32\] there and \[1, 10, 32\] in the model"):
-        build(published, "model.vision.image_size=24")
+    with pytest.raises(ConfigError, match=r"model\.pretrained: .* is not a run of this model"):
+        build(published, f"model.pretrained={published.parent}/blip2")
+
+
+def test_sizes_are_those_of_the_weights(published: Path, tmp_path: Path) -> None:
+    document = yaml.safe_load(published.read_text())
+    queries = document["model"]["qformer"]["num_query_tokens"]
+    for part in ("vision", "qformer"):
+        document["model"][part] = {"pretrained": str(published.parent / "blip2")}
+    document["model"]["qformer"]["num_query_tokens"] = queries
+    (project := tmp_path / "project.yaml").write_text(yaml.safe_dump(document))
+    given, found = (build(p).model.canonical_parameters() for p in (published, project))
+    assert given.keys() == found.keys()
+    assert all(torch.equal(given[name], found[name]) for name in given if not name.startswith("language_projection."))
+    for key, there in {"vision.image_size": 16, "vision.depth": 2, "qformer.hidden_size": 32}.items():
+        with pytest.raises(ConfigError, match=rf"model\.{key}: it is 28, and {there} in .*blip2; write {there}"):
+            build(project, f"model.{key}=28")
+    with pytest.raises(ConfigError, match=r"model\.qformer\.num_query_tokens: it is 32, and 4 in .*; write 4"):
+        build(project, "model.qformer.num_query_tokens=32")
 
 
 # ---- what is frozen
@@ -173,6 +191,7 @@ def test_parts_are_opened_and_closed_again_in_the_middle(published: Path, projec
 
 
 FROZEN = ("vision", "qformer", "language_model")
+SIZES = options({f"model.language_model.model.{key}": value for key, value in LANGUAGE.items() if key != "name"})
 LOW = tuple(f"model.{part}.precision=bf16" for part in FROZEN)
 HALF = (*LOW, *(f"model.{part}.weights=bf16" for part in FROZEN))
 
@@ -279,6 +298,90 @@ def test_moments_of_an_opened_part_begin_at_zero_beside_the_others(published: Pa
     tensors = {k: v for f in run.checkpoint(12).glob("*.safetensors") for k, v in load_file(f).items()}
     assert tensors["step/query_tokens"] == 4
     assert tensors["step/language_projection.weight"] == 12
+
+
+# ---- a stage after another
+
+
+def beginning(project: Path, stage: Path, *given: str) -> dict[str, torch.Tensor]:
+    """The parameters of a new run that takes those of an earlier one."""
+    return build(project, f"model.pretrained={stage}", *given).model.canonical_parameters()
+
+
+def test_a_second_stage_begins_with_the_weights_of_the_first(published: Path, projection: Run) -> None:
+    first = build(published, checkpoint=projection.checkpoint(8)).model.canonical_parameters()
+    second = beginning(published, projection.folder, QFORMER, *LORA)
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    added = second.keys() - first.keys()
+    assert added
+    assert all(".lora_" in name for name in added)
+    initial = build(published).model.canonical_parameters()["language_projection.weight"]
+    assert not torch.equal(initial, first["language_projection.weight"]), "training changed something"
+
+
+def test_every_tensor_of_an_earlier_stage_is_accounted_for(published: Path, projection: Run, adapted: Run) -> None:
+    run = train(published, "stage2", f"model.pretrained={projection.folder}", "model.projector.freeze=true", *LORA)
+    said = (run.folder / "log.txt").read_text()
+    assert f"2 parameters begin with the weights in {projection.checkpoint(8)}\n" in said
+    assert re.search(r"parameters begin with the weights in \S*blip2; \d+ are not used, such as language_", said)
+    assert re.search(r"28 parameters begin with initial values, such as language_model\S+lora_A\.weight\n", said)
+    kept = stored(run.checkpoint(8))
+    assert "language_projection.weight" in kept, "what a run trained is in the checkpoints of the next"
+    build(published, *LORA, "model.projector.freeze=true", checkpoint=run.checkpoint(8))
+    with pytest.raises(CheckpointError, match=r"holds 28 parameters that the model lacks, such as .*lora_A\.weight"):
+        beginning(published, adapted.folder)
+    for part, name in (("vision", r"vision_model\."), ("qformer", r"q\w+"), ("language_model.model", r"lang\w+\.")):
+        with pytest.raises(CheckpointError, match=rf"holds no parameter {name}.*, which was frozen; name in `model`"):
+            beginning(published, projection.folder, f"model.{part}.pretrained=null", *SIZES)
+
+
+def test_other_frozen_weights_than_the_earlier_stage_s_are_refused(published: Path, projection: Run) -> None:
+    shutil.copytree(published.parent / "qwen", other := published.parent / "other_qwen", dirs_exist_ok=True)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"language_model\.model\.norm\.weight is frozen and differs"):
+        beginning(published, projection.folder, f"model.language_model.model.pretrained={other}")
+    # The projection alone may be taken to another language model.
+    taken = build(
+        published, f"model.language_model.model.pretrained={other}", f"model.projector.pretrained={projection.folder}"
+    )
+    first = build(published, checkpoint=projection.checkpoint(8)).model.projector.weight
+    assert torch.equal(taken.model.projector.weight, first)
+
+
+@pytest.mark.parametrize("part", ["projector", "vision", "qformer"])
+def test_a_part_is_exported_alone_and_begins_another_run(
+    published: Path, projection: Run, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / part
+    assert main(["export", "--checkpoint", str(projection.folder), "--part", part, "--output", str(out)]) == 0
+    assert f"; model.{part}.pretrained={out} begins a run with it\n" in capsys.readouterr().out
+    there = load_file(out / "model.safetensors")
+    given = (f"model.{part}.pretrained={out}", "run.seed=7")
+    first, again = build(published, checkpoint=projection.checkpoint(8)).model, build(published, *given).model
+    begin = {"projector": "language_projection.", "vision": "vision_model.", "qformer": "q"}[part]
+    assert there.keys() == (names := {name for name in first.canonical_parameters() if name.startswith(begin)})
+    ours, theirs = first.canonical_parameters(), again.canonical_parameters()
+    assert all(torch.equal(ours[name], there[name]) and torch.equal(ours[name], theirs[name]) for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp@2", "zero3@2"])
+def test_a_second_stage_begins_with_every_part_under_any_runner(published: Path, name: str) -> None:
+    runner, _, size = name.partition("@")
+    opened = [f"model.{part}.freeze=false" for part in FROZEN]
+    one = train(published, f"all_{name}", *opened, *LORA, f"run.runner={runner}", size=int(size))
+    checkpoint = one.checkpoint(8)
+    assert not list(checkpoint.glob("model*.safetensors"))
+    first = build(published, *LORA, checkpoint=checkpoint).model.canonical_parameters()
+    nothing = [f"model.{part}.pretrained=null" for part in ("vision", "qformer", "language_model.model")]
+    second = beginning(published, one.folder, *LORA, *nothing, *SIZES)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value, second[key]) for key, value in first.items())
+    given = (f"model.pretrained={one.folder}", *LORA, f"run.runner={runner}")
+    two = train(published, f"then_{name}", *given, size=int(size))
+    assert two.column("loss")[-1] < one.column("loss")[0]
 
 
 # ---- adapters

@@ -23,7 +23,7 @@ from crosstrain.checkpoint.files import Reader, fsync, write_safetensors
 from crosstrain.checkpoint.manifest import DTYPES, read_json
 from crosstrain.checkpoint.weights import PretrainedWeights, check_frozen, fingerprints
 from crosstrain.distributed.group import Group
-from crosstrain.modeling.base import Merge, Model
+from crosstrain.modeling.base import Merge, Model, Part
 from crosstrain.utils.assets import MODEL_FILES, TOKENIZER_FILES
 from crosstrain.utils.errors import CheckpointError, UserError
 from crosstrain.utils.files import write_json
@@ -48,7 +48,7 @@ class Exported:
 def export(
     checkpoint: Path, output: Path, dtype: torch.dtype | None, max_shard_bytes: int, progress: Callable[[str], None],
     pretrained: PretrainedWeights | None = None, merges: dict[str, Merge] | None = None,
-    part: tuple[str, Model] | None = None, weights: str | None = None,
+    part: Part = (("",), None), weights: str | None = None,
 ) -> Exported:  # fmt: skip
     """Write the model in a verified `checkpoint` to the folder `output`, which appears when it is complete.
 
@@ -59,8 +59,9 @@ def export(
     """
     reader = Reader.open(checkpoint, weights)
     with _folder(output) as folder:
-        source = _Parameters(reader, pretrained, merges or {}, part[0] if part else "")
-        return _write(source, folder, dtype, max_shard_bytes, progress, part and part[1])
+        owned, model = part
+        source = _Parameters(reader, pretrained, merges or {}, owned, owned[0] if model is not None else "")
+        return _write(source, folder, dtype, max_shard_bytes, progress, model)
 
 
 def export_adapter(
@@ -108,7 +109,8 @@ class _Parameters:
     reader: Reader
     pretrained: PretrainedWeights | None
     merges: dict[str, Merge]
-    prefix: str  # of the names that are exported, without it
+    owned: tuple[str, ...]  # beginnings of the names that are exported
+    prefix: str  # of all of these names, which are exported without it
 
     def __post_init__(self) -> None:
         if self.reader.frozen and self.pretrained is None:
@@ -120,7 +122,7 @@ class _Parameters:
         found = {n: (t.shape, _DTYPES[t.dtype]) for (kind, n), t in self.reader.tensors.items() if kind == "param"}
         found |= {name: (frozen.shape, torch.float32) for name, frozen in self.reader.frozen.items()}
         merged = {other for merge in self.merges.values() for other in merge.others}
-        kept = {name.removeprefix(self.prefix): found[name] for name in found if name.startswith(self.prefix)}
+        kept = {name.removeprefix(self.prefix): found[name] for name in found if name.startswith(self.owned)}
         return {
             name: torch.empty(shape, dtype=dtype if dtype and stored.is_floating_point else stored, device="meta")
             for name, (shape, stored) in kept.items()

@@ -36,25 +36,47 @@ class PretrainedWeights:
     @staticmethod
     def of(model: Model) -> PretrainedWeights:
         """Open the model's folders. Raises CheckpointError for one that is no checkpoint and no Hugging Face folder."""
-        return PretrainedWeights([(source, _open(source.folder)) for source in model.pretrained_sources()])
+        return PretrainedWeights([(source, open_weights(source.folder)) for source in model.pretrained_sources()])
 
     def verify(self) -> None:
         """Raise CheckpointError for a damaged checkpoint; Hugging Face folders have no checksums."""
         for _, reader in self.parts:
             reader.verify()
 
+    def summary(self, names: Collection[str]) -> list[str]:
+        """Return lines that tell where each of the model's parameters, and each tensor of the folders, goes.
+
+        Raises CheckpointError for a parameter that its folder lacks, and for one of an earlier run that has no use.
+        """
+        lines, left = list[str](), set(names)
+        for source, reader in self.parts:
+            mine, there = set(filter(source.covers, left)), reader.names("param")
+            left -= mine
+            places = [source.place(name, there) for name in mine]
+            used = {place if isinstance(place, str) else place.name for place in places}
+            if lacking := used - there:
+                frozen = lacking & reader.frozen.keys() and ", which was frozen; name in `model` what it came from"
+                raise CheckpointError(f"{reader.folder}: holds no parameter {min(lacking)}{frozen or ''}")
+            if source.of_model:
+                _check_used(reader, there - used)
+            rest = f"; {len(there - used)} are not used, such as {min(there - used)}" if there - used else ""
+            lines.append(f"{len(mine)} parameters begin with the weights in {reader.folder}{rest}")
+        if left and lines:
+            lines.append(f"{len(left)} parameters begin with initial values, such as {min(left)}")
+        return lines
+
     def covers(self, name: str) -> bool:
         """Return True for a parameter that comes from one of the folders."""
         return any(source.covers(name) for source, _ in self.parts)
 
-    def fill(self, shards: list[Shard]) -> set[str]:
-        """Fill the parameter shards that a folder covers; returns their names. Raises as `Reader.fill` does."""
-        filled = set[str]()
+    def fill(self, shards: list[Shard]) -> dict[str, Source]:
+        """Fill the parameter shards that a folder covers; returns it by their names. Raises as `Reader.fill` does."""
+        filled = dict[str, Source]()
         for source, reader in self.parts:
             names = reader.names("param")
             mine = [s for s in shards if s.name not in filled and source.covers(s.name)]
             reader.fill([_as_published(s, source.place(s.name, names)) for s in mine])
-            filled |= {s.name for s in mine}
+            filled |= dict.fromkeys((s.name for s in mine), source)
         return filled
 
     def as_published(self, shards: list[Shard]) -> Iterator[Shard]:
@@ -85,7 +107,8 @@ def fill_quantized(model: Model, pretrained: PretrainedWeights) -> dict[str, Fro
     return hashes
 
 
-def _open(folder: Path) -> Reader:
+def open_weights(folder: Path) -> Reader:
+    """Open a checkpoint or a Hugging Face folder. Raises CheckpointError for a folder that is neither."""
     return Reader.open(folder) if os.path.lexists(folder / MANIFEST) else Reader.open_hugging_face(folder)
 
 
@@ -123,12 +146,7 @@ def load_shards(
     """
     pretrained = pretrained or PretrainedWeights([])
     known = {s.name for s in shards if s.kind == "param"} if names is None else set(names)
-    extra = (reader.names("param") | reader.frozen.keys()) - known
-    if extra:
-        raise CheckpointError(
-            f"{reader.folder}: holds {len(extra)} parameters that the model lacks, such as {min(extra)}: is `model` "
-            f"the one that was trained?"
-        )
+    _check_used(reader, (reader.names("param") | reader.frozen.keys()) - known)
     borrowed = [s for s in shards if s.kind == "param" and s.name in reader.frozen]
     if missing := [s.name for s in borrowed if not pretrained.covers(s.name)]:
         raise CheckpointError(
@@ -146,6 +164,15 @@ def load_shards(
     _check_shared(reader, shards)
     reader.fill([s for s in shards if s.name not in reader.frozen])  # the state of what was frozen begins with zeros
     return {s.name for s in borrowed}
+
+
+def _check_used(reader: Reader, extra: set[str]) -> None:
+    """Raise CheckpointError for parameters that the model lacks."""
+    if extra:
+        raise CheckpointError(
+            f"{reader.folder}: holds {len(extra)} parameters that the model lacks, such as {min(extra)}: is `model` "
+            f"the one that was trained?"
+        )
 
 
 def _check_shared(reader: Reader, shards: list[Shard]) -> None:

@@ -32,11 +32,13 @@ def run(arguments: argparse.Namespace) -> int:
     from crosstrain.checkpoint.weights import PretrainedWeights
     from crosstrain.engine.precision import DTYPES
     from crosstrain.inference.open_checkpoint import open_config, outline
+    from crosstrain.modeling.base import Part
 
     limit, output = read_bytes(arguments.max_shard_size, "--max-shard-size"), Path(arguments.output)
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     checkpoint = find_checkpoint(Path(arguments.checkpoint))
-    model = part = None  # for a checkpoint that does not describe its model and has no frozen parameters
+    model = None  # for a checkpoint that does not describe its model and has no frozen parameters
+    part: Part = (("",), None)
     described = arguments.cfg_path or arguments.part or isinstance(load_state(checkpoint).get("config"), dict)
     if described or Reader.open(checkpoint).frozen:
         # Without weights: it knows the sources of frozen parameters, and which ones are merged.
@@ -46,18 +48,24 @@ def run(arguments: argparse.Namespace) -> int:
             export_adapter(checkpoint, output, dtype, model, arguments.weights)
             print(f"{output}: the adapter; peft's PeftModel.from_pretrained(model, {str(output)!r}) adds it to a model")
             return 0
-        if arguments.part and (part := model.parts().get(arguments.part)) is None:
-            known = ", ".join(["adapter", *model.parts()])
-            raise UserError(f"--part: {config.model.name} has no part {arguments.part!r} to export; known: {known}")
+        if arguments.part:
+            if arguments.part not in (parts := model.parts()):
+                known = ", ".join(["adapter", *parts])
+                raise UserError(f"--part: {config.model.name} has no part {arguments.part!r} to export; known: {known}")
+            part = parts[arguments.part]
     exported = export(
         checkpoint, output, dtype, limit, lambda line: print(line, flush=True),
         None if model is None else PretrainedWeights.of(model), None if model is None else model.merges(), part,
         arguments.weights,
     )  # fmt: skip
-    opens = exported.architecture  # None: transformers has no such model
+    use = ""
+    if (opens := exported.architecture) is not None:
+        use = f"; open it with transformers' {opens}.from_pretrained({arguments.output!r})"
+    elif model is not None and hasattr(model.options, "pretrained"):
+        key = f"model.{arguments.part}" if arguments.part else "model"
+        use = f"; {key}.pretrained={arguments.output} begins a run with it"
     print(
         f"{arguments.output}: {exported.parameters:,} parameters of {checkpoint}, {exported.bytes / 1e6:,.1f} MB in "
-        f"{exported.files} file(s)"
-        + (f"; open it with transformers' {opens}.from_pretrained({arguments.output!r})" if opens else "")
+        f"{exported.files} file(s){use}"
     )
     return 0

@@ -30,6 +30,7 @@ from crosstrain.modeling.base import Model, no_match
 from crosstrain.modeling.meta_init import parameters_on_meta
 from crosstrain.modeling.objective import ModelWithObjective, set_objective
 from crosstrain.utils.errors import CheckpointError, ConfigError, explained
+from crosstrain.utils.logging import log
 from crosstrain.utils.trust import limited_to
 
 _MOST_PARAMETERS = 1_000_000  # tensors: ten times those of the largest mixtures of experts
@@ -197,20 +198,23 @@ def build_model(
     parameters = [s for s in shards if s.kind == "param"]
     kinds = set[str]().union(*runner.world.all_gather({s.kind for s in shards}))  # a rank may hold nothing that trains
     reader = Reader.open(checkpoint, weights) if checkpoint is not None else None
-    pretrained, borrowed = PretrainedWeights.of(model), set[str]()
+    pretrained = PretrainedWeights.of(model)
     if reader is not None:
         keep = for_training and config.run.resume_optimizer
         if keep:
             _check_optimizer(reader, kinds, config)
         borrowed = load_shards(reader, shards if keep else parameters, pretrained, whole.keys())
     else:
+        for line in pretrained.summary(whole.keys() | model.quantized().keys()):
+            log.info("%s", line)
         published = pretrained.fill(parameters)
         fill_initial(model, [s for s in parameters if s.name not in published], config.run.seed)
-        borrowed = published & frozen
+        borrowed = {name for name, source in published.items() if name in frozen and not source.of_model}
     hashes = fingerprints(pretrained.as_published([s for s in parameters if s.name in borrowed]), runner.world)
     hashes |= fill_quantized(model, pretrained)
-    if reader is not None:
-        check_frozen(reader, hashes)
+    trained_with = [earlier for source, earlier in pretrained.parts if source.of_model] if reader is None else [reader]
+    for earlier in trained_with:
+        check_frozen(earlier, hashes)
     runner.loaded()
     return {name: recorded for name, recorded in hashes.items() if name in frozen}
 

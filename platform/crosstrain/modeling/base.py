@@ -246,8 +246,8 @@ class Model(nn.Module, ABC):
     def save_parts(self, folder: Path, names: set[str], read: ReadParameter) -> None:
         """Write files made of the trained parameters `names` (canonical), which a checkpoint then holds too; none."""
 
-    def parts(self) -> dict[str, tuple[str, Model]]:
-        """Models in this one that export can write alone, with the prefix of their canonical names; none."""
+    def parts(self) -> dict[str, Part]:
+        """Parts that export can write alone; none."""
         return {}
 
     def merges(self) -> dict[str, Merge]:
@@ -277,6 +277,11 @@ class Model(nn.Module, ABC):
 def override(model: Model, methods: type[nn.Module]) -> None:
     """Put `methods`, a class of overrides, before the methods of one model, in place."""
     model.__class__ = type(type(model).__name__, (methods, type(model)), {})
+
+
+# Beginnings of a part's canonical names, and a model, without whose one beginning export writes them; without a model
+# they, and the configuration, are as in the whole.
+Part = tuple[tuple[str, ...], Model | None]
 
 
 class LanguageModel(Model):

@@ -27,6 +27,7 @@ class Source:
     folder: Path
     place: Callable[[str, set[str]], str | Excerpt]  # of a parameter, in a folder that holds these names
     covers: Callable[[str], bool] = lambda name: True
+    of_model: bool = False  # an earlier run's, all of which has to be used; later checkpoints hold it, too
 
 
 def pretrained_folder(source: str) -> Path:

@@ -192,7 +192,7 @@ class Project:
         for name, p in self.model.canonical_parameters().items():
             if p.requires_grad:
                 size += p.numel() * (_FP32 + self.state_bytes)
-            elif not self.absent and not any(source.covers(name) for source in sources):
+            elif not self.absent and next((s.of_model for s in sources if s.covers(name)), True):
                 size += p.numel() * p.element_size()
         return size
 

@@ -79,7 +79,9 @@ def preflight(config: Config, world_size: int, dry: bool = False) -> Preflight:
             check_fit(model, dataset)
         check_quantized(model, runner, config)
         if not absent:
-            PretrainedWeights.of(model).verify()
+            weights = PretrainedWeights.of(model)
+            weights.verify()
+            weights.summary(model.canonical_parameters().keys() | model.quantized().keys())
         freeze(model, run.freeze)
         runner.check_model(config.run.runner.options, model)
         check_trackers(run.trackers)

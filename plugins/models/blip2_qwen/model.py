@@ -23,6 +23,7 @@ from crosstrain import (
     Quantized,
     ReadParameter,
     Source,
+    Text,
     has_values,
     registry,
 )
@@ -53,6 +54,7 @@ class Blip2Qwen(Model):
     class Options:
         """The four parts."""
 
+        pretrained: Text | None = None  # an earlier run, a checkpoint or an exported folder: the weights that it has
         vision: Vision = field(default_factory=Vision)
         qformer: QFormer = field(default_factory=QFormer)
         projector: Projector = field(default_factory=Projector)
@@ -61,6 +63,8 @@ class Blip2Qwen(Model):
     options: Options
 
     def __init__(self, options: Options) -> None:
+        self.folders = weights.folders(options)
+        options = weights.sized(options, self.folders)
         super().__init__(options)
         language = registry.get("model", options.language_model.model.name)(options.language_model.model.options)
         if not isinstance(language, LanguageModel):
@@ -69,10 +73,10 @@ class Blip2Qwen(Model):
         self.vision = vision.make_encoder(options.vision)
         self.width: int = self.vision.embed_dim  # type: ignore[assignment]
         self.qformer = Blip2QFormerModel(_qformer_config(options.qformer, self.width))
-        self.query_tokens = nn.Parameter(torch.empty(1, options.qformer.num_query_tokens, options.qformer.hidden_size))
-        self.projector = _projector(options.projector, options.qformer.hidden_size, language.hidden_size)
+        asked = self.qformer.config.hidden_size
+        self.query_tokens = nn.Parameter(torch.empty(1, options.qformer.num_query_tokens, asked))
+        self.projector = _projector(options.projector, asked, language.hidden_size)
         self.language_model, self.takes_positions = language, language.takes_positions
-        self.folders = weights.folders(options.vision, options.qformer, options.projector)
         self._freeze()
 
     def _freeze(self) -> None:
@@ -257,8 +261,9 @@ class Blip2Qwen(Model):
 
     # ---- life after training
 
-    def parts(self) -> dict[str, tuple[str, Model]]:
-        return {"language_model": (_PREFIXES["language_model"], self.language_model)}
+    def parts(self) -> dict[str, tuple[tuple[str, ...], Model | None]]:
+        models = {"language_model": self.language_model}
+        return {part: (weights.owned(part, _PREFIXES), models.get(part)) for part in _PREFIXES}
 
     def merges(self) -> dict[str, Merge]:
         """The language model's, of its adapters."""
@@ -290,12 +295,10 @@ class Blip2Qwen(Model):
 
 
 def _qformer_config(options: QFormer, encoder_width: int) -> Blip2QFormerConfig:
+    given = {key: size for key in options.published if (size := getattr(options, key)) is not None}
     return Blip2QFormerConfig(
-        hidden_size=options.hidden_size, num_hidden_layers=options.num_hidden_layers,
-        num_attention_heads=options.num_attention_heads, intermediate_size=options.intermediate_size,
-        cross_attention_frequency=options.cross_attention_frequency, encoder_hidden_size=encoder_width,
-        hidden_dropout_prob=options.dropout, attention_probs_dropout_prob=options.dropout,
-        layer_norm_eps=options.layer_norm_eps, attn_implementation=options.attention,
+        encoder_hidden_size=encoder_width, hidden_dropout_prob=options.dropout,
+        attention_probs_dropout_prob=options.dropout, attn_implementation=options.attention, **given,
     )  # fmt: skip
 
 

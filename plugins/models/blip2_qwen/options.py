@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Interval, MinLen
 
@@ -30,10 +30,14 @@ class Part:
 
 @dataclass(kw_only=True)
 class Vision(Part):
-    """A vision transformer of timm; sizes that are not given are the encoder's own."""
+    """A vision transformer of timm; sizes that are not given are the pretrained weights', or the encoder's own."""
 
-    encoder: Text = "eva_giant_patch14_224"  # timm's name
-    pretrained: Text | None = None  # a folder or name of timm's weights, or of a Hugging Face BLIP-2
+    published: ClassVar = (
+        "encoder", "image_size", "patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "class_token",
+    )  # fmt: skip
+
+    encoder: Text | None = None  # timm's name; eva_giant_patch14_224
+    pretrained: Text | None = None  # a folder or name of timm's weights, or of a Hugging Face BLIP-2, or a run
     image_size: Annotated[int, Interval(ge=1, le=4096)] | None = None  # height and width in pixels
     patch_size: Size | None = None  # height and width in pixels
     embed_dim: Size | None = None  # width
@@ -48,24 +52,29 @@ class Vision(Part):
 
 @dataclass(kw_only=True)
 class QFormer(Part):
-    """BLIP-2's querying transformer (Li et al., 2023), with BLIP-2's sizes."""
+    """BLIP-2's querying transformer (Li et al., 2023); sizes default to the pretrained weights', or to BLIP-2's."""
 
-    pretrained: Text | None = None  # a folder or name of a Hugging Face BLIP-2
+    published: ClassVar = (
+        "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "cross_attention_frequency",
+        "layer_norm_eps",
+    )  # fmt: skip
+
+    pretrained: Text | None = None  # a folder or name of a Hugging Face BLIP-2, or a run
     num_query_tokens: Size = 32  # embeddings that stand for an image
-    hidden_size: Size = 768  # width
-    num_hidden_layers: Layers = 12  # blocks
-    num_attention_heads: Size = 12  # heads of each block
-    intermediate_size: Size = 3072  # width of the MLP
-    cross_attention_frequency: Size = 2  # each n-th layer, from the first one on, attends to the image
+    hidden_size: Size | None = None  # width; 768
+    num_hidden_layers: Layers | None = None  # blocks; 12
+    num_attention_heads: Size | None = None  # heads of each block; 12
+    intermediate_size: Size | None = None  # width of the MLP; 3072
+    cross_attention_frequency: Size | None = None  # each n-th layer, from the first one on, attends to the image; 2
     dropout: DropRate = 0.1  # of embeddings, residuals and attention alike
-    layer_norm_eps: PositiveFloat = 1e-12  # added to the variance
+    layer_norm_eps: PositiveFloat | None = None  # added to the variance; 1e-12
     initializer_range: PositiveFloat = 0.02  # standard deviation of the initial values of matrices
     query_std: PositiveFloat = 0.02  # standard deviation of the queries' initial values
     attention: Literal["sdpa", "eager"] = "sdpa"  # transformers' attention implementation
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.hidden_size % self.num_attention_heads:
+        if self.hidden_size and self.num_attention_heads and self.hidden_size % self.num_attention_heads:
             raise OptionError(
                 "num_attention_heads", f"{self.num_attention_heads} does not divide hidden_size={self.hidden_size}"
             )
@@ -76,7 +85,7 @@ class Projector(Part):
     """The projection from the Q-Former's width to the language model's."""
 
     freeze: bool = False
-    pretrained: Text | None = None  # a run's folder or a checkpoint that has it
+    pretrained: Text | None = None  # a run, a checkpoint or an exported folder that has it
     kind: Literal["linear", "mlp"] = "linear"  # mlp: two linear maps with a GELU between them
     initializer_range: PositiveFloat = 0.02  # standard deviation of the initial values of matrices
 

@@ -14,6 +14,7 @@ from crosstrain import ConfigError, Excerpt
 
 from .options import Vision
 
+DEFAULT = "eva_giant_patch14_224"
 _SIZES = ("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "class_token")
 
 # timm's names and transformers', which are the same for ViT and EVA except for the biases of EVA's attention.
@@ -34,26 +35,24 @@ def make_encoder(options: Vision) -> nn.Module:
 
     Raises ConfigError where timm has none of that name, or its sizes do not go together.
     """
-    if not timm.is_model(options.encoder):
-        near = timm.list_models(f"*{options.encoder.split('_')[0]}*")[:5]
-        raise ConfigError(
-            f"model.vision.encoder: timm has no model {options.encoder}; it has {', '.join(near) or 'others'}"
-        )
+    name = options.encoder or DEFAULT
+    if not timm.is_model(name):
+        near = timm.list_models(f"*{name.split('_')[0]}*")[:5]
+        raise ConfigError(f"model.vision.encoder: timm has no model {name}; it has {', '.join(near) or 'others'}")
     given = {key: getattr(options, key) for key in _SIZES if getattr(options, key) is not None}
     if options.image_size is not None:
         given["img_size"] = options.image_size
     set_fused_attn(options.attention == "sdpa")
     try:
         encoder = timm.create_model(
-            options.encoder, pretrained=False, num_classes=0, global_pool="", drop_path_rate=options.drop_path_rate,
-            **given,
+            name, pretrained=False, num_classes=0, global_pool="", drop_path_rate=options.drop_path_rate, **given
         )  # fmt: skip
     except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"model.vision: timm cannot make {options.encoder} with {given}: {error}") from error
+        raise ConfigError(f"model.vision: timm cannot make {name} with {given}: {error}") from error
     finally:
         set_fused_attn(True)
     if not hasattr(encoder, "blocks"):
-        raise ConfigError(f"model.vision.encoder: {options.encoder} is not a vision transformer of one width")
+        raise ConfigError(f"model.vision.encoder: {name} is not a vision transformer of one width")
     return encoder
 
 
@@ -81,7 +80,7 @@ def initialize(name: str, value: Tensor, rng: torch.Generator, options: Vision) 
     else:
         std = options.position_std if name == "pos_embed" else 0.02
         nn.init.trunc_normal_(value, std=std, generator=rng)
-        if block and "eva" in options.encoder:
+        if block and "eva" in (options.encoder or DEFAULT):
             value.div_(math.sqrt(2 * (int(block[1]) + 1)))
 
 

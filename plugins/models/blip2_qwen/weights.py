@@ -3,38 +3,89 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import Blip2Config, PreTrainedConfig
 
 from crosstrain import ConfigError, Excerpt, LanguageModel, Source, check_source, pretrained_folder
 from crosstrain.checkpoint.folders import find_checkpoint
+from crosstrain.checkpoint.manifest import MANIFEST
+from crosstrain.checkpoint.weights import open_weights
 
 from . import vision
-from .options import Projector, QFormer, Vision
+from .options import QFormer, Vision
 
 _QUERIES = "query_tokens"
+_RUN, _BLIP2 = "a run of this model", "a Hugging Face BLIP-2 folder"
+_KINDS = {"model": (_RUN,), "vision": (_RUN, _BLIP2, ""), "qformer": (_RUN, _BLIP2), "projector": (_RUN,)}
 
 
-def folders(encoder: Vision, qformer: QFormer, projector: Projector) -> dict[str, Path]:
-    """Folders of pretrained weights by part; ConfigError for a folder of another kind."""
+def folders(options: Any) -> dict[str, Path]:
+    """Folders of pretrained weights by part; `model`: an earlier run. ConfigError for a folder of another kind."""
     found = {}
-    if encoder.pretrained is not None:
-        found["vision"] = pretrained_folder(encoder.pretrained)
-    if qformer.pretrained is not None:
-        found["qformer"] = pretrained_folder(qformer.pretrained)
-        if not _is_blip2(found["qformer"]):
-            raise ConfigError(f"model.qformer.pretrained: {qformer.pretrained} is not a Hugging Face BLIP-2 folder")
-    if projector.pretrained is not None:
-        check_source(f"the checkpoint {projector.pretrained}")
-        found["projector"] = find_checkpoint(Path(projector.pretrained).expanduser())
+    for part, kinds in _KINDS.items():
+        key, given = ("model", options) if part == "model" else (f"model.{part}", getattr(options, part))
+        if given.pretrained is not None:
+            check_source(f"the pretrained weights {given.pretrained}")
+            path = Path(given.pretrained).expanduser()
+            of_a_run = path.is_file() or any((path / name).exists() for name in (MANIFEST, "checkpoints"))
+            found[part] = find_checkpoint(path) if of_a_run else pretrained_folder(given.pretrained)
+            if _kind(found[part]) not in kinds:
+                raise ConfigError(f"{key}.pretrained: {given.pretrained} is not {' or '.join(kinds)}")
     return found
 
 
-def _is_blip2(folder: Path) -> bool:
-    return PreTrainedConfig.get_config_dict(folder)[0].get("model_type") == "blip-2"
+def sized(options: Any, found: dict[str, Path]) -> Any:
+    """The options with the sizes that these folders have. Raises ConfigError for one that is given and differs."""
+    for part, source in (("vision", "model"), ("vision", "vision"), ("qformer", "model"), ("qformer", "qformer")):
+        if source in found:
+            given, theirs = getattr(options, part), _sizes(part, found[source])
+            for key, value in theirs.items():
+                if (mine := getattr(given, key)) not in (None, value):
+                    where = f"{value} in {found[source]}"
+                    raise ConfigError(f"model.{part}.{key}: it is {mine}, and {where}; write {value}")
+            options = replace(options, **{part: replace(given, **theirs)})
+    return options
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    return PreTrainedConfig.get_config_dict(folder)[0]
+
+
+def _kind(folder: Path) -> str:
+    """One of the nouns of `_KINDS`; empty for timm's folders."""
+    config = _config(folder)
+    return _RUN if config.get("arch") == "blip2_qwen" else _BLIP2 if config.get("model_type") == "blip-2" else ""
+
+
+def _sizes(part: str, folder: Path) -> dict[str, Any]:
+    """Options of a part that its weights in a folder decide."""
+    config, kind = _config(folder), _kind(folder)
+    if kind == _RUN:
+        known = ("num_query_tokens", *(Vision if part == "vision" else QFormer).published)
+        theirs = {key: value for key, value in config.get(part, {}).items() if key in known}
+    elif kind == _BLIP2:
+        blip2 = Blip2Config.from_dict(config)
+        seen, asked = blip2.vision_config, blip2.qformer_config
+        theirs = {"num_query_tokens": blip2.num_query_tokens} | {key: getattr(asked, key) for key in QFormer.published}
+        if part == "vision":
+            theirs = {
+                "image_size": seen.image_size, "patch_size": seen.patch_size, "embed_dim": seen.hidden_size,
+                "depth": seen.num_hidden_layers, "num_heads": seen.num_attention_heads,
+                "mlp_ratio": seen.intermediate_size / seen.hidden_size,
+            }  # fmt: skip
+    else:
+        theirs = {"encoder": config.get("architecture")}
+    return {key: value for key, value in theirs.items() if isinstance(value, (int, float, str))}
+
+
+def owned(part: str, prefixes: dict[str, str]) -> tuple[str, ...]:
+    """Beginnings of the canonical names of a part's parameters."""
+    return (prefixes[part], _QUERIES) if part == "qformer" else (prefixes[part],)
 
 
 def sources(found: dict[str, Path], prefixes: dict[str, str], width: int, language: LanguageModel) -> list[Source]:
@@ -43,15 +94,23 @@ def sources(found: dict[str, Path], prefixes: dict[str, str], width: int, langua
     prefixes: of the parts' canonical names. width: the vision transformer's.
     """
     out = []
-    for part, folder in found.items():
-        owned = (prefixes[part], _QUERIES) if part == "qformer" else (prefixes[part],)
+    for part in prefixes.keys() & found.keys():
+        names = owned(part, prefixes)
         place: Callable[[str, set[str]], str | Excerpt] = _as_it_is
-        if part == "vision":
-            place = _blip2(prefixes[part], width) if _is_blip2(folder) else _without(prefixes[part])
-        out.append(Source(folder, place, lambda name, owned=owned: name.startswith(owned)))
+        if part == "vision" and (kind := _kind(found[part])) != _RUN:
+            place = _blip2(prefixes[part], width) if kind == _BLIP2 else _without(prefixes[part])
+        out.append(Source(found[part], place, lambda name, names=names: name.startswith(names)))
     prefix = prefixes["language_model"]
     for source in language.pretrained_sources():
         out.append(_under(prefix, source))
+    if (run := found.get("model")) is not None:
+        trained, parts = open_weights(run).names("param"), tuple(out)
+
+        def covers(name: str) -> bool:
+            """All but new adapters, and what an earlier run had frozen and a part's folder has."""
+            return name in trained or not (".lora_" in name or any(source.covers(name) for source in parts))
+
+        out.insert(0, Source(run, _as_it_is, covers, of_model=True))
     return out
 
 
