@@ -59,9 +59,10 @@ def write_plugins(folder: Path) -> Path:
     for block in filter(is_plugin, blocks("python")):
         (folder / f"{block.page.stem.replace('-', '_')}_{block.line}.py").write_text(block.text)
     with contextlib.chdir(folder):
-        for block in blocks("sh", page=ROOT / "docs" / "tutorial-plugin.md"):
+        tutorials = [ROOT / "docs" / f"tutorial-{name}.md" for name in ("plugin", "image-dataset")]
+        for block in (block for page in tutorials for block in blocks("sh", page=page)):
             for words in commands(block):
-                if words[:3] == ["crosstrain", "new", "model"]:
+                if words[:2] == ["crosstrain", "new"] and words[2] in ("model", "processor"):
                     arguments = parse(words[1:])
                     arguments.run(arguments)
     return folder

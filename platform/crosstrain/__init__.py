@@ -46,13 +46,20 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     from crosstrain.data.dataset import SPLITS, Dataset, ReadContext, Split
     from crosstrain.data.loader import MicroBatch
     from crosstrain.data.sample_view import SampleView
+    from crosstrain.data.vision.conversations import IMAGE, Conversation, Message, SampleError, Style
     from crosstrain.data.vision.image_dataset import (
         Annotation,
         Example,
         ImageDataset,
         ImageDatasetOptions,
+        ImageProcessor,
+        Processors,
         PromptBuilder,
+        TextProcessor,
         VqaDataset,
+        open_image,
+        open_image_file,
+        processors,
     )
     from crosstrain.distributed.group import Group
     from crosstrain.engine.footprint import Layout, PlanContext, Sizes

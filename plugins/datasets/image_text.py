@@ -19,14 +19,16 @@ from crosstrain import (
     ImageDatasetOptions,
     OptionError,
     PositiveInt,
+    Processors,
     ReadContext,
     Sample,
+    SampleError,
     Split,
     Text,
+    open_image,
+    processors,
     registry,
 )
-from crosstrain.data.vision.conversations import SampleError
-from crosstrain.data.vision.image_dataset import Processors, open_image, processors
 
 from .packing import PackOptions, pack
 from .streaming import ShardStream

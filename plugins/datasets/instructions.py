@@ -15,10 +15,12 @@ from crosstrain import (
     ImageDataset,
     ImageDatasetOptions,
     OptionError,
+    Processors,
     Split,
+    open_image_file,
+    processors,
     registry,
 )
-from crosstrain.data.vision.image_dataset import Processors, open_image_file, processors
 
 from .annotations import read_annotations
 
@@ -35,6 +37,8 @@ class Instructions(ImageDataset):
         images: FilePath  # folder that image names are relative to
         vis_processor: Processors = field(default_factory=lambda: processors("image_train", "image_eval"))
         text_processor: Processors = field(default_factory=lambda: processors("dialogue", "dialogue"))
+        val: FilePath | None = None  # annotations of the split, in place of a share of the others
+        test: FilePath | None = None  # annotations of the split
         # shares of train, val, test, in file order
         split: list[Annotated[float, Interval(ge=0, le=10**12)]] = field(default_factory=lambda: [1.0, 0.0, 0.0])
 
@@ -47,7 +51,8 @@ class Instructions(ImageDataset):
     @classmethod
     def prepare(cls, options: Any) -> None:
         """Read the annotations, so that mistakes in them show before any worker starts."""
-        _entries(options.annotations)
+        for file in filter(None, (options.annotations, options.val, options.test)):
+            _entries(file)
 
     @classmethod
     def is_prepared(cls, options: Any) -> bool:
@@ -55,21 +60,23 @@ class Instructions(ImageDataset):
 
     def __init__(self, options: Any, split: Split) -> None:
         super().__init__(options, split)
-        self.entries = _entries(options.annotations)
+        own = getattr(options, split, None)
+        self.file = own or options.annotations
+        self.entries = _entries(self.file)
         self.folder = Path(options.images).expanduser()
-        k, shares = SPLITS.index(split), [*options.split, 0.0, 0.0][:3]
+        k, shares = (0, [1.0]) if own else (SPLITS.index(split), [*options.split, 0.0, 0.0][:3])
         self.start, self.stop = (round(sum(shares[:n]) / sum(shares) * len(self.entries)) for n in (k, k + 1))
         if self.start == self.stop:
             raise DataError(
-                f"the {split} split of {options.annotations} has none of its {len(self.entries)} entries: change "
-                f"split={options.split}"
+                f"the {split} split has none of the {len(self.entries)} entries of {self.file}: change split="
+                f"{options.split}" + (f", or name a file as {split}" if split != "train" else "")
             )
 
     def __len__(self) -> int:
         return self.stop - self.start
 
     def location(self, index: int) -> str:
-        return f"entry {self.start + index} of {self.options.annotations}"
+        return f"entry {self.start + index} of {self.file}"
 
     def read(self, index: int) -> tuple[list[Any], Annotation]:
         entry = self.entries[self.start + index]

@@ -10,8 +10,7 @@ import numpy as np
 from annotated_types import Interval
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from crosstrain import FilePath, NonNegativeInt, Split, derive_seed, registry
-from crosstrain.data.vision.image_dataset import Processors, processors
+from crosstrain import FilePath, NonNegativeInt, Processors, Split, derive_seed, processors, registry
 from crosstrain.utils.files import write_json
 
 from .image_text import ImageText

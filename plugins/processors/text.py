@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from crosstrain import Annotation, PositiveInt, Text, registry
-from crosstrain.data.vision.conversations import IMAGE, Conversation, Message, SampleError, Style
+from crosstrain import IMAGE, Annotation, Conversation, Message, PositiveInt, SampleError, Style, Text, registry
 
 Asked = list[tuple[Conversation, str, str]]
 _SPEAKERS: dict[str, Literal["system", "user", "assistant"]] = {

@@ -13,7 +13,7 @@ import yaml
 from conftest import ENVIRONMENT, ROOT
 from crosstrain.cli.main import main
 
-KINDS = ["runner", "model", "dataset", "callback"]
+KINDS = ["runner", "model", "dataset", "processor", "callback"]
 
 
 def new(kind: str, name: str, capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -77,6 +77,43 @@ def test_what_lavis_says_is_what_the_project_says(tmp_path: Path, capsys: pytest
     assert "not needed here: run.distributed: --nproc-per-node says it" in said
 
 
+def test_files_and_precision_of_lavis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # LAVIS's paths are relative to where it is started
+    (tmp_path / "qwen").mkdir()
+    (tmp_path / "qwen" / "config.json").write_text('{"model_type": "qwen2"}')
+    stored = {"train": ["a.json", "b.json"], "val": "v.json", "test": ["t.json"]}
+    build = {"annotations": {split: {"storage": file, "url": "http://x"} for split, file in stored.items()}}
+    model = {"arch": "minigpt4qwen", "model_type": "qwen7b_chat", "llm_model": "qwen", "load_finetuned": True}
+    settings = {
+        "model": model | {"finetuned": "stage1/model.pth"},
+        "datasets": {"mine": {"build_info": build | {"images": {"storage": "pictures"}}}},
+        "run": {
+            "autocast_dtype": "bfloat16", "lr_sched": "linear_warmup_step_lr", "resume_ckpt_path": "old.pth",
+            "use_deepspeed": True, "deepspeed_config": "ds.json", "valid_splits": ["val"],
+        },
+    }  # fmt: skip
+    tree, notes, _ = lost(tmp_path, "lavis", settings)
+    mine, run = tree["datasets"]["mine"], tree["run"]
+    assert (mine["annotations"], mine["val"], mine["test"]) == ("a.json", "v.json", "t.json")
+    assert tree["model"]["language_model"]["model"] == {"name": "qwen", "pretrained": "qwen"}
+    assert tree["model"]["pretrained"] == "???"  # a run, in place of a .pth
+    assert (run["amp"], run["runner"], run["lr_sched"]) == ("bf16", "zero2", "linear_warmup_cosine_lr")
+    assert "resume_from" not in run
+    said = "\n".join(notes)
+    for key in (
+        "run.lr_sched", "run.resume_ckpt_path", "run.deepspeed_config", "run.valid_splits",
+        "datasets.mine.build_info.annotations.train.storage", "datasets.mine.build_info.annotations.val.url",
+    ):  # fmt: skip
+        assert f"not carried over: {key}: " in said
+    assert "not known" not in said
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
+    assert lost(tmp_path, "lavis", settings)[0]["run"]["runner"]["stage"] == 3
+    settings["run"] |= {"use_deepspeed": False, "deepspeed_config": {"zero_optimization": {"stage": 3}}}
+    tree, notes, _ = lost(tmp_path, "lavis", settings)
+    assert tree["run"]["runner"] == "ddp"
+    assert "not needed here: deepspeed_config: run.use_deepspeed is false" in notes
+
+
 def test_a_shell_script_is_read_as_the_shell_would(tmp_path: Path) -> None:
     tree = migrated(tmp_path, "megatron_llama3")[1]
     assert tree["run"]["runner"] == {

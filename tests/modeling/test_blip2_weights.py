@@ -323,8 +323,8 @@ def test_every_tensor_of_an_earlier_stage_is_accounted_for(published: Path, proj
     run = train(published, "stage2", f"model.pretrained={projection.folder}", "model.projector.freeze=true", *LORA)
     said = (run.folder / "log.txt").read_text()
     assert f"2 parameters begin with the weights in {projection.checkpoint(8)}\n" in said
-    assert re.search(r"parameters begin with the weights in \S*blip2; \d+ are not used, such as language_", said)
-    assert re.search(r"28 parameters begin with initial values, such as language_model\S+lora_A\.weight\n", said)
+    assert re.search(r"parameters begin with the weights in \S*blip2; \d+ there are not used, such as language_", said)
+    assert re.search(r"28 parameters have initial values, such as language_model\S+lora_A\.weight\n", said)
     kept = stored(run.checkpoint(8))
     assert "language_projection.weight" in kept, "what a run trained is in the checkpoints of the next"
     build(published, *LORA, "model.projector.freeze=true", checkpoint=run.checkpoint(8))
@@ -530,7 +530,7 @@ def test_both_stages_run_end_to_end(published: Path, tmp_path: Path) -> None:
         {"ratio": 0.8, "dataset": common | {"annotations": str(tmp_path / "llava.json")}},
         {"ratio": 0.2, "dataset": common | {"annotations": str(tmp_path / "captions.json"), "text_processor": text}},
     ]
-    instruct = {"datasets.mixed.parts": parts, "model.projector.pretrained": str(one.folder), "run.max_epoch": None}
+    instruct = {"datasets.mixed.parts": parts, "model.pretrained": str(one.folder), "run.max_epoch": None}
     two = train(
         ROOT / "projects" / "blip2_qwen7b_instruct.yaml", str(tmp_path / "instruct"),
         *options(tiny | short | instruct | {"model.qformer.freeze": False, "run.warmup_fraction": None}),

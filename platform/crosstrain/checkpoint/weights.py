@@ -48,7 +48,7 @@ class PretrainedWeights:
 
         Raises CheckpointError for a parameter that its folder lacks, and for one of an earlier run that has no use.
         """
-        lines, left = list[str](), set(names)
+        left, found = set(names), dict[Path, tuple[int, set[str]]]()
         for source, reader in self.parts:
             mine, there = set(filter(source.covers, left)), reader.names("param")
             left -= mine
@@ -59,11 +59,14 @@ class PretrainedWeights:
                 raise CheckpointError(f"{reader.folder}: holds no parameter {min(lacking)}{frozen or ''}")
             if source.of_model:
                 _check_used(reader, there - used)
-            rest = f"; {len(there - used)} are not used, such as {min(there - used)}" if there - used else ""
-            lines.append(f"{len(mine)} parameters begin with the weights in {reader.folder}{rest}")
-        if left and lines:
-            lines.append(f"{len(left)} parameters begin with initial values, such as {min(left)}")
-        return lines
+            count, unused = found.get(reader.folder, (0, there))
+            found[reader.folder] = count + len(mine), unused - used
+        lines = [
+            f"{count} parameters begin with the weights in {folder}"
+            + (f"; {len(unused)} there are not used, such as {min(unused)}" if unused else "")
+            for folder, (count, unused) in found.items()
+        ]
+        return lines + ([f"{len(left)} parameters have initial values, such as {min(left)}"] if left and lines else [])
 
     def covers(self, name: str) -> bool:
         """Return True for a parameter that comes from one of the folders."""

@@ -13,7 +13,7 @@ _SCHEMA = "crosstrain.schema.json"
 _NEXT = {
     "project": "{1} --cfg-path {0}.yaml",
     "package": "pip install -e './{0}[test]' && python -m pytest {0}",
-} | dict.fromkeys(("runner", "model", "dataset", "callback"), "python -m pytest test_{0}.py")
+} | dict.fromkeys(("runner", "model", "dataset", "processor", "callback"), "python -m pytest test_{0}.py")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -224,7 +224,8 @@ class _Builder:
 
     def _over_preset(self, kind: str, given: dict[str, Any]) -> dict[str, Any]:
         """Put the preset that a component of another one's options names under its own options."""
-        name, presets = self._presets((), given["name"], preset_files(kind))
+        name, presets = self._presets((), given["name"], files := preset_files(kind))
+        registry.get(kind, name, files)  # which names them beside the components
         return reduce(sources.merge, [*(layer.tree for layer in presets), {**given, "name": name}])
 
     def _preset_files(self, kind: str, key: Key) -> dict[str, Path]:

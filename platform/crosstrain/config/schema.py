@@ -145,10 +145,10 @@ class Checker:
             self.fail(key, f"expected {describe(Annotated[Component, kind])}, got {_show(value)}")
         if "name" not in value:
             self.name_required(kind, (*key, "name"))
-        value = self.over_preset(kind, {**value, "name": self.value(str, value["name"], (*key, "name"))})
-        name = value["name"]
+        given = {**value, "name": self.value(str, value["name"], (*key, "name"))}
         with self.located((*key, "name")):
-            cls = options_class(kind, registry.get(kind, name))
+            value = self.over_preset(kind, given)
+            cls = options_class(kind, registry.get(kind, name := value["name"]))
         return Component(name, self.dataclass(cls, {k: v for k, v in value.items() if k != "name"}, key))
 
     def dataclass(self, cls: Any, value: Any, key: Key) -> Any:

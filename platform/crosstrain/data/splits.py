@@ -6,6 +6,7 @@ from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Component
 from crosstrain.data.dataset import Dataset, Split
+from crosstrain.utils.errors import DataError
 from crosstrain.utils.trust import check_source, limited_to
 from crosstrain.utils.types import Batch
 
@@ -18,10 +19,13 @@ def training_dataset(config: Config) -> Component:
 
 def open_split(config: Config, split: Split) -> Dataset:
     """Open a prepared split of the configured dataset. DataError if it would be empty; ConfigError without trust."""
-    component = training_dataset(config)
+    ((label, component),) = config.datasets.items()
     with limited_to(config.trust):
-        check_source(f"the {split} split of {next(iter(config.datasets))}")
-        return registry.get("dataset", component.name)(component.options, split)
+        check_source(f"the {split} split of {label}")
+        try:
+            return registry.get("dataset", component.name)(component.options, split)
+        except DataError as error:
+            raise DataError(f"datasets.{label}: {error}") from error
 
 
 def prepare_data(config: Config) -> None:

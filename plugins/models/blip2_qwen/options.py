@@ -32,9 +32,8 @@ class Part:
 class Vision(Part):
     """A vision transformer of timm; sizes that are not given are the pretrained weights', or the encoder's own."""
 
-    published: ClassVar = (
-        "encoder", "image_size", "patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "class_token",
-    )  # fmt: skip
+    sizes: ClassVar = ("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "class_token")
+    published: ClassVar = ("encoder", "image_size", *sizes)
 
     encoder: Text | None = None  # timm's name; eva_giant_patch14_224
     pretrained: Text | None = None  # a folder or name of timm's weights, or of a Hugging Face BLIP-2, or a run
@@ -54,10 +53,8 @@ class Vision(Part):
 class QFormer(Part):
     """BLIP-2's querying transformer (Li et al., 2023); sizes default to the pretrained weights', or to BLIP-2's."""
 
-    published: ClassVar = (
-        "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "cross_attention_frequency",
-        "layer_norm_eps",
-    )  # fmt: skip
+    sizes: ClassVar = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    published: ClassVar = (*sizes, "cross_attention_frequency", "layer_norm_eps")
 
     pretrained: Text | None = None  # a folder or name of a Hugging Face BLIP-2, or a run
     num_query_tokens: Size = 32  # embeddings that stand for an image

@@ -15,7 +15,6 @@ from crosstrain import ConfigError, Excerpt
 from .options import Vision
 
 DEFAULT = "eva_giant_patch14_224"
-_SIZES = ("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "class_token")
 
 # timm's names and transformers', which are the same for ViT and EVA except for the biases of EVA's attention.
 _BLIP2 = {
@@ -39,7 +38,7 @@ def make_encoder(options: Vision) -> nn.Module:
     if not timm.is_model(name):
         near = timm.list_models(f"*{name.split('_')[0]}*")[:5]
         raise ConfigError(f"model.vision.encoder: timm has no model {name}; it has {', '.join(near) or 'others'}")
-    given = {key: getattr(options, key) for key in _SIZES if getattr(options, key) is not None}
+    given = {key: getattr(options, key) for key in options.sizes if getattr(options, key) is not None}
     if options.image_size is not None:
         given["img_size"] = options.image_size
     set_fused_attn(options.attention == "sdpa")

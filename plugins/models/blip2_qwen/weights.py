@@ -94,7 +94,7 @@ def sources(found: dict[str, Path], prefixes: dict[str, str], width: int, langua
     prefixes: of the parts' canonical names. width: the vision transformer's.
     """
     out = []
-    for part in prefixes.keys() & found.keys():
+    for part in (part for part in prefixes if part in found):
         names = owned(part, prefixes)
         place: Callable[[str, set[str]], str | Excerpt] = _as_it_is
         if part == "vision" and (kind := _kind(found[part])) != _RUN:

@@ -148,7 +148,7 @@ class ImageDataset(VqaDataset):
     def __init__(self, options: Any, split: Split) -> None:
         super().__init__(options, split)
         if options.tokenizer is None:
-            raise DataError(f"{self._name()} needs a tokenizer, the language model's: set datasets.<label>.tokenizer")
+            raise DataError(f"{self._name()} needs a tokenizer, the language model's: set tokenizer")
         tokenizer, self.tokenizer_path = load_cached(options.tokenizer)
         self.vocab_size = tokenizer.vocab_size
         self.sequence_length = options.max_length

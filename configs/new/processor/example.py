@@ -1,0 +1,33 @@
+"""A processor of annotations: the text that a sample's images come with."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from crosstrain import IMAGE, Annotation, Conversation, Message, SampleError, Style, Text, TextProcessor, registry
+
+
+@registry.register_processor("example")
+class ExampleProcessor(TextProcessor):
+    """Makes a question about the images and its answer a conversation."""
+
+    style: Style = "chat"  # the tokenizer's chat template; plain: the texts one after another
+
+    @dataclass
+    class Options:
+        question: Text = "question"  # the annotation's key
+        answer: Text = "answer"
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def __call__(self, annotation: Annotation, images: int, rng: np.random.Generator) -> list[Conversation]:
+        """Return what is learned from a sample in training; `rng` is the only randomness allowed."""
+        return [[*asked, Message("assistant", answer)] for asked, answer, _ in self.questions(annotation, images)]
+
+    def questions(self, annotation: Annotation, images: int) -> list[tuple[Conversation, str, str]]:
+        """Return (conversation up to the answer, answer, kind of question), for `evaluate --answers`."""
+        question, answer = (annotation.get(key) for key in (self.options.question, self.options.answer))
+        if not isinstance(question, str) or not isinstance(answer, str):
+            raise SampleError(f"it has no {self.options.question} or no {self.options.answer}")  # which skips it
+        return [([Message("user", IMAGE * images + question)], answer, "question")]
