@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crosstrain.config.batch import BatchPlan
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import MicroBatch, evaluation_batches, training_steps
-from crosstrain.utils.types import Sample
+from crosstrain.data.vision.conversations import IMAGE_ID
+from crosstrain.utils.errors import DataError
+from crosstrain.utils.types import IGNORE_INDEX, Sample
 
 
 class Numbers(Dataset):
@@ -83,3 +87,52 @@ def test_evaluation_counts_every_sample_once_and_keeps_ranks_in_step(
     assert len({len(batches) for batches in per_rank}) == 1, "a rank with fewer forwards would leave the others waiting"
     counted = [i for batches in per_rank for m, counts in batches if counts for i in m.data["index"].tolist()]
     assert sorted(counted) == list(range(min(length, limit or length)))
+
+
+class Tokens(Dataset):
+    """Twelve samples of tokens below 100, of which some are replaced: {(sample, key, position): id}."""
+
+    def __init__(self, replaced: dict[tuple[int, str, int], int]) -> None:
+        super().__init__(None, "train")
+        self.replaced = replaced
+
+    def __len__(self) -> int:
+        return 12
+
+    def get(self, index: int, rng: np.random.Generator) -> Sample:
+        sample = {name: np.arange(8) + index for name in ("input_ids", "labels")}
+        for (number, name, position), replacement in self.replaced.items():
+            if number == index:
+                sample[name][position] = replacement
+        return sample
+
+    def location(self, index: int) -> str:
+        return f"line {index} of a file"
+
+
+@pytest.mark.parametrize(("key", "workers"), [("input_ids", 0), ("labels", 2)])
+def test_an_id_that_is_no_token_of_the_model_is_refused_before_a_forward(key: str, workers: int) -> None:
+    harmless = {(3, "input_ids", 0): IMAGE_ID, (4, "labels", 0): IGNORE_INDEX}
+    plan = BatchPlan(12, 4, 3, 1)
+    for replacement in (99, 100):
+        dataset = Tokens(harmless | {(6, key, 7): replacement})
+        wrong = r"sample {} of the train split \(line 6 of a file\) has token id 100, .* vocab_size is 100: .* 101"
+        number = next(n for n in range(12) if dataset.training_index(3, n) == 6)
+
+        def both(vocab_size: int | None, dataset: Dataset = dataset) -> list[Callable[[], object]]:
+            stream = training_steps(
+                dataset, plan, seed=3, start=0, dp_rank=0, num_workers=workers, vocab_size=vocab_size
+            )  # fmt: skip
+            evaluation = evaluation_batches(
+                dataset, 4, dp_rank=0, dp_size=1, num_workers=workers, vocab_size=vocab_size
+            )  # fmt: skip
+            return [lambda: next(stream), lambda: list(evaluation)]
+
+        for read, place in zip(both(100), (number, 6), strict=True):
+            if replacement < 100:
+                read()
+            else:
+                with pytest.raises(DataError, match=wrong.format(place)):
+                    read()
+        for read in both(None):  # a model without tokens
+            read()

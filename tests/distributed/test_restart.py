@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from conftest import Run, Workspace, logged_step, wait_until
+from conftest import ENVIRONMENT, Run, Workspace, kill, logged_step, wait_until
 from fixtures_kill import INTERVALS, assert_same_weights, dying, numbers, workers
 from fixtures_ranks import mostly_slow
 
@@ -57,6 +59,90 @@ def test_restarts_end(workspace: Workspace) -> None:
     assert "rank 1 was killed by SIGKILL" in run.err
     assert run.out.count("started again") == 2
     assert (run.folder / "checkpoints" / "latest").read_text().strip() == "step_000006", "each start got two steps on"
+
+
+LATE = '''
+import os, pathlib, signal
+from dataclasses import dataclass
+from crosstrain import Callback, registry
+
+@registry.register_callback("late")
+class Late(Callback):
+    """The death of rank 1 in the last seconds of a run, once."""
+    @dataclass
+    class Options:
+        when: str
+        grave: str
+    def die(self, *_):
+        grave = pathlib.Path(self.options.grave)
+        if self.trainer.runner.world.rank == 1 and not grave.exists():
+            grave.touch()
+            if self.options.when == "exit":
+                os._exit(3)
+            os.kill(os.getpid(), signal.SIGKILL)
+    def on_save(self, folder):
+        if self.options.when in ("save", "exit"):
+            self.die()
+    def on_end(self):
+        if self.options.when == "end":
+            self.die()
+        if self.options.when == "close":
+            self.trainer.runner.close = self.die
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["save", "exit", "end", "close"])
+def test_a_worker_that_dies_in_the_last_seconds_loses_nothing(
+    shared_workspace: Workspace, undisturbed: dict[int, Run], tmp_path: Path, when: str
+) -> None:
+    (tmp_path / "late.py").write_text(LATE)
+    late = f"run.callbacks=[{{name: late, when: {when}, grave: {tmp_path}/grave}}]"
+    options = (*INTERVALS, "run.save_interval=null", f"run.plugins=[{tmp_path}/late.py]", late)
+    name = f"late_{when}"
+    run = shared_workspace.train(name, *options, nproc=2, fails=True)
+    what = "ended with exit code 3 and no error of Python's" if when == "exit" else "was killed by SIGKILL"
+    assert (run.code, run.err.count("\n")) == (1, 1), run.err
+    assert f"error: rank 1 {what}" in run.err
+    saved = when in ("end", "close")
+    assert run.checkpoint(20).exists() == saved
+    again = shared_workspace.train(name, *options, nproc=2)
+    assert "open next:" in again.out
+    assert ("resuming" in again.out) == saved
+    assert numbers(run) == numbers(undisturbed[2])
+    assert_same_weights(run.checkpoint(20), undisturbed[2].checkpoint(20))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("what", ["launcher", "worker"])
+def test_the_others_say_in_one_sentence_what_they_lost(workspace: Workspace, lost: int, what: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    nodes = []
+    for node in range(2):
+        flags = ("--nnodes", "2", "--node-rank", str(node), "--rdzv-endpoint", f"127.0.0.1:{port}")
+        command = workspace.command("run.output_dir=out", "run.max_iters=1000000", nproc=1, flags=flags)
+        nodes.append(subprocess.Popen(
+            command, cwd=workspace.path, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        ))  # fmt: skip
+    wait_until(lambda: logged_step(workspace.path / "out") >= 3, nodes[0])
+    if what == "launcher":
+        kill(nodes[lost])
+    else:
+        os.kill(workers(nodes[lost].pid)[0], signal.SIGKILL)
+    errors = [node.communicate(timeout=100)[1] for node in nodes]
+    host = socket.gethostname()
+    expected = [
+        f"error: rank 0 on {host} lost its connection to another rank at 127.0.0.1 (Connection ",
+        f"error: lost the connection to node 0 (127.0.0.1:{port})",
+    ]
+    expected[lost] = "" if what == "launcher" else f"error: rank {lost} on {host} was killed by SIGKILL"
+    for error, beginning in zip(errors, expected, strict=True):
+        assert error.startswith(beginning), error
+        assert error.count("\n") == bool(beginning), error
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ def test_metrics_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_timers_add_up_and_start_anew() -> None:
-    now = iter([0.0, 1.0, 10.0, 12.5])
+    now = iter([0.0, 1.0, 10.0, 12.5, 20.0, 26.0])
     timers = Timers(clock=lambda: next(now))
     for _ in range(2):
         with timers("forward"):
@@ -33,6 +33,7 @@ def test_timers_add_up_and_start_anew() -> None:
     assert timers.seconds == {"forward": 3.5}
     timers.reset(synchronize=False)
     assert timers.seconds == {}
+    assert timers.since_reset == 6.0
 
 
 def test_tensorboard_has_curves_timers_and_the_configuration(workspace: Workspace) -> None:

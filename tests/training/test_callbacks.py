@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import shutil
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ import torch
 import yaml
 from torch import Tensor
 
+import crosstrain
 from conftest import ROOT, Run, Workspace
 from crosstrain.checkpoint.files import Reader
 from crosstrain.config.load import load_config
 from crosstrain.utils.errors import ConfigError
 from fixtures_ranks import make_trainer, run_ranks, train
+from fixtures_server import program
 
 PLUGINS = ROOT / "tests" / "third_party"
 
@@ -57,6 +60,7 @@ def _use(run: str, folder: str) -> list[Any]:
         command(*common, "--output", f"{folder}/average.json", "--weights", "ema"),
         command("export", "--checkpoint", run, "--output", f"{folder}/exported", "--weights", "ema"),
         command("evaluate", "--checkpoint", f"{run}/checkpoints/step_000000", "--weights", "exp_avg"),
+        command("serve", "--checkpoint", run, "--weights", "exp_avg"),
     ]
 
 
@@ -87,13 +91,32 @@ def test_an_average_of_the_weights_follows_roll_backs_resumes_and_is_used(worksp
     assert all(map(torch.equal, average.values(), again.values()))
     assert state(run.checkpoint(6))["callbacks"]["diary"]["steps"] == last["steps"]
 
-    (*fine, refused), = run_ranks(1, _use, str(run.folder), str(workspace.path))
+    (*fine, refused, not_served), = run_ranks(1, _use, str(run.folder), str(workspace.path))
     assert [code for code, _ in fine] == [0, 0, 0], fine
     assert (refused[0], "has no weights called 'exp_avg'; it has ema" in refused[1]) == (1, True), refused
+    assert (not_served[0], "has no weights called 'exp_avg'; it has ema" in not_served[1]) == (1, True), not_served
     results = [json.loads((workspace.path / f"{name}.json").read_text()) for name in ("trained", "average")]
     assert results[0]["splits"]["val"]["loss"] != results[1]["splits"]["val"]["loss"]
     exported = Reader.open_hugging_face(workspace.path / "exported")
     assert all(torch.equal(exported.whole(name), value) for name, value in again.items())
+
+
+@pytest.mark.slow
+def test_a_server_computes_with_the_averaged_weights(workspace: Workspace) -> None:
+    run = train(project(workspace, {"name": "ema", "decay": 0.97}, max_iters=8, init_lr=0.05), "run")
+    expected = []
+    for name in (None, "ema"):
+        with crosstrain.open(run.folder, weights=name) as model:
+            expected.append(model.generate("ban", max_new_tokens=16, temperature=1, seed=5))
+    assert expected[0] != expected[1]
+    for flags, text in zip(((), ("--weights", "ema")), expected, strict=True):
+        with program(run.folder, "--name", "m", *flags) as (url, _):
+            request = urllib.request.Request(
+                f"{url}/v1/completions", headers={"Content-Type": "application/json"},
+                data=json.dumps({"model": "m", "prompt": "ban", "max_tokens": 16, "seed": 5}).encode(),
+            )  # fmt: skip
+            with urllib.request.urlopen(request) as answer:
+                assert json.load(answer)["choices"][0]["text"] == text
 
 
 def test_a_run_that_stopped_early_stays_ended_and_the_best_checkpoints_stay(workspace: Workspace) -> None:

@@ -98,16 +98,18 @@ class OpenModel(AbstractContextManager["OpenModel"]):
 
 
 def open(
-    checkpoint: str | Path, options: Overrides = (), *, project: ProjectLike | None = None, trust_data: bool = False
-) -> OpenModel:
+    checkpoint: str | Path, options: Overrides = (), *, project: ProjectLike | None = None, trust_data: bool = False,
+    weights: str | None = None,
+) -> OpenModel:  # fmt: skip
     """Open a checkpoint, or the newest of a run's folder, in this process.
 
     Its configuration is its own or `project`'s, with `options` over it. A stranger's checkpoint runs no code, and opens
-    data and weights that it names with `trust_data` alone. Raises CheckpointError and ConfigError.
+    data and weights that it names with `trust_data` alone. `weights`: a callback's, such as "ema". Raises
+    CheckpointError and ConfigError.
     """
     found = find_checkpoint(Path(checkpoint))
     given = pairs(options)
     if not any(key.startswith("run.runner") for key, _ in given):
         given.append(("run.runner", DEFAULT_RUNNER))
     config, _ = open_on_workers(found, project, given, trust_data, None, True)
-    return OpenModel(config, found)
+    return OpenModel(config, found, weights=weights)

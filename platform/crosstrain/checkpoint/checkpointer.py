@@ -35,7 +35,7 @@ from crosstrain.checkpoint.manifest import (
 )
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.distributed.group import Group
-from crosstrain.utils.errors import CheckpointError, RankLost
+from crosstrain.utils.errors import CheckpointError, RankLost, first_line
 from crosstrain.utils.files import write_json
 from crosstrain.utils.logging import log
 
@@ -119,7 +119,8 @@ class Checkpointer:
                 f"checkpoint {final} could not be written: {problem}; earlier ones are intact"
             )
         except Exception as error:  # a rank is gone; `wait` tells, unless that rank's own error ends the run before
-            self._error = RankLost(f"{self.root}: the save was broken off ({error}); earlier ones are intact")
+            why = first_line(error)
+            self._error = RankLost(f"{self.root}: the save was broken off ({why}); earlier ones are intact")
         if self._error is not None and self.group.rank == 0:
             log.warning("%s", self._error)
 

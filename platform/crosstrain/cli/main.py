@@ -57,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
         debug = debug or "debug" in arguments
+        if not debug:  # each of torch's warnings about a lost node has dozens of C++ frames
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         check_paths(arguments)
         return arguments.run(arguments)
     except UserError as error:

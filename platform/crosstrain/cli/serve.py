@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from crosstrain.cli.flags import add_checkpoint, add_config, positive, seconds
+from crosstrain.cli.flags import add_checkpoint, add_config, add_weights, positive, seconds
 from crosstrain.distributed.launch.launcher import launch
 from crosstrain.utils.errors import UserError, printable
 from crosstrain.utils.optional_deps import require
@@ -16,6 +16,7 @@ _KEY = "CROSSTRAIN_API_KEY"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
+    add_weights(parser)
     add_config(parser, required=False)
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000; 0 takes a free one")
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve a checkpoint until a signal comes; returns the exit code."""
     print(f"loading {printable(arguments.checkpoint)} ...", flush=True)  # libraries alone take seconds
+    from crosstrain.checkpoint.files import Reader
     from crosstrain.checkpoint.folders import find_checkpoint
     from crosstrain.inference.encoding import check_stored
     from crosstrain.inference.open_checkpoint import open_on_workers
@@ -54,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     config, how = open_on_workers(
         checkpoint, arguments.cfg_path, arguments.options, arguments.trust_data, arguments.nproc_per_node
     )
-    server = ServerOptions(checkpoint, name, arguments.host, arguments.port, key, config.trust)
+    server = ServerOptions(checkpoint, name, arguments.host, arguments.port, key, config.trust, arguments.weights)
+    Reader.open(checkpoint, arguments.weights)  # refuses a name that is not there
     check_stored(checkpoint)
     code = launch(serve_worker, (config.plain, server, limits, how.starts_workers), how)
     return 0 if code > 128 else code  # a signal is how a server ends

@@ -8,7 +8,7 @@ stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, repeat
@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader
 
 from crosstrain.config.batch import BatchPlan
 from crosstrain.data.dataset import Dataset, ReadContext
-from crosstrain.data.skip_ranges import Ranges
+from crosstrain.data.skip_ranges import Ranges, show
 from crosstrain.data.skip_ranges import numbers as sample_numbers
 from crosstrain.modeling.base import count_targets
-from crosstrain.utils.errors import UserError
+from crosstrain.utils.errors import DataError, UserError
 from crosstrain.utils.rng import sample_rng
 from crosstrain.utils.types import Batch, Sample
 
@@ -98,26 +98,45 @@ def share_of_rank(plan: BatchPlan, dp_rank: int, numbers: list[int]) -> list[lis
     return [numbers[i : i + size] for i in range(dp_rank * size, len(numbers), plan.dp_size * size)]
 
 
+def _check_ids(
+    dataset: Dataset, data: Batch, numbers: Sequence[int], index_of: Callable[[int], int], vocab_size: int | None
+) -> None:
+    """Raise DataError for an id that is no token of the model. Negative ones mark images and labels to ignore."""
+    for ids in [data[name] for name in ("input_ids", "labels") if name in data and vocab_size is not None]:
+        if ids.numel() and (largest := int(ids.max())) >= vocab_size:
+            number = numbers[int(ids.argmax()) * len(numbers) // ids.numel()]
+            place = dataset.location(index_of(number)) if dataset.indexed else ""
+            sample = f"{show([number])} of the {dataset.split} split{place and f' ({place})'}"
+            raise DataError(
+                f"datasets: {sample} has token id {largest}, "
+                f"and the model's vocab_size is {vocab_size}: give a new model a vocab_size of at least {largest + 1}, "
+                f"or prepare the data with the tokenizer of a pretrained one"
+            )
+
+
 def training_steps(
     dataset: Dataset, plan: BatchPlan, *, seed: int, start: int, dp_rank: int, num_workers: int = 0,
     lengths: Iterator[int] | None = None, left_out: Ranges | None = None, num_targets: CountTargets = lambda _: 0,
+    vocab_size: int | None = None,
 ) -> Iterator[Step]:  # fmt: skip
     """Yield this rank's micro batches of each step, without end, from sample number `start` on.
 
     lengths: tokens to which the samples of each step are shortened; None: they stay whole.
     left_out: sample numbers to skip.
+    vocab_size: bound of token ids, beyond which DataError is raised; None: they are not looked at.
     """
-
     dataset.begin(ReadContext(seed, start, dp_rank, plan.dp_size))
     own = partial(share_of_rank, plan, dp_rank)
     mine = chain.from_iterable(map(own, step_numbers(plan, start, left_out)))  # read ahead of the steps below
-    batches = _batches(dataset, seed, partial(dataset.training_index, seed), mine, num_workers)
+    index_of = partial(dataset.training_index, seed)
+    batches = _batches(dataset, seed, index_of, mine, num_workers)
     whole: Iterator[int | None] = repeat(None)
     for all_numbers, length in zip(step_numbers(plan, start, left_out), lengths or whole, strict=False):
         step = Step()
         step.numbers = all_numbers
         for numbers in own(all_numbers):
             data = next(batches)
+            _check_ids(dataset, data, numbers, index_of, vocab_size)
             data = data if length is None else dataset.shorten(data, length)
             step.append(MicroBatch(numbers[0], data, count_targets(num_targets, data), tuple(numbers)))
         yield step
@@ -130,12 +149,12 @@ def one_sample(dataset: Dataset, seed: int, number: int) -> Batch:
 
 def evaluation_batches(
     dataset: Dataset, micro_batch: int, *, dp_rank: int, dp_size: int, max_samples: int | None = None,
-    num_workers: int = 0, num_targets: CountTargets = lambda _: 0,
+    num_workers: int = 0, num_targets: CountTargets = lambda _: 0, vocab_size: int | None = None,
 ) -> Iterator[tuple[MicroBatch, bool]]:  # fmt: skip
     """Yield the first `max_samples` samples in the order of evaluation, each once, as (micro batch, counts).
 
     Every rank gets the same number of micro batches, because a forward may be a collective. A rank that has too few
-    samples repeats its first ones with `counts` false.
+    samples repeats its first ones with `counts` false. `vocab_size` as for `training_steps`.
     """
     dataset.begin(ReadContext(0, 0, dp_rank, dp_size))
     total = len(dataset) if max_samples is None else min(max_samples, len(dataset))
@@ -145,4 +164,5 @@ def evaluation_batches(
     order: Callable[[int], int] = int if total == len(dataset) else dataset.evaluation_index
     batches = _batches(dataset, 0, order, [list(numbers) for numbers in mine], num_workers)
     for start, numbers, data in zip(starts, mine, batches, strict=True):
+        _check_ids(dataset, data, numbers, order, vocab_size)
         yield MicroBatch(numbers[0], data, count_targets(num_targets, data)), start < total

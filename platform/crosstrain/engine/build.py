@@ -114,8 +114,9 @@ def check_fit(model: Model, dataset: Dataset) -> None:
         )
     if dataset.vocab_size and model.vocab_size and dataset.vocab_size > model.vocab_size:
         raise ConfigError(
-            f"model.vocab_size: {model.vocab_size} is too small for the dataset, whose tokenizer has "
-            f"{dataset.vocab_size} ids; set model.vocab_size={dataset.vocab_size}"
+            f"model: a vocab_size of {model.vocab_size} is too small for the dataset, whose tokenizer has "
+            f"{dataset.vocab_size} ids: a new model needs vocab_size={dataset.vocab_size}, data for a pretrained one "
+            f"the model's own tokenizer"
         )
     if dataset.documents:
         model.check_documents()

@@ -57,6 +57,7 @@ def evaluate_loss(
     batches = evaluation_batches(
         dataset, micro_batch, dp_rank=runner.dp.rank, dp_size=runner.dp.size,
         max_samples=max_samples, num_workers=num_workers, num_targets=model.num_targets,
+        vocab_size=model.vocab_size,
     )  # fmt: skip
     hits = [metric.token_hits for metric in metrics if metric.token_hits and model.predicts_tokens]
     metrics = [metric for metric in metrics if metric.token_hits not in hits]

@@ -63,6 +63,7 @@ class Reporter:
         else:
             metrics.samples_per_second = rate
         metrics.timers = {phase: 1000 * s for phase, s in timers.items()}
+        metrics.timers["step"] = 1000 * self._runner.timers.since_reset  # `step_ms` is of steps not logged, too
         metrics.memory = memory_mb(device)
         peak = peak_flops(device, self._runner.precision.dtype)
         if peak and (flops := self._runner.model.flops_per_token(sequence_length)):

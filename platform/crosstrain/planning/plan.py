@@ -141,13 +141,16 @@ class Plan:
             out.append(f"length            {self.steps:,} steps{seen}{time}")
         out += ["", f"memory of the fullest rank{f', {memory.kind}' if memory.kind else ''}"]
         out += [f"  {name:<22}{show_bytes(size):>14}" for name, size in memory.device.items()]
-        out.append(f"  {'device':<22}{show_bytes(memory.total):>14}{self._verdict(chosen)}")
-        out += [f"  host: {name:<16}{show_bytes(size):>14}" for name, size in memory.host.items()]
+        verdict, limit = self._verdict(chosen), show_bytes(self.budget.device_memory or 0)
+        verdict += verdict and f" into nine tenths of {limit}"
+        out.append(f"  {'device':<22}{show_bytes(memory.total):>14}{verdict}")
+        out += [f"  {f'host: {name}':<27} {show_bytes(size):>8}" for name, size in memory.host.items()]
         out += ["", f"{'gradient checkpointing':<24}{'activations':>14}{'device':>14}{'host':>14}"]
-        out += [f"  {mode:<22}{self._mode_row(estimate)}" for mode, estimate in self.modes.items()]
+        out += [f"  {mode:<21} {self._mode_row(estimate)}" for mode, estimate in self.modes.items()]
         if self.presets:
-            out += ["", f"{'other runners':<34}{'device':>14}{'host':>14}{'sent per step':>16}{'parameters':>18}"]
-            out += [f"  {name:<32}{self._runner_row(estimate)}" for name, estimate in self.presets.items()]
+            out += ["", f"{'other runners':<34}{'device':>14}{'host':>14}{'sent per step':>16}{'parameters held':>18}"]
+            possible_first = sorted(self.presets.items(), key=lambda preset: isinstance(preset[1], str))
+            out += [f"  {name:<31} {self._runner_row(estimate)}" for name, estimate in possible_first]
         if self.formulas:
             out += ["", "formulas of others, for comparison"]
             out += [f"  {show_bytes(size):>12}  {name}" for name, size in self.formulas.items()]
@@ -161,8 +164,7 @@ class Plan:
         return out
 
     def _verdict(self, estimate: Estimate) -> str:
-        words = {None: "", True: "  fits into", False: "  does not fit into"}[self.fits(estimate)]
-        return words and f"{words} nine tenths of {show_bytes(self.budget.device_memory or 0)}"
+        return {None: "", True: "  fits", False: "  does not fit"}[self.fits(estimate)]
 
     def _mode_row(self, estimate: Estimate | str) -> str:
         if isinstance(estimate, str):

@@ -36,6 +36,7 @@ class ServerOptions:
     port: int
     key: str | None
     trust: Trust = Trust.COMMANDS  # of the configuration
+    weights: str | None = None  # a callback's name for those that it kept; None: those that trained
 
 
 def serve_worker(plain: dict[str, Any], options: ServerOptions, limits: Limits, under_launcher: bool) -> int:
@@ -48,7 +49,7 @@ def serve_worker(plain: dict[str, Any], options: ServerOptions, limits: Limits, 
     first = runner.world.rank == 0
     set_up_logging(None, quiet=not first)
     listener = listen(options) if first else None
-    build_model(config, runner, options.checkpoint, for_training=False)
+    build_model(config, runner, options.checkpoint, for_training=False, weights=options.weights)
     with runner.evaluating():
         if listener is None:
             run_follower(Decoder(runner, limits.batch), runner.new_group())

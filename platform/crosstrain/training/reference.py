@@ -60,8 +60,9 @@ def _measure(
     dataset: Dataset, runner: Runner, objective: Objective, micro_batch: int, num_workers: int
 ) -> np.ndarray:
     batches = evaluation_batches(
-        dataset, micro_batch, dp_rank=runner.dp.rank, dp_size=runner.dp.size, num_workers=num_workers
-    )
+        dataset, micro_batch, dp_rank=runner.dp.rank, dp_size=runner.dp.size, num_workers=num_workers,
+        vocab_size=runner.model.vocab_size,
+    )  # fmt: skip
     mine, objective.measures = {}, True
     with runner.evaluating():
         for micro, counts in batches:

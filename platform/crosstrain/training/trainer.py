@@ -163,6 +163,7 @@ class Trainer:
             self.dataset, self.plan, seed=self.run.seed, start=self.state.samples,
             dp_rank=self.runner.dp.rank, num_workers=self.run.num_workers,
             lengths=lengths, left_out=self.state.left_out, num_targets=self.runner.model.num_targets,
+            vocab_size=self.runner.model.vocab_size,
         )  # fmt: skip
 
     def _length(self, step: int) -> int:

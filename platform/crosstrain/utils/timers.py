@@ -20,6 +20,12 @@ class Timers:
         self.seconds: dict[str, float] = {}
         self.synchronize = False
         self._clock = clock
+        self._reset_at = 0.0
+
+    @property
+    def since_reset(self) -> float:
+        """Seconds since the last `reset`."""
+        return self._now() - self._reset_at
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -35,6 +41,7 @@ class Timers:
     def reset(self, synchronize: bool) -> None:
         self.seconds.clear()
         self.synchronize = synchronize and torch.cuda.is_available()
+        self._reset_at = self._now()
 
     def _now(self) -> float:
         if self.synchronize:

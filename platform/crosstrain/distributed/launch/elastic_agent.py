@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -76,7 +77,11 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
     except _Stopped:
         return 128 + stop[0]  # before workers could listen; there was nothing to save
     except (rdzv.RendezvousConnectionError, DistError) as error:
-        raise UserError(f"the nodes lost their rendezvous ({error}); start the same command on all of them") from error
+        at = f" ({nodes.host}:{nodes.port})" if nodes else ""
+        raise UserError(
+            f"lost the connection to node 0{at}, where the nodes meet: see its output, and the same command on all "
+            f"of them resumes from the last checkpoint"
+        ) from error
     except rdzv.RendezvousClosedError:
         raise UserError("another node has ended the run, and its output says why") from None
     except rdzv.RendezvousTimeoutError:
@@ -113,6 +118,7 @@ class _Agent(LocalElasticAgent):
         )
         self._remaining_restarts = restarts_left
         self._stop = stop
+        self._where = f" on {socket.gethostname()}" if nodes else ""
         self._failure: Failure | None = None  # the latest
         # Of the next start, with the node's certainty about the reason.
         self._reason, self._certainty = ("", 0) if restarts_left == how.max_restarts else ("node 0 was lost", 2)
@@ -138,7 +144,7 @@ class _Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
-            failure = self._failure = first_failure(result.failures)
+            failure = self._failure = first_failure(result.failures, self._where)
             if failure.is_final or self._stop:
                 self._remaining_restarts = 0
             if self._remaining_restarts:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -19,6 +21,7 @@ from typing import Any, NoReturn
 
 from crosstrain.utils.errors import RankLost, UserError, refusal, sentence
 
+_AGAIN = "start the same command again: a training resumes from its last checkpoint, if it has one"
 _launcher_shows_errors = False  # our own launcher started this process
 
 
@@ -59,7 +62,7 @@ def _exit_with(launcher: Any) -> NoReturn:
 
 def report_error(error: Exception) -> None:
     """Hand `error` to our launcher, which shows it when this process ends; under any other, show it."""
-    error = refusal(error) or error
+    error = refusal(error) or _lost_connection(error) or error
     if not _launcher_shows_errors:
         print(f"error: {sentence(error)}", file=sys.stderr, flush=True)
         return
@@ -84,6 +87,19 @@ def exit_silently(seconds: float) -> NoReturn:
     os._exit(1)
 
 
+def _lost_connection(error: Exception) -> RankLost | None:
+    """Return one sentence for a broken connection to another rank; None for any other error."""
+    broken = re.search("Connection closed by peer|Connection reset by peer|Broken pipe|ncclRemoteError", str(error))
+    if broken is None or not isinstance(error, RuntimeError):
+        return None
+    address = re.search(r"\[([0-9a-f.:]+)\]:\d+", str(error))
+    rank, host, other = os.environ.get("RANK", "0"), socket.gethostname(), f" at {address[1]}" if address else ""
+    return RankLost(
+        f"rank {rank} on {host} lost its connection to another rank{other} ({broken[0]}), which has ended or whose "
+        f"machine is lost: see the output there, then {_AGAIN}"
+    )
+
+
 def _is_lost_peer(text: str) -> bool:
     return any(s in text for s in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL"))
 
@@ -106,16 +122,19 @@ class Failure:
     lost_another: bool  # the cause is another rank's failure, perhaps on another machine
 
 
-def first_failure(failures: Mapping[int, Any]) -> Failure:
-    """Choose from torch's ProcessFailures by rank: a killed rank comes before the ranks that lost it."""
+def first_failure(failures: Mapping[int, Any], where: str = "") -> Failure:
+    """Choose from torch's ProcessFailures by rank: a killed rank comes before the ranks that lost it.
+
+    where: the machine, such as " on node7"; empty if there is one alone.
+    """
     ordered = sorted(failures.items(), key=lambda item: item[1].timestamp)
     killed = [(rank, f) for rank, f in ordered if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
     rank, failure = (killed or ordered)[0]
     if killed:
         name = signal.Signals(-failure.exitcode).name
-        summary = f"rank {rank} was killed by {name}"
+        summary = f"rank {rank}{where} was killed by {name}"
         hint = f" ({_LIKELY_CAUSES[name]})" if name in _LIKELY_CAUSES else ""
-        error = UserError(f"{summary}{hint}; the same command resumes from the last checkpoint")
+        error = UserError(f"{summary}{hint}; {_AGAIN}")
         return Failure(error, summary, is_final=False, lost_another=False)
     data = failure.error_file_data if isinstance(failure.error_file_data, dict) else {}
     message = data.get("message", {})
@@ -124,5 +143,8 @@ def first_failure(failures: Mapping[int, Any]) -> Failure:
     summary = f"rank {rank} lost another rank" if lost else f"rank {rank} failed with {extra.get('short', 'no word')}"
     if extra.get("user_error"):
         return Failure(UserError(message["message"]), summary, is_final=not lost, lost_another=lost)
-    trace = extra.get("py_callstack") or failure.message
+    if "py_callstack" not in extra:  # a library has called exit
+        summary = f"rank {rank}{where} ended with exit code {failure.exitcode} and no error of Python's"
+        return Failure(UserError(f"{summary}; its output may say why; {_AGAIN}"), summary, False, lost_another=False)
+    trace = extra["py_callstack"]
     return Failure(WorkerFailure(rank, trace), summary, is_final=False, lost_another=lost)

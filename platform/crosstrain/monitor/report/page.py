@@ -131,7 +131,7 @@ def _phases(runs: Sequence[ReadRun]) -> list[tuple[Chart, list[tuple[str, float]
     def cell(run: ReadRun, key: str, ms: float | None) -> tuple[str, float]:
         if ms is None:
             return _NONE, 0.0
-        whole = sum(run.curves["step_ms"].values) if "step_ms" in run.curves else 0.0
+        whole = sum(run.curves["timers/step"].values) if "timers/step" in run.curves else 0.0
         share = f" ({sum(run.curves[key].values) / whole:.0%})" if whole > 0 else ""
         return f"{ms:.2f} ms{share}", max(0.0, 100 * (ms / longest))
 
