@@ -102,8 +102,8 @@ def _check_ids(
     dataset: Dataset, data: Batch, numbers: Sequence[int], index_of: Callable[[int], int], vocab_size: int | None
 ) -> None:
     """Raise DataError for an id that is no token of the model. Negative ones mark images and labels to ignore."""
-    for ids in [data[name] for name in ("input_ids", "labels") if name in data and vocab_size is not None]:
-        if ids.numel() and (largest := int(ids.max())) >= vocab_size:
+    for ids in [data[name] for name in ("input_ids", "labels") if name in data]:
+        if vocab_size is not None and ids.numel() and (largest := int(ids.max())) >= vocab_size:
             number = numbers[int(ids.argmax()) * len(numbers) // ids.numel()]
             place = dataset.location(index_of(number)) if dataset.indexed else ""
             sample = f"{show([number])} of the {dataset.split} split{place and f' ({place})'}"
