@@ -96,7 +96,7 @@ def test_mistakes_on_the_command_line(
 def test_a_path_that_does_not_exist_is_told_before_torch_is_imported(tmp_path: Path) -> None:
     script = (
         "import sys\nfrom crosstrain.cli.main import main\n"
-        "verbs = ['train', 'plan', 'evaluate', 'serve', 'export', 'samples', 'compare']\n"
+        "verbs = ['train', 'plan', 'evaluate', 'serve', 'export', 'samples', 'compare', 'verify']\n"
         "more = {'export': ['--output', 'x'], 'compare': ['--runners', 'ddp']}\n"
         "for verb in verbs:\n"
         "    flag = '--checkpoint' if verb in ('evaluate', 'serve', 'export') else '--cfg-path'\n"
@@ -107,7 +107,7 @@ def test_a_path_that_does_not_exist_is_told_before_torch_is_imported(tmp_path: P
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
-    assert done.stderr.count("error: nowhere: no such file or folder; looked in ") == 7, done.stderr
+    assert done.stderr.count("error: nowhere: no such file or folder; looked in ") == 8, done.stderr
 
 
 def test_a_checkpoint_cannot_make_evaluation_import_code(workspace: Workspace) -> None:

@@ -17,7 +17,20 @@ class Wrong(Runner):
         bug: Literal[
             "none", "dropout", "tied", "missing", "partly_missing", "schedule", "sum", "clipping", "decay", "forgets",
             "says", "stale", "averages", "last", "late", "forgets_at_resume", "bf16_masters", "idle_rank", "evaluates",
+            "exports", "trains_in_evaluation",
         ] = "none"  # fmt: skip
+
+    def prepare(self, model, make_optimizer):
+        super().prepare(model, make_optimizer)
+        if self.options.bug == "exports":  # a configuration with which the same weights compute something else
+            save = model.save_config
+
+            def save_config(folder):
+                save(folder)
+                path = folder / "config.json"
+                path.write_text(path.read_text().replace('"n_head": 2', '"n_head": 1'))
+
+            model.save_config = save_config
 
     def forward_backward(self, micro_batches, num_targets):
         self.calls = getattr(self, "calls", 0) + 1
@@ -51,7 +64,7 @@ class Wrong(Runner):
         return super().shards()
 
     def evaluate(self, batch):
-        if self.options.bug == "evaluates" and getattr(self, "calls", 0):
+        if self.options.bug == "trains_in_evaluation" or (self.options.bug == "evaluates" and hasattr(self, "calls")):
             self.model.train()
         return super().evaluate(batch)
 

@@ -27,6 +27,7 @@ VERBS = {
     "samples": "show the samples of a project, with what is learned marked",
     "prepare": "turn text into tokens, or make a dataset's files",
     "compare": "prove that runners train alike, on your own project",
+    "verify": "accept a runner: one page of what it does as plain torch does",
     "report": "one page about one or several runs: curves, timings, differences",
     "list": "everything that a project file can name, and its options",
     "new": "begin a runner, model, dataset, callback, project or package",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,8 +24,8 @@ from crosstrain.training.preflight import preflight
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.processes import main_hidden
 
-_Contestant = tuple[str, int, Config]  # label, number of workers
-_RESUMED = 2  # steps after a resume
+Contestant = tuple[str, int, Config]  # label, number of workers
+RESUMED = 2  # steps after a resume
 
 
 class Comparison(NamedTuple):
@@ -47,31 +46,28 @@ def compare(
     """
     if len(runners) < 2:
         raise UserError("--runners: name at least two, such as ddp@1 fsdp@2; the first is what the others are held to")
-    sized = [_sized(text, nproc_per_node) for text in runners]
     with tempfile.TemporaryDirectory(prefix="crosstrain-compare-", dir=scratch) as folder, main_hidden():
-        contestants = _contestants(project, options, runners, sized, Path(folder))
-        # Workers are forked from a process that has imported what takes them seconds.
-        models = [name for name in sys.modules if name.startswith("transformers.models.")]
-        multiprocessing.set_forkserver_preload([compare_worker.__module__, *models])
-        race = _Race(Path(folder), steps, deep)
+        contestants = make_contestants(project, options, runners, nproc_per_node or 1, Path(folder))
+        race = Race(Path(folder), steps, deep)
         return Comparison(race.run(contestants), race.results)
 
 
-def _sized(text: str, nproc: int | None) -> tuple[str, int]:
+def _sized(text: str, nproc: int) -> tuple[str, int]:
     """`zero2@4` as the runner and its number of workers."""
     runner, _, size = text.partition("@")
     if not runner or (size and not (size.isdecimal() and int(size) > 0)):
         raise UserError(f"--runners: {text!r} is not a runner, or a runner and its number of workers such as zero2@2")
-    return runner, int(size) if size else nproc or 1
+    return runner, int(size) if size else nproc
 
 
-def _contestants(
-    project: ProjectLike, options: Overrides, runners: Sequence[str], sized: list[tuple[str, int]], scratch: Path
-) -> list[_Contestant]:
+def make_contestants(
+    project: ProjectLike, options: Overrides, runners: Sequence[str], nproc: int, scratch: Path
+) -> list[Contestant]:
     """A configuration for each runner, with one global and one micro batch for all.
 
-    A runner that is named again has a number behind its label.
+    A runner that is named again has a number behind its label, and one without a number of workers gets `nproc`.
     """
+    sized = [_sized(text, nproc) for text in runners]
 
     def load(runner: str, more: Mapping[str, Any]) -> Config:
         return load_config(project, [*pairs([*pairs(options), f"run.runner={runner}"]), *more.items()])
@@ -83,8 +79,9 @@ def _contestants(
     common: dict[str, Any] = {
         "run.global_batch_size": total, "run.micro_batch_size": micro, "run.accum_grad_iters": None,
         "run.eval_interval": None, "run.trackers": [], "run.callbacks": [], "run.metrics": [],
+        "run.save_in_background": False,
     }  # fmt: skip
-    out: list[_Contestant] = []
+    out: list[Contestant] = []
     for number, (runner, size) in enumerate(sized):
         again = runners[:number].count(runners[number])
         label = f"{runners[number]} ({again + 1})" if again else runners[number]
@@ -92,29 +89,30 @@ def _contestants(
     return out
 
 
-def _check(config: Config, size: int) -> None:
-    """Raise UserError where the runner cannot train the project on so many workers."""
-    ready = preflight(config, size)
-    if ready.runner.cuts_models:
-        Project(config, ready.model, ready.sample).check_layouts(ready.plan, size)
+def refusal(config: Config, size: int) -> UserError | None:
+    """The reason why the runner cannot train the project on so many workers."""
+    try:
+        ready = preflight(config, size)
+        if ready.runner.cuts_models:
+            Project(config, ready.model, ready.sample).check_layouts(ready.plan, size)
+    except UserError as error:
+        return error
+    return None
 
 
 @dataclass
-class _Race:
-    """Runs the contestants one after the other and prints their numbers."""
+class Race:
+    """Runs contestants one after the other against the first one."""
 
     scratch: Path
     steps: int
     deep: bool
     results: dict[str, Any] = field(default_factory=dict)  # by label
 
-    def run(self, contestants: list[_Contestant]) -> list[str]:
-        """Compare with the first one; returns the labels of the contestants that failed or differ."""
-        label, size, config = contestants[0]
-        _check(config, size)
-        steps = self.steps + (_RESUMED if self.deep else 0)
+    def begin(self, label: str, size: int, config: Config) -> tuple[Record, Tolerance]:
+        """Record the reference and its noise. Raises UserError where it cannot train."""
         try:
-            reference = self._record(label, size, config, "reference", steps)
+            reference = self.record(label, size, config, "reference")
         except UserError as error:
             raise UserError(f"the reference {label} cannot train: {error}") from error
         if reference["rows"][-1]["skipped_steps"] >= len(reference["rows"]):
@@ -122,21 +120,24 @@ class _Race:
                 f"every step of the reference {label} overflowed and was skipped, so there is nothing to compare; "
                 f"begin with a smaller loss scale, such as --options run.amp.initial_scale=1024"
             )
-        plain = config.plain
-        plain["run"]["output_dir"] += "_noise"
-        noise = self._record(f"{label} (noise)", size, Config.from_plain(plain), "noise", steps)
+        noise = self.record(f"{label} (noise)", size, config, "noise", f"{config.run.output_dir}_noise")
         dtype = config.run.amp.dtype
         tolerance = Tolerance.of(dtype, reference, noise)
         print(
-            f"reference {label}: {steps} steps, {dtype}; its own noise is "
+            f"reference {label}: {len(reference['rows'])} steps, {dtype}; its own noise is "
             f"{max(number_difference(noise, reference, key) for key in ('loss', 'grad_norm')):.1e} in losses and "
             f"norms,\nand differences up to {tolerance.numbers:.1e} are rounding\n"
         )
+        return reference, tolerance
+
+    def run(self, contestants: list[Contestant]) -> list[str]:
+        """Compare with the first one; returns the labels of the contestants that failed or differ."""
+        label = contestants[0][0]
+        reference, tolerance = self.begin(*contestants[0])
         self._show(label, reference)
         failures = []
         for label, size, config in contestants[1:]:
             try:
-                _check(config, size)
                 finding = self._judge(label, size, config, reference, tolerance)
             except (UserError, WorkerFailure) as error:
                 print(f"{label}: failed: {error}\n")
@@ -146,33 +147,41 @@ class _Race:
             print(f"  {f'DIFFERS: {finding.sentence}' if finding else 'trains alike'}\n")
             self.results[label] |= {"problem": finding and finding.sentence, "finding": finding and finding.as_json()}
             failures += [label] if finding else []
-        self._summary(reference)
         return failures
 
-    def _judge(
-        self, label: str, size: int, config: Config, reference: Record, tolerance: Tolerance
-    ) -> Finding | None:
+    def _judge(self, label: str, size: int, config: Config, reference: Record, tolerance: Tolerance) -> Finding | None:
         """Train, and if that went well and the look is deep, resume; returns the first difference."""
-        record = self._record(label, size, config, "contestant", self.steps)
+        record = self.record(label, size, config, "contestant")
         self._show(label, reference)
         finding = diagnose(record, reference, tolerance)
         if self.deep and finding is None:
-            resumed = self._record(label, size, config, "contestant", _RESUMED, resumed=True)
+            resumed = self.record(label, size, config, "contestant", resumed=True)
             self.results[label] = record | {"resumed": resumed}
             finding = diagnose(resumed, reference, tolerance, resumed=True)
         return finding
 
-    def _record(
-        self, label: str, size: int, config: Config, role: Role, steps: int, resumed: bool = False
-    ) -> Record:
-        result = self.scratch / "result.json"
+    def record(self, label: str, size: int, config: Config, role: Role, at: str = "", resumed: bool = False) -> Record:
+        """Train a contestant in its folder or `at` another, or go on there. Raises UserError and WorkerFailure."""
+        if not resumed and (why := refusal(config, size)):
+            raise why
+        plain = config.plain
+        plain["run"]["output_dir"] = at or config.run.output_dir
         last = self.steps if self.deep else 0
-        save = self.deep and role == "contestant" and not resumed
-        job = Job(role, self.scratch / "reference", result, steps, last, save, resumed, uneven=self.deep)
-        if launch(compare_worker, (config.plain, job), Launch(size, True, False, True, start_method="forkserver")):
-            raise UserError("stopped before everything was compared")
-        self.results[label] = json.loads(result.read_text())
+        steps = RESUMED if resumed else self.steps + RESUMED * (self.deep and role != "contestant")
+        save = self.deep and role != "noise" and not resumed
+        job = Job(role, self.scratch / "reference", steps, last, save, resumed, uneven=self.deep)
+        self.results[label] = self.start(compare_worker, size, plain, job)
         return self.results[label]
+
+    def start(self, worker: Callable[..., int], size: int, *args: Any) -> Any:
+        """Run `worker(*args, result)` on `size` ranks; returns what the JSON file `result` then holds."""
+        result = self.scratch / "result.json"
+        # Workers are forked from a process that has imported what takes them seconds.
+        models = [name for name in sys.modules if name.startswith("transformers.models.")]
+        multiprocessing.set_forkserver_preload([compare_worker.__module__, *models])
+        if launch(worker, (*args, result), Launch(size, True, False, True, start_method="forkserver")):
+            raise UserError("stopped before everything was compared")
+        return json.loads(result.read_text())
 
     def _show(self, label: str, reference: Record) -> None:
         record = self.results[label]
@@ -187,21 +196,6 @@ class _Race:
                 f"   {size:.1e} {name if size else ''}",
                 flush=True,
             )
-
-    def _summary(self, reference: Record) -> None:
-        width = max(map(len, self.results))
-        print(f"{'runner':{width}} {'loss diff.':>12} {'norm diff.':>12} {'memory/rank':>13} {'time/step':>11}")
-        for label, record in self.results.items():
-            if "rows" not in record:
-                print(f"{label:{width}} failed")
-                continue
-            seconds = statistics.median(row["seconds"] for row in record["rows"])
-            print(
-                f"{label:{width}} {number_difference(record, reference, 'loss'):12.1e}"
-                f" {number_difference(record, reference, 'grad_norm'):12.1e} {record['memory_mb']:10.0f} MB"
-                f" {1000 * seconds:8.0f} ms"
-            )
-
 
 def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.7g}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -39,7 +38,6 @@ class Probe(Callback):
         self.group = self.runner.new_group()
         self._restore: Callable[[], None] = lambda: None
         self.steps: list[dict[str, Any]] = []
-        self.seconds = 0.0  # spent here
         self._files = {
             kind: Checkpointer(folder / kind, self.group, Retention(None), lambda _: None)
             for kind in ("gradients", "state")
@@ -53,7 +51,6 @@ class Probe(Callback):
     def after_backward(self) -> None:
         """Record learning rates and gradients."""
         self._restore()
-        started = time.perf_counter()
         optimizer = self.runner.optimizer
         assert optimizer is not None
         self.step += 1
@@ -68,11 +65,9 @@ class Probe(Callback):
         if not self.steps:  # of the first step alone the weights of the micro batches are solved for
             recorded["projections"] = self.project(shards)
         self.steps.append(recorded)
-        self.seconds += time.perf_counter() - started
 
     def after_update(self, moments: bool) -> None:
         """Record weights and, if asked, the optimizer's state. Collective."""
-        started = time.perf_counter()
         shards = self.runner.shards()
         parameters = [s for s in shards if s.kind == "param"]
         self._keep("state", shards if moments else parameters)
@@ -85,7 +80,6 @@ class Probe(Callback):
         if moments:
             recorded |= self.against(now, shards) | {"held": self.held(shards)}
         self.steps[-1] |= recorded
-        self.seconds += time.perf_counter() - started
 
     def against(self, there: Reader, shards: list[Shard]) -> dict[str, Any]:
         """State here against that in a checkpoint: what lacks, what is more, differences by kind. Collective."""

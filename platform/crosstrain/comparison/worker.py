@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,21 +40,16 @@ class Job:
 
     role: Role
     folder: Path  # of the reference's tensors
-    result: Path
     steps: int
     evaluate_after: int  # step after which the loss in evaluation mode is measured again
-    save: bool = False  # a checkpoint after the last step
+    save: bool = False  # a checkpoint then
     resumed: bool = False  # it goes on from that checkpoint
     uneven: bool = False  # micro batches with as many targets as each other lose some
 
 
-def compare_worker(plain: dict[str, Any], job: Job) -> int:
-    """Train a contestant on this rank and return 0 or a signal; rank 0 writes the record to `job.result`."""
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # it was forked with another number
-    config = Config.from_plain(plain)
-    runner = make_runner(config)
-    runner.setup()
-    before = memory_mb(runner.device).get("memory_peak_mb", 0.0)
+def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
+    """Train a contestant on this rank and return 0 or a signal; rank 0 writes the record to `result`."""
+    config, runner = _set_up(plain)
     stop = StopRequest(True)
     trainer = build_trainer(config, runner, stop, quiet=True)
     first = trainer.state.step
@@ -77,7 +71,6 @@ def compare_worker(plain: dict[str, Any], job: Job) -> int:
             break
         batch = Step(reversed(step_)) if job.role == "noise" else step_
         batch.numbers = step_.numbers
-        started, observing = time.perf_counter(), probe.seconds
         with _given(runner, step_) as given:
             metrics = trainer.train_step(iter([batch]))
         if metrics is None:
@@ -85,34 +78,59 @@ def compare_worker(plain: dict[str, Any], job: Job) -> int:
             return stop.received or signal.SIGTERM
         probe.after_update(moments=number in (1, job.steps, job.evaluate_after))
         kept = {key: getattr(metrics, key) for key in ("step", "loss", "grad_norm", "lr", "samples", "skipped_steps")}
-        rows.append(kept | {"seconds": time.perf_counter() - started - (probe.seconds - observing)})
+        rows.append(kept)
         probe.steps[-1]["other_fields"] = sorted(set().union(*runner.world.all_gather(given)))
         probe.steps[-1]["data"] = _by_sample(runner, step_)
         if number == 1:
             record["losses"] = _micro_losses(runner, batch)
         if number == job.evaluate_after:
             record["later_loss"] = _evaluate(runner, step)[0]
-    if job.save:
-        trainer._save(background=False)
-        record["saved"] = probe.against(_checkpoint(trainer, trainer.state.step), runner.shards())
-    record |= _facts(trainer, probe, before) | {"rows": rows, "steps": probe.steps}
+            if job.save:
+                trainer._save(background=False)
+                record["saved"] = probe.against(_checkpoint(trainer, trainer.state.step), runner.shards())
+    record |= _facts(trainer, probe) | {"rows": rows, "steps": probe.steps}
     if runner.world.rank == 0:
-        job.result.write_text(json.dumps(record))
+        result.write_text(json.dumps(record))
     trainer.reporter.close()
     runner.close()
     return 0
 
 
-def _facts(trainer: Trainer, probe: Probe, before: float) -> dict[str, Any]:
+def measure_worker(plain: dict[str, Any], steps: int, result: Path) -> int:
+    """Train on this rank without a probe; rank 0 writes a step's time, and the fullest rank's peak above the start."""
+    config, runner = _set_up(plain)
+    stop, before = StopRequest(True), memory_mb(runner.device).get("memory_allocated_mb", 0.0)
+    trainer = build_trainer(config, runner, stop, quiet=True)
+    batches = trainer.batches()
+    metrics = trainer.train_step(batches)  # in the first, libraries load and compile
+    trainer.reporter.begin_interval()
+    for _ in range(steps):
+        metrics = metrics and trainer.train_step(batches)
+    if metrics is not None:
+        peak = max(runner.world.all_gather(metrics.memory["memory_peak_mb"] - before))
+        if runner.world.rank == 0:
+            result.write_text(json.dumps({"step_ms": metrics.step_ms, "memory_mb": peak}))
+    trainer.reporter.close()
+    runner.close()
+    return 0 if metrics else stop.received or signal.SIGTERM
+
+
+def _set_up(plain: dict[str, Any]) -> tuple[Config, Runner]:
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # it was forked with another number
+    config = Config.from_plain(plain)
+    runner = make_runner(config)
+    runner.setup()
+    return config, runner
+
+
+def _facts(trainer: Trainer, probe: Probe) -> dict[str, Any]:
     """Description of the model and the layout. Collective."""
     runner = trainer.runner
     mine = {n: runner.full_shape(p).numel() for n, p in runner.model.canonical_parameters().items()}
     sizes = {name: size for held in runner.world.all_gather(mine) for name, size in held.items()}
-    peak = max(runner.world.all_gather(memory_mb(runner.device).get("memory_peak_mb", 0.0) - before))
     return {
         "names": list(sizes), "sizes": sizes, "tied": _tied(runner), "world_size": runner.world.size,
         "dp_size": runner.dp.size, "accumulation": trainer.plan.accumulation, "clip": trainer.run.grad_norm_clip,
-        "memory_mb": peak,
     }  # fmt: skip
 
 

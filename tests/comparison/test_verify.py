@@ -1,0 +1,84 @@
+"""`crosstrain verify` accepts healthy runners, and says on its page what is wrong with others."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ENVIRONMENT, ROOT, Workspace
+from crosstrain.cli.main import main
+from crosstrain.comparison.verify import page
+
+PLUGINS = ROOT / "tests" / "third_party"
+COSTS = {"memory against plan", "the rest", "time"}
+
+
+def verify(workspace: Workspace, runner: str, *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, str]]:
+    """The command's end, and the result of each check."""
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "crosstrain", "verify", "--cfg-path", str(workspace.project), "--runners", runner,
+            "--output", "verified.md", "--options", f"run.plugins=[{PLUGINS}]", "run.micro_batch_size=2", *options,
+        ],
+        cwd=workspace.path, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform")},
+        capture_output=True, text=True, timeout=290,
+    )  # fmt: skip
+    (rows,) = json.loads((workspace.path / "verified.json").read_text()).values()
+    return done, {name: result for name, result, _ in rows}
+
+
+@pytest.mark.slow
+def test_a_healthy_runner_is_accepted(workspace: Workspace) -> None:
+    done, results = verify(workspace, "wrong@2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {name for name, result in results.items() if result != "yes"} == {*COSTS, "speed against ddp@2"}
+    shown = (workspace.path / "verified.md").read_text()
+    assert shown.count("\n## wrong@2: verified\n") == 1
+    assert shown.count("\n| ") == len(results) + 1
+    planned = re.search(r"(\d+) MiB at the peak of the fullest rank, (\d+) MiB planned", shown)
+    assert planned
+    assert 0 < int(planned[2]) <= int(planned[1]) < int(planned[2]) + 100  # a process takes some tens for itself
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bug", "failed"),
+    [
+        ("forgets_at_resume", {"resumes itself", "resumes ddp@1", "resumes on 4 ranks"}),
+        ("exports", {"exports right"}),
+        ("trains_in_evaluation", {"evaluates alike"}),
+        ("sum", {"trains alike"}),
+    ],
+)
+def test_a_wrong_runner_is_told(workspace: Workspace, bug: str, failed: set[str]) -> None:
+    runner = f"{{name: wrong, bug: {bug}}}@2"
+    done, results = verify(workspace, runner)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"error: 1 of 1 not verified: {runner}"
+    assert {name for name, result in results.items() if result == "no"} == failed
+    assert f"## {runner}: **not verified**" in (workspace.path / "verified.md").read_text()
+
+
+def test_a_page_is_a_table_for_each_runner() -> None:
+    rows = [("trains alike", "yes", "a | b"), ("exports right", "no", "c")]
+    assert page({"one@2": rows[:1], "two@2": rows}, "crosstrain verify").splitlines()[4:] == [
+        "## one@2: verified", "", "| check | result | found |", "|---|---|---|", "| trains alike | yes | a &#124; b |",
+        "", "## two@2: **not verified**", "", "| check | result | found |", "|---|---|---|",
+        "| trains alike | yes | a &#124; b |", "| exports right | **no** | c |",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("runner", "sentence"), [("zero9@2", "there is no runner called 'zero9'"), ("ddp@3", "is not a multiple of")]
+)
+def test_a_mistake_is_one_sentence(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], runner: str, sentence: str
+) -> None:
+    assert main(["verify", "--cfg-path", str(workspace.project), "--runners", runner]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert sentence in error
