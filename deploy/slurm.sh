@@ -6,6 +6,9 @@
 #
 # One task per machine starts a worker for each of its GPUs. Five minutes before the time limit the job saves, exits and
 # is requeued. It is also requeued after the loss of a machine, and resumes from the newest checkpoint.
+#
+# In a container: CROSSTRAIN_SRUN_FLAGS, more flags of srun, or CROSSTRAIN_PYTHON, a command in place of python
+# (docs/launching.md, SLURM).
 
 #SBATCH --job-name=crosstrain
 #SBATCH --nodes=2
@@ -23,8 +26,10 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 endpoint=$first:$((20000 + SLURM_JOB_ID % 10000))
 
 # Each task's shell expands SLURM_NODEID; exec replaces the shell, so that train.py receives the signals.
-# shellcheck disable=SC2016
-srun --kill-on-bad-exit=0 bash -c 'exec python train.py --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" "$@"' \
+# CROSSTRAIN_SRUN_FLAGS and CROSSTRAIN_PYTHON are several words each.
+# shellcheck disable=SC2016,SC2086
+srun --kill-on-bad-exit=0 ${CROSSTRAIN_SRUN_FLAGS:-} \
+    bash -c 'exec ${CROSSTRAIN_PYTHON:-python} train.py --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" "$@"' \
     bash --rdzv-endpoint "$endpoint" "$@"
 code=$?
 

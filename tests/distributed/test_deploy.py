@@ -16,6 +16,7 @@ import kubernetes.client.models as kubernetes
 import kubernetes_validate
 import pytest
 import yaml
+from kubernetes.utils.quantity import parse_quantity
 
 from conftest import ROOT
 from crosstrain.cli.main import parse
@@ -118,6 +119,36 @@ def test_the_jobs_pods_find_each_other() -> None:
     assert f"--nnodes={job['spec']['completions']}" in flags
     assert job["spec"]["completions"] == job["spec"]["parallelism"]
     assert job["spec"]["completionMode"] == "Indexed"
+
+
+@pytest.mark.parametrize("document", [*everything("Job"), *everything("PyTorchJob"), *everything("Deployment")])
+def test_pods_ask_for_the_memory_that_they_may_use(document: dict[str, Any]) -> None:
+    for template in pod_templates(document):
+        [container] = template["spec"]["containers"]
+        asked, limits = (container["resources"][kind] for kind in ("requests", "limits"))
+        assert {"cpu", "memory"} <= asked.keys()
+        shared = [v["emptyDir"]["sizeLimit"] for v in template["spec"]["volumes"] if "emptyDir" in v]
+        assert all(parse_quantity(limits["memory"]) > parse_quantity(size) for size in shared)  # which counts
+        assert parse_quantity(limits["memory"]) >= parse_quantity(asked["memory"])
+
+
+def test_only_errors_that_a_new_pod_cannot_mend_end_the_job() -> None:
+    """The rules in Kubernetes' order, the first that matches; the codes are those of docs/launching.md."""
+    [_, job] = documents(DEPLOY / "kubernetes" / "job.yaml")
+    spec = job["spec"]
+    [container] = spec["template"]["spec"]["containers"]
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"  # without which a policy is refused
+
+    def action(code: int, disrupted: bool = False) -> str:
+        for rule in spec["podFailurePolicy"]["rules"]:
+            codes, conditions = rule.get("onExitCodes"), rule.get("onPodConditions", [])
+            assert codes is None or (codes["operator"], codes["containerName"]) == ("In", container["name"])
+            if (disrupted and {"type": "DisruptionTarget"} in conditions) or (codes and code in codes["values"]):
+                return rule["action"]
+        return "Count"
+
+    assert [action(code) for code in (1, 138, 143, 137)] == ["FailJob", "Ignore", "Ignore", "Count"]
+    assert action(1, disrupted=True) == action(137, disrupted=True) == "Ignore"
 
 
 def test_the_dockerfile(tmp_path: Path) -> None:
