@@ -29,7 +29,8 @@ from fixtures_plugins import isolate
 VERBS = {"train.py": "train", "evaluate.py": "evaluate"}
 MODULES = {"pytest", "sphinx", "venv"}
 OTHERS = {  # programs that are not ours
-    "apt-get", "cd", "cp", "docker", "eval", "kubectl", "lm_eval", "mkdir", "mypy", "ruff", "source", "tensorboard",
+    "apptainer", "apt-get", "cd", "cp", "docker", "enroot", "eval", "export", "kubectl", "lm_eval", "mkdir", "mypy",
+    "ruff", "source", "tensorboard",
 }  # fmt: skip
 LAUNCHERS = {"torchrun", "srun", "mpirun", "sbatch"}
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"data", "output", "build"}

@@ -54,8 +54,8 @@ def resolve(model: Model, over: dict[str, str]) -> Resolved:
                 resolved.summed.discard(name)
                 if style == "summed":
                     resolved.summed.add(name)
-                elif style != "replicated":
-                    _check_module(model, name, style, own_plan=pattern not in over)
+                elif style != "replicated" and (pattern in over or not _stays_whole(model, name, style)):
+                    _check_module(model, name, style)
                     resolved.modules[_owner(name)] = style
         if not found:
             raise ConfigError(f"run.runner.plan: {no_match(pattern, own)}")
@@ -140,16 +140,16 @@ def _example(model: Model) -> str:
     return ", ".join(f"{pattern}: {style}" for style, (_, pattern) in sorted(found.items())) or "PATTERN: STYLE"
 
 
-def _check_module(model: Model, name: str, style: str, *, own_plan: bool) -> None:
+def _stays_whole(model: Model, name: str, style: str) -> bool:
+    """True for an embedding that is more than a lookup, such as Gemma's scaled one; a plan in YAML may not name it."""
+    module = model.get_submodule(_owner(name))
+    return style == "vocabulary" and isinstance(module, nn.Embedding) and type(module).forward != nn.Embedding.forward
+
+
+def _check_module(model: Model, name: str, style: str) -> None:
     module = model.get_submodule(_owner(name))
     known = (nn.Embedding, nn.Linear) if style == "vocabulary" else (nn.Linear, Conv1D)
     if type(module).forward not in [kind.forward for kind in known]:
-        if own_plan:  # which the user did not write
-            place, kind = model.canonical_name(_owner(name)), type(module).__name__
-            raise ConfigError(
-                f"run.runner: {place} is a {kind}, which the megatron runner cannot cut; use another runner, or keep "
-                f"it whole on every rank with run.runner.plan={{{place}: replicated}}"
-            )
         kinds = " and ".join(f"torch's {kind.__name__}" if kind is not Conv1D else "Conv1D" for kind in known)
         raise ConfigError(
             f"run.runner.plan: {model.canonical_name(name)} belongs to a {type(module).__name__}, and the style "

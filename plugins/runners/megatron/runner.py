@@ -157,7 +157,7 @@ class MegatronRunner(Runner):
         if not self.options.sequence_parallel:
             return set()
         ends = ends_of(model, "sequence_parallel")
-        modules = [*model.blocks(), *(model.get_submodule(name) for name in ends.last)]
+        modules = [*model.blocks(), *(model.get_submodule(name) for name in ends.last[:-1])]  # a head sees all of it
         there = {id(p) for module in modules for p in module.parameters()}
         return {name for name, p in model.named_parameters() if id(p) in there and name not in cuts}
 
