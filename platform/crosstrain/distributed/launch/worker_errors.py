@@ -96,7 +96,7 @@ def _lost_connection(error: Exception) -> RankLost | None:
     rank, host, other = os.environ.get("RANK", "0"), socket.gethostname(), f" at {address[1]}" if address else ""
     return RankLost(
         f"rank {rank} on {host} lost its connection to another rank{other} ({broken[0]}), which has ended or whose "
-        f"machine is lost: see the output there, then {_AGAIN}"
+        f"machine is lost: see the error in the launcher's output there (docs/launching.md, Logs), then {_AGAIN}"
     )
 
 
