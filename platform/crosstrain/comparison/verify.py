@@ -5,7 +5,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
@@ -56,15 +56,16 @@ def verify(
     A runner without a number of workers gets `nproc_per_node`; no runner is the project's own. Raises UserError for a
     project that one process cannot train.
     """
-    named = [*runners] or [json.dumps(to_plain(load_config(project, options).run.runner))]
+    own = load_config(project, options).run.runner
+    given = {f.name: value for f in fields(own.options) if (value := getattr(own.options, f.name)) != f.default}
+    named = [*runners] or [json.dumps({"name": own.name} | to_plain(given)) if given else own.name]
     with tempfile.TemporaryDirectory(prefix="crosstrain-verify-") as folder, main_hidden():
         first, *others = make_contestants(project, options, [_REFERENCE, *named], nproc_per_node, Path(folder))
         race = Race(Path(folder), steps, deep=True)
         reference = race.begin(*first)
         for label, size, config in others:
             began = time.monotonic()
-            for row in _Acceptance(race, first[2], *reference, label, size, config).checks():
-                yield label, row
+            yield from ((label, row) for row in _Acceptance(race, first[2], *reference, label, size, config).checks())
             yield label, ("time", "measured", f"{time.monotonic() - began:.0f} s for these checks")
 
 
@@ -82,16 +83,15 @@ class _Acceptance:
 
     def checks(self) -> Iterator[Check]:
         """Yield the rows, in the order of a run; none behind a training that differs, which makes them moot."""
-        mine, theirs = self.config.run.output_dir, self.plain.run.output_dir
         other = next((n for n in (2 * self.size, self.size // 2) if not refusal(self.config, n)), 2 * self.size)
         rows: dict[str, Callable[[], tuple[str, str]]] = {
             "trains alike": self._train,
             "evaluates alike": self._evaluate,
             "saves its state": self._save,
-            "resumes itself": partial(self._resume, self.size, self.config, mine),
-            f"resumes {_REFERENCE}": partial(self._resume, self.size, self.config, theirs),
-            f"{_REFERENCE} resumes it": partial(self._resume, 1, self.plain, mine),
-            f"resumes on {other} rank{'s' * (other > 1)}": partial(self._resume, other, self.config, mine),
+            "resumes itself": partial(self._resume, self.size, self.config, self.config),
+            f"resumes {_REFERENCE}": partial(self._resume, self.size, self.config, self.plain),
+            f"{_REFERENCE} resumes it": partial(self._resume, 1, self.plain, self.config),
+            f"resumes on {other} rank{'s' * (other > 1)}": partial(self._resume, other, self.config, self.config),
             "exports right": self._export,
             f"speed against {DEFAULT_RUNNER}@{self.size}": self._time,
             "memory against plan": self._weigh,
@@ -128,11 +128,11 @@ class _Acceptance:
     def _save(self) -> tuple[str, str]:
         return ("no", self.finding.sentence) if self.finding else ("yes", "every tensor bit by bit")
 
-    def _resume(self, size: int, config: Config, folder: str) -> tuple[str, str]:
-        """Go on from the checkpoint in a run's folder, held to the reference, which never stopped."""
+    def _resume(self, size: int, config: Config, earlier: Config) -> tuple[str, str]:
+        """Go on from an earlier run's checkpoint, held to the reference, which never stopped."""
         if why := refusal(config, size):
             return "not tried", str(why)
-        record = self.race.record(f"{self.label} again", size, config, "contestant", folder, resumed=True)
+        record = self.race.record(self.label, size, config, "contestant", earlier.run.output_dir, resumed=True)
         finding = diagnose(record, self.reference, self.tolerance, resumed=True)
         return ("no", finding.sentence) if finding else ("yes", f"the state bit by bit, then {self._within(record)}")
 
@@ -164,7 +164,7 @@ class _Acceptance:
         ready = preflight(self.config, self.size)
         project = Project(self.config, ready.model, ready.sample)
         plan = needs(project.estimate(self.config, self.size), project.device) / 2**20
-        return "measured", f"{peak:.0f} MiB at the peak of the fullest rank, {plan:.0f} MiB planned"
+        return "measured", f"{peak:.0f} MiB on the fullest rank, some tens the process's own; {plan:.0f} MiB planned"
 
     def _rest(self) -> tuple[str, str]:
         losses = self.reference["rows"][0]["loss"], self.reference["plain_loss"]
