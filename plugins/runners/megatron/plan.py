@@ -129,7 +129,7 @@ def _padded_rows(model: Model, parameter: nn.Parameter, ranks: int) -> int:
 
 
 def _example(model: Model) -> str:
-    """Return the start of a plan: the largest linear module of a block that widens, and the largest that narrows."""
+    """Return the start of a plan: the largest linear module of a block that widens, and one that narrows as much."""
     block, found = set(model.blocks()[0].modules()), dict[str, tuple[int, str]]()
     for name, module in model.named_modules():
         if module in block and isinstance(module, (nn.Linear, Conv1D)):
@@ -137,7 +137,10 @@ def _example(model: Model) -> str:
             style = "column" if rows > columns else "row"
             pattern = re.sub(r"\.\d+\.", ".*.", model.canonical_name(name))
             found[style] = max(found.get(style, (0, "")), (rows * columns, pattern), key=itemgetter(0))
-    return ", ".join(f"{pattern}: {style}" for style, (_, pattern) in sorted(found.items())) or "PATTERN: STYLE"
+    sizes = [size for size, _ in found.values()]
+    if len(sizes) < 2 or sizes[0] != sizes[1]:  # no MLP, and shapes alone do not tell the roles
+        return "PATTERN: STYLE"
+    return ", ".join(f"{pattern}: {style}" for style, (_, pattern) in sorted(found.items()))
 
 
 def _stays_whole(model: Model, name: str, style: str) -> bool:
