@@ -18,14 +18,14 @@ FOUND = {
     "tied": "transformer.wte.weight differs (2 times the reference's): a tied weight, which is counted once for each",
     "missing": "the ranks hold different gradients of transformer.",
     "partly_missing": "the ranks hold different gradients of transformer.h.1.mlp.c_fc.weight and 3 more",
-    "schedule": "not for each micro batch (2 here)",
+    "schedule": "the schedule must advance once for each applied step",
     "sum": "every gradient is 2 times the reference's: they are summed over the 2 data-parallel ranks",
     "clipping": "it is 0.1 times the reference's: clipping",
     "decay": "weight decay: other parameters decay",
     "forgets": "a checkpoint, lacks exp_avg of transformer.h.0.attn.c_attn.bias and 53 more",
     "says": "although its gradients agree: it is summed over the 2 data-parallel ranks",
     "stale": "the ranks hold different weights of transformer.ln_f.weight (on rank 1 alone)",
-    "averages": "it is averaged over micro batches, not over target tokens",
+    "averages": "it is averaged over micro batches, not over targets",
     "last": "it has the first micro batch of each rank alone",
     "late": "in step 4 the gradient of transformer.h.0.ln_2.weight differs (1.01 times the reference's)",
     "forgets_at_resume": "is not what was saved: it starts at zero",
@@ -54,13 +54,14 @@ def test_planted_bugs_are_named_and_healthy_runners_pass(workspace: Workspace, b
 def record(gradient: float) -> dict[str, Any]:
     """A step of a model with the parameters a and b, where b's gradient has this number."""
     row = {"step": 1, "samples": 4, "loss": 1.0, "grad_norm": 1.0}
-    gradients = {"a": [0.0, 0.0, 1.0], "b": [gradient**2, 0.0, 0.0]}
+    empty = {"products": {}, "off": {}, "apart": {}, "copies": {}, "partial": [], "idle": []}
+    gradients = empty | {"products": {"a": [0.0, 0.0, 1.0], "b": [gradient**2, 0.0, 0.0]}}
     step = {
-        "gradients": gradients, "gradient_ranks": {}, "gradient_spread": {}, "held_gradients": [{"grad": 2}],
-        "data": {}, "other_fields": [], "rates": [0.1], "weights": {}, "weight_ranks": {}, "weight_spread": {},
+        "gradients": gradients, "weights": empty, "data": {}, "rates": [0.1], "activations": {}, "training": True,
+        "projections": {},
     }  # fmt: skip
     return {
-        "rows": [row], "steps": [step], "plain_loss": 1.0, "names": ["a", "b"], "sizes": {"a": 1, "b": 1}, "tied": [],
+        "rows": [row], "steps": [step], "plain_loss": 1.0, "plain_training": False, "names": ["a", "b"], "tied": [],
         "dp_size": 1, "accumulation": 1,
     }  # fmt: skip
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from crosstrain.checkpoint.folders import find_checkpoint
 from crosstrain.comparison.diagnosis import Finding, diagnose
+from crosstrain.comparison.export import strange_files
 from crosstrain.comparison.tolerance import Record, Tolerance, difference, largest, number_difference
 from crosstrain.comparison.worker import Job, Role, compare_worker
 from crosstrain.config.load import Config, ProjectLike, load_config
@@ -153,6 +155,8 @@ class Race:
         """Train, and if that went well and the look is deep, resume; returns the first difference."""
         record = self.record(label, size, config, "contestant")
         self._show(label, reference)
+        if "error" not in record.get("saved", {"error": None}):
+            record["strange_files"] = strange_files(config, find_checkpoint(Path(config.run.output_dir)))
         finding = diagnose(record, reference, tolerance)
         if self.deep and finding is None:
             resumed = self.record(label, size, config, "contestant", resumed=True)
@@ -188,7 +192,7 @@ class Race:
         print(label)
         print("  step           loss      grad norm   loss diff.   norm diff.   largest gradient difference")
         for mine, theirs, step in zip(record["rows"], reference["rows"], record["steps"], strict=False):
-            size, name = largest(step["gradients"])
+            size, name = largest(step)
             print(
                 f"  {mine['step']:4d} {_number(mine['loss']):>14} {_number(mine['grad_norm']):>14}"
                 f" {difference(mine['loss'], theirs['loss']):12.1e}"

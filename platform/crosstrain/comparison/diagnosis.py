@@ -7,16 +7,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-
+from crosstrain.comparison import causes
 from crosstrain.comparison.tolerance import Gap, Record, Tolerance, difference, steps_of
 
 Phase = Literal[
-    "samples", "forward", "gradients", "norm", "learning rate", "update", "state", "evaluation", "checkpoint", "resume",
+    "samples", "forward", "gradients", "norm", "learning rate", "update", "state", "evaluation", "checkpoint", "export",
+    "resume",
 ]  # fmt: skip
 
 _SMALL = 1e-7  # of all gradients' norm: below it a tensor's gradient is rounding alone
 _EPSILON = 2.0**-22  # relative rounding of fp32 weights in a few steps
+_MOST = 0.8  # of the tensors: nearly all
 
 
 @dataclass(frozen=True)
@@ -43,242 +44,185 @@ class _Judge:
     def __init__(self, record: Record, reference: Record, tolerance: Tolerance, resumed: bool) -> None:
         self.record, self.reference, self.tolerance, self.resumed = record, reference, tolerance, resumed
         self.rows = {row["step"]: row for row in reference["rows"]}
-        self.steps = steps_of(reference)
+        self.steps, self.mine = steps_of(reference), steps_of(record)
         self.order = {name: place for place, name in enumerate(record["names"])}
         self.first = record["rows"][0]["step"]
+        # True if the reference's loss differs between training and evaluation, as by dropout.
+        self.random = self._differs(reference["rows"][0]["loss"], reference["plain_loss"])
 
     def findings(self) -> Iterator[Finding]:
         """All differences, the first one first."""
+        record, reference = self.record, self.reference
         if self.resumed:
-            yield from self._state(self.record["loaded"], self.first - 1, "resume", exact=True)
-        yield from self._evaluation()
-        for row, step in zip(self.record["rows"], self.record["steps"], strict=True):
+            yield from self._state(record["loaded"], self.first - 1, "resume", exact=True)
+        for row in record["rows"]:
             number = row["step"]
-            theirs, expected = self.rows[number], self.steps[number]
+            step, theirs, expected = self.mine[number], self.rows[number], self.steps[number]
             yield from self._samples(row, theirs, step, expected)
+            if number == 1:
+                yield from self._evaluation(row, step, expected)
             yield from self._loss(row, theirs, step, expected)
-            yield from self._idle_ranks(step["held_gradients"])
+            yield from self._idle("gradient", step["gradients"])
             yield from self._gradients(number, step, expected)
-            if difference(row["grad_norm"], theirs["grad_norm"]) > self.tolerance.numbers:
+            if self._differs(row["grad_norm"], theirs["grad_norm"]):
+                squares = {name: products[-1] for name, products in expected["gradients"]["products"].items()}
+                cause, names = causes.norm_cause(
+                    (row["grad_norm"] or math.inf) / (theirs["grad_norm"] or math.inf), squares,
+                    step["gradients"]["copies"], record, self.tolerance.numbers,
+                )  # fmt: skip
                 yield self._finding(
-                    "norm",
-                    f"the gradient norm of step {number} is {row['grad_norm']} instead of {theirs['grad_norm']} over "
-                    f"equal gradients",
-                    "gradient_norm counts parts twice, or not on all ranks",
-                )
-            yield from self._rates(number, step, expected)
+                    "norm", f"the gradient norm of step {number} is {row['grad_norm']} instead of "
+                    f"{theirs['grad_norm']} over equal gradients", cause, names,
+                )  # fmt: skip
+            if step["rates"] != expected["rates"] and (
+                len(step["rates"]) > 1 or difference(step["rates"][0], expected["rates"][0]) > 1e-9
+            ):
+                here, there = (", ".join(f"{rate:.6g}" for rate in found["rates"]) for found in (step, expected))
+                yield self._finding(
+                    "learning rate", f"step {number} is made with the learning rate {here} instead of {there}",
+                    causes.rate_cause(step["rates"], number - theirs["skipped_steps"], record, reference),
+                )  # fmt: skip
             yield from self._weights(number, step, expected)
             if "state" in step and "state" in expected:
                 yield from self._state(step, number, "state")
-                yield from self._idle_ranks(step["held"])
-        later = self.record.get("later_loss")
-        if later is not None and difference(later, self.reference["later_loss"]) > self.tolerance.numbers:
+                for kind, measured in step["state"].items():
+                    yield from self._idle("parameter" if kind == "param" else f"{kind} of the optimizer", measured)
+        later = record.get("later_loss")
+        if later is not None and self._differs(later, reference["later_loss"]):
             yield self._finding(
                 "evaluation",
-                f"after training the loss in evaluation mode is {later:.7g} instead of "
-                f"{self.reference['later_loss']:.7g}, over equal weights",
+                f"after training the loss in evaluation mode is {later:.7g} instead of {reference['later_loss']:.7g}, "
+                f"over equal weights",
                 "`evaluate`, or weights that it does not refresh",
             )
-        if "saved" in self.record:
-            yield from self._state(self.record["saved"], self.record["rows"][-1]["step"], "checkpoint", exact=True)
+        if (saved := record.get("saved")) and "error" in saved:
+            yield self._finding("checkpoint", saved["error"], "look at shards and held_state")
+        elif saved:
+            yield from self._state(saved, record["rows"][-1]["step"], "checkpoint", exact=True)
+        for name, what in record.get("strange_files", {}).items():
+            yield self._finding(
+                "export", f"the checkpoint's {name}, which an export copies, {what}",
+                "a process that has not trained writes it otherwise: its model's configuration or adapter was changed",
+            )  # fmt: skip
+
+    def _differs(self, a: float | None, b: float | None) -> bool:
+        return difference(a, b) > self.tolerance.numbers
 
     def _finding(
-        self, phase: Phase, sentence: str, cause: str, parameters: Iterable[str] = (), ranks: Iterable[int] = ()
+        self, phase: Phase, sentence: str, cause: str, parameters: Iterable[str] = (), off: Any = None
     ) -> Finding:
+        """`off`: ranks that alone are off, or those of each parameter."""
+        names, ranks = list(parameters), off or []
+        if isinstance(ranks, dict):
+            ranks = sorted(set.intersection(*(set(ranks.get(name, ())) for name in names)))
         when = "after a resume, " if self.resumed and phase != "resume" else ""
         who = f" (on rank {', '.join(map(str, ranks))} alone)" if ranks else ""
-        return Finding(
-            "resume" if self.resumed else phase, f"{when}{sentence}{who}: {cause}", list(parameters), list(ranks), cause
-        )
-
-    def _ranks(self, names: list[str], off: dict[str, list[int]]) -> list[int]:
-        """Ranks that alone are off in all of these parameters."""
-        found = [set(off.get(name, ())) for name in names]
-        return sorted(set.intersection(*found)) if found else []
+        return Finding("resume" if self.resumed else phase, f"{when}{sentence}{who}: {cause}", names, ranks, cause)
 
     # ---- before the backward
 
     def _samples(self, row: Record, theirs: Record, step: Record, expected: Record) -> Iterator[Finding]:
         number = row["step"]
-        if [*step["data"]] != [*expected["data"]]:
-            here, there = (_numbers([int(n) for n in found["data"]]) for found in (step, expected))
-            yield self._finding(
-                "samples",
-                f"the micro batches of step {number} begin with samples {here} instead of {there}",
-                "ranks of `dp` must have numbers of their own, and all others those of their `dp` rank",
-            )
+        mine, wanted = step["data"], expected["data"]
+        if [*mine] != [*wanted]:
+            here, there = (_numbers([int(n) for n in found]) for found in (mine, wanted))
+            said = f"the micro batches of step {number} begin with samples {here} instead of {there}"
+            cause = "ranks of `dp` must have numbers of their own, and all others those of their `dp` rank"
+            yield self._finding("samples", said, cause)
         if row["samples"] != theirs["samples"]:
-            yield self._finding(
-                "samples",
-                f"step {number} ended at sample {row['samples']} instead of {theirs['samples']}",
-                "`dp` and data_parallel_size, which select and count the samples",
-            )
-        for sample, fields in step["data"].items():
-            if other := sorted(key for key, value in expected["data"][sample].items() if fields.get(key) != value):
-                yield self._finding(
-                    "samples",
-                    f"in step {number} the micro batch that begins with sample {sample} has other {', '.join(other)}",
-                    "the data must not depend on the runner, its ranks or its processes",
-                )
+            said = f"step {number} ended at sample {row['samples']} instead of {theirs['samples']}"
+            yield self._finding("samples", said, "`dp` and data_parallel_size, which select and count the samples")
+        for sample, fields in wanted.items():
+            if other := [key for key in fields if mine[sample].get(key) != fields[key]]:
+                said = f"in step {number} the micro batch that begins with sample {sample} has other {', '.join(other)}"
+                cause = "the data and their order must not depend on the runner, its ranks or its processes"
+                yield self._finding("samples", said, cause)
 
-    def _evaluation(self) -> Iterator[Finding]:
-        key = "later_loss" if self.resumed else "plain_loss"
-        loss, expected = self.record["plain_loss"], self.reference[key]
-        if not self.resumed and difference(loss, expected) > self.tolerance.numbers:
-            yield self._finding(
-                "forward",
-                f"before the first step, in evaluation mode, the loss is {loss:.7g} instead of {expected:.7g}",
-                "the weights or the forward differ; look at construct, prepare, shards, loaded and evaluate",
-            )
+    def _evaluation(self, row: Record, step: Record, expected: Record) -> Iterator[Finding]:
+        loss, wanted = self.record["plain_loss"], self.reference["plain_loss"]
+        if not self._differs(loss, wanted):
+            return
+        said = f"before the first step, in evaluation mode, the loss is {loss:.7g} instead of {wanted:.7g}"
+        if self._differs(row["loss"], self.rows[1]["loss"]) or self._wrong(1, step, expected):
+            place, names = self._place(1, step, expected)
+            yield self._finding("forward", said, f"the weights or the forward differ; {place}", names)
+        ratio = loss / wanted
+        cause = causes.usual_scale(ratio, self.record) or (
+            f"`evaluate` or `evaluating`, or how they sum the losses and count the targets: it is {ratio:.6g} times"
+        )
+        if self.record["plain_training"] and not self.reference["plain_training"]:
+            cause = "a part of the model is in training mode (dropout)"
+        yield self._finding("evaluation", f"{said}, although training agrees", cause)
+
+    def _place(self, number: int, step: Record, expected: Record) -> tuple[str, list[str]]:
+        """The first place in the forward that differs, and the parameters there."""
+        noise = {} if self.tolerance.noise is None else steps_of(self.tolerance.noise)[number]["activations"]
+        before = "the batch"
+        for module, theirs in expected["activations"].items():
+            mine, rounding = step["activations"].get(module, theirs), noise.get(module, theirs)
+            names = [n for n in self.record["names"] if n.rpartition(".")[0] == module]
+            limits = [max(self.tolerance.numbers, 16 * difference(a, b)) for a, b in zip(rounding, theirs, strict=True)]
+            if difference(mine[0], theirs[0]) > limits[0]:
+                return f"the first difference is what {module} is given, behind {before}, such as positions, a mask, " \
+                    f"attention or dropout", names  # fmt: skip
+            if difference(mine[1], theirs[1]) > limits[1]:
+                return f"the first difference is what comes out of {module}: its weights, or how it is cut", names
+            before = module
+        return "no module's output differs, but the loss that is made of them: its targets, its sum or its mean", []
 
     def _loss(self, row: Record, theirs: Record, step: Record, expected: Record) -> Iterator[Finding]:
-        if other := step["other_fields"]:
-            yield self._finding(
-                "forward",
-                f"in step {row['step']} the model is given other {', '.join(other)} than the loader has made",
-                "what changes a batch on its way to the model, such as to_device, compute_loss or the engine",
-            )
-        loss, wanted = row["loss"], theirs["loss"]
-        if difference(loss, wanted) <= self.tolerance.numbers:
+        loss, number = row["loss"], row["step"]
+        if not self._differs(loss, theirs["loss"]):
             return
-        number, said = row["step"], f"{loss} instead of {wanted}"
-        weighted = self._weighted_loss(loss) if number == self.first else None
-        if not self._wrong(number, step, expected) and step["gradients"].keys() == expected["gradients"].keys():
-            yield self._finding(
-                "forward",
-                f"the loss of step {number} is said to be {said}, although its gradients agree",
-                weighted or "look at what forward_backward returns",
-            )
+        said = f"the loss of step {number} is {loss} instead of {theirs['loss']}"
+        same = not self._wrong(number, step, expected) and not self._lacking(step, expected)
+        place, names = ("look at what forward_backward returns", []) if same else self._place(number, step, expected)
+        cause = None
+        if same:
+            said += ", although its gradients agree"
+            usual = causes.usual_scale((loss or math.inf) / (theirs["loss"] or math.inf), self.record)
+            cause = f"it is {usual}" if usual else None
+        elif number == 1 and (mixed := self._mixture(number, step, expected)):
+            cause = mixed
+        elif step["training"] != expected["training"]:
+            mode = "training" if step["training"] else "evaluation"
+            cause = f"the model is in {mode} mode, as a validation may leave it"
         elif number > 1:
-            yield self._finding(
-                "forward",
-                f"the loss of step {number} is {said}, over equal weights and samples",
-                "a forward that depends on more than weights and samples, such as random numbers, buffers or the mode"
-                if weighted is None else weighted,
-            )  # fmt: skip
-        elif weighted is not None:
-            yield self._finding("forward", f"the loss of step 1 is {said}", weighted)
+            said += ", over equal weights and samples"
+            place = f"a forward that depends on more than these, such as random numbers, buffers or the mode; {place}"
         elif self.random:
-            yield self._finding(
-                "forward",
-                f"the loss of step 1 is {said}, although in evaluation mode the losses agree",
-                "random numbers (dropout) differ; a runner must not seed them, by rank for example",
-            )
+            said += ", although in evaluation mode the losses agree"
+            if names and "behind the batch" not in place:  # dropout comes later
+                place = f"random numbers (dropout) differ; a runner must not seed them, by rank for example; {place}"
         else:
-            yield self._finding(
-                "forward",
-                f"the loss of step 1 is {said}, although in evaluation mode the losses agree and nothing is random",
-                "compute_loss and forward_backward, the mask or the targets that training alone sees",
-            )
-
-    @property
-    def random(self) -> bool:
-        """True if the reference's loss differs between training and evaluation, as by dropout."""
-        reference = self.reference
-        return difference(reference["rows"][0]["loss"], reference["plain_loss"]) > self.tolerance.numbers
-
-    # ---- weights of micro batches
-
-    def _candidates(self) -> dict[str, np.ndarray]:
-        """Weights that mistakes give to the micro batches, where 1 is right, by cause."""
-        losses = self.reference.get("losses") or []
-        if len(losses) < 2:
-            return {}
-        targets = np.array([row[1] for row in losses])
-        count, total, dp = len(losses), float(targets.sum()), int(self.record["dp_size"])
-        rank = np.arange(count) % dp
-        own: Any = np.array([targets[rank == r].sum() for r in rank])
-        out = {"it is averaged over micro batches, not over target tokens": total / (count * targets)}
-        if dp > 1:
-            out["it is averaged over ranks, not over target tokens"] = total / (dp * own)
-            for r in range(dp):
-                out[f"it has the micro batches of rank {r} alone"] = np.where(rank == r, 1.0, 0.0)
-                out[f"it has the micro batches of rank {r} alone, as if they were all"] = np.where(
-                    rank == r, total / own, 0.0
-                )
-                out[f"it lacks the micro batches of rank {r}"] = np.where(rank == r, 0.0, 1.0)
-        place, most = np.arange(count) // dp, (count - 1) // dp
-        if most:
-            for name, which in (("first", 0), ("last", most)):
-                out[f"it lacks the {name} micro batch of each rank"] = np.where(place == which, 0.0, 1.0)
-                out[f"it has the {name} micro batch of each rank alone"] = np.where(place == which, 1.0, 0.0)
-        for i, row in enumerate(losses):
-            out[f"it lacks the micro batch that begins with sample {row[0]:.0f}"] = np.where(
-                np.arange(count) == i, 0.0, 1.0
-            )
-            out[f"it counts the micro batch that begins with sample {row[0]:.0f} twice"] = np.where(
-                np.arange(count) == i, 2.0, 1.0
-            )
-        out |= {f"it is {hint}": np.full(count, ratio) for ratio, hint in self._scales().items()}
-        return {cause: weights for cause, weights in out.items() if abs(weights - 1).max() > 1e-3}
-
-    def _scales(self) -> dict[float, str]:
-        """Factors on everything that have a usual cause."""
-        dp, accumulation = self.record["dp_size"], self.record["accumulation"]
-        out: dict[float, str] = {}
-        if accumulation > 1:
-            out[1 / accumulation] = f"divided by the {accumulation} accumulated micro batches once more"
-            out[float(accumulation)] = f"not divided by the {accumulation} accumulated micro batches"
-        if dp > 1:
-            out[1 / dp] = f"divided by the {dp} data-parallel ranks once more than summed"
-            out[float(dp)] = f"summed over the {dp} data-parallel ranks instead of averaged"
-        return out
-
-    def _weighted_loss(self, loss: float | None) -> str | None:
-        """Cause of a wrong loss, if one set of weights of the micro batches explains it."""
-        losses = self.reference.get("losses") or []
-        if loss is None or self.resumed or not losses:
-            return None
-        values, total = np.array([row[2] for row in losses]), sum(row[1] for row in losses)
-        close = [
-            cause for cause, weights in self._candidates().items()
-            if difference(float(weights @ values) / total, loss) <= max(self.tolerance.numbers, 1e-5)
-        ]  # fmt: skip
-        return close[0] if close else None
-
-    def _weighted_gradients(self, step: Record, names: list[str]) -> str | None:
-        """Cause of wrong gradients, if one set of weights of the reference's micro batches explains all of them."""
-        parts = self.reference.get("parts")
-        if not parts or self.resumed or len(names) < len(parts) + 2:
-            return None
-        expected = self.reference["steps"][0]
-        scale = np.array([Gap(*expected["gradients"][name]).rr ** 0.5 for name in names])
-        matrix = np.array([[part[name] for part in parts] for name in names]) / scale[:, None]
-        mine = np.array([step["projections"][name] for name in names]) / scale
-        weights, *_ = np.linalg.lstsq(matrix, mine, rcond=None)
-        off = float(np.linalg.norm(matrix @ weights - mine)) / max(float(np.linalg.norm(mine)), 1e-30)
-        if off > 10 * self.tolerance.floor:
-            return None
-        for cause, candidate in self._candidates().items():
-            if abs(candidate - weights).max() < 1e-2:
-                return cause
-        return f"its micro batches are weighted by {', '.join(f'{w:.3g}' for w in weights)} instead of 1"
+            said += ", although in evaluation mode the losses agree and nothing is random"
+            place = f"compute_loss and forward_backward, the mask or the targets that training alone sees; {place}"
+        yield self._finding("forward", said, cause or place, () if cause else names)
 
     # ---- gradients
 
-    def _idle_ranks(self, held: list[dict[str, int]]) -> Iterator[Finding]:
+    def _idle(self, what: str, measured: Record) -> Iterator[Finding]:
         """Ranks that report nothing of what others have a part of."""
-        if sum(self.record["sizes"].values()) < 64 * len(held):
-            return  # so little that a rank may hold nothing
-        for kind in sorted(set().union(*held)):
-            if idle := [rank for rank, own in enumerate(held) if not own.get(kind)]:
-                what = {"param": "parameter", "grad": "gradient"}.get(kind, f"{kind} of the optimizer")
-                yield self._finding(
-                    "state", f"rank {_numbers(idle)} reports no {what}", "look at shards, gradients and held_state",
-                    (), idle,
-                )  # fmt: skip
+        if idle := measured["idle"]:
+            said = f"rank {_numbers(idle)} reports no {what}"
+            yield self._finding("state", said, "look at shards, gradients and held_state", (), idle)
 
     def _wrong(self, number: int, step: Record, expected: Record) -> list[str]:
         """Parameters whose gradient in a step is not the reference's, the one that points to the cause first."""
         noise = self.tolerance.tensors(number, "gradients")
-        theirs = expected["gradients"]
+        theirs = expected["gradients"]["products"]
         floor = _SMALL * math.sqrt(sum(p[-1] for p in theirs.values() if math.isfinite(p[-1])))
         excess: dict[str, float] = {}
-        for name, products in step["gradients"].items():
+        for name, products in step["gradients"]["products"].items():
             gap, limit = Gap(*products), noise.limit(name)
             if gap.relative > limit and not gap.dd <= (limit * math.sqrt(gap.rr) + floor) ** 2:
                 excess[name] = gap.relative / limit
         return self._sorted(excess)
+
+    def _lacking(self, step: Record, expected: Record) -> list[str]:
+        """Parameters that have no gradient, or only a part of one."""
+        lost = expected["gradients"]["products"].keys() - step["gradients"]["products"].keys()
+        return sorted(lost) + step["gradients"]["partial"]
 
     def _sorted(self, excess: dict[str, float]) -> list[str]:
         """Names by how much they are off; where errors flow from a block to those before it, that block's first."""
@@ -291,126 +235,117 @@ class _Judge:
         return names
 
     def _gradients(self, number: int, step: Record, expected: Record) -> Iterator[Finding]:
-        mine, theirs = step["gradients"], expected["gradients"]
-        when = f"in step {number} "
-        if apart := self._apart(step["gradient_spread"], self.tolerance.floor):
-            ranks = self._ranks(apart, step["gradient_ranks"])
+        mine, off, when = step["gradients"]["products"], step["gradients"]["off"], f"in step {number} "
+        if apart := _apart(step["gradients"], self.tolerance.floor):
             yield self._finding(
                 "gradients", f"{when}the ranks hold different gradients of {_list(apart)}",
-                "a missing all-reduce, so each rank trains a model of its own", apart, ranks,
+                "a missing all-reduce, so each rank trains a model of its own", apart, off,
             )  # fmt: skip
-        if lacking := sorted(theirs.keys() - mine.keys()):
+        if lacking := self._lacking(step, expected):
             yield self._finding(
-                "gradients", f"{when}there is no gradient of {_list(lacking)}",
+                "gradients", f"{when}there is no gradient of {'a part of ' * (lacking[0] in mine)}{_list(lacking)}",
                 "frozen or lost in wrapping, or not reported by `gradients`", lacking,
             )  # fmt: skip
         wrong = self._wrong(number, step, expected)
         if not wrong:
             return
         gaps = {name: Gap(*mine[name]) for name in wrong}
-        ranks = self._ranks(wrong, step["gradient_ranks"])
-        said = f"{when}the gradient of {_list(wrong)}"
-        if len(wrong) >= 0.8 * sum(Gap(*p).rr > 0 for p in mine.values()):
-            ratios = [gap.ratio for gap in gaps.values()]
-            if max(gap.residual for gap in gaps.values()) <= 0.02 * abs(ratios[0]) and _alike(ratios):
-                yield self._finding(
-                    "gradients", f"{when}every gradient is {ratios[0]:.4g} times the reference's",
-                    self._scale_cause(ratios[0]), wrong, ranks,
-                )  # fmt: skip
-            if number == self.first and (cause := self._weighted_gradients(step, [n for n in wrong if gaps[n].rr])):
-                yield self._finding("gradients", f"{when}every gradient differs", cause, wrong, ranks)
-        ratio, worst = gaps[wrong[0]].ratio, gaps[wrong[0]]
-        straight = all(gap.residual <= 0.02 * abs(gap.ratio) for gap in gaps.values())
-        by = f"by {worst.relative:.1e} of its norm"
+        worst, said = gaps[wrong[0]], f"{when}the gradient of {_list(wrong)} differs"
+        rounded = causes.rounding(gaps.values())
+        ratio = None if rounded else causes.multiple([*gaps.values()])
+        most = len(wrong) >= _MOST * sum(Gap(*p).rr > 0 for p in mine.values())
+        if most and ratio is not None:
+            said = f"{when}every gradient is {ratio:.4g} times the reference's"
+        elif most and (mixed := self._mixture(number, step, expected)):
+            yield self._finding("gradients", f"{when}every gradient differs", mixed, wrong, off)
+        by = f" (by {worst.relative:.1e} of its norm)"
         cause = f"the backward of that module ({len(wrong)} of {len(mine)} tensors differ)"
-        if len(wrong) >= 0.8 * len(mine):
-            cause = (
-                "all tensors differ: what precedes them, such as the loss, its mask, the last block or the samples"
-            )
-        if precision := _precision([math.sqrt(gap.dd / gap.rr) for gap in gaps.values() if gap.rr], len(mine)):
-            cause = f"gradients are summed or exchanged in {precision}"
-        elif straight and _alike([gap.ratio for gap in gaps.values()]):
-            by = f"{ratio:.4g} times the reference's"
-            if abs(ratio) < 1e-3:
-                cause = "it is left out of the backward, or set to zero"
-            elif {*wrong} <= {*self.record["tied"]}:
-                cause = "a tied weight, which is counted once for each of its uses" if ratio > 1 else (
-                    "a tied weight, of whose uses some are left out"
-                )  # fmt: skip
-            elif ratio > 1.5 and abs(ratio - round(ratio)) < 1e-3:
-                cause = f"it is added once for each of {ratio:.0f} ranks or uses"
-            elif 1 / max(ratio, 1e-9) > 1.5 and abs(1 / ratio - round(1 / ratio)) < 1e-3:
-                cause = f"it is divided by {1 / ratio:.0f} ranks or uses once too often, or some do not add theirs"
-            else:
-                cause = "it is scaled by itself"
-        elif worst.rr and difference(math.sqrt(max(worst.dd + 2 * worst.dr + worst.rr, 0.0)), worst.rr**0.5) < 1e-4:
+        if most:
+            cause = "all tensors differ: what precedes them, such as the loss, its mask, the last block or the samples"
+        if rounded:
+            cause = f"gradients are summed or exchanged in {rounded}"
+        elif ratio is not None:
+            by = "" if most else f" ({ratio:.4g} times the reference's)"
+            cause = causes.scaled(ratio, None if most else wrong, self.record)
+        elif not (place := self._place(number, step, expected)[0]).startswith("no module"):
+            cause = f"a forward with about the same loss, or one that the backward repeats with other dropout; {place}"
+        elif abs(2 * worst.dr + worst.dd) < 1e-3 * worst.dd:
             cause = "it has the same numbers in other places: a matrix that is cut or put together otherwise"
-        yield self._finding("gradients", f"{said} differs ({by})", cause, wrong, ranks)
+        yield self._finding("gradients", f"{said}{by}", cause, wrong, off)
 
-    def _scale_cause(self, ratio: float) -> str:
-        for usual, hint in self._scales().items():
-            if math.isclose(ratio, usual, rel_tol=1e-2):
-                return f"they are {hint}"
-        return "the loss or its gradients are scaled differently; look at the loss scale and gradient_scale"
+    def _mixture(self, number: int, step: Record, expected: Record) -> str | None:
+        """Cause of gradients that are those of single micro batches, or of steps before, with other weights."""
+        sizes = {name: Gap(*products).rr ** 0.5 for name, products in expected["gradients"]["products"].items()}
+        if number == 1 and (parts := self.reference.get("parts")):
+            weights, rest = causes.solve(parts, step["projections"], sizes)
+            return None if rest > 10 * self.tolerance.floor else (
+                causes.weighting(self.record, self.reference["micro_batches"], weights)
+            )  # fmt: skip
+        if number - 1 in self.steps:
+            columns = [expected["projections"], self.steps[number - 1]["projections"]]
+            weights, rest = causes.solve(columns, step["projections"], sizes)
+            if rest <= 100 * self.tolerance.floor and abs(weights[1]) > 1e-2:
+                return (
+                    f"they are {weights[0]:.3g} times the reference's and {weights[1]:.3g} times those of the step "
+                    f"before: left over, not set to zero, or stale"
+                )
+        return None
 
     # ---- update and state
 
-    def _rates(self, number: int, step: Record, expected: Record) -> Iterator[Finding]:
-        mine, theirs = step["rates"], expected["rates"]
-        if len(mine) != len(theirs) or any(difference(a, b) > 1e-9 for a, b in zip(mine, theirs, strict=True)):
-            here, there = (", ".join(f"{rate:.6g}" for rate in rates) for rates in (mine, theirs))
-            yield self._finding(
-                "learning rate", f"step {number} is made with the learning rate {here} instead of {there}",
-                f"the schedule must advance once for each applied step, not for each micro batch "
-                f"({self.record['accumulation']} here) or rank",
-            )  # fmt: skip
-
     def _weights(self, number: int, step: Record, expected: Record) -> Iterator[Finding]:
-        noise = self.tolerance.tensors(number, "weights")
-        if apart := self._apart(step["weight_spread"], _EPSILON):
+        noise, measured = self.tolerance.tensors(number, "weights"), step["weights"]
+        weights, off = measured["products"], measured["off"]
+        if apart := _apart(measured, _EPSILON):
             yield self._finding(
                 "update", f"after step {number} the ranks hold different weights of {_list(apart)}",
-                "an update that does not reach the other ranks", apart, self._ranks(apart, step["weight_ranks"]),
+                "an update that does not reach the other ranks", apart, off,
             )  # fmt: skip
-        excess, decays, gaps = dict[str, float](), dict[str, float](), dict[str, Gap]()
-        quiet = self._still(number)
-        for name, (dd, dm, dw, mm, _, ww) in step["weights"].items():
+        excess, gaps, quiet = dict[str, float](), dict[str, Gap](), self._still(number)
+        for name, (dd, dm, _, mm, _, ww) in weights.items():
             gaps[name] = Gap(dd, dm, mm)
             limit = noise.limit(name) * math.sqrt(mm) + _EPSILON * math.sqrt(ww)
             if name not in quiet and not math.sqrt(dd) <= limit:
-                excess[name] = math.sqrt(dd) / max(limit, 1e-30)
-            if dd and ww and dw**2 > 0.8 * dd * ww:
-                decays[name] = math.sqrt(dd)
-            if excess.get(name) and not math.isfinite(dd):
-                excess[name] = math.inf
+                excess[name] = math.sqrt(dd) / max(limit, 1e-30) if math.isfinite(dd) else math.inf
         if not excess:
             return
         wrong = sorted(excess, key=lambda name: -excess[name])
-        ranks = self._ranks(wrong, step["weight_ranks"])
-        ratios = [gaps[name].ratio for name in wrong]
-        rounded = [(step["weights"][n][0] / step["weights"][n][5]) ** 0.5 for n in wrong if step["weights"][n][5]]
-        straight = all(gaps[n].residual <= 0.05 for n in wrong) and _alike(ratios, 0.05)
+        by = f"(off by {gaps[wrong[0]].relative:.1e} of its way)"
+        said = f"step {number} moves {_list(wrong)} otherwise {by}, with equal gradients and rates"
+        if self._unseen(number + 1, sum(weights[n][0] for n in wrong), weights):
+            yield self._finding(
+                "state", said, "`shards` reports, and a checkpoint saves, something else than what trains, for the "
+                "gradients of the next step agree", wrong, off,
+            )  # fmt: skip
+        along = [weights[name] for name in wrong]  # products of d, the way m and the weight w
+        decayed = [bool(ww) and dw**2 > 0.99 * dd * ww for dd, _, dw, _, _, ww in along]
+        askew = all(4 * dm**2 < dd * mm and 4 * dw**2 < dd * ww for dd, dm, dw, mm, _, ww in along)
+        ratio = causes.multiple([gaps[name] for name in wrong])
+        moments = next(self._state(step, number, "update"), None) if "state" in step else None
         cause = "the optimizer, its settings or its groups"
-        if len({*wrong} & decays.keys()) >= 0.8 * len(wrong):
+        if sum(decayed) >= _MOST * len(wrong):
             cause = "weight decay: other parameters decay, or by another rate"
-        elif straight and abs(ratios[0]) < 0.05:
+        elif ratio is not None and abs(ratio) < 0.05:
             cause = "they are not updated"
-        elif precision := _precision(rounded, len(rounded)):
-            cause = f"weights are kept in {precision}, without fp32 masters"
-        elif straight:
-            cause = f"its update is {ratios[0]:.3g} times the reference's: clipping, the loss scale or the rate"
-        elif moments := next(self._state(step, number, "update"), None) if "state" in step else None:
+        elif rounded := causes.precision([(p[0] / p[5]) ** 0.5 for p in along if p[5]], 1 if askew else 3):
+            cause = f"weights are kept in {rounded}, without fp32 masters"
+        elif not (place := self._place(number, step, expected)[0]).startswith("no module"):
+            yield self._finding("forward", said, f"a forward that differs too little for the loss; {place}", wrong, off)
+        elif moments:
             cause = f"{moments.cause} (so say the optimizer's moments)"
-        yield self._finding(
-            "update",
-            f"step {number} moves {_list(wrong)} otherwise (off by {gaps[wrong[0]].relative:.1e} of its way), with "
-            f"equal gradients and rates",
-            cause, wrong, ranks,
-        )  # fmt: skip
+        elif ratio is not None:
+            cause = f"its update is {ratio:.4g} times the reference's: clipping, the loss scale or the rate"
+        yield self._finding("update", said, cause, wrong, off)
+
+    def _unseen(self, number: int, error: float, weights: dict[str, list[float]]) -> bool:
+        """True if no gradient of the step that follows shows an error in the weights that it would show."""
+        if number not in self.mine or math.sqrt(error / sum(p[5] for p in weights.values())) < self.tolerance.shows:
+            return False
+        return not self._wrong(number, self.mine[number], self.steps[number])
 
     def _still(self, number: int) -> set[str]:
         """Parameters that rounding alone moves, such as the bias of attention's keys, another way each time."""
-        steps = [step["gradients"] for step_number, step in self.steps.items() if step_number <= number]
+        steps = [step["gradients"]["products"] for step_number, step in self.steps.items() if step_number <= number]
         floors = [_SMALL * math.sqrt(sum(p[-1] for p in s.values() if math.isfinite(p[-1]))) for s in steps]
         norms = {name: [math.sqrt(s[name][-1]) if name in s else 0.0 for s in steps] for name in steps[0]}
         return {
@@ -423,71 +358,54 @@ class _Judge:
         when = {"checkpoint": "the checkpoint", "resume": "what is loaded from the checkpoint"}.get(
             phase, f"the state after step {number}, and so a checkpoint,"
         )
-        if step["missing"] or step["surplus"]:
-            what = f"lacks {_list(step['missing'])}" if step["missing"] else f"has {_list(step['surplus'])} besides"
-            names = [entry.partition(" of ")[2] for entry in step["missing"] or step["surplus"]]
-            yield self._finding(phase, f"{when} {what}", "look at shards and held_state", names)
+        for verb, entries in (("lacks", step["missing"]), ("also has", step["surplus"])):
+            names = [*dict.fromkeys(entry.rpartition(" of ")[2] for entry in entries)]
+            if entries:
+                yield self._finding(phase, f"{when} {verb} {_list(entries)}", "look at shards and held_state", names)
+        quiet = set() if exact else self._still(number)
         for kind, measured in step["state"].items():
-            noise = self.tolerance.tensors(number, "state", kind)
-            quiet = self._still(number) if not exact else set()
-            gaps = {name: Gap(*products) for name, products in measured.items()}
-            limits = {n: 0.0 if exact or kind == "step" else noise.limit(n) for n in gaps}
             if kind == "param" and not exact:
                 continue
-            off = {n: gap.relative for n, gap in gaps.items() if n not in quiet and gap.relative > limits[n]}
-            excess = {n: relative / max(limits[n], 1e-9) for n, relative in off.items()}
+            noise = self.tolerance.tensors(number, "state", kind)
+            what = "weight" if kind == "param" else f"optimizer's {kind}"
+            if apart := _apart(measured, 0.0 if exact else _EPSILON):
+                said = f"{when} differs between ranks in the {what} of {_list(apart)}"
+                cause = "each must read and update all copies that it holds"
+                yield self._finding(phase, said, cause, apart, measured["off"])
+            gaps = {name: Gap(*products) for name, products in measured["products"].items()}
+            limits = {n: 0.0 if exact or kind == "step" else noise.limit(n) for n in gaps}
+            excess = {
+                n: gap.relative / max(limits[n], 1e-9) for n, gap in gaps.items()
+                if n not in quiet and gap.relative > limits[n]
+            }  # fmt: skip
             if not excess:
                 continue
             wrong = sorted(excess, key=lambda name: -excess[name])
-            ranks = self._ranks(wrong, step["state_ranks"].get(kind, {}))
-            what = "weight" if kind == "param" else f"optimizer's {kind}"
-            if exact:
-                verb = "is not what was saved" if phase == "resume" else "is not what the runner holds"
-                cause = "it is not read back into the memory that trains" if phase == "resume" else (
-                    "shards gives something else than what trains"
-                )  # fmt: skip
-                if all(math.isclose(gaps[n].dd, gaps[n].rr, rel_tol=1e-6) for n in wrong):
-                    cause = "it starts at zero: the state is not loaded"
-                yield self._finding(phase, f"the {what} of {_list(wrong)} {verb}", cause, wrong, ranks)
+            off, found = measured["off"], [gaps[name] for name in wrong]
+            what = f"the {what} of {_list(wrong)}"
+            if not exact:
+                said = f"after step {number} {what} differs, with equal gradients"
+                yield self._finding(
+                    phase, said, causes.moment_cause(kind, found, self.reference), wrong, off
+                )
                 continue
-            yield self._finding(
-                phase, f"after step {number} the {what} of {_list(wrong)} differs, with equal gradients",
-                self._moment_cause(kind, [gaps[n] for n in wrong]), wrong, ranks,
+            said = f"{what} is not what {'was saved' if phase == 'resume' else 'the runner holds'}"
+            cause = "it is not read back into the memory that trains" if phase == "resume" else (
+                "shards gives something else than what trains"
             )  # fmt: skip
-
-    def _moment_cause(self, kind: str, gaps: list[Gap]) -> str:
-        ratios = [gap.ratio for gap in gaps]
-        clip, norm = self.record["clip"], self.rows[self.first]["grad_norm"]
-        factor = min(1.0, clip / norm) if clip and norm else 1.0
-        if precision := _precision([gap.relative for gap in gaps], len(gaps)):
-            return f"moments are kept in {precision}"
-        if all(gap.residual <= 0.02 * abs(gap.ratio) for gap in gaps) and _alike(ratios):
-            power = 2 if "sq" in kind else 1
-            if factor < 1 and math.isclose(ratios[0], factor**-power, rel_tol=0.02):
-                return "gradients are not clipped"
-            if factor < 1 and math.isclose(ratios[0], factor**power, rel_tol=0.02):
-                return "gradients are clipped twice"
-            return f"it is {ratios[0]:.4g} times the reference's: clipping, unscaling or their order"
-        return "held_state, pieces, or the optimizer's settings"
-
-    def _apart(self, spread: dict[str, float], most: float) -> list[str]:
-        """Parameters whose copies on the ranks differ by more than `most`, those most apart first."""
-        return sorted((n for n, apart in spread.items() if apart > most), key=lambda name: -spread[name])
+            if all(math.isclose(gap.dd, gap.rr, rel_tol=1e-6) for gap in found):
+                cause = "it starts at zero: the state is not loaded"
+            elif rounded := causes.rounding(found):
+                cause = f"it is rounded to {rounded}"
+            elif (ratio := causes.multiple(found)) is not None:
+                cause = f"it is scaled by {ratio:.4g}"
+            yield self._finding(phase, said, cause, wrong, off)
 
 
-def _alike(values: list[float], most: float = 1e-3) -> bool:
-    return max(values) - min(values) <= most * max(abs(values[0]), 1e-9) and math.isfinite(values[0])
-
-
-def _precision(relative: list[float], of: int) -> str | None:
-    """The type to whose precision tensors are rounded, if the relative differences of most of them say so."""
-    if len(relative) < max(3, 0.5 * of):
-        return None
-    # A rounding to p bits is off by up to 2^-p, and by 0.3 to 0.6 times that in the mean square.
-    for name, epsilon in (("bfloat16", 2.0**-8), ("float16", 2.0**-11)):
-        if sum(0.2 * epsilon < value < 0.8 * epsilon for value in relative) >= 0.8 * len(relative):
-            return name
-    return None
+def _apart(measured: Record, most: float) -> list[str]:
+    """Parameters whose copies on the ranks differ by more than `most`, those most apart first."""
+    apart = measured["apart"]
+    return sorted((name for name in apart if apart[name] > most), key=lambda name: -apart[name])
 
 
 def _numbers(numbers: list[int]) -> str:

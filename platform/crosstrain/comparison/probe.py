@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,13 +16,15 @@ from crosstrain.checkpoint.boxes import Box, Piece, Shard
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.folders import step_folder
+from crosstrain.comparison.activations import Activations
+from crosstrain.comparison.tolerance import Record
 from crosstrain.data.loader import MicroBatch
 from crosstrain.training.callback import Callback
 from crosstrain.training.trainer import Trainer
 from crosstrain.utils.types import Batch
 
 Products = list[float]  # scalar products of a few vectors with each other: [aa, ab, ac, bb, bc, cc] of a, b and c
-Measured = dict[str, Products]  # by parameter
+Held = dict[tuple[str, Box], tuple[float, Products]]  # a rank's boxes: square of the data, products
 
 _EPSILONS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # relative, of a rounding
 
@@ -36,6 +39,7 @@ class Probe(Callback):
         super().__init__(None, trainer)
         self.runner, self.write, self.disturbs, self.step = trainer.runner, write, disturb, trainer.state.step
         self.group = self.runner.new_group()
+        self.activations = Activations(self.runner.model, self.group)
         self._restore: Callable[[], None] = lambda: None
         self.steps: list[dict[str, Any]] = []
         self._files = {
@@ -45,6 +49,7 @@ class Probe(Callback):
         self._keep("state", self.runner.shards())
 
     def before_step(self) -> None:
+        self.activations.clear()
         if self.disturbs:
             self._restore = self._disturb()
 
@@ -59,12 +64,11 @@ class Probe(Callback):
         for piece in (piece for shard in shards for piece in shard.pieces):
             piece.data = piece.data.detach().to("cpu", torch.float32) / self.runner.gradient_scale
         self._keep("gradients", shards)
-        gradients, ranks = self.measure(shards, [self.reader("gradients")], lambda g, r: [g - r[0], r[0]])
-        recorded = {"gradients": gradients, "gradient_ranks": ranks, "gradient_spread": self.spread(shards)}
-        recorded |= {"rates": rates, "held_gradients": self.held(shards)}
-        if not self.steps:  # of the first step alone the weights of the micro batches are solved for
-            recorded["projections"] = self.project(shards)
-        self.steps.append(recorded)
+        gradients = self.measure(shards, [self.reader("gradients")], lambda g, r: [g - r[0], r[0]])
+        self.steps.append({
+            "rates": rates, "gradients": gradients, "projections": self.project(shards),
+            "activations": self.activations.means(), "training": self.runner.model.training,
+        })  # fmt: skip
 
     def after_update(self, moments: bool) -> None:
         """Record weights and, if asked, the optimizer's state. Collective."""
@@ -72,36 +76,24 @@ class Probe(Callback):
         parameters = [s for s in shards if s.kind == "param"]
         self._keep("state", shards if moments else parameters)
         now, before = self.reader("state"), self.reader("state", self.step - 1)
-        weights, ranks = self.measure(
+        self.steps[-1]["weights"] = self.measure(
             [s for s in parameters if (s.kind, s.name) in now.tensors], [now, before],
             lambda w, r: [w - r[0], r[0] - r[1], r[1]],
         )  # fmt: skip
-        recorded: dict[str, Any] = {"weights": weights, "weight_ranks": ranks, "weight_spread": self.spread(parameters)}
         if moments:
-            recorded |= self.against(now, shards) | {"held": self.held(shards)}
-        self.steps[-1] |= recorded
+            self.steps[-1] |= self.against(now, shards)
 
-    def against(self, there: Reader, shards: list[Shard]) -> dict[str, Any]:
-        """State here against that in a checkpoint: what lacks, what is more, differences by kind. Collective."""
+    def against(self, there: Reader, shards: list[Shard]) -> Record:
+        """State here against that in a checkpoint: what lacks, what is more, measurements by kind. Collective."""
         here = set().union(*self.group.all_gather({(s.kind, s.name) for s in shards}))
-        common = [s for s in shards if (s.kind, s.name) in there.tensors]
-        by_kind, ranks = {}, {}
+        missing = [f"{kind} of {name}" for kind, name in there.tensors.keys() - here]
+        by_kind = {}
         for kind in sorted({kind for kind, _ in here & there.tensors.keys()}):
-            own = [s for s in common if s.kind == kind]
-            by_kind[kind], ranks[kind] = self.measure(own, [there], lambda a, r: [a - r[0], r[0]])
-        return {
-            "missing": sorted(f"{kind} of {name}" for kind, name in there.tensors.keys() - here),
-            "surplus": sorted(f"{kind} of {name}" for kind, name in here - there.tensors.keys()),
-            "state": by_kind,
-            "state_ranks": ranks,
-        }
-
-    def held(self, shards: list[Shard]) -> list[dict[str, int]]:
-        """Elements that each rank says it holds, by kind. Collective."""
-        mine: dict[str, int] = {}
-        for shard in shards:
-            mine[shard.kind] = mine.get(shard.kind, 0) + sum(piece.box.numel for piece in shard.pieces)
-        return self.group.all_gather(mine)
+            own = [s for s in shards if s.kind == kind and (kind, s.name) in there.tensors]
+            by_kind[kind] = self.measure(own, [there], lambda a, r: [a - r[0], r[0]])
+            missing += [f"a part of {kind} of {name}" for name in by_kind[kind]["partial"]]
+        surplus = sorted(f"{kind} of {name}" for kind, name in here - there.tensors.keys())
+        return {"missing": sorted(missing), "surplus": surplus, "state": by_kind}
 
     def reader(self, kind: str, step: int | None = None) -> Reader:
         return Reader.open(step_folder(self._files[kind].root, self.step if step is None else step))
@@ -115,50 +107,33 @@ class Probe(Callback):
 
     def measure(
         self, shards: Iterable[Shard], readers: list[Reader], vectors: Callable[[Tensor, list[Tensor]], list[Tensor]]
-    ) -> tuple[Measured, dict[str, list[int]]]:
-        """Products of vectors by parameter, each element counted once, and the ranks that are off. Collective.
+    ) -> Record:
+        """Measure tensors against others. Collective.
 
         `vectors` gets a piece's data and that of the same box in every reader; its first result is the difference.
-        A rank is off if its own part differs at least four times as much as that of another rank.
+
+        products: of the vectors, by parameter, each element counted once; off: ranks whose own part differs at least
+        four times as much as that of another; apart: distance of copies, relative to the tensor; copies: their number;
+        partial: parameters of which no rank has some elements; idle: ranks that have nothing.
         """
-        mine: dict[tuple[str, Box], Products] = {}
+        mine, left = Held(), dict[str, int]()
         for shard in shards:
+            left[shard.name] = math.prod(shard.shape)
             there = [[Piece(p.box, torch.zeros(p.box.shape)) for p in shard.pieces] for _ in readers]
             for reader, pieces in zip(readers, there, strict=True):
                 reader.fill([Shard(shard.kind, shard.name, shard.shape, pieces)])
             for piece, *others in zip(shard.pieces, *there, strict=True):
-                found = vectors(piece.data.detach().cpu().double(), [other.data.double() for other in others])
+                data = piece.data.detach().cpu().double()
+                found = vectors(data, [other.data.double() for other in others])
                 products = [_dot(a, b) for i, a in enumerate(found) for b in found[i:]]
-                mine[shard.name, piece.box] = products
-        gathered = self.group.all_gather(mine)
-        own: dict[str, dict[int, float]] = {}  # squared difference, by parameter and rank
-        for rank, boxes in enumerate(gathered):
-            for (name, _), products in boxes.items():
-                parts = own.setdefault(name, {})
-                parts[rank] = parts.get(rank, 0.0) + products[0]
-        off = {n: [r for r, d in p.items() if not d <= 16 * min(p.values()) + 1e-30] for n, p in own.items()}
-        return _by_parameter(gathered), {name: ranks for name, ranks in off.items() if ranks}
-
-    def spread(self, shards: Iterable[Shard]) -> dict[str, float]:
-        """Distance of a tensor's replicas, relative to its size, where ranks hold different ones. Collective."""
-        pieces = [(s, p.box, p.data.detach().cpu()) for s in shards for p in s.pieces]
-        mine = {(s.name, box): (_dot(data, data), _dot(data, _signs(s, box))) for s, box, data in pieces}
-        held: dict[Any, list[tuple[float, float]]] = {}
-        for rank in self.group.all_gather(mine):
-            for key, value in rank.items():
-                held.setdefault(key, []).append(value)
-        out: dict[str, float] = {}
-        for (name, _), values in held.items():
-            sizes, projections = zip(*values, strict=True)
-            apart = (max(projections) - min(projections)) / max(max(sizes) ** 0.5, 1e-30)
-            if apart:
-                out[name] = max(out.get(name, 0.0), apart)
-        return out
+                mine[shard.name, piece.box] = _dot(data, data), products
+        return _merged(self.group.all_gather(mine), self.group.all_gather(left))
 
     def project(self, shards: Iterable[Shard]) -> dict[str, float]:
         """A random projection of each tensor, which does not depend on how it is cut. Collective."""
-        mine = {(s.name, p.box): [_dot(p.data, _signs(s, p.box))] for s in shards for p in s.pieces}
-        return {name: products[0] for name, products in _by_parameter(self.group.all_gather(mine)).items()}
+        mine = {(s.name, p.box): _dot(p.data, _signs(s, p.box)) for s in shards for p in s.pieces}
+        boxes = {key: value for held in self.group.all_gather(mine) for key, value in held.items()}
+        return {name: sum(value for (n, _), value in boxes.items() if n == name) for name, _ in boxes}
 
     # ---- the reference alone
 
@@ -190,13 +165,27 @@ class Probe(Callback):
         return restore
 
 
-def _by_parameter(gathered: list[dict[tuple[str, Box], Products]]) -> Measured:
-    """Sums over boxes, of which replicas count once."""
-    boxes = {key: products for held in reversed(gathered) for key, products in held.items()}
-    total: Measured = {}
-    for (name, _), products in boxes.items():
-        total[name] = [a + b for a, b in zip(products, total.get(name, [0.0] * len(products)), strict=True)]
-    return total
+def _merged(gathered: list[Held], sizes: list[dict[str, int]]) -> Record:
+    """What `measure` returns, of what the ranks hold and the elements of each parameter."""
+    left = {name: size for own in sizes for name, size in own.items()}
+    few = sum(left.values()) < 64 * len(gathered)  # so few that a rank may hold nothing
+    idle = [] if few else [rank for rank, held in enumerate(gathered) if not any(box.numel for _, box in held)]
+    total, apart, copies = dict[str, Products](), dict[str, float](), dict[str, int]()
+    own: dict[str, dict[int, float]] = {}  # squared difference, by parameter and rank
+    for name, box in {key: None for held in gathered for key in held}:
+        ranks = {rank: held[name, box] for rank, held in enumerate(gathered) if (name, box) in held}
+        (square, first), parts = next(iter(ranks.values())), own.setdefault(name, {})
+        total[name] = [a + b for a, b in zip(first, total.get(name, [0.0] * len(first)), strict=True)]
+        left[name], copies[name] = left[name] - box.numel, len(ranks)
+        for rank, (other, products) in ranks.items():
+            parts[rank] = parts.get(rank, 0.0) + products[0]
+            far = max(abs(math.sqrt(a) - math.sqrt(b)) for a, b in ((square, other), (first[0], products[0])))
+            apart[name] = max(apart.get(name, 0.0), far / max(math.sqrt(square), 1e-30))
+    off = {n: [r for r, d in p.items() if not d <= 16 * min(p.values()) + 1e-30] for n, p in own.items()}
+    return {
+        "products": total, "off": {name: ranks for name, ranks in off.items() if ranks}, "apart": apart,
+        "copies": copies, "partial": sorted(name for name, size in left.items() if size > 0), "idle": idle,
+    }  # fmt: skip
 
 
 def _dot(a: Tensor, b: Tensor) -> float:

@@ -55,8 +55,9 @@ def number_difference(record: Record, reference: Record, key: str) -> float:
     return max(difference(row[key], theirs[row["step"]][key]) for row in record["rows"])
 
 
-def largest(gradients: dict[str, list[float]]) -> tuple[float, str]:
+def largest(step: Record) -> tuple[float, str]:
     """The largest gradient difference of a step, and its parameter."""
+    gradients = step["gradients"]["products"]
     return max(((Gap(*products).relative, name) for name, products in gradients.items()), default=(0.0, ""))
 
 
@@ -100,17 +101,19 @@ class Tolerance:
 
     numbers: float  # of losses and gradient norms, relative
     floor: float  # of a tensor's gradient, relative to its norm
+    shows: float  # relative error of all weights that gradients certainly show
     noise: Record | None = None
 
     @staticmethod
     def of(dtype: str, reference: Record, noise: Record | None) -> Tolerance:
-        least, most, floor = (2e-6, 1e-3, 1e-5) if dtype == "fp32" else (2e-5, 2e-2, 2e-3)
+        least, most, floor, shows = (2e-6, 1e-3, 1e-5, 1e-4) if dtype == "fp32" else (2e-5, 2e-2, 2e-3, 0.5)
         found = 0.0 if noise is None else max(number_difference(noise, reference, k) for k in ("loss", "grad_norm"))
-        return Tolerance(max(least, min(_FACTOR * found, most)), floor, noise)
+        return Tolerance(max(least, min(_FACTOR * found, most)), floor, shows, noise)
 
     def tensors(self, step: int, what: str, kind: str | None = None) -> Noise:
         """The noise of a group of tensors in or after a step."""
         recorded = {} if self.noise is None else steps_of(self.noise)[step].get(what, {})
-        found = {name: relative(products) for name, products in (recorded[kind] if kind else recorded).items()}
+        measured = (recorded[kind] if kind else recorded).get("products", {})
+        found = {name: relative(products) for name, products in measured.items()}
         finite = {name: noise for name, noise in found.items() if math.isfinite(noise)}
         return Noise(self.floor, _FIRST_FACTOR if step == 1 else _FACTOR, finite)

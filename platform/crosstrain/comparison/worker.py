@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -27,6 +25,7 @@ from crosstrain.engine.runner import Runner
 from crosstrain.monitor.hardware import memory_mb
 from crosstrain.training.trainer import Trainer
 from crosstrain.training.worker import build_trainer
+from crosstrain.utils.errors import CheckpointError
 from crosstrain.utils.types import IGNORE_INDEX
 
 Role = Literal["reference", "noise", "contestant"]
@@ -62,32 +61,33 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
     if job.uneven:
         batches = map(partial(_uneven, runner), batches)
     step = next(batches)
-    record["plain_loss"], targets = _evaluate(runner, step)
+    record["plain_loss"], targets, record["plain_training"] = _evaluate(runner, step)
     if job.role == "reference" and runner.world.size == 1 and len(step) <= _MOST_PARTS:
         record["parts"] = probe.parts(step, targets)
+        record["micro_batches"] = [[micro_batch.first_sample, micro_batch.num_targets] for micro_batch in step]
     rows: list[dict[str, Any]] = []
     for number, step_ in enumerate(chain([step], batches), 1):
         if number > job.steps:
             break
         batch = Step(reversed(step_)) if job.role == "noise" else step_
         batch.numbers = step_.numbers
-        with _given(runner, step_) as given:
-            metrics = trainer.train_step(iter([batch]))
+        metrics = trainer.train_step(iter([batch]))
         if metrics is None:
             runner.close()
             return stop.received or signal.SIGTERM
-        probe.after_update(moments=number in (1, job.steps, job.evaluate_after))
+        probe.after_update(moments=job.uneven or number in (1, job.steps))
         kept = {key: getattr(metrics, key) for key in ("step", "loss", "grad_norm", "lr", "samples", "skipped_steps")}
         rows.append(kept)
-        probe.steps[-1]["other_fields"] = sorted(set().union(*runner.world.all_gather(given)))
         probe.steps[-1]["data"] = _by_sample(runner, step_)
-        if number == 1:
-            record["losses"] = _micro_losses(runner, batch)
         if number == job.evaluate_after:
             record["later_loss"] = _evaluate(runner, step)[0]
             if job.save:
-                trainer._save(background=False)
-                record["saved"] = probe.against(_checkpoint(trainer, trainer.state.step), runner.shards())
+                try:
+                    trainer._save(background=False)
+                    trainer.checkpointer.wait()
+                    record["saved"] = probe.against(_checkpoint(trainer, trainer.state.step), runner.shards())
+                except CheckpointError as error:  # on all ranks
+                    record["saved"] = {"error": str(error)}
     record |= _facts(trainer, probe) | {"rows": rows, "steps": probe.steps}
     if runner.world.rank == 0:
         result.write_text(json.dumps(record))
@@ -126,11 +126,11 @@ def _set_up(plain: dict[str, Any]) -> tuple[Config, Runner]:
 def _facts(trainer: Trainer, probe: Probe) -> dict[str, Any]:
     """Description of the model and the layout. Collective."""
     runner = trainer.runner
-    mine = {n: runner.full_shape(p).numel() for n, p in runner.model.canonical_parameters().items()}
-    sizes = {name: size for held in runner.world.all_gather(mine) for name, size in held.items()}
+    names = dict.fromkeys(n for held in runner.world.all_gather([*runner.model.canonical_parameters()]) for n in held)
     return {
-        "names": list(sizes), "sizes": sizes, "tied": _tied(runner), "world_size": runner.world.size,
+        "names": [*names], "tied": _tied(runner), "world_size": runner.world.size,
         "dp_size": runner.dp.size, "accumulation": trainer.plan.accumulation, "clip": trainer.run.grad_norm_clip,
+        "schedule": [trainer.schedule(step) for step in range(1, 1 + min(trainer.max_iters, 256))],
     }  # fmt: skip
 
 
@@ -138,39 +138,16 @@ def _checkpoint(trainer: Trainer, step: int) -> Reader:
     return Reader.open(step_folder(trainer.folder.checkpoints, step))
 
 
-def _evaluate(runner: Runner, step: list[MicroBatch]) -> tuple[float, int]:
-    """Loss in evaluation mode over the samples of a step, and its targets. Collective."""
+def _evaluate(runner: Runner, step: list[MicroBatch]) -> tuple[float, int, bool]:
+    """Loss in evaluation mode over the samples of a step, its targets, and if a module was in training mode.
+
+    Collective.
+    """
     with runner.evaluating():
+        training = any(module.training for module in runner.model.modules())
         total = sum(runner.evaluate(micro_batch.data).item() for micro_batch in step)
     total, targets = runner.dp.all_reduce_sum(total, sum(micro_batch.num_targets for micro_batch in step))
-    return total / max(targets, 1), int(targets)
-
-
-@contextmanager
-def _given(runner: Runner, step: list[MicroBatch]) -> Iterator[set[str]]:
-    """Yield a set that gets the fields of which the model is given other contents than the loader has made."""
-    shapes = {key: {_shape(m.data[key]) for m in step} for key in step[0].data}
-    expected = {key: {digests(m.data).get(key) for m in step} for key in shapes}
-    other: set[str] = set()
-
-    def look(module: Any, args: Any, fields: dict[str, Any]) -> None:
-        if "labels" not in fields or args:
-            return
-        found = digests(fields)
-        for key, wanted in expected.items():
-            # A runner may cut a batch into smaller ones.
-            if key not in fields or (_shape(fields[key]) in shapes[key] and found.get(key) not in wanted):
-                other.add(key)
-
-    handle = runner.model.register_forward_pre_hook(look, with_kwargs=True)
-    try:
-        yield other
-    finally:
-        handle.remove()
-
-
-def _shape(value: Any) -> Any:
-    return value.shape if isinstance(value, Tensor) else None
+    return total / max(targets, 1), int(targets), training
 
 
 def _uneven(runner: Runner, step: Step) -> Step:
@@ -193,17 +170,6 @@ def _by_sample(runner: Runner, step: list[MicroBatch]) -> dict[str, dict[str, st
     mine = {str(micro_batch.first_sample): digests(micro_batch.data) for micro_batch in step}
     found = {sample: fields for rank in runner.world.all_gather(mine) for sample, fields in rank.items()}
     return {sample: found[sample] for sample in sorted(found, key=int)}
-
-
-def _micro_losses(runner: Runner, step: list[MicroBatch]) -> list[list[float]]:
-    """[first sample, targets, summed loss] of each micro batch of the last step, where a rank has them. Collective."""
-    losses = [loss.item() for loss in runner.micro_losses]
-    mine = [
-        [float(m.first_sample), float(m.num_targets), loss]
-        for m, loss in zip(step, losses, strict=False)
-        if len(losses) == len(step)
-    ]
-    return sorted({row[0]: row for rank in runner.world.all_gather(mine) for row in rank}.values())
 
 
 def _tied(runner: Runner) -> list[str]:

@@ -1,0 +1,48 @@
+"""Mean squares of what goes into a model's modules and comes out, by which a wrong forward is located."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crosstrain.distributed.group import Group
+from crosstrain.modeling.base import Model
+
+
+class Activations:
+    """Observer of the modules that have parameters of their own."""
+
+    def __init__(self, model: Model, group: Group) -> None:
+        self.group = group
+        self._sums: dict[str, list[Any]] = {}  # squares and elements of inputs, then of outputs, by module
+        for name, module in model.named_modules():
+            for parameter, _ in [*module.named_parameters(name, recurse=False)][:1]:
+                place = model.canonical_name(parameter).rpartition(".")[0]
+                module.register_forward_hook(partial(self._add, place), with_kwargs=True)
+
+    def _add(self, place: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        sums = self._sums.setdefault(place, [0.0, 0, 0.0, 0])
+        for at, values in ((0, (*args, *kwargs.values())), (2, output if isinstance(output, tuple) else (output,))):
+            if (tensor := next((v for v in values if isinstance(v, Tensor)), None)) is not None:
+                sums[at] += tensor.detach().double().square().sum()
+                sums[at + 1] += tensor.numel()
+
+    def clear(self) -> None:
+        self._sums = {}
+
+    def means(self) -> dict[str, list[float]]:
+        """Mean squares [input, output] since `clear`, by module in the order of the first call. Collective.
+
+        A mean is the same whether ranks hold parts or copies, and however often a forward is computed again.
+        """
+        mine = {place: [float(value) for value in sums] for place, sums in self._sums.items()}
+        total: dict[str, list[float]] = {}
+        for held in self.group.all_gather(mine):
+            for place, sums in held.items():
+                total[place] = [a + b for a, b in zip(sums, total.get(place, [0.0] * 4), strict=True)]
+        return {place: [s[0] / max(s[1], 1), s[2] / max(s[3], 1)] for place, s in total.items()}

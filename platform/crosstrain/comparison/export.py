@@ -1,0 +1,37 @@
+"""Files that an export copies from a checkpoint, against those of a process that has never trained."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+from crosstrain.checkpoint.files import Reader
+from crosstrain.config.load import Config
+from crosstrain.inference.open_checkpoint import outline
+from crosstrain.utils.assets import GENERATION_CONFIG
+
+
+def strange_files(config: Config, checkpoint: Path) -> dict[str, str]:
+    """What is different in a checkpoint's files beside the tensors, such as a configuration or an adapter, by name."""
+    reader, model = Reader.open(checkpoint), outline(config, checkpoint)
+    with tempfile.TemporaryDirectory() as temporary:
+        fresh = Path(temporary)
+        model.save_config(fresh)
+        model.save_parts(fresh, reader.names("param"), reader.whole)
+        # To the configuration of generation the data add the tokens at which it ends.
+        paths = [path for path in sorted(fresh.iterdir()) if path.name != GENERATION_CONFIG]
+        return {path.name: what for path in paths if (what := _difference(checkpoint / path.name, path))}
+
+
+def _difference(path: Path, expected: Path) -> str | None:
+    if not path.exists():
+        return "is missing"
+    if path.read_bytes() == expected.read_bytes():
+        return None
+    if path.suffix == ".json":
+        mine, theirs = json.loads(path.read_text()), json.loads(expected.read_text())
+        for key in sorted(mine.keys() | theirs.keys()):
+            if mine.get(key) != theirs.get(key):
+                return f"has {key} {json.dumps(mine.get(key))} instead of {json.dumps(theirs.get(key))}"
+    return "has other contents"
