@@ -246,7 +246,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("museum.json"), help="JSON file to read and extend")
     parser.add_argument("--table", type=Path, help="Markdown file to write, or to end anew")
     parser.add_argument("--batch", type=int, default=12, help="contestants of a call of compare")
-    parser.add_argument("--flags", default="", help="further flags of compare, such as --flags=--deep")
+    parser.add_argument("--flags", default="--deep", help="further flags of compare (default: --deep)")
     parser.add_argument("--options", nargs="*", default=[], metavar="KEY=VALUE", help="such as run.amp=bf16")
     a = parser.parse_args()
     found = exhibits()
