@@ -49,7 +49,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["datasets.tiny.seq_length=1000000"], "seq_length"),
         (["datasets.tiny.name=txt"], "text"),
         (["datasets.other={name: text, path: nowhere, seq_length: 8}"], "nowhere"),
-        (["model.vocab_size=100"], "model.vocab_size=3"),
+        (["model.vocab_size=100"], "needs vocab_size=3"),
         (["model.n_head=3"], "n_embd=32"),
         (["model.n_positions=16"], "at most 16"),
         (["run.output_dir=/dev/null/x"], "output_dir"),
