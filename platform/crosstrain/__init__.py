@@ -76,7 +76,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     from crosstrain.monitor.metrics import Row, StepMetrics, flat, scalars, texts
     from crosstrain.monitor.tracker import TrackedRun, Tracker
     from crosstrain.training.callback import Callback
-    from crosstrain.utils.errors import CheckpointError, ConfigError, DataError, TrainingError, UserError
+    from crosstrain.utils.errors import CheckpointError, ConfigError, DataError, EmptySplit, TrainingError, UserError
     from crosstrain.utils.logging import log
     from crosstrain.utils.optional_deps import require
     from crosstrain.utils.rng import derive_seed, generator

@@ -14,8 +14,8 @@ from crosstrain import (
     IGNORE_INDEX,
     SPLITS,
     Batch,
-    DataError,
     Dataset,
+    EmptySplit,
     FilePath,
     OptionError,
     Sample,
@@ -80,7 +80,7 @@ class ConversationDataset(Dataset):
         k, shares = SPLITS.index(split), [*options.split, 0.0, 0.0][:3]
         start, stop = (round(sum(shares[:n]) / sum(shares) * total) for n in (k, k + 1))
         if start == stop:
-            raise DataError(
+            raise EmptySplit(
                 f"the {split} split of {options.path} has none of its {total} rows: change split={options.split}"
             )
         first = range(min(self.file.num_documents, 1000))

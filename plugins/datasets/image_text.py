@@ -14,6 +14,7 @@ from crosstrain import (
     SPLITS,
     Annotation,
     DataError,
+    EmptySplit,
     FilePath,
     ImageDataset,
     ImageDatasetOptions,
@@ -98,13 +99,13 @@ class ImageText(ImageDataset):
         super().__init__(options, split)
         names = self.shards(options, split)
         if not names:
-            raise DataError(f"the {split} split has no shards: name them under `{split}` of the dataset")
+            raise EmptySplit(f"the {split} split has no shards: name them under `{split}` of the dataset")
         self.names, self.context = names, ReadContext(0, 0, 0, 1)
         self.indexed = not self.streams(options, split)
         self.samples = Shards(names, self.cache(options)) if self.indexed else None
         self._stream: Iterator[tuple[str, dict[str, bytes]]] | None = None
         if not len(self):
-            raise DataError(f"the {split} split has no sample: its {len(names)} shards are empty")
+            raise EmptySplit(f"the {split} split has no sample: its {len(names)} shards are empty")
 
     def __len__(self) -> int:
         return self.options.samples or 0 if self.samples is None else len(self.samples)

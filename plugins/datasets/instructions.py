@@ -10,7 +10,7 @@ from annotated_types import Interval
 from crosstrain import (
     SPLITS,
     Annotation,
-    DataError,
+    EmptySplit,
     FilePath,
     ImageDataset,
     ImageDatasetOptions,
@@ -67,7 +67,7 @@ class Instructions(ImageDataset):
         k, shares = (0, [1.0]) if own else (SPLITS.index(split), [*options.split, 0.0, 0.0][:3])
         self.start, self.stop = (round(sum(shares[:n]) / sum(shares) * len(self.entries)) for n in (k, k + 1))
         if self.start == self.stop:
-            raise DataError(
+            raise EmptySplit(
                 f"the {split} split has none of the {len(self.entries)} entries of {self.file}: change split="
                 f"{options.split}" + (f", or name a file as {split}" if split != "train" else "")
             )

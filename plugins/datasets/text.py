@@ -15,6 +15,7 @@ from crosstrain import (
     Batch,
     DataError,
     Dataset,
+    EmptySplit,
     FilePath,
     OptionError,
     Sample,
@@ -113,7 +114,7 @@ class TextDataset(Dataset):
         self._num_ids = np.uint64(self.vocab_size or 2**63)
         self.start, self.stop = self._range(split)
         if len(self) < 1:
-            raise DataError(self._why_empty(split))
+            raise EmptySplit(self._why_empty(split))
 
     def _range(self, split: Split) -> tuple[int, int]:
         """Return the first token of a split, and its last one + 1."""

@@ -169,7 +169,9 @@ def test_prepare_says_what_it_made(capsys: pytest.CaptureFixture[str], tmp_path:
     assert json.loads((tmp_path / "out" / "dataset.json").read_text())["documents"] == 5
 
 
-def test_a_run_from_nothing_to_text(workspace: Workspace) -> None:
+def test_a_run_from_nothing_to_text(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Prepares its data, trains, validates, evaluates and generates, as the quickstart does."""
     text = write_text(workspace.path / "text.jsonl")
     workspace.config["datasets"]["tiny"] |= {
@@ -194,6 +196,12 @@ def test_a_run_from_nothing_to_text(workspace: Workspace) -> None:
     assert set(results["splits"]) == {"train", "val", "test"}
     assert results["splits"]["val"]["perplexity"] < 100
     assert len(results["completions"][0]["completions"]) == 2
+
+    monkeypatch.chdir(workspace.path)  # in this process
+    split = ["--options", "datasets.tiny.split=[80,20,0]"]
+    assert main(["evaluate", "--checkpoint", "out", *split]) == 0
+    assert "test is left out: datasets.tiny: the test split" in caplog.text
+    assert main(["evaluate", "--checkpoint", "out", "--splits", "val", "test", *split]) == 1
 
     two = workspace.evaluate(
         *arguments[:-1], "two.json", "--nproc-per-node", "2", "--options", "run.micro_batch_size=3"

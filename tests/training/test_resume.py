@@ -12,7 +12,7 @@ import pytest
 
 from conftest import Run, Workspace, kill, logged_step, wait_until
 from fixtures_kill import INTERVALS, SLOW_MODEL, assert_same_weights, numbers
-from fixtures_ranks import mostly_slow
+from fixtures_ranks import mostly_slow, train
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,26 @@ def test_killed_during_a_save(shared_workspace: Workspace, uninterrupted: Run) -
     assert [row[:5] for row in numbers(resumed)] == [row[:5] for row in numbers(uninterrupted)]
     assert_same_weights(resumed.checkpoint(20), uninterrupted.checkpoint(20))
     assert not list((folder / "checkpoints").glob(".step_*")), "what the killed save left is gone"
+
+
+def test_a_restart_keeps_the_moments_of_a_run_that_began_without_those_of_another(workspace: Workspace) -> None:
+    def trained(name: str, *options: str) -> tuple[Run, bool]:
+        """Train in a process of its own; returns the run, and True where this start left moments behind."""
+        log = workspace.path / name / "log.txt"
+        before = log.read_text() if log.exists() else ""
+        run = train(workspace.project, name, *INTERVALS, "run.lr_decay_iters=20", *options)
+        return run, "is left behind" in log.read_text().removeprefix(before)
+
+    first, _ = trained("first", "run.max_iters=4")
+    begun = (f"run.resume_from={first.folder}", "run.resume_optimizer=false")
+    straight, behind = trained("straight", *begun, "run.max_iters=12")
+    assert behind
+    trained("restarted", *begun, "run.max_iters=8")
+    restarted, behind = trained("restarted", *begun, "run.max_iters=12")
+    assert not behind
+    assert [row[:5] for row in numbers(restarted)] == [row[:5] for row in numbers(straight)]
+    assert_same_weights(restarted.checkpoint(12), straight.checkpoint(12))
+    assert trained("restarted", *begun, "run.max_iters=13", "run.optimizer={name: sgd, momentum: 0.9}")[1]
 
 
 @pytest.mark.slow  # test_any_to_any has such pairs, without the launcher

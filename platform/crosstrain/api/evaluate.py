@@ -21,7 +21,7 @@ from crosstrain.inference.generation import Sampling
 from crosstrain.inference.open_checkpoint import open_on_workers
 from crosstrain.inference.perplexity import evaluate_loss
 from crosstrain.inference.vqa import answer_splits
-from crosstrain.utils.errors import UserError
+from crosstrain.utils.errors import EmptySplit, UserError
 from crosstrain.utils.logging import log, set_up_logging
 from crosstrain.utils.optional_deps import require
 from crosstrain.utils.processes import main_hidden
@@ -33,20 +33,21 @@ Talk = Callable[[OpenModel, dict[str, Any]], list[dict[str, Any]]]
 
 
 def evaluate(
-    checkpoint: str | Path, splits: Sequence[Split] = ("val", "test"), options: Overrides = (), *,
+    checkpoint: str | Path, splits: Sequence[Split] | None = None, options: Overrides = (), *,
     project: ProjectLike | None = None, nproc_per_node: int = 1, max_samples: int | None = None,
     answers: Sequence[Split] = (), sheet: str | Path | None = None, max_new_tokens: int = 64,
     tasks: Sequence[str] = (), task_path: str | None = None, trust_data: bool = False, weights: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the document that `crosstrain evaluate --output` writes: `splits` has each split's loss and perplexity.
 
-    The workers are processes of their own. Raises UserError, and KeyboardInterrupt where they were stopped.
+    By default the splits are val and test, if they have samples. The workers are processes of their own. Raises
+    UserError, and KeyboardInterrupt where they were stopped.
     """
     with tempfile.TemporaryDirectory() as folder, main_hidden():
         output = Path(folder) / "results.json"
         job = {
             "checkpoint": checkpoint, "cfg_path": project, "options": options, "trust_data": trust_data,
-            "nproc_per_node": nproc_per_node, "splits": [*splits], "max_samples": max_samples, "answers": [*answers],
+            "nproc_per_node": nproc_per_node, "splits": splits, "max_samples": max_samples, "answers": [*answers],
             "sheet": sheet and Path(sheet), "tasks": [*tasks], "task_path": task_path, "output": output,
             "sampling": Sampling(max_new_tokens), "weights": weights,
         }  # fmt: skip
@@ -70,12 +71,20 @@ def start_evaluation(job: dict[str, Any], talk: Talk | None = None, *, alone: bo
     Reader.open(checkpoint, job["weights"])  # refuses a name that is not there
     source = job["cfg_path"], job["options"], job["trust_data"]
     config, how = open_on_workers(checkpoint, *source, job["nproc_per_node"], alone)
-    if opened := dict.fromkeys([*job["splits"], *job["answers"]]):
+    splits: list[Split] = ["val", "test"] if job["splits"] is None else list(job["splits"])
+    if opened := dict.fromkeys([*splits, *job["answers"]]):
         prepare_data(config)
         for split in opened:
-            open_split(config, split)
+            try:
+                open_split(config, split)
+            except EmptySplit as error:
+                if job["splits"] is not None or splits == [split]:
+                    raise
+                splits.remove(split)
+                log.warning("%s is left out: %s", split, error)
     how = replace(how, starts_workers=how.starts_workers or apart)
-    return launch(evaluate_worker, (config.plain, job | {"checkpoint": checkpoint, "trust": config.trust}, talk), how)
+    job = job | {"checkpoint": checkpoint, "trust": config.trust, "splits": splits}
+    return launch(evaluate_worker, (config.plain, job, talk), how)
 
 
 def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], talk: Talk | None) -> int:

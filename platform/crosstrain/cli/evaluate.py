@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser, required=False)
     add_weights(parser)
     parser.add_argument(
-        "--splits", help="splits to evaluate (default: val and test, unless the flags ask for text)", **splits
+        "--splits", help="default: val and test if they have samples, unless the flags ask for text", **splits
     )
     parser.add_argument("--max-samples", type=int, metavar="N", help="at most N samples of each split")
     parser.add_argument("--generate", nargs="+", default=[], metavar="PROMPT", help="complete these prompts")
@@ -55,9 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     if a.chat and (a.image or not talks):
         raise UserError("--chat: say something with --generate or --interactive, and without --image")
     answers = [] if a.answers is None else a.answers or ["test"]
-    splits = a.splits
-    if splits is None:
-        splits = [] if talks or answers or a.tasks else ["val", "test"]
+    splits = [] if a.splits is None and (talks or answers or a.tasks) else a.splits
     sampling = Sampling(a.max_new_tokens, a.temperature, a.top_k, a.top_p, a.num_completions, a.seed)
     job = vars(a) | {"splits": splits, "answers": answers, "sampling": sampling}
     return start_evaluation(job, _talk if talks else None, alone=a.interactive)

@@ -207,7 +207,8 @@ class RunOptions:
     keep_every: Steps | None = None  # checkpoints at multiples of this many steps are never deleted
     save_best: bool = True  # also keep the checkpoint with the lowest validation loss
     resume_from: FilePath | None = None  # a checkpoint, or a run's folder; None: this run's own latest, if any
-    resume_optimizer: bool = True  # False: moments start at zero, as for another optimizer
+    # False: moments start at zero, once: after resume_from, or another model, optimizer or freeze; restarts keep them
+    resume_optimizer: bool = True
     on_bad_step: BadStepOptions = field(default_factory=BadStepOptions)
 
     curriculum: CurriculumOptions | None = None  # short sequences first; None: whole ones from the first step on

@@ -174,13 +174,14 @@ def freeze(model: Model, patterns: list[str]) -> None:
 
 
 def build_model(
-    config: Config, runner: Runner, checkpoint: Path | None, *, for_training: bool, weights: str | None = None
+    config: Config, runner: Runner, checkpoint: Path | None, *, for_training: bool, weights: str | None = None,
+    moments: bool = True,
 ) -> dict[str, FrozenParameter]:
     """Set up the runner with the model, and the optimizer if it is to train, and fill in what it holds.
 
     Weights, and when training moments, come from `checkpoint` if given, else the model's pretrained folders, else
-    initial values; `weights` as for `Reader.open`. Returns the frozen parameters that stem from pretrained folders,
-    which checkpoints need not hold.
+    initial values; `weights` as for `Reader.open`. Without `moments` the checkpoint's are left behind. Returns the
+    frozen parameters that stem from pretrained folders, which checkpoints need not hold.
     """
     model = runner.construct(lambda: make_model(config))
     check_quantized(model, type(runner), config)
@@ -201,7 +202,7 @@ def build_model(
     reader = Reader.open(checkpoint, weights) if checkpoint is not None else None
     pretrained = PretrainedWeights.of(model)
     if reader is not None:
-        keep = for_training and config.run.resume_optimizer
+        keep = for_training and moments
         if keep:
             _check_optimizer(reader, kinds, config)
         borrowed = load_shards(reader, shards if keep else parameters, pretrained, whole.keys())

@@ -70,6 +70,7 @@ class Profiler:
         self._windows = [window for window in self._windows if window != self._window]
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # or kernels that still run would be missing
+        log.info("writing a profile; training goes on after it")
         done.stop()
         first, last = self._seen
         folder = self.folder / f"steps_{first:06d}-{last:06d}"

@@ -15,6 +15,7 @@ from crosstrain.checkpoint.checkpointer import load_state
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.manifest import is_count
 from crosstrain.checkpoint.weights import load_shards
+from crosstrain.config.load import Config
 from crosstrain.data.skip_ranges import Ranges
 from crosstrain.distributed.group import Group
 from crosstrain.engine.runner import Runner
@@ -120,6 +121,13 @@ def _newest(root: Path, resume_from: str | None, run: str | None) -> Path | None
     if newest is None and resume_from:
         newest = folders.find_checkpoint(Path(resume_from))
     return newest
+
+
+def continues(checkpoint: Path, config: Config) -> bool:
+    """Tell whether a run's own checkpoint was written under the same model and the same rule of its optimizer."""
+    then, now = load_state(checkpoint)["config"], config.plain
+    rules = ((c["model"], *(c["run"][key] for key in ("optimizer", "freeze", "resume_optimizer"))) for c in (then, now))
+    return next(rules) == next(rules)
 
 
 def restore(checkpoint: Path | None, runner: Runner) -> State:

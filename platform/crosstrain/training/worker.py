@@ -27,7 +27,7 @@ from crosstrain.monitor.reporter import Reporter
 from crosstrain.training.bad_steps import BadSteps
 from crosstrain.training.prompt_samples import PromptSamples
 from crosstrain.training.reference import add_reference
-from crosstrain.training.state import restore, starting_point
+from crosstrain.training.state import continues, restore, starting_point
 from crosstrain.training.trainer import Trainer
 from crosstrain.utils.assets import GENERATION_CONFIG, TOKENIZER_FILES, add_end_tokens, copy_files, plain_files
 from crosstrain.utils.errors import ConfigError
@@ -67,7 +67,11 @@ def build_trainer(config: Config, runner: Runner, stop: StopRequest, quiet: bool
     start = starting_point(folder.checkpoints, run.resume_from, runner.world, folder.run_id)
     if start is not None:
         check_tokenizer(start, dataset)
-    frozen = build_model(config, runner, start, for_training=True)  # the runner now holds model and optimizer
+    own = start is not None and start.parent == folder.checkpoints
+    moments = run.resume_optimizer or start is None or (own and continues(start, config))
+    if not moments:
+        log.info("run.resume_optimizer is false: the optimizer's state in %s is left behind", start)
+    frozen = build_model(config, runner, start, for_training=True, moments=moments)  # the runner now holds both
     state = restore(start, runner)
 
     if isinstance(runner.model, ModelWithObjective) and runner.model.objective.needs_reference:
@@ -95,7 +99,7 @@ def build_trainer(config: Config, runner: Runner, stop: StopRequest, quiet: bool
     checkpointer = Checkpointer(
         folder.checkpoints, runner.new_group(), retention, write_assets, folder.run_id, write_parts
     )
-    saved_step = state.step if start is not None and start.parent == folder.checkpoints else None
+    saved_step = state.step if own else None
     if start is not None and saved_step is None and state.step >= max_iters:
         raise ConfigError(
             f"run.resume_from: {start} is at step {state.step}, and this run ends after step {max_iters}: train longer "

@@ -44,6 +44,10 @@ class DataError(UserError):
     """Missing, empty or damaged input data."""
 
 
+class EmptySplit(DataError):
+    """A split without a sample."""
+
+
 class CheckpointError(UserError):
     """A checkpoint that is missing, damaged or does not fit the model."""
 
