@@ -270,6 +270,85 @@ def test_files_that_a_command_or_a_configuration_names_are_read_and_accounted_fo
     assert lost(tmp_path, "llama_factory", {"dataset": "mine,hub"})[0]["datasets"]["data"]["path"] == "???"
 
 
+def test_defaults_of_hugging_face_lose_nothing(tmp_path: Path) -> None:
+    """The files are what transformers 5.23, TRL 1.16 and PEFT 0.21 write of objects without arguments."""
+    defaults = json.loads((ROOT / "tests" / "config" / "hugging_face_defaults.json").read_text())
+    for name, settings in defaults.items():
+        tree, notes, _ = lost(tmp_path, "transformers", settings)
+        assert not [note for note in notes if note.startswith("not carried over")], name
+        (project := tmp_path / "a.yaml").write_text(yaml.safe_dump(tree))
+        loaded(project, tree)
+        adapter = {"name": "lora", "rank": 8, "alpha": 8, "dropout": 0.0} if name == "LoraConfig" else None
+        assert tree["model"].get("adapter") == adapter
+        assert tree["run"].get("objective", {}).get("name") == {"DPOConfig": "dpo", "KTOConfig": "kto"}.get(name)
+    two = {"bf16": True, "amp": "bf16", "fp16": False, "gradient_checkpointing": True, "activation_checkpointing": True}
+    for more in ({"optim": "adamw_bnb_8bit"}, {"f_divergence_type": "js_divergence"}, {"eval_delay": 5}):
+        (note,) = [note for note in lost(tmp_path, "transformers", two | more)[1] if note.startswith("not carried")]
+        assert next(iter(more)) in note
+
+
+def test_steps_and_epochs_of_hugging_face(tmp_path: Path) -> None:
+    for settings, wanted in (
+        ({"max_steps": 20, "num_train_epochs": 3.0}, (20, None)),
+        ({"max_steps": -1, "num_train_epochs": 2.0}, (None, 2)),
+        ({"max_steps": 20, "num_train_epochs": -1}, (20, None)),
+        ({"num_train_epochs": 1.5}, (None, 2)),
+    ):
+        tree, notes, _ = lost(tmp_path, "transformers", settings)
+        assert (tree["run"].get("max_iters"), tree["run"].get("max_epoch")) == wanted
+        said = [note for note in notes if note.startswith("not carried over")]
+        assert said == [
+            "not carried over: num_train_epochs: 1.5 is not whole, and run.max_epoch is 2; run.max_iters counts steps"
+        ] * (settings.get("num_train_epochs") == 1.5)
+
+
+SCRIPT = """
+from datasets import load_dataset
+NAME = "Qwen/Qwen3-0.6B"
+open("ran", "w")
+def main():
+    model = AutoModelForCausalLM.from_pretrained(NAME, dtype=torch.bfloat16)
+    lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    args = trl.SFTConfig("out", learning_rate=1e-3 * 2, max_steps=20, num_train_epochs=1, seed=int(os.environ["SEED"]))
+    data = load_dataset("json", data_files="chat.jsonl", split="train")
+    SFTTrainer(model=model, args=args, train_dataset=data, peft_config=lora).train()
+"""
+
+
+def test_literal_arguments_of_a_python_script_are_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("chat.jsonl").write_text("{}")
+    Path("a.py").write_text(SCRIPT)
+    text, notes, _ = migrate(Path("a.py"), origins()["transformers"])
+    tree = yaml.safe_load(text)
+    assert tree["model"]["pretrained"] == tree["datasets"]["data"]["tokenizer"] == "Qwen/Qwen3-0.6B"
+    assert tree["model"]["adapter"] == {"name": "lora", "rank": 4, "alpha": 8, "dropout": 0.0, "targets": ["q_proj"]}
+    assert tree["datasets"]["data"]["path"] == "chat.jsonl"
+    run = tree["run"]
+    assert (run["output_dir"], run["init_lr"], run["max_iters"], run["amp"]) == ("out", 2e-3, 20, "bf16")
+    assert notes == [
+        "not needed here: num_train_epochs: max_steps says it",
+        "to be given: run.seed: the file does not say it",
+    ]
+    assert not Path("ran").exists()
+    Path("a.py").write_text("args = DPOConfig(beta=0.2, loss_type=['sigmoid'], max_steps=steps)")
+    text, notes, _ = migrate(Path("a.py"), origins()["transformers"])
+    run = yaml.safe_load(text)["run"]
+    assert (run["objective"], run["amp"]) == ({"name": "dpo", "beta": 0.2}, "bf16")  # TRL's default
+    assert [note for note in notes if note.startswith("not carried")] == [
+        "not carried over: max_steps: give run.max_iters"
+    ]
+    Path("a.py").write_text("import os\nseed = 1")
+    with pytest.raises(ConfigError, match="no settings in it; a script's are the arguments of TrainingArguments, SFT"):
+        migrate(Path("a.py"), origins()["transformers"])
+
+
+def test_a_file_of_another_program_is_named(tmp_path: Path) -> None:
+    zero = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    with pytest.raises(ConfigError, match="these are settings of DeepSpeed: give --from deepspeed"):
+        lost(tmp_path, "transformers", zero)
+
+
 def test_settings_of_megatron_that_mean_something_else_here(tmp_path: Path) -> None:
     sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
     off = dict.fromkeys(("context_parallel_size", "expert_model_parallel_size", "tensor_model_parallel_size"), 1)

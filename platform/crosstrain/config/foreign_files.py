@@ -9,6 +9,7 @@ import shlex
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -24,17 +25,20 @@ _LAUNCHERS = {"nproc_per_node", "nnodes", "num_processes", "num_gpus", "num_node
 UNKNOWN = "???"  # a value that only a run of the program would know, and OmegaConf's for one that has to be given
 
 
-def read_foreign(path: Path) -> dict[str, Any]:
+def read_foreign(path: Path, calls: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Read a configuration in the format of its name's ending; any other is a command, or a script with one.
 
+    Of a Python script the settings are the arguments of `calls`, or its assignments if there are none.
     Raises ConfigError for a file that cannot be read.
     """
-    readers: dict[str, Callable[[str], Any]] = {".json": json.loads, ".toml": tomllib.loads, ".py": _assignments}
+    readers: dict[str, Callable[[str], Any]] = {".json": json.loads, ".toml": tomllib.loads}
+    readers[".py"] = partial(_arguments, calls=calls) if calls else _assignments
     readers |= dict.fromkeys((".yaml", ".yml"), lambda text: parse(text)[0])
     with explained(f"{path}: cannot be read"):
         tree = readers.get(path.suffix.lower(), _command_line)(read_regular(path, _LARGEST_FILE).decode("utf-8-sig"))
     if not isinstance(tree, dict) or not tree:
-        raise ConfigError(f"{path}: there are no settings in it")
+        of = f"; a script's are the arguments of {', '.join([*calls][:4])}" if calls and path.suffix == ".py" else ""
+        raise ConfigError(f"{path}: there are no settings in it{of}")
     return tree
 
 
@@ -53,6 +57,20 @@ def _assignments(text: str) -> dict[str, Any]:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             known[node.targets[0].id] = _value(ast.unparse(node.value), known)
     return known
+
+
+def _arguments(text: str, calls: Mapping[str, str]) -> dict[str, Any]:
+    """Read the arguments of calls in a Python script, and their names under `calls`; UNKNOWN for what is computed."""
+    found = dict[str, Any]()
+    known = {"torch": {name: name for name in ("bfloat16", "float16", "float32")}} | _assignments(text)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and (name := ast.unparse(node.func).rpartition(".")[2]) in calls:
+            for word in (*(ast.keyword(calls[name], value) for value in node.args[:1]), *node.keywords):
+                value = _value(ast.unparse(word.value), known)
+                if word.arg and ast.unparse(word.value) != "None" and (value != UNKNOWN or word.arg not in found):
+                    found[word.arg] = value
+            found["calls"] = f"{found.get('calls', '')} {name}"
+    return found
 
 
 def _command_line(text: str) -> dict[str, Any]:

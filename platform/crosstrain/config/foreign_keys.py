@@ -24,7 +24,8 @@ class Origin:
     file: Path
     aliases: tuple[str, ...]
     answers: ChainMap[str, str]  # by key; first its own, then those of programs whose keys its files may have
-    neutral: ChainMap[str, object]  # values, by key, at which a setting says nothing
+    neutral: ChainMap[str, object]  # values, by key, at which a setting says nothing; one, or a list of them
+    calls: dict[str, str]  # functions of Python scripts whose arguments are settings; the key of the first one
 
 
 @lru_cache
@@ -36,7 +37,8 @@ def origins() -> dict[str, Origin]:
     for path, document in found.items():
         included = [found[folder / f"{name}.yaml"] for name in (path.stem, *document.get("includes", ()))]
         answers, neutral = (ChainMap(*(each.get(part, {}) for each in included)) for part in ("keys", "neutral"))
-        programs[path.stem] = Origin(document["origin"], path, tuple(document.get("aliases", ())), answers, neutral)
+        aliases, calls = tuple(document.get("aliases", ())), document.get("calls", {})
+        programs[path.stem] = Origin(document["origin"], path, aliases, answers, neutral, calls)
     return programs
 
 

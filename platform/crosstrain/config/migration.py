@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from dataclasses import fields
 from functools import reduce
@@ -13,11 +14,11 @@ import yaml
 
 from crosstrain.config import sources
 from crosstrain.config.foreign_files import UNKNOWN, read_foreign
-from crosstrain.config.foreign_keys import NONE, UNNEEDED, Origin
+from crosstrain.config.foreign_keys import NONE, UNNEEDED, Origin, origins
 from crosstrain.config.run_options import RunOptions
 from crosstrain.config.schema import Key
 from crosstrain.config.yaml_text import parse
-from crosstrain.utils.errors import explained
+from crosstrain.utils.errors import ConfigError, explained
 from crosstrain.utils.optional_deps import require
 
 _TO_GIVE, _LOST, _NO_NEED = "to be given", "not carried over", "not needed here"
@@ -54,7 +55,8 @@ def migrate(path: Path, origin: Origin) -> tuple[str, list[str], int | None]:
         lstrip_blocks=True, extensions=["jinja2.ext.do"],
         finalize=lambda value: json.dumps(value, default=lambda _: None),  # JSON is YAML; null where nothing is said
     )  # fmt: skip
-    template, tree = environment.get_template(f"{origin.file.stem}.jinja"), read_foreign(path)
+    template = environment.get_template(f"{origin.file.stem}.jinja")
+    tree = read_foreign(path, origin.calls)
 
     def located(name: Any) -> str | None:
         """Find a file that the configuration names, beside it or in the working directory."""
@@ -79,6 +81,11 @@ def migrate(path: Path, origin: Origin) -> tuple[str, list[str], int | None]:
     with explained(f"{path}: a value in it cannot be understood"):
         made, old = rendered({})
         project = _settled(parse(made[0])[0], (), notes := list(made[1]))
+    settings = {part.lower() for key in old._account for part in key}
+    for each in origins().values():  # the settings that only one of the two programs has say whose they are
+        theirs, ours = (settings & program.answers.maps[0].keys() for program in (each, origin))
+        if len(theirs - ours) > 2 and not ours - theirs:
+            raise ConfigError(f"{path}: these are settings of {each.name}: give --from {each.file.stem}")
     ranks = project.pop("ranks", None)
     said = {word for note in made[1] for word in note.split(": ")[1].split(", ")}
     shared = {f.name: f"run.{f.name}" for f in fields(RunOptions)}  # other programs' keys of the same name
@@ -87,11 +94,17 @@ def migrate(path: Path, origin: Origin) -> tuple[str, list[str], int | None]:
         end = next((n for n in near if key[n - 1].lower() in origin.answers), len(key))  # the setting, or its section
         answer = origin.answers.get(key[end - 1].lower(), shared.get(name, _UNHEARD))
         kind, _, reason = answer.partition(": ")
-        if value in (None, "", "auto", "none", [], {}, origin.neutral.get(name)) or (value is False and reason):
+        one = value[0] if isinstance(value, list) and len(value) == 1 else value
+        neutral = origin.neutral.get(name)
+        quiet = neutral if isinstance(neutral, list) else [neutral]
+        if one in (None, "", "auto", "none", [], {}, *quiet) or (value is False and reason):
             continue  # it says nothing, or what would not be done here either
         parts = [next(iter(project["datasets"])) if part == "NAME" else part for part in kind.split(".")]
         there = reduce(lambda tree, part: tree.get(part) if isinstance(tree, dict) else None, parts, project)
         partly = any(seen and other[:end] == key[:end] for other, (_, seen) in old._account.items())
+        here = str(there.get("name") if isinstance(there, dict) else there)
+        if (value is True or here in str(value).lower()) and here in re.findall(r"\w+", reason.lower()):
+            continue  # the project has what the answer says
         title = {NONE: _LOST, UNNEEDED: _NO_NEED}.get(f"{kind}: ")
         why = reason if title else f"give {'.'.join(parts)}{f' ({reason})' if reason else ''}"
         note = f"{title or _LOST}: {'.'.join(key if partly else key[:end])}: {why}"
