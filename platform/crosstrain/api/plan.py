@@ -8,6 +8,7 @@ from crosstrain.config.registry import registry
 from crosstrain.config.sources import Overrides, pairs
 from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.monitor.report.read_run import read_runs
+from crosstrain.planning.collectives import Collectives
 from crosstrain.planning.estimate import Project
 from crosstrain.planning.fit import Alternatives
 from crosstrain.planning.plan import Budget, Plan, make_plan
@@ -19,13 +20,14 @@ from crosstrain.utils.units import read_bytes, read_number
 def plan(
     project: ProjectLike, options: Overrides = (), *, world_size: int | None = None, device_memory: str | None = None,
     throughput: str | None = None, tokens_per_second: str | None = None, tokens: str | None = None,
-    presets: bool = True, check: bool = False,
+    presets: bool = True, check: bool = False, collectives: bool = False,
 ) -> Plan:  # fmt: skip
     """Estimate memory, arithmetic and traffic of a project on `world_size` ranks, there or not; start nothing.
 
     The other arguments are those of the command line, such as device_memory="24GiB". `print` shows the plan, `as_json`
-    has its numbers, and `draw` makes a picture. Raises UserError; with `check` also for what `train`
-    would refuse before it starts workers, such as missing data.
+    has its numbers, and `draw` makes a picture. With `collectives` a step of every rank is followed, and `collectives`
+    of the plan says if their calls match. Raises UserError; with `check` also for what `train` would refuse before it
+    starts workers, such as missing data.
     """
     config = load_config(project, options)
     memory = read_bytes(device_memory, "--device-memory") if device_memory else None
@@ -39,7 +41,10 @@ def plan(
         raise ConfigError(f"{error}; --world-size N plans for N ranks") from error
     ready = preflight(config, size, dry=True) if check else dry_run(config, size)
     planned = Project(config, ready.model, ready.sample, ready.absent)
-    return make_plan(planned, budget, size, alternatives(project, options, planned, size, presets))
+    made = make_plan(planned, budget, size, alternatives(project, options, planned, size, presets))
+    if collectives:
+        made.collectives = Collectives.of(planned, size)
+    return made
 
 
 def _tokens_per_second(given: str) -> float:

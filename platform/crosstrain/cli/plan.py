@@ -20,6 +20,7 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tokens-per-second", metavar="N", help="as measured, of all ranks: a number, or a run")
     group.add_argument("--tokens", metavar="N", help="of the whole training, such as 2.5B (default: run.max_iters)")
     group.add_argument("--no-presets", action="store_true", help="leave other runners out")
+    group.add_argument("--collectives", action="store_true", help="follow a step of every rank: do their calls match?")
     group.add_argument("--output", type=new_file, metavar="FILE", help="write the plan as JSON")
     group.add_argument("--picture", type=new_file, metavar="FILE", help="draw memory as stacked bars, .svg or .png")
 
@@ -32,7 +33,7 @@ def run(arguments: argparse.Namespace, check: bool = False) -> int:
     made = plan(
         a.cfg_path, a.options, world_size=a.world_size or a.nproc_per_node, device_memory=a.device_memory,
         throughput=a.throughput, tokens_per_second=a.tokens_per_second, tokens=a.tokens, presets=not a.no_presets,
-        check=check,
+        check=check, collectives=a.collectives,
     )  # fmt: skip
     print(made)
     if a.output:
@@ -40,4 +41,4 @@ def run(arguments: argparse.Namespace, check: bool = False) -> int:
     if a.picture:
         size = made.chosen.world_size
         made.draw(a.picture, f"{Path(a.cfg_path).stem} on {size} ranks: device memory of the fullest one")
-    return 0
+    return 1 if made.collectives is not None and made.collectives.mismatches else 0

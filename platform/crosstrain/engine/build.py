@@ -173,6 +173,17 @@ def freeze(model: Model, patterns: list[str]) -> None:
         raise ConfigError("run.freeze: every parameter is frozen, so there is nothing to train")
 
 
+def construct_model(config: Config, runner: Runner, make: Callable[[], Model], for_training: bool) -> Model:
+    """The model that `make` gives, where the runner has it live, frozen and checkpointed as the run trains it."""
+    model = runner.construct(make)
+    check_quantized(model, type(runner), config)
+    if for_training:
+        freeze(model, config.run.freeze)
+        for blocks, mode in model.checkpointing(config.run.gradient_checkpointing):
+            activation_checkpointing.apply(blocks, mode, runner.precision.autocast)
+    return model
+
+
 def build_model(
     config: Config, runner: Runner, checkpoint: Path | None, *, for_training: bool, weights: str | None = None,
     moments: bool = True,
@@ -183,12 +194,7 @@ def build_model(
     initial values; `weights` as for `Reader.open`. Without `moments` the checkpoint's are left behind. Returns the
     frozen parameters that stem from pretrained folders, which checkpoints need not hold.
     """
-    model = runner.construct(lambda: make_model(config))
-    check_quantized(model, type(runner), config)
-    if for_training:
-        freeze(model, config.run.freeze)
-        for blocks, mode in model.checkpointing(config.run.gradient_checkpointing):
-            activation_checkpointing.apply(blocks, mode, runner.precision.autocast)
+    model = construct_model(config, runner, lambda: make_model(config), for_training)
     if config.run.compile != "none":
         for module in model.blocks() if config.run.compile == "blocks" else [model]:
             module.compile()  # in place, so that names of parameters do not change

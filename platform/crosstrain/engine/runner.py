@@ -83,11 +83,10 @@ class Runner(HeldState):
         return [data_parallel(at)]
 
     def setup(self) -> None:
-        """Choose the device and join the other ranks."""
+        """Choose the device and join the other ranks; a process group that is there already, as a fake one, is used."""
         local_rank, size = world()
         self.device = choose_device(self.run.device, local_rank)
-        group: dist.ProcessGroup | None = None
-        if size > 1 or self.needs_process_group:
+        if not dist.is_initialized() and (size > 1 or self.needs_process_group):
             cuda = self.device.type == "cuda"
             alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
             dist.init_process_group(
@@ -96,9 +95,8 @@ class Runner(HeldState):
                 timeout=timedelta(seconds=(self.run.collective_timeout or 1740) + 60),  # later than the watchdog's
                 **alone,
             )
-            group = cast(dist.ProcessGroup, dist.group.WORLD) if size > 1 else None  # set by init_process_group
             watchdog.install(self.run.collective_timeout)
-        self.world = self.dp = Group(group)
+        self.world = self.dp = Group(dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None)
         self.precision = Precision(self.run.amp, self.device.type)
 
     def new_group(self) -> Group:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import get_args
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from crosstrain.config.batch import BatchPlan
@@ -21,6 +19,7 @@ from crosstrain.engine.optimizer import create_state, optimizer_factory
 from crosstrain.engine.precision import DTYPES
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.base import Model
+from crosstrain.planning.fake_world import fake_world
 from crosstrain.planning.memory_trace import Trace, trace
 from crosstrain.utils.errors import ConfigError, UserError, explained, first_line
 from crosstrain.utils.logging import log
@@ -86,7 +85,7 @@ class Project:
         runner.check_model(config.run.runner.options, self.model)
         with fake_world(world_size):
             found = []
-            for layout in self._layouts(config, world_size, batch):
+            for layout in self.layouts(config, world_size, batch):
                 traced = self.trace_of(layout, batch.micro_batch, mode)
                 found.append((self._memory(layout, traced, mode), layout.sent + traced.exchanged * batch.accumulation))
         memories = sorted((memory for memory, _ in found), key=lambda memory: -memory.total)
@@ -95,17 +94,19 @@ class Project:
     def check_layouts(self, batch: BatchPlan, world_size: int) -> None:
         """Raise ConfigError where the model computes on its own, but not as the runner spreads it over ranks."""
         with explained("the model cannot be spread over ranks by this runner"), fake_world(world_size):
-            for layout in self._layouts(self.config, world_size, batch):
+            for layout in self.layouts(self.config, world_size, batch):
                 if layout.model is not None:
                     self.trace_of(layout, batch.micro_batch, "none")
         if self.problem is not None:
             log.warning("%s cannot be checked before it runs: %s", self.config.model.name, self.problem)
 
-    def _layouts(self, config: Config, world_size: int, batch: BatchPlan) -> list[Layout]:
-        at = PlanContext(self.model, self._batch_of(batch.micro_batch), config.run, world_size, batch, self.device)
+    def layouts(self, config: Config, world_size: int, batch: BatchPlan) -> list[Layout]:
+        """What the runner says of each kind of rank; within `fake_world`."""
+        at = PlanContext(self.model, self.batch_of(batch.micro_batch), config.run, world_size, batch, self.device)
         return registry.get("runner", config.run.runner.name).layouts(config.run.runner.options, at)
 
-    def _batch_of(self, rows: int) -> Batch:
+    def batch_of(self, rows: int) -> Batch:
+        """A batch of `rows` samples on the meta device."""
         return {k: v.repeat(rows, *[1] * (v.ndim - 1)) for k, v in (self.inputs or {}).items()}
 
     def trace_of(self, layout: Layout, rows: int, mode: Mode) -> Trace:
@@ -119,7 +120,7 @@ class Project:
         if self.problem is None and key not in self._traces:
             try:
                 model = layout.model or self.model
-                self._traces[key] = trace(model, self._batch_of(rows), self.dtype, mode, self.device)
+                self._traces[key] = trace(model, self.batch_of(rows), self.dtype, mode, self.device)
             except Exception as error:  # whatever a model does that needs values
                 reason = first_line(error)[:120]
                 if layout.model is not None:
@@ -224,16 +225,3 @@ def with_same_samples(config: Config, batch: BatchPlan, world_size: int) -> Conf
         return config
     micro = max(size for size in range(1, min(batch.micro_batch, each) + 1) if each % size == 0)
     return with_options(config, micro, global_batch=batch.global_batch)
-
-
-@contextmanager
-def fake_world(world_size: int) -> Iterator[None]:
-    """A fake process group of `world_size` ranks, this one the first; exchanges do nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # the import registers the backend
-
-    assert not dist.is_initialized()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

@@ -22,7 +22,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
@@ -34,6 +33,7 @@ from crosstrain.modeling import activation_checkpointing
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.cross_entropy import CPU_SOFTMAX_ROWS
+from crosstrain.planning.follow import call_of
 from crosstrain.utils.types import Batch
 
 # torch's formulas know neither the CPU's attention nor sums in place, which accumulate the head's gradient.
@@ -230,8 +230,8 @@ class _Tracker(TorchDispatchMode):
                 self._count(tensor)
         if formula := _FLOPS.get(func._overloadpacket):
             self.trace.flops += formula(*args, **kwargs, out_val=out)
-        elif func.namespace == "c10d":
-            self._exchange(func, args)
+        elif (call := call_of(func, args, out)) is not None:
+            self.trace.exchanged += call.sent
         if self._backward:
             # Gradients that meet are summed in place, but not where tensors have no memory: a sum's moment is the next.
             if func is not torch.ops.aten.add.Tensor:
@@ -252,13 +252,6 @@ class _Tracker(TorchDispatchMode):
     def _forget(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.live -= size
-
-    def _exchange(self, func: Any, args: Any) -> None:
-        """Each exchange of n ranks sends (n - 1) / n of the larger side, all-reduce twice that."""
-        groups = [a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())]
-        ranks = dist.ProcessGroup.unbox(groups[0]).size() if groups else 1
-        most = max((t.numel() * t.element_size() for t in tree_leaves(args) if isinstance(t, Tensor)), default=0)
-        self.trace.exchanged += most * (ranks - 1) // ranks * (2 if "allreduce" in str(func) else 1)
 
     # ---- what tells the phases apart
 

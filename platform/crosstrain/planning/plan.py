@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstrain.config.load import Config
+from crosstrain.planning.collectives import Collectives
 from crosstrain.planning.estimate import MODES, Estimate, Project, with_options, with_same_samples
 from crosstrain.planning.fit import USABLE, Advice, Alternatives, nearest, needs
 from crosstrain.utils.drawing import picture
@@ -44,6 +45,7 @@ class Plan:
     presets: dict[str, Estimate | str]  # the others, or why not
     advice: Advice | None = None
     formulas: dict[str, int] = field(default_factory=dict)  # bytes
+    collectives: Collectives | None = None  # None: not followed
 
     def fits(self, estimate: Estimate) -> bool | None:
         """True where a tenth of the device stays free; None where no limit is known."""
@@ -91,6 +93,7 @@ class Plan:
             "runners": {name: self._memory_json(e) for name, e in self.presets.items()},
             "formulas": self.formulas,
             "advice": asdict(self.advice) if self.advice else None,
+            "collectives": self.collectives and self.collectives.as_json(),
             "activations_unknown_because": self.project.problem,
         }
 
@@ -161,6 +164,8 @@ class Plan:
             out += ["", f"sizes are those that the configuration gives, because {names} is not on this machine"]
         if self.advice is not None:
             out += ["", str(self.advice)]
+        if self.collectives is not None:
+            out += ["", *self.collectives.lines()]
         return out
 
     def _verdict(self, estimate: Estimate) -> str:

@@ -25,7 +25,8 @@ def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[batch, length, width] -> this rank's [batch, part, width]."""
-    return x.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)].contiguous()
+    part = x.shape[1] // dist.get_world_size(group)
+    return x.narrow(1, dist.get_rank(group) * part, part).contiguous()
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -147,7 +147,7 @@ class ZeRO1Strategy(DDPStrategy):
             return super().own(parameter)
         flat = local(parameter.detach()).view(-1)
         width, start = self._range(flat.numel())
-        return flat[start : start + width], start
+        return flat.narrow(0, start, min(width, flat.numel() - start)), start
 
     def pieces(self, share: Share, held: Tensor) -> list[Piece]:
         if not share.parameter.requires_grad:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crosstrain import derive_seed
+from crosstrain import derive_seed, has_values
 
 
 class RngTracker:
@@ -31,7 +31,10 @@ class RngTracker:
 
     def fork(self) -> None:
         """Continue with random numbers of this rank."""
-        seed = derive_seed("tensor parallel", self.state().numpy().tobytes().hex(), self.rank)
+        state = self.state()
+        if not has_values(state):  # in a plan
+            return
+        seed = derive_seed("tensor parallel", state.numpy().tobytes().hex(), self.rank)
         torch.cuda.manual_seed(seed) if self.device.type == "cuda" else torch.manual_seed(seed)
 
     def enter(self) -> None:

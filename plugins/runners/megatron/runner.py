@@ -234,7 +234,7 @@ class MegatronRunner(Runner):
         weight = self.precision.scaler.scale / num_targets
         losses = pipeline.train((rows, length), len(micro_batches), batch, weight, self._before_backward)
         self.micro_losses = list(losses)
-        mine = losses.sum().item() if self.mesh.get_local_rank("tensor") == 0 else 0.0
+        mine = losses.sum().item() / self.options.tensor_parallel  # whose ranks all have it
         with self.timers("allreduce"):
             return self.world.all_reduce_sum(mine)[0] / num_targets
 

@@ -71,8 +71,8 @@ def find_absent(mine: RankReport, others: list[RankReport], silent: list[int]) -
         late = [report for report in members if _has_started(mine, report, group)]
         if late:
             absent = (
-                f"{_ranks([report.rank for report in late])} never entered a collective which rank {mine.rank} waited "
-                f"in for {mine.idle_seconds:.0f} s ({mine.location}{_called_at(mine)})"
+                f"{name_ranks([report.rank for report in late])} never entered a collective which rank {mine.rank} "
+                f"waited in for {mine.idle_seconds:.0f} s ({mine.location}{_called_at(mine)})"
             )
             return "; ".join([absent, *_activities(late, group, here.next), _RULE])
     return None
@@ -188,11 +188,11 @@ def _never_entered(
         did, location = f"waited in for {waiting.seconds:.0f} s", location + _called_at(owner)
     else:
         did = f"called over {owner.idle_seconds:.0f} s ago" if owner.idle_seconds >= SETTLED else "called"
-    absent = _ranks([report.rank for report in late] + (lost or []))
-    clauses = [f"{absent} never entered {call}, which {_ranks(here)} {did} ({location})"]
+    absent = name_ranks([report.rank for report in late] + (lost or []))
+    clauses = [f"{absent} never entered {call}, which {name_ranks(here)} {did} ({location})"]
     clauses += _activities(late, group, number)
     if lost:
-        clauses.append(f"{_ranks(lost)} did not answer")
+        clauses.append(f"{name_ranks(lost)} did not answer")
     return "; ".join([*clauses, _RULE])
 
 
@@ -201,7 +201,7 @@ def _activities(late: list[RankReport], group: str, number: int) -> list[str]:
     found: dict[str, list[int]] = {}
     for report in late:
         found.setdefault(_activity(report, group, number), []).append(report.rank)
-    return [f"{_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} {text}" for text, ranks in found.items()][:3]
+    return [f"{name_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} {text}" for text, ranks in found.items()][:3]
 
 
 def _activity(report: RankReport, group: str, number: int) -> str:
@@ -216,7 +216,8 @@ def _called_at(report: RankReport) -> str:
     return f", called at {report.external_caller}" if report.external_caller else ""
 
 
-def _ranks(ranks: list[int]) -> str:
+def name_ranks(ranks: list[int]) -> str:
+    """Such as `ranks 0, 1 and 2`; of many, the first."""
     shown = [str(rank) for rank in sorted(ranks)]
     if len(shown) > 8:
         shown = [*shown[:7], f"{len(shown) - 7} others"]
