@@ -1,6 +1,7 @@
 """Mix several datasets in given shares."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -10,11 +11,13 @@ import numpy as np
 from annotated_types import MinLen
 
 from crosstrain import (
+    IMAGE,
     Batch,
     Component,
     DataError,
     Dataset,
     Example,
+    Message,
     OptionError,
     PositiveFloat,
     PromptBuilder,
@@ -23,7 +26,9 @@ from crosstrain import (
     Split,
     VqaDataset,
     derive_seed,
+    log,
     registry,
+    require,
 )
 from crosstrain.data.tokenizer import TOKENIZER, vocabulary
 from crosstrain.data.vision.image_dataset import prompt_builder
@@ -127,6 +132,10 @@ class Mixture(VqaDataset):
         number = self.parts.index(part)
         return f"part {number} ({self.options.parts[number].dataset.name}), {part.location(inner)}".rstrip(", ")
 
+    def normalization(self, index: int) -> tuple[Sequence[float], Sequence[float]] | None:
+        part, inner = self._place(index)
+        return part.normalization(inner)
+
     def evaluation_index(self, place: int) -> int:
         k, n = self.order.place(place)
         return self.starts[k] + self.parts[k].evaluation_index(n % len(self.parts[k]))
@@ -143,8 +152,19 @@ class Mixture(VqaDataset):
 
     @classmethod
     def prompt_builder(cls, options: Any, tokenizer: Path) -> PromptBuilder:
-        """The prompt builder of the first part."""
-        return prompt_builder(options.parts[0].dataset, tokenizer)
+        """The prompt builder of the parts with conversations; where they differ, of most of them, which is logged."""
+        parts = [part.dataset for part in options.parts]
+        talking = [k for k, p in enumerate(parts) if issubclass(registry.get("dataset", p.name), VqaDataset)] or [0]
+        builders = [prompt_builder(parts[k], tokenizer) for k in talking]
+        asked, picture = [Message("user", f"{IMAGE}a")], require("PIL.Image", "a chat about images").new("RGB", (8, 8))
+        forms = [{key: value.tolist() for key, value in b.ask(asked, [picture]).items()} for b in builders]
+        n = max(range(len(forms)), key=lambda n: forms.count(forms[n]))
+        if forms.count(forms[n]) < len(forms):
+            log.warning(
+                "the mixture's parts have several forms of conversations; a chat has that of part %d (%s)",
+                talking[n], parts[talking[n]].name,
+            )  # fmt: skip
+        return builders[n]
 
 
 def epoch_counts(lengths: list[int], ratios: list[float | None]) -> list[int]:

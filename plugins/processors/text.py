@@ -91,9 +91,16 @@ class Dialogue:
         first = next((i for i, m in enumerate(messages) if m.role == "user"), None)
         if first is not None and images and not any(IMAGE in m.text for m in messages):
             messages[first] = Message("user", f"{IMAGE * images}\n{messages[first].text}")  # it does not say where
-        if self.options.system and messages[0].role != "system":
-            messages.insert(0, Message("system", self.options.system))
-        return messages
+        return _told(self.options.system, messages)
+
+    def asked(self, conversation: Conversation) -> Conversation:
+        """Return a chat as training has it: after the system prompt, and with a line of its own for leading images."""
+        lines = [Message(m.role, re.sub(rf"^({IMAGE})+(?!\n|$|{IMAGE})", r"\g<0>\n", m.text)) for m in conversation]
+        return _told(self.options.system, lines)
+
+
+def _told(system: str | None, conversation: Conversation) -> Conversation:
+    return [Message("system", system), *conversation] if system and conversation[0].role != "system" else conversation
 
 
 def _message(turn: Any) -> Message:
@@ -148,8 +155,11 @@ class Questions:
         caption = annotation.get(self.options.caption_key) if self.options.caption_key else None
         if isinstance(caption, str):
             pairs.append((self.options.caption_prompt, caption, "caption"))
-        told = [Message("system", self.options.system)] if self.options.system else []
-        return [([*told, Message("user", f"{IMAGE * images}{q}")], answer, kind) for q, answer, kind in pairs]
+        return [(self.asked([Message("user", f"{IMAGE * images}{q}")]), answer, kind) for q, answer, kind in pairs]
+
+    def asked(self, conversation: Conversation) -> Conversation:
+        """Return a chat as training has it, after the system prompt."""
+        return _told(self.options.system, conversation)
 
 
 def _is_question(entry: Any) -> bool:

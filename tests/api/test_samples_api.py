@@ -79,6 +79,8 @@ def test_conversations_show_the_answer_that_is_learned(chats: dict[str, Any], tm
         asked, answer = view.text().split("<|im_start|>assistant\n")
         assert asked.startswith("<|im_start|>user\nsay ")
         assert answer == f"«{marked(view)}»"
+        told = asked.removeprefix("<|im_start|>user\n").removesuffix("<|im_end|>\n")
+        assert view.turns == [(told, False), (answer.strip("«»").removesuffix("<|im_end|>").strip(), True)]
         assert f"{tmp_path}/chats.jsonl:" in view.title
 
 
@@ -123,6 +125,10 @@ def test_pictures_are_drawn_with_question_and_answer(
     mixed = mixed_project(home, words)
     found = sorted(len(view.pictures) for view in crosstrain.samples(mixed, numbers=range(12)))
     assert found == [0, 0, 0, 0, 1, 1, 1, 1, 3, 3, 3, 3]
+    eyes = {"datasets.images.vis_processor.train": {"name": "image_eval", "image_size": 16, "mean": [0.5, 0.4, 0.3]}}
+    Image.new("RGB", (9, 9), (250, 240, 10)).save(home / "0.png")  # nothing is stretched: it has its own colour
+    view = next(v for v in crosstrain.samples(mixed, numbers=range(12), options=eyes) if len(v.pictures) == 1)
+    assert view.pictures[0].getcolors() == [(256, (250, 240, 10))]
     only_text = next(n for n in range(12) if not crosstrain.samples(mixed, numbers=[n])[0].pictures)
     assert main(["samples", "--cfg-path", str(mixed), "--number", str(only_text), "--sheet", "no.png"]) == 1
     assert "no picture" in capsys.readouterr().err

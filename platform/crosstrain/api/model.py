@@ -14,7 +14,7 @@ from crosstrain.checkpoint.folders import find_checkpoint
 from crosstrain.config.load import Config, ProjectLike
 from crosstrain.config.run_options import DEFAULT_RUNNER
 from crosstrain.config.sources import Overrides, pairs
-from crosstrain.data.vision.conversations import IMAGE, Message
+from crosstrain.data.vision.conversations import Message
 from crosstrain.engine.build import build_model, make_runner
 from crosstrain.inference.conversation import ChatSession
 from crosstrain.inference.encoding import Encoders
@@ -50,25 +50,32 @@ class OpenModel(AbstractContextManager["OpenModel"]):
         """The checkpoint's tokenizer, of transformers, to decode with."""
         return self.encoders.load()
 
+    @cached_property
+    def _talk(self) -> ChatSession | None:
+        return ChatSession.possible(self.config, self.checkpoint, self.encoders)
+
     def generate(self, prompt: str, **sampling: Any) -> str:
         """Return a completion of `prompt`, without it."""
         end = self.tokenizer.eos_token_id
         return self._answer(as_prompt(self.encoders.encode("text", prompt), end), [end], sampling)
 
     def chat(self, messages: str | Turns, *, images: Sequence[str | Path] = (), **sampling: Any) -> str:
-        """Return the answer to a message, or to a conversation's last one, in the tokenizer's chat template.
+        """Return the answer to a message, or to a conversation's last one, in the form of training.
 
-        images: files that the first message is about, for a model of a dataset with images.
+        It is the tokenizer's chat template, or for a dataset with images its own. images: files that the first message
+        of a user is about.
         """
         given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         turns: list[dict[str, Any]] = [dict(message) for message in given]
-        if not images:
+        files = [str(file) for file in images]
+        talk = ChatSession.about(files, self.config, self.checkpoint, self.encoders) if files else self._talk
+        if talk is None:
             asked = as_prompt(self.encoders.encode("chat", turns), self.tokenizer.eos_token_id)
             return self._answer(asked, self.encoders.ends(self.tokenizer), sampling)
-        about = ChatSession.about([str(file) for file in images], self.config, self.checkpoint, self.encoders)
-        turns[0]["content"] = IMAGE * len(images) + turns[0]["content"]
-        asked = about.prompt([Message(t["role"], t["content"]) for t in turns], about.images)
-        return self._answer(asked, about.ends, sampling)
+        first = next((turn for turn in turns if turn["role"] == "user"), turns[0])
+        first["content"] = talk.message(first["content"]).text
+        asked = talk.prompt([Message(t["role"], t["content"]) for t in turns], talk.images)
+        return self._answer(asked, talk.ends, sampling)
 
     def _answer(self, prompt: Sample, ends: Collection[int], sampling: dict[str, Any]) -> str:
         return generate(self.runner, self.tokenizer, prompt, Sampling(**sampling), None, ends)[0]

@@ -48,7 +48,7 @@ def samples(
             data = dataset.shorten(dataset.collate([dict(data)]), length)
         origin = (f"index {index} of {len(dataset)}", dataset.location(index)) if dataset.indexed else ()
         title = ", ".join(filter(None, (place, f"sample {number} of {split}", *origin)))
-        views.append(SampleView(title, data, tokenizer))
+        views.append(SampleView(title, data, tokenizer, dataset.normalization(index)))
     return views
 
 

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-samples", type=int, metavar="N", help="at most N samples of each split")
     parser.add_argument("--generate", nargs="+", default=[], metavar="PROMPT", help="complete these prompts")
-    parser.add_argument("--chat", action="store_true", help="the prompts are a user's turns, in the chat template")
+    parser.add_argument("--chat", action="store_true", help="the prompts are a user's turns, in the form of training")
     parser.add_argument("--image", nargs="+", default=[], metavar="FILE", help="images that the prompts are about")
     parser.add_argument("--answers", help="ask the questions of these splits, whose answers are known (default: test)",
                         **splits)  # fmt: skip
@@ -52,8 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     talks = a.generate or a.interactive
     if a.image and not talks:
         raise UserError("--image: ask about it with --generate or --interactive")
-    if a.chat and (a.image or not talks):
-        raise UserError("--chat: say something with --generate or --interactive, and without --image")
+    if a.chat and not talks:
+        raise UserError("--chat: say something with --generate or --interactive")
     answers = [] if a.answers is None else a.answers or ["test"]
     splits = [] if a.splits is None and (talks or answers or a.tasks) else a.splits
     sampling = Sampling(a.max_new_tokens, a.temperature, a.top_k, a.top_p, a.num_completions, a.seed)
@@ -71,7 +71,7 @@ def _talk(model: OpenModel, job: dict[str, Any]) -> list[dict[str, Any]]:
     if job["image"]:
         talk = ChatSession.about(job["image"], *about)
     elif job["chat"]:
-        talk = ChatSession.in_template(model.encoders, model.tokenizer)
+        talk = ChatSession.possible(*about) or ChatSession.in_template(model.encoders, model.tokenizer)
     for prompt in job["generate"]:
         texts = complete(prompt, talk, show=model.runner.world.rank == 0)
         found.append({"prompt": prompt, "completions": texts})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 import traceback
 from collections.abc import Sequence
@@ -54,6 +55,17 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit code: 0, 1 for an error, 128+n when stopped by signal n."""
+    try:
+        try:
+            return _main(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the exit
+        return 141  # as by SIGPIPE
+
+
+def _main(argv: Sequence[str] | None) -> int:
     debug = bool(os.environ.get("CROSSTRAIN_DEBUG"))
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
@@ -73,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _unread():
+            raise
         if type(error).__name__ == "WorkerFailure":
             text = printable(str(error))
         elif debug:
@@ -83,6 +97,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = sentence(f"{type(error).__name__}: {first_line(error)} (a traceback: --debug)")
         print(f"error: {text}", file=sys.stderr)
         return 1
+
+
+def _unread() -> bool:
+    """Tell whether who reads the output, such as `head`, has closed it."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return bool(poll.poll(0))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -34,9 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     if a.sheet:
         tiles = []
         for view in found:
-            given, _, rest = view.text().partition("«")
-            texts = [(view.title, "grey"), (given, "black"), (rest.partition("»")[0], "darkgreen")]
-            tiles += [(picture, texts) for picture in view.pictures]
+            said = [(text, "darkgreen" if learned else "black") for text, learned in view.turns[:4]]
+            tiles += [(picture, [(view.title, "grey"), *said]) for picture in view.pictures]
         if not tiles:
             raise UserError("--sheet: there is no picture in these samples")
         contact_sheet(tiles, a.sheet)

@@ -1,6 +1,7 @@
 """The interface of a dataset plugin."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -97,6 +98,10 @@ class Dataset(ABC):
     def location(self, index: int) -> str:
         """Return the place of sample `index` for a person, such as a file and line; empty, the default, for none."""
         return ""
+
+    def normalization(self, index: int) -> tuple[Sequence[float], Sequence[float]] | None:
+        """Return the mean and deviation, by channel, that a sample's pixels are normalized by; None: not known."""
+        return None
 
     def shorten(self, batch: Batch, length: int) -> Batch:
         """Return the first `length` tokens of every sample of a batch. UserError, the default, if that is senseless."""

@@ -1,6 +1,7 @@
 """A sample for a person to see: where it comes from, its text with the trained tokens marked, its pictures."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -15,6 +16,8 @@ from crosstrain.utils.types import IGNORE_INDEX, Sample
 
 _GREEN, _DIM, _PLAIN = "\x1b[1;32m", "\x1b[2m", "\x1b[0m"
 _OF_TOKENS = ("input_ids", "labels", "position_ids", "segments", "rows")
+# of Qwen's template: a message of the system, the beginnings and ends of others, what stands around images
+_NOT_SAID = re.compile(r"<\|im_start\|>(system\n.*?<\|im_end\|>|\w+\n)|<\|(im|vision)_(start|end)\|>", re.DOTALL)
 _SHOWN = 16  # numbers of another array
 
 _Token = tuple[int, bool, str]  # id, trained, and the line before it where something else begins
@@ -27,6 +30,7 @@ class SampleView:
     title: str  # its number, index and origin
     data: Mapping[str, Any]  # arrays, as `Dataset.get` returns them; of a shortened sample those of a batch of it alone
     tokenizer: TextTokenizer | None
+    normalization: tuple[Sequence[float], Sequence[float]] | None = None  # mean and deviation of pixels, by channel
 
     @property
     def rows(self) -> list[Sample]:
@@ -52,13 +56,27 @@ class SampleView:
 
     @property
     def pictures(self) -> list[Any]:
-        """PIL images of what a vision encoder is given, each stretched to the full range of grey values."""
+        """PIL images of what a vision encoder is given; of unknown normalization, stretched to all grey values."""
         made, image = [], require("PIL.Image", "showing pictures")
         given = np.asarray(self.data.get("pixel_values", np.empty((0, 3, 1, 1))))
         for pixels in given.reshape(-1, *given.shape[-3:]):
-            stretched = (pixels - pixels.min()) * (255 / max(np.ptp(pixels), 1e-6))
-            made.append(image.fromarray(stretched.round().astype(np.uint8).transpose(1, 2, 0)))
+            least, span = pixels.min(), max(np.ptp(pixels), 1e-6)
+            if self.normalization is not None:
+                mean, std = (np.reshape(values, (-1, 1, 1)) for values in self.normalization)
+                least, span = -mean / std, 1 / std
+            grey = ((pixels - least) * 255 / span).round().clip(0, 255)
+            made.append(image.fromarray(grey.astype(np.uint8).transpose(1, 2, 0)))
         return made
+
+    @property
+    def turns(self) -> list[tuple[str, bool]]:
+        """What is said, and if it is learned: without placeholders, roles and what the model is told first."""
+        said = []
+        for trained, group in groupby((t for row in self.rows for t in _tokens(row)), lambda token: token[1]):
+            ids = [token for token, _, _ in group if token != IMAGE_ID]
+            text = self.tokenizer.decode(ids) if self.tokenizer else " ".join(map(str, ids))
+            said.append((_NOT_SAID.sub("", text).strip(), trained))
+        return [(text, trained) for text, trained in said if text]
 
     def __repr__(self) -> str:
         return f"{printable(self.title)}\n{self.text()}"

@@ -71,11 +71,11 @@ class ChatSession:
 
     def ask(self, text: str) -> Sample:
         """The prompt for an answer to `text`."""
-        return self.prompt([*self.history, self._message(text)], self.images)
+        return self.prompt([*self.history, self.message(text)], self.images)
 
     def remember(self, text: str, answer: str) -> None:
         """Add an exchange to the history."""
-        self.history += [self._message(text), Message("assistant", answer)]
+        self.history += [self.message(text), Message("assistant", answer)]
         self.waiting = 0
 
     def command(self, text: str) -> bool:
@@ -86,13 +86,16 @@ class ChatSession:
             self.waiting += 1
             print(f"added {printable(rest)}; your next words are about {self.waiting} image(s)")
         elif text.strip() == "new":
-            self.history, self.waiting = [], len(self.images)
+            self.history, self.images, self.waiting = [], [], 0
         else:
             return False
         return True
 
-    def _message(self, text: str) -> Message:
-        return Message("user", IMAGE * self.waiting + text.replace(IMAGE, "") if self.takes_images else text)
+    def message(self, text: str) -> Message:
+        """A user's words, with the placeholders of the images that no message has mentioned."""
+        if not self.takes_images or text.count(IMAGE) == self.waiting:  # at places of the user's choice
+            return Message("user", text)
+        return Message("user", IMAGE * self.waiting + text.replace(IMAGE, ""))
 
 
 def _open(file: str) -> Any:

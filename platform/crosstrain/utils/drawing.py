@@ -29,7 +29,7 @@ def picture(path: Path, width: float, height: float) -> Iterator[Any]:
 
 
 def contact_sheet(tiles: Sequence[tuple[Any, Sequence[tuple[str, str]]]], path: Path) -> None:
-    """Draw PIL images in rows, each with up to three texts in their colours below it; long texts are cut."""
+    """Draw PIL images in rows, each with up to six texts in their colours below it; long texts are cut."""
     image, draw_module = require("PIL.Image", "--sheet"), require("PIL.ImageDraw", "--sheet")
     rows = max(1, -(-len(tiles) // _COLUMNS))
     sheet = image.new("RGB", (_COLUMNS * TILE[0], rows * TILE[1]), "white")
@@ -39,7 +39,8 @@ def contact_sheet(tiles: Sequence[tuple[Any, Sequence[tuple[str, str]]]], path: 
         sheet.paste(picture.resize((_SIDE, _SIDE), image.NEAREST), (x, y + 2))
         y += _SIDE + 4
         for words, colour in texts:
-            for line in textwrap.wrap(words, _WIDTH, max_lines=_LINES, placeholder=" ..."):
+            most = max(1, min(_LINES, 3 * _LINES // len(texts)))
+            for line in textwrap.wrap(words, _WIDTH, max_lines=most, placeholder=" ..."):
                 draw.text((x, y), line, fill=colour)
                 y += _HEIGHT
     sheet.save(path)

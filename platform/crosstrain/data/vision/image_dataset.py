@@ -3,7 +3,7 @@
 import io
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -56,6 +56,10 @@ class TextProcessor(Protocol):
     def questions(self, annotation: Annotation, images: int) -> list[tuple[Conversation, str, str]]:
         """Return (conversation up to the answer, answer, kind of question) for every question."""
 
+    def asked(self, conversation: Conversation) -> Conversation:
+        """Return what a person says in a chat as training has it: after its system prompt, say. By default as it is."""
+        return conversation
+
 
 @dataclass
 class Processors:
@@ -84,8 +88,11 @@ class Example:
 class PromptBuilder:
     """A builder of prompts from conversations about images, in the form of a dataset's evaluation splits."""
 
-    def __init__(self, image_processor: ImageProcessor, encoder: ConversationEncoder) -> None:
-        self.image_processor, self.encoder = image_processor, encoder
+    def __init__(
+        self, image_processor: ImageProcessor, encoder: ConversationEncoder,
+        asked: Callable[[Conversation], Conversation] = list,
+    ) -> None:  # fmt: skip
+        self.image_processor, self.encoder, self.asked = image_processor, encoder, asked
         self.end_id = encoder.end_id  # the token that ends an answer
 
     def ask(self, conversation: Conversation, images: list[Any]) -> Sample:
@@ -99,7 +106,7 @@ class PromptBuilder:
             raise UserError(str(error)) from None
         rng = np.random.default_rng(0)
         pixels = np.stack([self.image_processor(image, rng) for image in images]) if images else None
-        return self.encoder.prompt(conversation, pixels)
+        return self.encoder.prompt(self.asked(conversation), pixels)
 
 
 class VqaDataset(Dataset):
@@ -201,6 +208,9 @@ class ImageDataset(VqaDataset):
         pixels = np.stack(made) if len(made) > 1 else made[0][None]  # one image needs no copy
         return np.zeros_like(pixels) if self.options.blind else pixels
 
+    def normalization(self, index: int) -> tuple[Sequence[float], Sequence[float]] | None:
+        return getattr(self.image_processor, "normalization", None)
+
     def _fit(self, sample: Sample) -> Sample:
         limit, length = self.options.max_length, len(sample["input_ids"])
         if limit is None or length <= limit:
@@ -249,7 +259,8 @@ class ImageDataset(VqaDataset):
     def prompt_builder(cls, options: Any, tokenizer: Path) -> PromptBuilder:
         text: TextProcessor = _processor(options.text_processor.eval)
         encoder = ConversationEncoder(load_tokenizer(tokenizer), options.image_tokens, text.style)
-        return PromptBuilder(_processor(options.vis_processor.eval), encoder)
+        asked = getattr(text, "asked", list)  # a processor need not be a TextProcessor
+        return PromptBuilder(_processor(options.vis_processor.eval), encoder, asked)
 
 
 def prompt_builder(dataset: Component, tokenizer: Path) -> PromptBuilder:
