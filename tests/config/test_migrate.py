@@ -18,6 +18,7 @@ from crosstrain.cli.main import main
 from crosstrain.config.foreign_keys import origins
 from crosstrain.config.load import Config, load_config
 from crosstrain.config.migration import migrate
+from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.utils.errors import ConfigError
 from fixtures_foreign import FOREIGN
 
@@ -40,7 +41,7 @@ def to_give(tree: Any, key: str = "") -> list[str]:
 
 
 def loaded(project: Path, tree: dict[str, Any]) -> Config:
-    return load_config(project, [f"{key}=given" for key in to_give(tree)])
+    return load_config(project, [f"{key}={512 if key.endswith('_size') else 'given'}" for key in to_give(tree)])
 
 
 @pytest.mark.parametrize("name", FOREIGN)
@@ -366,6 +367,52 @@ def test_settings_of_megatron_that_mean_something_else_here(tmp_path: Path) -> N
     assert "resume_from" not in tree["run"]
     assert any("load: Megatron-LM's checkpoints are not imported" in note for note in notes)
     assert ranks == 2
+
+
+NUMBERS = re.compile(r"(^run\.\w*(iters|steps?|interval|epoch|lr|decay|clip|fraction|workers|last|every)|size|length)$")
+BLEND = {
+    "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "max_position_embeddings": 32,
+    "train_samples": 21, "global_batch_size": 2, "micro_batch_size": 1, "save": "o", "reset_position_ids": True,
+    "eod_mask_loss": True, "data_path": ["0.5", "a", "0.5", "b"], "tokenizer_type": "HuggingFaceTokenizer",
+    "tokenizer_model": "tok", "eval_interval": 5, "eval_iters": 0, "finetune": True, "no_load_optim": True,
+    "load": "x", "lr": 0.1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("vocab", [True, False])
+def test_a_blend_of_megatron_becomes_a_project_that_loads(
+    tmp_path: Path, words: Path, vocab: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Options of a dataset stand on its parts, the vocabulary is the tokenizer's, nothing of it is silent."""
+    if vocab:
+        (tmp_path / "tok").symlink_to(words)
+    (tmp_path / "a.json").write_text(json.dumps(BLEND | {"swiglu": vocab}))
+    project = tmp_path / "p.yaml"
+    assert main(["migrate", str(tmp_path / "a.json"), "--from", "megatron", "--output", str(project)]) == 0
+    tree, said = yaml.safe_load(project.read_text()), capsys.readouterr().out
+    assert tree["datasets"]["data"].keys() == {"name", "parts"}
+    assert all(part["dataset"]["document_mask"] for part in tree["datasets"]["data"]["parts"])
+    size = (tree["model"]["config"] if vocab else tree["model"])["vocab_size"]
+    assert size == (load_tokenizer(words).vocab_size if vocab else "???")
+    assert not {"resume_optimizer", "eval_iters", "eval_interval"} & tree["run"].keys()
+    assert "finetune: it begins at step 1 from weights, as model.pretrained does" in said
+    assert "train_samples: 21 is not a multiple of the batch of 2; the rest, 1, is left out" in said
+    load_config(project, [] if vocab else ["model.vocab_size=60"])
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "nanogpt" else pytest.param(name, marks=pytest.mark.slow) for name in origins()]
+)
+def test_a_number_that_means_off_loads(tmp_path: Path, name: str) -> None:
+    """0 and -1 of every key that is one of `run` here make a project that loads, once ??? is given."""
+    for key, answer in origins()[name].answers.maps[0].items():
+        if re.fullmatch(r"run\.\w+", kind := answer.partition(":")[0]) and NUMBERS.search(kind):
+            for value in (0, -1):
+                for section in SECTIONS.get(name, ("",)):
+                    tree, _, _ = lost(tmp_path, name, {key: value}, section)
+                    (tmp_path / "p.yaml").write_text(yaml.safe_dump(tree))
+                    given = [f"{key}={8 if NUMBERS.search(key) else 'x'}" for key in to_give(tree)]
+                    load_config(tmp_path / "p.yaml", given)
 
 
 def test_the_next_command_has_the_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

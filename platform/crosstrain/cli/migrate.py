@@ -1,12 +1,13 @@
 """`crosstrain migrate`: a project file from another program's configuration."""
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
 
 from crosstrain.config.foreign_files import UNKNOWN
 from crosstrain.config.foreign_keys import origins
 from crosstrain.config.migration import migrate
-from crosstrain.utils.errors import UserError, os_errors_as, printable
+from crosstrain.utils.errors import DataError, UserError, os_errors_as, printable
 from crosstrain.utils.program import command
 
 
@@ -22,7 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
     wanted, path = arguments.origin.lower().replace("-", "_"), arguments.output
     if wanted not in known:
         raise UserError(f"--from: there is no program {arguments.origin!r}; known: {', '.join(known)}")
-    text, notes, ranks = migrate(arguments.file, known[wanted])
+    text, notes, ranks = migrate(arguments.file, known[wanted], _count)
     problem = f"{path} cannot be written, choose another name with --output"
     with os_errors_as(UserError, problem), open(path, "x", encoding="utf-8") as file:
         file.write(text)
@@ -31,3 +32,12 @@ def run(arguments: argparse.Namespace) -> int:
     first = f"give the values that are {UNKNOWN} in {path}, then: " if UNKNOWN in text else ""
     print(*(printable(note) for note in notes), f"next: {first}{following}", sep="\n")
     return 0
+
+
+def _count(*files: str) -> int | None:
+    """Return the number of ids of a tokenizer, or of GPT-2's two files; None where they cannot be read."""
+    from crosstrain.data.tokenizer import load_gpt2, load_tokenizer
+
+    with suppress(DataError):
+        return (load_gpt2(*files) if len(files) > 1 else load_tokenizer(*files)).vocab_size
+    return None

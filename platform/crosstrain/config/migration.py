@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 
@@ -16,13 +17,16 @@ from crosstrain.config import sources
 from crosstrain.config.foreign_files import UNKNOWN, read_foreign
 from crosstrain.config.foreign_keys import NONE, UNNEEDED, Origin, origins
 from crosstrain.config.run_options import RunOptions
-from crosstrain.config.schema import Key
+from crosstrain.config.schema import Checker, Key
 from crosstrain.config.yaml_text import parse
 from crosstrain.utils.errors import ConfigError, explained
 from crosstrain.utils.optional_deps import require
 
 _TO_GIVE, _LOST, _NO_NEED = "to be given", "not carried over", "not needed here"
+_NEEDED = ("output_dir",), ("max_iters", "max_epoch"), ("micro_batch_size", "global_batch_size", "accum_grad_iters")
 _UNHEARD = f"{NONE}not known, and nothing here is called so"
+
+Count = Callable[..., int | None]
 
 
 class _Tree(dict[str, Any]):
@@ -44,10 +48,11 @@ class _Tree(dict[str, Any]):
         return UNKNOWN if isinstance(value, str) and "${" in value else value  # which means nothing here
 
 
-def migrate(path: Path, origin: Origin) -> tuple[str, list[str], int | None]:
+def migrate(path: Path, origin: Origin, count: Count = lambda *files: None) -> tuple[str, list[str], int | None]:
     """Return the configuration at `path` as a project file, notes of what it lacks, and the ranks that it is for.
 
-    Every setting is in the project or in a note. Raises ConfigError for a configuration that cannot be read.
+    Every setting is in the project or in a note. `count` returns the ids of a tokenizer's files, None if it cannot.
+    Raises ConfigError for a configuration that cannot be read.
     """
     jinja2 = require("jinja2", "crosstrain migrate")
     environment = jinja2.Environment(
@@ -58,9 +63,13 @@ def migrate(path: Path, origin: Origin) -> tuple[str, list[str], int | None]:
     template = environment.get_template(f"{origin.file.stem}.jinja")
     tree = read_foreign(path, origin.calls)
 
-    def located(name: Any) -> str | None:
+    def located(name: Any, there: Callable[[Path], bool] = Path.is_file) -> str | None:
         """Find a file that the configuration names, beside it or in the working directory."""
-        return next((str(file) for file in (path.parent / str(name), Path(str(name))) if file.is_file()), None)
+        return next((str(file) for file in (path.parent / str(name), Path(str(name))) if there(file)), None)
+
+    def vocabulary(*names: Any) -> int | None:
+        found = [located(name, Path.exists) if name else None for name in names]
+        return None if None in found else count(*found)
 
     def rendered(changes: dict[Key, Any]) -> tuple[tuple[str, list[str]], _Tree]:
         """Return the template's text and notes, and the settings that it was given."""
@@ -72,7 +81,7 @@ def migrate(path: Path, origin: Origin) -> tuple[str, list[str], int | None]:
             return _Tree(found, changes, (str(name),), old._account if counted else {})
 
         text = template.render(
-            old=old, located=located, beside=beside, need=f"{UNKNOWN} {{}}".format,
+            old=old, located=located, beside=beside, vocabulary=vocabulary, need=f"{UNKNOWN} {{}}".format,
             gap=lambda *what: notes.append(": ".join((_LOST, *what))),
             unneeded=lambda *what: notes.append(": ".join((_NO_NEED, *what))),
         )  # fmt: skip
@@ -120,7 +129,20 @@ def migrate(path: Path, origin: Origin) -> tuple[str, list[str], int | None]:
         else:
             carried = _settled(reduce(lambda inner, part: {part: inner}, reversed(parts), value), (), notes)
             project = sources.merge(carried, project, names_replace=False)
-    project["run"] = {name: project["run"][name] for name in shared if name in project["run"]}  # in the docs' order
+    for entry in project["datasets"].values():
+        for option in entry.keys() - {"name", "parts"} if "parts" in entry else ():
+            value = entry.pop(option)  # an option of every part
+            entry["parts"] = [part | {"dataset": {option: value} | part["dataset"]} for part in entry["parts"]]
+    project["run"] = run = {name: project["run"][name] for name in shared if name in project["run"]}  # the docs' order
+    for name in [name for name, value in run.items() if type(value) in (int, float) and value <= 0]:
+        try:
+            Checker(".".join).value(get_type_hints(RunOptions, include_extras=True)[name], run[name], ("run", name))
+        except ConfigError as error:  # in other programs such a number mostly means off
+            notes.append(f"{_LOST}: {error}; it is left out")
+            del run[name]
+    for name, *others in _NEEDED:
+        if run.keys().isdisjoint((name, *others)):
+            run[name] = _settled(UNKNOWN, ("run", name), notes)
     together = dict[tuple[str, str], dict[str, None]]()
     for title, names, why in (note.split(": ", 2) for note in notes):
         together.setdefault((title, why), {})[names] = None
