@@ -76,10 +76,15 @@ class Probe(Callback):
         parameters = [s for s in shards if s.kind == "param"]
         self._keep("state", shards if moments else parameters)
         now, before = self.reader("state"), self.reader("state", self.step - 1)
-        self.steps[-1]["weights"] = self.measure(
-            [s for s in parameters if (s.kind, s.name) in now.tensors], [now, before],
-            lambda w, r: [w - r[0], r[0] - r[1], r[1]],
-        )  # fmt: skip
+        # Adam's step follows the sign of a gradient; that of a gradient near zero is rounding's.
+        share = 0.0 if self.disturbs else _EPSILONS[self.runner.precision.dtype] ** 0.5
+
+        def products(w: Tensor, r: list[Tensor]) -> list[Tensor]:
+            sure = (r[2] == 0) | (r[2].abs() >= share * r[2].square().mean().sqrt())
+            return [(w - r[0]) * sure, r[0] - r[1], r[1]]
+
+        known = [s for s in parameters if (s.kind, s.name) in now.tensors]
+        self.steps[-1]["weights"] = self.measure(known, [now, before, self.reader("gradients")], products)
         if moments:
             self.steps[-1] |= self.against(now, shards)
 
@@ -110,7 +115,8 @@ class Probe(Callback):
     ) -> Record:
         """Measure tensors against others. Collective.
 
-        `vectors` gets a piece's data and that of the same box in every reader; its first result is the difference.
+        `vectors` gets a piece's data and that of the same box in every reader, which has gradients where it has nothing
+        of the piece's kind, or zeros where there are none; its first result is the difference.
 
         products: of the vectors, by parameter, each element counted once; off: ranks whose own part differs at least
         four times as much as that of another; apart: distance of copies, relative to the tensor; copies: their number;
@@ -121,7 +127,9 @@ class Probe(Callback):
             left[shard.name] = math.prod(shard.shape)
             there = [[Piece(p.box, torch.zeros(p.box.shape)) for p in shard.pieces] for _ in readers]
             for reader, pieces in zip(readers, there, strict=True):
-                reader.fill([Shard(shard.kind, shard.name, shard.shape, pieces)])
+                kind = shard.kind if (shard.kind, shard.name) in reader.tensors else "grad"
+                if (kind, shard.name) in reader.tensors:
+                    reader.fill([Shard(kind, shard.name, shard.shape, pieces)])
             for piece, *others in zip(shard.pieces, *there, strict=True):
                 data = piece.data.detach().cpu().double()
                 found = vectors(data, [other.data.double() for other in others])
