@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -192,6 +193,17 @@ def test_what_does_not_fit_is_refused(
     monkeypatch.chdir(trained.path)
     with pytest.raises(UserError, match=message):
         build(trained, f"model.adapter={adapter}")
+
+
+def test_an_adapter_is_no_model_to_begin_with(trained: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(trained.path)
+    base = trained.path / "base" / "checkpoints" / "step_000002"
+    said = (
+        f"tuned: holds an adapter and not the model below it; begin with both by model.pretrained: {base} and "
+        "model.adapter: {name: lora, pretrained: tuned}"
+    )
+    with pytest.raises(UserError, match=re.escape(said)):
+        build(trained, "model.adapter=null", "model.pretrained=tuned")
 
 
 @pytest.mark.parametrize(

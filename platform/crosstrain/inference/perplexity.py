@@ -15,6 +15,7 @@ from crosstrain.data.loader import evaluation_batches
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.metric import Metric
 from crosstrain.modeling.base import Sums, add_sums
+from crosstrain.utils.program import blamed
 from crosstrain.utils.units import disjoint
 
 
@@ -74,7 +75,11 @@ def evaluate_loss(
                 if metrics:
                     given = {key: value for key, value in micro.data.items() if key != "labels"}
                     outputs, batch = runner.evaluate(given).float(), runner.to_device(micro.data)
-                    sums = [metric.sums(outputs, batch).double().cpu() for metric in metrics]
+                    shapes = ", ".join(f"{name} {[*t.shape]}" for name, t in {"outputs": outputs, **batch}.items())
+                    sums = []
+                    for metric in metrics:
+                        with blamed(f"run.metrics: {type(metric).__name__} failed in sums, given {shapes}"):
+                            sums.append(metric.sums(outputs, batch).double().cpu())
                     scores = [a + (b if counts else torch.zeros_like(b)) for a, b in zip(scores, sums, strict=True)]
                 model.take_recorded()  # without targets, or before
                 loss = runner.evaluate(micro.data).item()
@@ -88,5 +93,6 @@ def evaluate_loss(
     total, targets, *flat = runner.dp.all_reduce_sum(total, targets, *flat)
     more, rest = dict.fromkeys(hits, math.nan) | runner.means(recorded), iter(flat)
     for metric, score in zip(metrics, scores, strict=True):
-        more = disjoint(more, metric.values(list(islice(rest, len(score)))))
+        with blamed(f"run.metrics: {type(metric).__name__} failed in values"):
+            more = disjoint(more, metric.values(list(islice(rest, len(score)))))
     return LossMetrics(total / max(targets, 1), int(targets), model.targets, more)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from crosstrain.utils.errors import CheckpointError, first_line
-from crosstrain.utils.files import last_checkpoint
+from crosstrain.utils.errors import CheckpointError, explained, first_line
+from crosstrain.utils.files import last_checkpoint, read_regular
 from crosstrain.utils.trust import check_source
 
 
@@ -38,6 +39,14 @@ def pretrained_folder(source: str) -> Path:
     """
     check_source(f"the pretrained model {source}")
     path = last_checkpoint(Path(source).expanduser())
+    if (adapter := path / "adapter_config.json").is_file():
+        with explained(f"{adapter}: cannot be read"):
+            config = json.loads(read_regular(adapter, 1 << 24))
+            kind, base = config["peft_type"].lower(), config.get("base_model_name_or_path") or "BASE"
+        raise CheckpointError(
+            f"{source}: holds an adapter and not the model below it; begin with both by model.pretrained: {base} and "
+            f"model.adapter: {{name: {kind}, pretrained: {source}}}"
+        )
     if (path / "config.json").is_file():
         return path
     if path.exists():

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +13,9 @@ from crosstrain.checkpoint.files import Reader
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import RunOptions
 from crosstrain.monitor.metrics import StepMetrics
-from crosstrain.utils.errors import TrainingError, UserError
+from crosstrain.utils.errors import TrainingError
 from crosstrain.utils.logging import log
-from crosstrain.utils.paths import show
+from crosstrain.utils.program import blamed
 
 if TYPE_CHECKING:
     from crosstrain.training.trainer import Trainer
@@ -86,7 +84,7 @@ class Callbacks:
         """Make the configured callbacks as they were in `checkpoint`; what it lacks begins anew."""
         self.by_name: dict[str, Callback] = {}
         for component in trainer.run.callbacks:
-            with _blamed(component.name, "__init__"):
+            with blamed(f"run.callbacks: {component.name} failed in __init__"):
                 self.by_name[component.name] = registry.get("callback", component.name)(component.options, trainer)
         if checkpoint is None or not self.by_name:
             return
@@ -101,7 +99,7 @@ class Callbacks:
         """Call a method of every callback; returns the results."""
         results = []
         for name, callback in self.by_name.items():
-            with _blamed(name, method):
+            with blamed(f"run.callbacks: {name} failed in {method}"):
                 results.append(getattr(callback, method)(*arguments))
         return results
 
@@ -111,15 +109,3 @@ class Callbacks:
         if len({(shard.kind, shard.name) for shard in found}) < len(found):
             raise TrainingError("run.callbacks: two of them name their boxes alike; let one call its kind otherwise")
         return found
-
-
-@contextmanager
-def _blamed(name: str, moment: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        problem = str(error)
-        if not isinstance(error, UserError):
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            problem = f"{type(error).__name__}: {error} ({show(Path(last.filename))}:{last.lineno})"
-        raise TrainingError(f"run.callbacks: {name} failed in {moment}: {problem}") from error

@@ -1,11 +1,15 @@
-"""The command line of this program, for hints that name a command."""
+"""The command line of this program, for hints that name a command, and the blame of its plugins."""
 
 import shlex
 import shutil
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from crosstrain.utils.paths import home
+from crosstrain.utils.errors import TrainingError, UserError
+from crosstrain.utils.paths import home, show
 
 
 def command(verb: str, *arguments: object) -> str:
@@ -30,3 +34,16 @@ def command(verb: str, *arguments: object) -> str:
 def _as_typed(program: Path) -> Path:
     """Return the name alone where the shell finds this very program by it."""
     return Path(program.name) if shutil.which(program.name) == str(program) else program
+
+
+@contextmanager
+def blamed(what: str) -> Iterator[None]:
+    """Turn whatever a plugin raises inside the block into a TrainingError that says `what` failed, and the line."""
+    try:
+        yield
+    except Exception as error:
+        problem = str(error)
+        if not isinstance(error, UserError):
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            problem = f"{type(error).__name__}: {error} ({show(Path(last.filename))}:{last.lineno})"
+        raise TrainingError(f"{what}: {problem}") from error
