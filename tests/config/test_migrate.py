@@ -474,3 +474,16 @@ def test_a_project_whose_paths_exist_passes_a_dry_run(
     tree |= {"datasets": {label: entry}, "run": tree["run"] | small}
     project.write_text(yaml.safe_dump(tree))
     assert main(["train", "--cfg-path", str(project), "--dry-run", "--world-size", str(ranks), "--no-presets"]) == 0
+
+
+def test_of_two_lengths_of_a_warmup_one_is_carried_over(tmp_path: Path) -> None:
+    given = {"warmup_ratio": 0.03, "warmup_steps": 500, "max_iters": 9, "beta2": 0.98, "init_lr": 1e-4}
+    both = {"model": {"arch": "minigpt4qwen"}, "run": given | {"deepspeed_config": {"zero_optimization": {"stage": 2}}}}
+    (tmp_path / "both.yaml").write_text(yaml.safe_dump(both))
+    text, notes, _ = migrate(tmp_path / "both.yaml", origins()["lavis"])
+    run = yaml.safe_load(text)["run"]
+    assert run["warmup_steps"] == 500
+    assert "warmup_fraction" not in run
+    assert run["optimizer"]["betas"] == [0.9, 0.98]
+    assert "not needed here: run.warmup_ratio: run.warmup_steps says it, which alone LAVIS reads" in notes
+    assert not any("beta2" in note for note in notes)

@@ -16,7 +16,7 @@ import yaml
 from crosstrain.config import sources
 from crosstrain.config.foreign_files import UNKNOWN, read_foreign
 from crosstrain.config.foreign_keys import NONE, UNNEEDED, Origin, origins
-from crosstrain.config.run_options import RunOptions
+from crosstrain.config.run_options import EXCLUSIVE, RunOptions
 from crosstrain.config.schema import Checker, Key
 from crosstrain.config.yaml_text import parse
 from crosstrain.utils.errors import ConfigError, explained
@@ -98,6 +98,7 @@ def migrate(path: Path, origin: Origin, count: Count = lambda *files: None) -> t
     ranks = project.pop("ranks", None)
     said = {word for note in made[1] for word in note.split(": ")[1].split(", ")}
     shared = {f.name: f"run.{f.name}" for f in fields(RunOptions)}  # other programs' keys of the same name
+    rivals = [pair for a, b, _ in EXCLUSIVE for pair in ((a, b), (b, a))]
     for key, (value, read) in old._account.items():
         name, near = key[-1].lower(), range(len(key), 0, -1)
         end = next((n for n in near if key[n - 1].lower() in origin.answers), len(key))  # the setting, or its section
@@ -124,6 +125,8 @@ def migrate(path: Path, origin: Origin, count: Count = lambda *files: None) -> t
                 other = f"?{value}" if isinstance(value, str) else value is not True and value + value
                 if rendered({key: other})[0] == made:  # the template makes nothing of it
                     notes.append(note)
+        elif rival := next((b for a, b in rivals if kind == f"run.{a}" and b in project["run"]), None):
+            notes.append(f"{_NO_NEED}: {'.'.join(key)}: run.{rival} says it")
         elif reason or end < len(key) or there not in (None, value):
             notes.append(note)
         else:

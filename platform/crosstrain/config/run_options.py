@@ -128,6 +128,10 @@ class CurriculumOptions:
         return min(max(grown - grown % self.multiple_of, self.start), full)
 
 
+# Keys of `run` of which one is given, and what both say.
+EXCLUSIVE = (("warmup_fraction", "warmup_steps", "long the warmup is"), ("max_epoch", "max_iters", "long to train"))
+
+
 # Keys of other programs, and ours.
 @dataclass
 class RunOptions:
@@ -231,10 +235,7 @@ class RunOptions:
                 raise OptionError("resume_optimizer", "roll_back needs the optimizer's moments: use on_bad_step=skip")
         if self.min_lr > self.init_lr:
             raise OptionError("min_lr", f"{self.min_lr} is above init_lr, {self.init_lr}")
-        for key, other, length in (
-            ("warmup_fraction", "warmup_steps", "long the warmup is"),
-            ("max_epoch", "max_iters", "long to train"),
-        ):
+        for key, other, length in EXCLUSIVE:
             if getattr(self, key) is not None and getattr(self, other) is not None:
                 raise OptionError(key, f"{other} already says how {length}; give one of the two")
         if self.max_iters is None and self.max_epoch is None:
