@@ -110,6 +110,12 @@ def test_a_family_begins_and_trains_as_in_transformers(family: str) -> None:
         # Sums in another order; recurrences of many steps round more.
         assert (gradients[name] - gradient).norm().item() < 1e-5 * norm, name
     assert torch.allclose(model(input_ids=ids), logits[:, -1].float(), rtol=1e-5, atol=1e-5)
+    cache, seen = model.new_cache(), 0
+    for end in (7, 8, 9):  # as text is generated
+        with torch.no_grad():
+            following = model(input_ids=ids[:, seen:end], cache=cache)
+        assert torch.allclose(following, logits[:, end - 1].float(), rtol=1e-4, atol=1e-4)  # recurrences round more
+        seen = 0 if cache is None else end
 
 
 @pytest.mark.slow

@@ -183,7 +183,10 @@ class TransformersModel(LanguageModel):
         eager = "activations l (34 b s h + 5 b a s^2), eager attention, no checkpointing"
         return state | ({eager: layers * (34 * b * s * h + 5 * b * heads * s**2)} if s else {})
 
-    def new_cache(self) -> DynamicCache:
+    def new_cache(self) -> DynamicCache | None:
+        """None for a model with a cache of its own kind, such as Mamba's, whose forward then gets all tokens again."""
+        if "past_key_values" not in inspect.signature(self.lm.base_model.forward).parameters:
+            return None
         return DynamicCache(config=self.lm.config)
 
     def save_config(self, folder: Path) -> None:
