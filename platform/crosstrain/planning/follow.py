@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -199,6 +200,7 @@ def _follow(project: Project, world_size: int, rank: int, batch: BatchPlan, coun
         stack.enter_context(patch.object(runner, "to_device", begin))
         for name in ("all_gather", "all_reduce_sum", "broadcast"):  # of Python values, which are there
             stack.enter_context(patch.object(Group, name, unset_fake_temporarily()(getattr(Group, name))))
+        stack.enter_context(patch.object(DeviceMesh, "__init__", unset_fake_temporarily()(DeviceMesh.__init__)))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         state = torch.empty_like(torch.get_rng_state())
         stack.enter_context(patch.object(torch, "get_rng_state", lambda: state))
