@@ -236,7 +236,9 @@ def test_a_rank_whose_batch_is_text_alone_takes_part(mixed_images: tuple[Path, R
 # ---- sizes and mistakes
 
 
-SOURCES = ("vision.pretrained", "qformer.pretrained", "projector.pretrained", "language_model.model.pretrained")
+SOURCES = (
+    "pretrained", "vision.pretrained", "qformer.pretrained", "projector.pretrained", "language_model.model.pretrained",
+)  # fmt: skip
 FROM_NOTHING = options({f"model.{key}": None for key in SOURCES})
 
 

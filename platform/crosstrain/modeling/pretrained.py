@@ -39,7 +39,7 @@ def pretrained_folder(source: str) -> Path:
     """
     check_source(f"the pretrained model {source}")
     path = last_checkpoint(Path(source).expanduser())
-    if (adapter := path / "adapter_config.json").is_file():
+    if (adapter := path / "adapter_config.json").is_file() and not any(path.glob("model*.safetensors")):
         with explained(f"{adapter}: cannot be read"):
             config = json.loads(read_regular(adapter, 1 << 24))
             kind, base = config["peft_type"].lower(), config.get("base_model_name_or_path") or "BASE"

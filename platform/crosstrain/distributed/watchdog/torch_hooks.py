@@ -34,14 +34,14 @@ def patch_collective(name: str, wrap: Callable[[str, Callable[..., Any]], Callab
 
 def patch_p2p(name: str, before: Callable[[dist.ProcessGroup], None]) -> Callable[[], None]:
     """Call `before(group)` ahead of each `ProcessGroup.<name>`; returns a function that restores the method."""
-    method = getattr(dist.ProcessGroup, name)
+    method, original = getattr(dist.ProcessGroup, name), vars(dist.ProcessGroup)[name]  # the latter binds to a group
 
     def patched(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         before(group)
         return method(group, *args, **kwargs)
 
     setattr(dist.ProcessGroup, name, hide_from_compiler(patched))
-    return lambda: setattr(dist.ProcessGroup, name, method)
+    return lambda: setattr(dist.ProcessGroup, name, original)
 
 
 def hide_from_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
