@@ -12,6 +12,7 @@ import torch
 from annotated_types import Interval
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from crosstrain.modeling import hf_internals
 from crosstrain.modeling.attention import Documents
@@ -185,9 +186,12 @@ class TransformersModel(LanguageModel):
 
     def new_cache(self) -> DynamicCache | None:
         """None for a model with a cache of its own kind, such as Mamba's, whose forward then gets all tokens again."""
-        if "past_key_values" not in inspect.signature(self.lm.base_model.forward).parameters:
+        takes = "past_key_values" in inspect.signature(self.lm.base_model.forward).parameters
+        if not takes or not self.lm._supports_default_dynamic_cache():
             return None
-        return DynamicCache(config=self.lm.config)
+        cache = DynamicCache(config=self.lm.config)
+        # Models of linear attention alone ask a cache for the length that only attention's layers know.
+        return cache if not cache.layers or any(isinstance(x, DynamicLayer) for x in cache.layers) else None
 
     def save_config(self, folder: Path) -> None:
         config = copy.deepcopy(self.config)
