@@ -186,8 +186,9 @@ class TransformersModel(LanguageModel):
 
     def new_cache(self) -> DynamicCache | None:
         """None for a model with a cache of its own kind, such as Mamba's, whose forward then gets all tokens again."""
-        takes = "past_key_values" in inspect.signature(self.lm.base_model.forward).parameters
-        if not takes or not self.lm._supports_default_dynamic_cache():
+        model: Any = self.lm
+        takes = "past_key_values" in inspect.signature(model.base_model.forward).parameters
+        if not takes or not model._supports_default_dynamic_cache():
             return None
         cache = DynamicCache(config=self.lm.config)
         # Models of linear attention alone ask a cache for the length that only attention's layers know.
