@@ -128,6 +128,8 @@ class TextDataset(Dataset):
         advice = f"make the {('first', 'second', 'third')[k]} number of split={self.options.split} larger"
         if tokens > 1:
             advice += f" or seq_length at most {tokens - 1}"
+        if self.file.num_documents < len(SPLITS):  # such as a text file that nothing cuts
+            advice = "let prepare.separator cut a text file into documents, under another path"
         return (
             f"the {split} split of {self.options.path} has no sample: it gets {bounds[k + 1] - bounds[k]} of"
             f" {self.file.num_documents} documents, {tokens} of {self.file.num_tokens} tokens, and one sample takes"
