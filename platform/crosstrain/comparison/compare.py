@@ -201,5 +201,6 @@ class Race:
                 flush=True,
             )
 
+
 def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.7g}"

@@ -13,7 +13,7 @@ from crosstrain.utils.assets import GENERATION_CONFIG
 
 
 def strange_files(config: Config, checkpoint: Path) -> dict[str, str]:
-    """What is different in a checkpoint's files beside the tensors, such as a configuration or an adapter, by name."""
+    """Differences of a checkpoint's files beside the tensors, such as a configuration or an adapter, by name."""
     reader, model = Reader.open(checkpoint), outline(config, checkpoint)
     with tempfile.TemporaryDirectory() as temporary:
         fresh = Path(temporary)

@@ -6,6 +6,7 @@ import hashlib
 import math
 import zlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +161,7 @@ class Probe(Callback):
         epsilon = _EPSILONS[self.runner.precision.dtype]
         pieces = [(s, p, p.data.clone()) for s in self.runner.shards() if s.kind == "param" for p in s.pieces]
         for shard, piece, kept in pieces:
-            generator = torch.Generator().manual_seed(zlib.crc32(shard.name.encode()) + self.step)
-            noise = (2 * torch.rand(shard.shape, generator=generator) - 1)[piece.box.slices_in(Box.whole(shard.shape))]
+            noise = 2 * _drawn(torch.rand, shard, piece.box, self.step) - 1
             piece.data.copy_(kept * (1 + epsilon * noise.to(kept.device)))
         self.runner.loaded()
 
@@ -174,7 +174,7 @@ class Probe(Callback):
 
 
 def _merged(gathered: list[Held], sizes: list[dict[str, int]]) -> Record:
-    """What `measure` returns, of what the ranks hold and the elements of each parameter."""
+    """The result of `measure`, of what the ranks hold and the elements of each parameter."""
     left = {name: size for own in sizes for name, size in own.items()}
     few = sum(left.values()) < 64 * len(gathered)  # so few that a rank may hold nothing
     idle = [] if few else [rank for rank, held in enumerate(gathered) if not any(box.numel for _, box in held)]
@@ -202,9 +202,13 @@ def _dot(a: Tensor, b: Tensor) -> float:
 
 def _signs(shard: Shard, box: Box) -> Tensor:
     """Random signs of a box, the same for every cut of the tensor."""
-    generator = torch.Generator().manual_seed(zlib.crc32(shard.name.encode()))
-    whole = torch.randint(0, 2, shard.shape, generator=generator, dtype=torch.int8) * 2 - 1
-    return whole[box.slices_in(Box.whole(shard.shape))]
+    return _drawn(partial(torch.randint, 0, 2, dtype=torch.int8), shard, box) * 2 - 1
+
+
+def _drawn(draw: Callable[..., Tensor], shard: Shard, box: Box, seed: int = 0) -> Tensor:
+    """The part in a box of a tensor of the shard's shape that `draw` gives, by the shard's name and the seed."""
+    generator = torch.Generator().manual_seed(zlib.crc32(shard.name.encode()) + seed)
+    return draw(size=shard.shape, generator=generator)[box.slices_in(Box.whole(shard.shape))]
 
 
 def digests(batch: Batch) -> dict[str, str]:

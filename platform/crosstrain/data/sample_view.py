@@ -70,7 +70,7 @@ class SampleView:
 
     @property
     def turns(self) -> list[tuple[str, bool]]:
-        """What is said, and if it is learned: without placeholders, roles and what the model is told first."""
+        """The words, and if they are learned: without placeholders, roles and what the model is told first."""
         said = []
         for trained, group in groupby((t for row in self.rows for t in _tokens(row)), lambda token: token[1]):
             ids = [token for token, _, _ in group if token != IMAGE_ID]

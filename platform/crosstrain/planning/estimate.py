@@ -101,7 +101,7 @@ class Project:
             log.warning("%s cannot be checked before it runs: %s", self.config.model.name, self.problem)
 
     def layouts(self, config: Config, world_size: int, batch: BatchPlan) -> list[Layout]:
-        """What the runner says of each kind of rank; within `fake_world`."""
+        """Return what the runner says of each kind of rank; within `fake_world`."""
         at = PlanContext(self.model, self.batch_of(batch.micro_batch), config.run, world_size, batch, self.device)
         return registry.get("runner", config.run.runner.name).layouts(config.run.runner.options, at)
 

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from crosstrain.utils.errors import RankLost, UserError, refusal, sentence
 
 _AGAIN = "start the same command again: a training resumes from its last checkpoint, if it has one"
+_BROKEN = "Connection closed by peer|Connection reset by peer|Broken pipe"  # as gloo and TCP say it
 _launcher_shows_errors = False  # our own launcher started this process
 
 
@@ -89,7 +90,7 @@ def exit_silently(seconds: float) -> NoReturn:
 
 def _lost_connection(error: Exception) -> RankLost | None:
     """Return one sentence for a broken connection to another rank; None for any other error."""
-    broken = re.search("Connection closed by peer|Connection reset by peer|Broken pipe|ncclRemoteError", str(error))
+    broken = re.search(f"{_BROKEN}|ncclRemoteError", str(error))
     if broken is None or not isinstance(error, RuntimeError):
         return None
     address = re.search(r"\[([0-9a-f.:]+)\]:\d+", str(error))
@@ -101,7 +102,7 @@ def _lost_connection(error: Exception) -> RankLost | None:
 
 
 def _is_lost_peer(text: str) -> bool:
-    return any(s in text for s in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL"))
+    return re.search(f"{_BROKEN}|NCCL", text) is not None
 
 
 # ---- in the launcher
