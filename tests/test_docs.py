@@ -30,7 +30,7 @@ VERBS = {"train.py": "train", "evaluate.py": "evaluate"}
 MODULES = {"pytest", "sphinx", "venv"}
 OTHERS = {  # programs that are not ours
     "apptainer", "apt-get", "cd", "cp", "docker", "enroot", "eval", "export", "kubectl", "lm_eval", "mkdir", "mypy",
-    "ruff", "source", "tensorboard",
+    "ray", "ruff", "sky", "source", "tensorboard",
 }  # fmt: skip
 LAUNCHERS = {"torchrun", "srun", "mpirun", "sbatch"}
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"data", "output", "build"}

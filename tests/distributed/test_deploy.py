@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import re
 import shlex
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import kubeflow.training.models as kubeflow
+import kubeflow_trainer_api.models as trainer
 import kubernetes.client.models as kubernetes
 import kubernetes_validate
 import pytest
@@ -30,10 +32,20 @@ def documents(path: Path) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(path.read_text()))
 
 
+def job_specs(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The specifications of Jobs in a Job, a JobSet or a runtime that is a JobSet's template."""
+    spec = document.get("spec", {})
+    spec = spec["template"]["spec"] if document["kind"] == "TrainingRuntime" else spec
+    if "replicatedJobs" in spec:
+        return [job["template"]["spec"] for job in spec["replicatedJobs"]]
+    return [spec] if document["kind"] == "Job" else []
+
+
 def pod_templates(document: dict[str, Any]) -> list[dict[str, Any]]:
-    spec = document["spec"]
+    spec = document.get("spec", {})
     replicas = spec.get("pytorchReplicaSpecs", {}).values()
-    return [r["template"] for r in replicas] or ([spec["template"]] if "template" in spec else [])
+    own = [spec["template"]] if document["kind"] == "Deployment" else []
+    return [r["template"] for r in replicas] or [job["template"] for job in job_specs(document)] or own
 
 
 def everything(kind: str | None = None) -> list[Any]:
@@ -43,14 +55,27 @@ def everything(kind: str | None = None) -> list[Any]:
 
 @pytest.mark.parametrize("document", everything())
 def test_manifests_follow_their_schemas(document: dict[str, Any]) -> None:
-    """Kubernetes' own strictly, where an unknown key is an error; Kubeflow's by its own client's models."""
+    check_schema(document)
+
+
+def check_schema(document: dict[str, Any]) -> None:
+    """Kubernetes' own strictly, where an unknown key is an error; those of the operators by their clients' models."""
     if document["apiVersion"].startswith("kubeflow.org/"):
         _check_model(document, f"KubeflowOrgV1{document['kind']}", document["kind"])
-        for template in pod_templates(document):
-            pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": template}
-            kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+    elif group := {"trainer.kubeflow.org": "TrainerV1alpha1", "jobset.x-k8s.io": "JobsetV1alpha2"}.get(
+        document["apiVersion"].partition("/")[0]
+    ):
+        model = getattr(trainer, group + document["kind"])
+        bare = json.loads(json.dumps(document))
+        for job in job_specs(bare):
+            job["template"] = {}  # which Kubernetes' own schema describes better
+        read = model.model_validate(bare)  # which drops what it does not know
+        assert read.model_dump(by_alias=True, exclude_unset=True) == bare
     else:
         kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+    for template in pod_templates(document):
+        pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": template}
+        kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
 
 
 def _check_model(value: Any, kind: str, where: str) -> None:
@@ -77,51 +102,73 @@ def _check_model(value: Any, kind: str, where: str) -> None:
         )  # which refuses what lacks a required key
 
 
+def only(name: str, kind: str) -> dict[str, Any]:
+    [document] = [d for d in documents(DEPLOY / "kubernetes" / name) if d["kind"] == kind]
+    return document
+
+
 def test_a_key_that_does_not_exist_is_noticed() -> None:
-    [job] = [d for d in documents(DEPLOY / "kubernetes" / "pytorchjob.yaml") if d["kind"] == "PyTorchJob"]
+    job = only("pytorchjob.yaml", "PyTorchJob")
     job["spec"]["runPolicy"]["backOffLimit"] = 3
     with pytest.raises(AssertionError, match="backOffLimit: unknown"):
-        _check_model(job, "KubeflowOrgV1PyTorchJob", "PyTorchJob")
-    [service] = [d for d in documents(DEPLOY / "kubernetes" / "job.yaml") if d["kind"] == "Service"]
+        check_schema(job)
+    service = only("job.yaml", "Service")
     service["spec"]["publishNotReadyAdresses"] = True
     with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(service, kubernetes_validate.latest_version(), strict=True)
+        check_schema(service)
+    jobset = only("jobset.yaml", "JobSet")
+    jobset["spec"]["failurePolicy"]["maxRestart"] = 3
+    with pytest.raises(AssertionError):
+        check_schema(jobset)
+    runtime = only("trainjob.yaml", "TrainingRuntime")
+    runtime["spec"]["mlPolicy"]["numNodes"] = "2"
+    with pytest.raises(ValueError, match="integer"):
+        check_schema(runtime)
 
 
-@pytest.mark.parametrize("document", [*everything("Job"), *everything("PyTorchJob")])
+JOBS = [*everything("Job"), *everything("JobSet"), *everything("TrainingRuntime"), *everything("PyTorchJob")]
+
+
+@pytest.mark.parametrize("document", JOBS)
 def test_pods_run_the_program_with_flags_that_it_takes(document: dict[str, Any]) -> None:
-    given = {"JOB_COMPLETION_INDEX": "0", "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "127.0.0.1"}
+    given = {"JOB_COMPLETION_INDEX": "0", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "127.0.0.1"}
+    name = document["metadata"]["name"]
     for template in pod_templates(document):
         [container] = template["spec"]["containers"]
+        assert container["command"] == ["python", "-m", "crosstrain", "train"]
         flags = [re.sub(r"\$\((\w+)\)", lambda name: given[name[1]], flag) for flag in container["args"]]
         a = parse(["train", *flags])
-        host = a.rdzv_endpoint.replace("crosstrain-0.crosstrain", "127.0.0.1")
-        nodes = Nodes.of(a.nnodes, a.node_rank, host, a.local_addr, a.rdzv_conf)
+        host, _, port = a.rdzv_endpoint.partition(":")
+        # A Job's pod of index 0 is reached as JOB-0.SERVICE, a JobSet's as SET-JOB-0-0.SET.
+        assert host in (f"{name}-0.{name}", f"{name}-node-0-0.{name}", "127.0.0.1")
+        nodes = Nodes.of(a.nnodes, a.node_rank, f"127.0.0.1:{port}", a.local_addr, a.rdzv_conf)
         assert nodes is not None
         assert nodes.max_nodes == 2
-        assert (ROOT / a.cfg_path).is_file()
-        claims = [v["persistentVolumeClaim"]["claimName"] for v in template["spec"]["volumes"] if len(v) == 2 and
-                  "persistentVolumeClaim" in v]  # fmt: skip
+        assert a.nproc_per_node == container["resources"]["limits"]["nvidia.com/gpu"]
+        volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
         [storage] = documents(DEPLOY / "kubernetes" / "storage.yaml")
-        assert claims == [storage["metadata"]["name"]]
+        assert volumes["storage"]["persistentVolumeClaim"]["claimName"] == storage["metadata"]["name"]
         assert storage["spec"]["accessModes"] == ["ReadWriteMany"]
+        assert set(volumes) == {mount["name"] for mount in container["volumeMounts"]}
+        assert volumes["project"]["configMap"]["name"] == name
 
 
 def test_the_jobs_pods_find_each_other() -> None:
-    service, job = documents(DEPLOY / "kubernetes" / "job.yaml")
+    service, job = only("job.yaml", "Service"), only("job.yaml", "Job")
     pod = job["spec"]["template"]
     assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
     assert service["spec"]["clusterIP"] == "None"
     assert pod["spec"]["subdomain"] == service["metadata"]["name"]
-    flags = pod["spec"]["containers"][0]["args"]
-    # The pod of index 0 is reached as JOB-0.SERVICE.
-    assert f"--rdzv-endpoint={job['metadata']['name']}-0.{service['metadata']['name']}:29400" in flags
-    assert f"--nnodes={job['spec']['completions']}" in flags
-    assert job["spec"]["completions"] == job["spec"]["parallelism"]
-    assert job["spec"]["completionMode"] == "Indexed"
 
 
-@pytest.mark.parametrize("document", [*everything("Job"), *everything("PyTorchJob"), *everything("Deployment")])
+@pytest.mark.parametrize("document", [d for d in JOBS if d.values[0]["kind"] != "PyTorchJob"])
+def test_every_machine_has_a_pod(document: dict[str, Any]) -> None:
+    [job] = job_specs(document)
+    assert job["completions"] == job["parallelism"] == 2
+    assert job["completionMode"] == "Indexed"
+
+
+@pytest.mark.parametrize("document", [*JOBS, *everything("Deployment")])
 def test_pods_ask_for_the_memory_that_they_may_use(document: dict[str, Any]) -> None:
     for template in pod_templates(document):
         [container] = template["spec"]["containers"]
@@ -132,23 +179,24 @@ def test_pods_ask_for_the_memory_that_they_may_use(document: dict[str, Any]) -> 
         assert parse_quantity(limits["memory"]) >= parse_quantity(asked["memory"])
 
 
-def test_only_errors_that_a_new_pod_cannot_mend_end_the_job() -> None:
-    """The rules in Kubernetes' order, the first that matches; the codes are those of docs/launching.md."""
-    [_, job] = documents(DEPLOY / "kubernetes" / "job.yaml")
-    spec = job["spec"]
-    [container] = spec["template"]["spec"]["containers"]
-    assert spec["template"]["spec"]["restartPolicy"] == "Never"  # without which a policy is refused
+def action(job: dict[str, Any], code: int, disrupted: bool = False) -> str:
+    """The action of a Job's rules, the first that matches, for a pod that ended so."""
+    [container] = job["template"]["spec"]["containers"]
+    assert job["template"]["spec"]["restartPolicy"] == "Never"  # without which a policy is refused
+    for rule in job["podFailurePolicy"]["rules"]:
+        codes, conditions = rule.get("onExitCodes"), rule.get("onPodConditions", [])
+        assert codes is None or (codes["operator"], codes["containerName"]) == ("In", container["name"])
+        if (disrupted and {"type": "DisruptionTarget"} in conditions) or (codes and code in codes["values"]):
+            return rule["action"]
+    return "Count"
 
-    def action(code: int, disrupted: bool = False) -> str:
-        for rule in spec["podFailurePolicy"]["rules"]:
-            codes, conditions = rule.get("onExitCodes"), rule.get("onPodConditions", [])
-            assert codes is None or (codes["operator"], codes["containerName"]) == ("In", container["name"])
-            if (disrupted and {"type": "DisruptionTarget"} in conditions) or (codes and code in codes["values"]):
-                return rule["action"]
-        return "Count"
 
-    assert [action(code) for code in (1, 138, 143, 137)] == ["FailJob", "Ignore", "Ignore", "Count"]
-    assert action(1, disrupted=True) == action(137, disrupted=True) == "Ignore"
+@pytest.mark.parametrize("document", [d for d in JOBS if d.values[0]["kind"] != "PyTorchJob"])
+def test_only_errors_that_a_new_pod_cannot_mend_end_the_job(document: dict[str, Any]) -> None:
+    """The codes are those of docs/launching.md."""
+    [job] = job_specs(document)
+    assert [action(job, code) for code in (1, 138, 143, 137)] == ["FailJob", "Ignore", "Ignore", "Count"]
+    assert action(job, 1, disrupted=True) == action(job, 137, disrupted=True) == "Ignore"
 
 
 def test_the_dockerfile(tmp_path: Path) -> None:

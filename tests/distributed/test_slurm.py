@@ -1,4 +1,7 @@
-"""The batch file on a real SLURM of one machine: Debian's packages, with all that they keep in a temporary folder."""
+"""The batch file, as shipped and as `launch --submit` hands it over, on a real SLURM of one machine.
+
+SLURM is Debian's packages, with all that they keep in a temporary folder.
+"""
 
 from __future__ import annotations
 
@@ -149,6 +152,21 @@ def test_a_preempted_job_saves_queues_again_and_goes_on(
     undisturbed = shared_workspace.train(f"undisturbed{nproc}", *OPTIONS, nproc=nproc)
     assert numbers(run) == numbers(undisturbed)
     assert_same_weights(run.checkpoint(STEPS), undisturbed.checkpoint(STEPS))
+
+
+def test_the_launch_verb_submits(cluster: Cluster, shared_workspace: Workspace) -> None:
+    folder = shared_workspace.path
+    words = ("--to", "slurm", "--submit", "--name", "submitted", "--cfg-path", str(shared_workspace.project))
+    made = subprocess.run(
+        [sys.executable, "-m", "crosstrain", "launch", *words, "--options", *OPTIONS, "run.output_dir=submitted"],
+        cwd=folder, env=cluster.env, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    job = made.stdout.split()[-1]
+    wait(lambda: cluster.state(job) not in ("PENDING", "RUNNING", "COMPLETING"))
+    log = (folder / f"submitted-{job}.log").read_text()
+    assert cluster.state(job) == "COMPLETED", log
+    assert logged_step(folder / "submitted") == STEPS
 
 
 def test_a_job_that_cannot_train_fails_and_stays_so(cluster: Cluster, shared_workspace: Workspace) -> None:

@@ -46,7 +46,8 @@ def ask() -> str:
 
 def add_config(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument("--cfg-path", required=required, metavar="FILE", help="a project file")
-    parser.add_argument("--options", nargs="+", default=[], metavar="KEY=VALUE", help="override it, such as run.seed=1")
+    help = "override it, such as run.seed=1; may be given again"
+    parser.add_argument("--options", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=help)
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="workers (default: one per GPU, else one)")
 
 

@@ -20,6 +20,7 @@ from crosstrain.utils.program import command
 VERBS = {
     "train": "train what a project file says, resuming where its folder left off",
     "plan": "estimate what a project costs under each runner, before anything starts",
+    "launch": "the manifest that starts a project on a cluster: Kubernetes, SLURM, SkyPilot, Ray",
     "evaluate": "loss, perplexity and text from a checkpoint",
     "serve": "answer to OpenAI's interface and a web page from a checkpoint",
     "chat": "talk with a server on the command line",

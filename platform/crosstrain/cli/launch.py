@@ -1,0 +1,69 @@
+"""`crosstrain launch`: the manifest that starts a project on a cluster."""
+
+import argparse
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from crosstrain.cli.flags import add_config, positive
+from crosstrain.utils import paths
+from crosstrain.utils.errors import UserError, os_errors_as
+
+_GIVEN = ("name", "image", "claim", "gpu", "queue", "time", "grace", "spot")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    targets = _known()["targets"]
+    parser.epilog = "targets: " + "; ".join(f"{name}: {target['summary']}" for name, target in targets.items())
+    parser.add_argument("--to", required=True, choices=targets, metavar="TARGET", help=f"one of {', '.join(targets)}")
+    add_config(parser, required=True)
+    parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="machines (default: 1)")
+    parser.add_argument("--submit", action="store_true", help="hand it to the cluster's own program, not to the screen")
+    group = parser.add_argument_group("for the targets that use them")
+    group.add_argument("--name", help="of the job (default: the project file's)")
+    group.add_argument("--image", help="the container's (default: crosstrain)")
+    group.add_argument("--claim", metavar="NAME", help="volume claim with data and output (default: crosstrain)")
+    group.add_argument("--gpu", metavar="NAME", help="kind of device (default: any with memory enough)")
+    group.add_argument("--queue", metavar="NAME", help="Kueue's local queue, or SLURM's partition")
+    group.add_argument("--time", metavar="H:M:S", help="limit after which SLURM requeues it (default: 24:00:00)")
+    group.add_argument("--grace", type=positive, metavar="SECONDS", help="for the last save (default: by its size)")
+    group.add_argument("--spot", action="store_const", const=True, help="machines that the cloud may take back")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the manifest, or submit it; returns the exit code of the program that took it."""
+    from crosstrain.api.launch import manifest
+
+    a, known = arguments, _known()
+    given = {flag: getattr(a, flag) for flag in _GIVEN}
+    shown = {"to": a.to, "nodes": a.nodes, "nproc_per_node": a.nproc_per_node, **given, "cfg_path": a.cfg_path}
+    made_by = ["crosstrain", "launch"]
+    for flag, value in shown.items():
+        made_by += [f"--{flag.replace('_', '-')}", *([] if value is True else [str(value)])] if value else []
+    made_by += ["--options", *a.options] if a.options else []
+    text = manifest(
+        a.cfg_path, a.options, a.to, a.nodes, a.nproc_per_node, known["gpus"], shlex.join(made_by), **given
+    )  # fmt: skip
+    if not a.submit:
+        print(text, end="")
+        return 0
+    target = known["targets"][a.to]
+    file = Path(f"{a.name or Path(a.cfg_path).stem}.{target['file']}")
+    words = shlex.split(target["submit"].format(file=file))
+    if shutil.which(words[0]) is None:
+        raise UserError(f"--submit: {words[0]} is not installed here; without --submit the manifest is printed")
+    with os_errors_as(UserError, f"{file} cannot be written"):
+        if file.exists() and file.read_text(encoding="utf-8") != text:
+            raise UserError(f"{file} is there with another content, such as an edited one: remove it, or give --name")
+        file.write_text(text, encoding="utf-8")
+    print(f"wrote {file}; {shlex.join(words)}", flush=True)
+    return subprocess.run(words, check=False).returncode
+
+
+def _known() -> dict[str, Any]:
+    """Read `targets` by name, and the memory of `gpus` by name."""
+    return yaml.safe_load((paths.home() / "configs" / "launch" / "targets.yaml").read_text(encoding="utf-8"))

@@ -1,0 +1,176 @@
+"""Manifests of `crosstrain launch`: those that are shipped, flags, submission, and a JobSet's restart."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from conftest import ENVIRONMENT, ROOT, Run, Workspace, kill, logged_step, wait_until
+from crosstrain.api import launch
+from crosstrain.cli.main import main
+from fixtures_kill import INTERVALS, assert_same_weights, numbers
+
+SHIPPED = {
+    "job": "kubernetes/job.yaml", "jobset": "kubernetes/jobset.yaml", "trainjob": "kubernetes/trainjob.yaml",
+    "pytorchjob": "kubernetes/pytorchjob.yaml", "slurm": "slurm.sh", "skypilot": "skypilot.yaml", "ray": "ray_job.py",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def planned_once() -> Iterator[None]:
+    """The plan of equal arguments is made once in this module: it takes seconds."""
+    real, kept = launch.plan, dict[str, Any]()
+
+    def plan(*arguments: Any, **more: Any) -> Any:
+        key = repr((arguments, more))
+        if key not in kept:
+            kept[key] = real(*arguments, **more)
+        return kept[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "plan", plan)
+        patch.chdir(ROOT)
+        yield
+
+
+def said(*words: str, code: int = 0) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        assert main(["launch", *words]) == code, out.getvalue()
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("to", SHIPPED)
+def test_deploy_holds_what_the_command_in_it_prints(to: str) -> None:
+    text = (ROOT / "deploy" / SHIPPED[to]).read_text()
+    made_by = re.search(r"crosstrain launch .*", text)
+    assert made_by is not None
+    words = shlex.split(made_by[0])
+    assert words[2:4] == ["--to", to]
+    assert said(*words[2:]) == text
+
+
+TINY = ("--nodes", "2", "--cfg-path", "projects/gpt2_345m_8gpu.yaml")
+
+
+def test_flags_are_in_the_manifest_or_refused() -> None:
+    text = said(
+        "--to", "jobset", "--name", "mine", "--image", "registry/image:1", "--claim", "disk", "--queue", "team",
+        "--grace", "777", "--spot", *TINY, "--options", "run.seed=5", "run.max_restarts=3",
+    )  # fmt: skip
+    jobset = list(yaml.safe_load_all(text))[-1]
+    assert jobset["metadata"] == {"name": "mine", "labels": {"kueue.x-k8s.io/queue-name": "team"}}
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 3
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 777
+    assert "karpenter.sh/capacity-type" in str(pod["affinity"])
+    [container] = pod["containers"]
+    assert container["image"] == "registry/image:1"
+    assert container["args"][-2:] == ["run.seed=5", "run.max_restarts=3"]
+    assert {"persistentVolumeClaim": {"claimName": "disk"}, "name": "storage"} in pod["volumes"]
+    text = said("--to", "slurm", "--queue", "gpu", "--time", "2:00:00", *TINY)
+    assert "#SBATCH --partition=gpu" in text
+    assert "#SBATCH --time=2:00:00" in text
+    assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=60).returncode == 0
+    refused = said("--to", "slurm", "--spot", *TINY, code=1)
+    assert refused == "error: --spot: --to slurm has no use for it; leave it out\n"
+    sky = yaml.safe_load(said("--to", "skypilot", "--spot", "--gpu", "H200", *TINY))
+    assert (sky["resources"]["use_spot"], sky["resources"]["accelerators"]) == (True, {"H200": 8})
+
+
+def test_what_cannot_run_is_no_manifest() -> None:
+    refused = said("--to", "job", "--nodes", "3", "--cfg-path", "projects/gpt2_345m_8gpu.yaml", code=1)
+    assert refused.startswith("error: run.global_batch_size: 64 is not a multiple of 96")
+    assert "did you mean trainjob?" in said("--to", "trainjobs", *TINY, code=1)
+
+
+def test_a_project_on_cpus_asks_for_no_gpu_and_its_text_survives(workspace: Workspace) -> None:
+    workspace.config["model"]["dropout"] = 0.0
+    workspace.project.write_text("# 'quotes' \"and\" {{ braces }} $(x)\n" + yaml.safe_dump(workspace.config))
+    config, jobset = yaml.safe_load_all(said("--to", "jobset", "--cfg-path", str(workspace.project)))
+    assert config["data"]["project.yaml"].rstrip() == workspace.project.read_text().rstrip()
+    [container] = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"].keys() == {"memory"}
+    compiled = said("--to", "ray", "--cfg-path", str(workspace.project))
+    assert str(workspace.project) in {n.value for n in ast.walk(ast.parse(compiled)) if isinstance(n, ast.Constant)}
+
+
+def test_submission_names_the_program_that_is_missing_and_keeps_an_edited_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--to", "slurm", "--submit", "--nodes", "2", "--cfg-path", "projects/gpt2_345m_8gpu.yaml")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    assert "sbatch is not installed here" in said(*words, code=1)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    program = tmp_path / "sbatch"  # another program of that name
+    program.write_text(f"#!{shutil.which('sh', path=ENVIRONMENT['PATH'])}\nexit 7\n")
+    program.chmod(0o755)
+    said(*words, code=7)
+    submitted = tmp_path / "gpt2_345m_8gpu.slurm.sh"
+    assert submitted.read_text().startswith("#!/bin/bash")
+    said(*words, code=7)
+    submitted.write_text("edited")
+    assert "is there with another content" in said(*words, code=1)
+    assert submitted.read_text() == "edited"
+
+
+@pytest.mark.slow
+def test_a_jobsets_restart_ends_as_an_undisturbed_run_does(shared_workspace: Workspace) -> None:
+    """The pods' commands in the pods' environment; a pod is killed, and the set does what its policies say."""
+    path = shared_workspace.path
+    options = ("run.output_dir=set", "run.max_iters=60", "run.save_interval=10", *INTERVALS)
+    words = ("--to", "jobset", "--nodes", "2", "--cfg-path", str(shared_workspace.project), "--options", *options)
+    config, jobset = yaml.safe_load_all(said(*words))
+    (path / "mounted").mkdir()
+    for name, text in config["data"].items():
+        (path / "mounted" / name).write_text(text)
+    [job] = [replicated["template"]["spec"] for replicated in jobset["spec"]["replicatedJobs"]]
+    [container] = job["template"]["spec"]["containers"]
+
+    def start() -> list[subprocess.Popen[str]]:
+        pods = []
+        for index in range(job["completions"]):
+            own = {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": f"project-node-0-{index}"}
+            inherited = {name: ENVIRONMENT[name] for name in ("PATH", "HOME", "OMP_NUM_THREADS", "HF_HUB_OFFLINE")}
+            flags = [re.sub(r"\$\((\w+)\)", lambda name, own=own: own[name[1]], flag) for flag in container["args"]]
+            flags = [flag.replace("/project/", f"{path}/mounted/") for flag in flags]
+            flags = [flag.replace("project-node-0-0.project", "127.0.0.1") for flag in flags]  # the set's name service
+            pods.append(subprocess.Popen(
+                [sys.executable, *container["command"][1:], *flags], cwd=path, text=True, start_new_session=True,
+                env=inherited | own | {"PYTHONPATH": str(ROOT / "platform")},
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            ))  # fmt: skip
+        return pods
+
+    pods = start()
+    wait_until(lambda: logged_step(path / "set") >= 25, pods[0])
+    kill(pods[1])
+    # 137 is in no rule, so it counts; the limit of 0 fails the Job, and the failure is no PodFailurePolicy.
+    assert "137" not in str(job["podFailurePolicy"])
+    assert job["backoffLimit"] == 0
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] >= 1
+    os.kill(pods[0].pid, signal.SIGTERM)  # all pods are deleted, and made again
+    pods[0].communicate(timeout=job["template"]["spec"]["terminationGracePeriodSeconds"])
+    pods = start()
+    outs = [pod.communicate(timeout=200)[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0], outs
+    assert re.search(r"resum|goes? on", outs[0]), outs[0]
+    undisturbed = shared_workspace.train("alone", *options[1:], nproc=2)
+    assert numbers(Run(path / "set")) == numbers(undisturbed)
+    assert_same_weights(Run(path / "set").checkpoint(60), undisturbed.checkpoint(60))
