@@ -81,7 +81,7 @@ class ConversationDataset(Dataset):
         start, stop = (round(sum(shares[:n]) / sum(shares) * total) for n in (k, k + 1))
         if start == stop:
             raise EmptySplit(
-                f"the {split} split of {options.path} has none of its {total} rows: change split={options.split}"
+                f"the {split} split of {options.path} has none of its {total} rows", f"change split={options.split}"
             )
         first = range(min(self.file.num_documents, 1000))
         special = [number for number, t in tokenizer.backend.get_added_tokens_decoder().items() if t.special]

@@ -99,7 +99,7 @@ class ImageText(ImageDataset):
         super().__init__(options, split)
         names = self.shards(options, split)
         if not names:
-            raise EmptySplit(f"the {split} split has no shards: name them under `{split}` of the dataset")
+            raise EmptySplit(f"the {split} split has no shards", f"name them under `{split}` of the dataset")
         self.names, self.context = names, ReadContext(0, 0, 0, 1)
         self.indexed = not self.streams(options, split)
         self.samples = Shards(names, self.cache(options)) if self.indexed else None

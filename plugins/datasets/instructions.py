@@ -68,8 +68,8 @@ class Instructions(ImageDataset):
         self.start, self.stop = (round(sum(shares[:n]) / sum(shares) * len(self.entries)) for n in (k, k + 1))
         if self.start == self.stop:
             raise EmptySplit(
-                f"the {split} split has none of the {len(self.entries)} entries of {self.file}: change split="
-                f"{options.split}" + (f", or name a file as {split}" if split != "train" else "")
+                f"the {split} split has none of the {len(self.entries)} entries of {self.file}",
+                f"change split={options.split}" + (f", or name a file as {split}" if split != "train" else ""),
             )
 
     def __len__(self) -> int:

@@ -48,7 +48,7 @@ class TextDataset(Dataset):
 
         path: FilePath  # a prepared folder, or Megatron's files: their prefix (data/meg-gpt2_text_document) or folder
         seq_length: Annotated[int, Interval(ge=1, le=2**30)]  # tokens per sample
-        # shares of train, val, test, by documents
+        # shares of train, val, test, by documents; of a single document, by tokens
         split: list[Annotated[float, Interval(ge=0, le=10**12)]] = field(default_factory=lambda: [949.0, 50.0, 1.0])
         document_mask: bool = False  # True: documents of a sample do not see each other
         tokenizer: FilePath | None = None  # a name or a path; a prepared folder has its own
@@ -114,26 +114,32 @@ class TextDataset(Dataset):
         self._num_ids = np.uint64(self.vocab_size or 2**63)
         self.start, self.stop = self._range(split)
         if len(self) < 1:
-            raise EmptySplit(self._why_empty(split))
+            raise self._empty(split)
+
+    def _bounds(self, split: Split) -> tuple[int, int]:
+        """Return the first document of a split, and its last one + 1; tokens where one document is all."""
+        parts, k = self.file.num_documents, SPLITS.index(split)
+        first, last = split_bounds(self.options.split, self.file.num_tokens if parts == 1 else parts)[k : k + 2]
+        return first, last
 
     def _range(self, split: Split) -> tuple[int, int]:
         """Return the first token of a split, and its last one + 1."""
-        bounds = split_bounds(self.options.split, self.file.num_documents)
-        k = SPLITS.index(split)
-        return self.file.document_start(bounds[k]), self.file.document_start(bounds[k + 1])
+        first, last = self._bounds(split)
+        if self.file.num_documents == 1:
+            return first, last
+        return self.file.document_start(first), self.file.document_start(last)
 
-    def _why_empty(self, split: Split) -> str:
-        bounds = split_bounds(self.options.split, self.file.num_documents)
+    def _empty(self, split: Split) -> EmptySplit:
+        first, last = self._bounds(split)
         k, tokens = SPLITS.index(split), self.stop - self.start
         advice = f"make the {('first', 'second', 'third')[k]} number of split={self.options.split} larger"
         if tokens > 1:
             advice += f" or seq_length at most {tokens - 1}"
-        if self.file.num_documents < len(SPLITS):  # such as a text file that nothing cuts
-            advice = "let prepare.separator cut a text file into documents, under another path"
-        return (
-            f"the {split} split of {self.options.path} has no sample: it gets {bounds[k + 1] - bounds[k]} of"
-            f" {self.file.num_documents} documents, {tokens} of {self.file.num_tokens} tokens, and one sample takes"
-            f" seq_length + 1 = {self.options.seq_length + 1}: {advice}, or add documents"
+        shares = f"{last - first} of {self.file.num_documents} documents, " if self.file.num_documents > 1 else ""
+        return EmptySplit(
+            f"the {split} split of {self.options.path} has no sample: it gets {shares}{tokens} of"
+            f" {self.file.num_tokens} tokens, and one sample takes seq_length + 1 = {self.options.seq_length + 1}",
+            f"{advice}, or add documents",
         )
 
     def __len__(self) -> int:

@@ -125,7 +125,7 @@ print("begins")
 run = crosstrain.train("project.yaml", {"run.output_dir": Path("two")}, nproc_per_node=2, fresh=True)
 results = crosstrain.evaluate(run.folder, ["val"], nproc_per_node=2)
 different, measured = crosstrain.compare("project.yaml", ["ddp", "ddp@2"], steps=2)
-with run.open() as model:
+with run.open(["run.amp=fp32"], weights=None) as model:
     text, tokens = model.generate("b"), results["splits"]["val"]["tokens"]
     print(len(run.metrics), tokens > 0, different, sorted(measured), bool(text))
 """

@@ -170,7 +170,8 @@ def test_prepare_says_what_it_made(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_a_run_from_nothing_to_text(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Prepares its data, trains, validates, evaluates and generates, as the quickstart does."""
     text = write_text(workspace.path / "text.jsonl")
@@ -202,6 +203,8 @@ def test_a_run_from_nothing_to_text(
     assert main(["evaluate", "--checkpoint", "out", *split]) == 0
     assert "test is left out: datasets.tiny: the test split" in caplog.text
     assert main(["evaluate", "--checkpoint", "out", "--splits", "val", "test", *split]) == 1
+    assert capsys.readouterr().err.endswith("; name others\n")
+    assert "larger" not in caplog.text
 
     two = workspace.evaluate(
         *arguments[:-1], "two.json", "--nproc-per-node", "2", "--options", "run.micro_batch_size=3"

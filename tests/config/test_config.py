@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crosstrain.config.load import Config
+from crosstrain.config.load import Config, load_config
 from crosstrain.config.run_options import AmpOptions, RunOptions
 from crosstrain.config.schema import Component, NoOptions
 from crosstrain.config.sources import Layer, Origins, escape, resolve
@@ -109,6 +109,10 @@ def test_datasets_side_by_side_are_the_parts_of_one(home: Path) -> None:
     assert second == {"dataset": {"name": "images", "folder": "."}, "ratio": 3.0}
     assert Config.from_plain(load().plain).plain == load().plain
     assert "datasets.again.foldr: unknown key" in mistake("datasets.again.foldr=x")
+    with pytest.raises(ConfigError, match=r"did you mean datasets\.webtext\+again\.parts\.1\.dataset\?"):
+        Config.from_plain(load().plain, ["datasets.again.folder=x"])
+    moved = Config.from_plain(load().plain, [f"datasets.{label}.parts.1.dataset.folder=x"])
+    assert [part["dataset"].get("folder") for part in moved.datasets[label].options.parts] == [None, "x"]
 
 
 def test_one_dataset_may_be_a_copy_of_another(home: Path) -> None:
@@ -164,6 +168,13 @@ def test_layers_merge_mappings_and_replace_lists(home: Path) -> None:
     data = config.datasets["webtext"].options
     assert data.split == (1, 1, 1)
     assert (data.prepare.input, data.prepare.vocabulary) == ("stdlib", 300)
+
+
+def test_an_option_reaches_an_element_of_a_list(home: Path) -> None:
+    config = load("datasets.webtext.split.1=3", "datasets.webtext.tags=[a, b]", "datasets.webtext.tags[0]=c")
+    assert config.datasets["webtext"].options.split == (949, 3, 1)
+    assert config.datasets["webtext"].options.tags == ["c", "b"]
+    assert "datasets.webtext.split: expected " in mistake("datasets.webtext.split.3=3")
 
 
 def test_the_later_option_counts(home: Path) -> None:
@@ -303,6 +314,12 @@ def test_a_project_brings_its_own_plugins(home: Path) -> None:
     assert config.run.runner.name == "mine"
     forget_plugins()
     assert Config.from_plain(config.plain).plain == config.plain
+
+
+def test_plugins_beside_the_project_are_proposed(home: Path) -> None:
+    write(home, {"projects/deep/p.yaml": "run: {plugins: [mine.py]}", "projects/deep/mine.py": ""})
+    with pytest.raises(ConfigError, match=r"plugins\.0: mine\.py: paths count from .* mean projects/deep/mine\.py\?"):
+        load_config("projects/deep/p.yaml")
 
 
 def test_a_missing_package_is_said_with_the_place(home: Path) -> None:

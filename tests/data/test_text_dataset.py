@@ -126,6 +126,19 @@ def test_a_split_without_a_sample_says_what_to_change(tmp_path: Path) -> None:
         dataset(prefix, "test", seq_length=10)
 
 
+def test_a_single_document_is_split_by_its_tokens(tmp_path: Path) -> None:
+    prefix = megatron(tmp_path / "t", [list(range(100))])
+    seen = {}
+    for split in ("train", "val", "test"):
+        data = dataset(prefix, split, seq_length=4, split=[80, 15, 5])
+        ids = np.concatenate([data.get(i, RNG)["input_ids"] for i in range(len(data))])
+        seen[split] = ids.min(), data.get(len(data) - 1, RNG)["labels"].max()
+    assert seen == {"train": (0, 76), "val": (80, 92), "test": (95, 99)}
+    assert len(dataset(prefix, seq_length=33, split=[1])) == 3
+    with pytest.raises(DataError, match=r"it gets 5 of 100 tokens, .*third number .*at most 4"):
+        dataset(prefix, "test", seq_length=5, split=[80, 15, 5])
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [

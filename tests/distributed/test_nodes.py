@@ -214,6 +214,7 @@ def test_workers_are_no_orphans(machines: Machines) -> None:
     os.kill(nodes[1].pid, signal.SIGKILL)
     nodes[1].wait()
     nodes[0].communicate(timeout=200)
+    assert nodes[0].returncode == 128 + signal.SIGTERM, "as at a stop, and without waiting for another node"
     assert not any(Path(f"/proc/{pid}").exists() for pid in orphans)
     assert (folder / "checkpoints" / "latest").read_text().strip() == f"step_{logged_step(folder):06d}"
 

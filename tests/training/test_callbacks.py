@@ -93,6 +93,7 @@ def test_an_average_of_the_weights_follows_roll_backs_resumes_and_is_used(worksp
 
     (*fine, refused, not_served), = run_ranks(1, _use, str(run.folder), str(workspace.path))
     assert [code for code, _ in fine] == [0, 0, 0], fine
+    assert not any("note" in said for _, said in fine)  # of plugins, which one's own run needs no more
     assert (refused[0], "has no weights called 'exp_avg'; it has ema" in refused[1]) == (1, True), refused
     assert (not_served[0], "has no weights called 'exp_avg'; it has ema" in not_served[1]) == (1, True), not_served
     results = [json.loads((workspace.path / f"{name}.json").read_text()) for name in ("trained", "average")]
@@ -136,6 +137,14 @@ def test_a_run_that_stopped_early_stays_ended_and_the_best_checkpoints_stay(work
     workspace.config["run"]["callbacks"][0]["patience"] = 3
     train(project(workspace, *workspace.config["run"]["callbacks"]), "run")
     assert state(run.checkpoint(4))["callbacks"]["early_stopping"] == ended["callbacks"]["early_stopping"] | {"bad": 3}
+
+
+def test_a_run_that_ends_between_logged_steps_logs_its_last_one(workspace: Workspace) -> None:
+    path = project(workspace, {"name": "diary", "ends_after": 3}, max_iters=9, log_interval=100, eval_interval=None)
+    run = train(path, "run")
+    (row,) = run.rows
+    assert row["step"] == 3
+    assert {"loss", "diary/pages"} <= row.keys()
 
 
 def _noise(path: str, options: tuple[str, ...]) -> tuple[list[np.ndarray], list[float | None], int]:

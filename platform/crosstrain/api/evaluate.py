@@ -78,10 +78,10 @@ def start_evaluation(job: dict[str, Any], talk: Talk | None = None, *, alone: bo
             try:
                 open_split(config, split)
             except EmptySplit as error:
-                if job["splits"] is not None or splits == [split]:
-                    raise
+                if job["splits"] is not None or split in job["answers"] or splits == [split]:
+                    raise EmptySplit(f"--splits, --answers: {error.args[0]}; name others") from None
                 splits.remove(split)
-                log.warning("%s is left out: %s", split, error)
+                log.warning("%s is left out: %s", split, error.args[0])
     how = replace(how, starts_workers=how.starts_workers or apart)
     job = job | {"checkpoint": checkpoint, "trust": config.trust, "splits": splits}
     return launch(evaluate_worker, (config.plain, job, talk), how)

@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from crosstrain.api import model
 from crosstrain.api.model import OpenModel
 from crosstrain.checkpoint.folders import read_pointer, step_folder
 from crosstrain.checkpoint.run_folder import RunFolder
+from crosstrain.config.sources import Overrides
 from crosstrain.monitor.report.chart import COLOURS, downsample
 from crosstrain.monitor.report.page import page
 from crosstrain.monitor.report.read_run import read_runs
@@ -53,9 +55,9 @@ class Run:
         step = read_pointer(root, pointer)
         return None if step is None else step_folder(root, step)
 
-    def open(self) -> OpenModel:
-        """Open the newest undamaged checkpoint, as `crosstrain.open` does."""
-        return model.open(self.folder)
+    def open(self, options: Overrides = (), **more: Any) -> OpenModel:
+        """Open the newest undamaged checkpoint; the arguments are those of `crosstrain.open`."""
+        return model.open(self.folder, options, **more)
 
     def report(self, output: str | Path | None = None) -> Path:
         """Write one HTML page about the run, by default report.html in its folder; returns its path."""

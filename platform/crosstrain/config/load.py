@@ -161,7 +161,7 @@ class _Builder:
         given = sources.resolve(self.tree, self.origins, key) if "run" in self.tree else []
         for i, folder in enumerate(self.check.value(list[bounds.FilePath], given, key)):
             with self.check.located((*key, str(i))):
-                registry.add_folder(paths.find(folder))
+                registry.add_folder(paths.find(folder, self.base.label))
 
     def _complete(self, kind: str, key: Key) -> None:
         """Put the component's defaults and the presets under the user's values."""
@@ -182,6 +182,9 @@ class _Builder:
             others = [label for label in self.tree.get("datasets", ()) if label != own]
             origins = {layer.label for layer in self.origins.layers if key in layer.lines}
             if kind == "dataset" and others and origins == {sources.OPTIONS}:  # a label that is misspelled
+                if own in (labels := others[0].split("+")):  # a saved run spells out what stood side by side
+                    part = f"datasets.{others[0]}.parts.{labels.index(own)}.dataset"
+                    self.check.fail(key, f"unknown key; did you mean {part}?")
                 self.check.unknown_key(key, others)
             self.check.name_required(kind, at, files)
         name = self.check.value(str, sources.resolve(self.tree, self.origins, at), at)

@@ -135,6 +135,9 @@ def merge(lower: Any, upper: Any, key: Key = (), *, names_replace: bool = True) 
         upper = {naming: upper}
     if isinstance(lower, str) and isinstance(upper, dict):
         lower = {naming: lower}
+    if isinstance(lower, list) and isinstance(upper, dict) and upper.keys() <= {str(i) for i in range(len(lower))}:
+        items = ((item, upper.get(str(i), item)) for i, item in enumerate(lower))
+        return [merge(*both, (*key, str(i)), names_replace=names_replace) for i, both in enumerate(items)]
     if not (isinstance(lower, dict) and isinstance(upper, dict)):
         return upper
     old, new = lower.get(naming), upper.get(naming)

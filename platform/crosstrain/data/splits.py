@@ -25,7 +25,7 @@ def open_split(config: Config, split: Split) -> Dataset:
         try:
             return registry.get("dataset", component.name)(component.options, split)
         except DataError as error:
-            raise type(error)(f"datasets.{label}: {error}") from error
+            raise type(error)(f"datasets.{label}: {error.args[0]}", *error.args[1:]) from error
 
 
 def prepare_data(config: Config) -> None:

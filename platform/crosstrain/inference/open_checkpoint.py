@@ -48,6 +48,9 @@ def saved_config(checkpoint: Path, options: Overrides, trust_data: bool = False)
         if text.count(",") + len(text) // 100 > LARGEST_TREE:
             raise CheckpointError(f"{checkpoint}: its configuration holds more than {LARGEST_TREE:,} values")
         return Config.from_plain(_for_evaluation(saved, checkpoint, own, options), options, trust=trust)
+    except ConfigError:
+        _note_plugins(saved, checkpoint)
+        raise
     except RecursionError:
         raise CheckpointError(f"{checkpoint}: its configuration is nested too deep") from None
 
@@ -65,16 +68,11 @@ def _for_evaluation(saved: dict[str, Any], checkpoint: Path, own: bool, options:
     """
     run = saved.get("run")
     if isinstance(run, dict):
-        if plugins := run.get("plugins"):
-            named = ",".join(map(str, plugins)) if isinstance(plugins, list) else plugins
-            note = (
-                f"note: {checkpoint} names plugins, which are code and not imported on a checkpoint's word; if "
-                f"you trust them: --options {shlex.quote(f'run.plugins=[{named}]')}"  # somebody may paste it
-            )
-            print(sentence(note), file=sys.stderr)
-            if own and not any(key == "run.plugins" for key, _ in pairs(options)):
-                known = registry.names("metric")
-                run = run | {"metrics": [m for m in run.get("metrics", []) if m["name"] in known]}
+        if own and run.get("plugins") and not any(key == "run.plugins" for key, _ in pairs(options)):
+            given, known = run.get("metrics", []), registry.names("metric")
+            run = run | {"metrics": [m for m in given if m["name"] in known]}
+            if run["metrics"] != given:
+                _note_plugins(saved, checkpoint)
         left = {field.name for field in fields(RunOptions)} - (_FROM_ITS_USER if own else _FROM_ANYBODY)
         run = _NO_TRAINING | {key: value for key, value in run.items() if key not in left}
         if isinstance(run.get("num_workers"), int):
@@ -86,6 +84,18 @@ def _for_evaluation(saved: dict[str, Any], checkpoint: Path, own: bool, options:
             f"name a project file with --cfg-path"
         )
     return saved
+
+
+def _note_plugins(saved: dict[str, Any], checkpoint: Path) -> None:
+    """Print the plugins that the configuration names, if any, and the way to have them."""
+    run = saved.get("run")
+    if isinstance(run, dict) and (plugins := run.get("plugins")):
+        named = ",".join(map(str, plugins)) if isinstance(plugins, list) else plugins
+        note = (
+            f"note: {checkpoint} names plugins, which are code and not imported on a checkpoint's word; if "
+            f"you trust them: --options {shlex.quote(f'run.plugins=[{named}]')}"  # somebody may paste it
+        )
+        print(sentence(note), file=sys.stderr)
 
 
 def open_config(checkpoint: Path, project: ProjectLike | None, options: Overrides, trust_data: bool) -> Config:

@@ -31,7 +31,7 @@ class Reporter:
         self._begin(resumed_step)
 
     def _begin(self, step: int) -> None:
-        self._tracked_step = step
+        self.tracked_step = step
         self.trackers = self._start_trackers()
         shows_bar = self._is_main and sys.stderr.isatty()
         self._bar = tqdm(total=self._max_iters, initial=step, unit="step", dynamic_ncols=True, disable=not shows_bar)
@@ -104,7 +104,7 @@ class Reporter:
         self._begin(step)
 
     def _start_trackers(self) -> Trackers:
-        run = TrackedRun(self._folder.path, self._config.plain, self._tracked_step)
+        run = TrackedRun(self._folder.path, self._config.plain, self.tracked_step)
         return Trackers(self._config.run.trackers if self._is_main else [], run)
 
     def restart_trackers(self) -> None:
@@ -113,13 +113,13 @@ class Reporter:
         self.trackers = self._start_trackers()
 
     def track(self, row: Row) -> None:
-        self._tracked_step = row["step"]
+        self.tracked_step = row["step"]
         self.trackers.log(row)
 
     def close(self, ended: bool = False) -> None:
         """Close bar and trackers; `ended`: training has ended before its last step as it should."""
         self._bar.close()
-        self.trackers.close(finished=ended or self._tracked_step == self._max_iters)
+        self.trackers.close(finished=ended or self.tracked_step == self._max_iters)
 
 
 def log_lines(metrics: StepMetrics, max_iters: int, targets: str = "tokens") -> list[str]:

@@ -74,6 +74,7 @@ class Trainer:
             self._save(background=False)
             self.checkpointer.wait()  # from here on there is one to go back to
         self.reporter.begin_interval()
+        last: StepMetrics | None = None
         try:
             while self.state.step < self.max_iters and not self.state.ended_with:
                 try:
@@ -84,16 +85,19 @@ class Trainer:
                     continue
                 if metrics is None:
                     self.stopped = not self._ends()
+                    if last is not None and not self.stopped and self.reporter.tracked_step < last.step:
+                        self.reporter.track({"step": last.step} | self.reporter.log(last))
                     break
+                last = metrics
                 with self.reporter.paused():
                     self.profiler.write(after=self.state.step)
                 self.last_validation = None
                 self.reporter.advance(metrics)
                 metrics.recorded = self._scalars()
                 row = self.reporter.log(metrics) if self._logs(self.state.step) else {}
-                interval, last = self.run.eval_interval, self.max_iters
+                interval = self.run.eval_interval
                 # The last step has a validation, too, unless the run is too short for any, such as a smoke run.
-                if self._due(interval) or (interval is not None and interval <= last == self.state.step):
+                if self._due(interval) or (interval is not None and interval <= self.max_iters == self.state.step):
                     row |= self._validate()
                     if self.state.improves(row["val_loss"]) and self.run.save_best:
                         self.save_as("best")

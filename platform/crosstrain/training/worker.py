@@ -35,6 +35,8 @@ from crosstrain.utils.logging import log, set_up_logging
 from crosstrain.utils.program import command
 from crosstrain.utils.trust import names_command
 
+_FEW_TOKENS, _DEVIATION = 10_000, 2.5  # of a validation; the standard deviation of a token's loss in nats, about
+
 
 def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
     """Train on this rank; returns the signal that stopped it, or 0."""
@@ -139,7 +141,7 @@ def _open_folder(config: Config, world: Group, quiet: bool) -> RunFolder:
 
 def _log_setup(trainer: Trainer) -> None:
     """Log model, runner and batch plan. Collective."""
-    runner, plan, config = trainer.runner, trainer.plan, trainer.config
+    runner, plan, config, held_out = trainer.runner, trainer.plan, trainer.config, trainer.val_dataset
     mine = {n: (p.requires_grad, runner.full_shape(p).numel()) for n, p in runner.model.canonical_parameters().items()}
     parameters = {name: count for held in runner.world.all_gather(mine) for name, count in held.items()}
     log.info(
@@ -152,6 +154,13 @@ def _log_setup(trainer: Trainer) -> None:
         plan.global_batch, plan.micro_batch, plan.accumulation, plan.dp_size, len(trainer.dataset),
         trainer.state.step + 1, trainer.max_iters,
     )  # fmt: skip
+    if held_out is not None and runner.model.predicts_tokens:
+        samples = min(trainer.run.eval_iters * plan.global_batch, len(held_out))
+        if 0 < (tokens := samples * (held_out.sequence_length or 0)) < _FEW_TOKENS:
+            log.info(
+                "validation sees at most %d tokens, so its loss is uncertain by about %.2f: raise run.eval_iters, or "
+                "give the validation split more data", tokens, _DEVIATION / tokens**0.5,
+            )  # fmt: skip
 
 
 def _log_restart(world: Group, step: int) -> None:
@@ -168,8 +177,8 @@ def _log_summary(trainer: Trainer) -> None:
     # A run too short for its first validation, such as a smoke run, does not end in one either.
     if trainer.val_dataset is not None and run.eval_interval is not None and run.eval_interval <= trainer.max_iters:
         metrics = trainer.last_validation or trainer.validate()
-        if not metrics.of_tokens or metrics.more:
-            log.info("validation %s", metrics.line(".4f"))
+        if trainer.last_validation is None:
+            log.info("validation %s", metrics.line(".6E"))
         if metrics.of_tokens:
             loss, tokens = metrics.loss, metrics.targets
             log.info("validation perplexity %.2f (loss %.4f, %d tokens)", metrics.perplexity, loss, tokens)

@@ -45,7 +45,10 @@ class DataError(UserError):
 
 
 class EmptySplit(DataError):
-    """A split without a sample."""
+    """A split without a sample: the reason, and advice for somebody who may still change the data."""
+
+    def __str__(self) -> str:
+        return ": ".join(self.args)
 
 
 class CheckpointError(UserError):

@@ -19,13 +19,18 @@ def home() -> Path:
     return _PACKAGE
 
 
-def find(path: str | os.PathLike[str]) -> Path:
-    """Return the file or folder `path`, relative to the working directory or else to `home()`; ConfigError if none."""
+def find(path: str | os.PathLike[str], named_in: str = "") -> Path:
+    """Return the file or folder `path`, relative to the working directory or else to `home()`.
+
+    Raises ConfigError if there is none; it may suggest one beside the file `named_in`, against which nobody resolves.
+    """
     wanted = Path(path).expanduser()
     candidates = [wanted] if wanted.is_absolute() else [wanted, home() / wanted]
     for candidate in candidates:
         if os.path.exists(candidate):  # False, too, for what cannot be a name
             return candidate
+    if os.path.exists(beside := Path(named_in).parent / wanted):
+        raise ConfigError(f"{path}: paths count from the working directory; did you mean {show(beside)}?")
     raise ConfigError(missing(path, candidates))
 
 
