@@ -155,8 +155,6 @@ class Race:
         """Train, and if that went well and the look is deep, resume; returns the first difference."""
         record = self.record(label, size, config, "contestant")
         self._show(label, reference)
-        if "error" not in record.get("saved", {"error": None}):
-            record["strange_files"] = strange_files(config, find_checkpoint(Path(config.run.output_dir)))
         finding = diagnose(record, reference, tolerance)
         if self.deep and finding is None:
             resumed = self.record(label, size, config, "contestant", resumed=True)
@@ -174,8 +172,10 @@ class Race:
         steps = RESUMED if resumed else self.steps + RESUMED * (self.deep and role != "contestant")
         save = self.deep and role != "noise" and not resumed
         job = Job(role, self.scratch / "reference", steps, last, save, resumed, uneven=self.deep)
-        self.results[label] = self.start(compare_worker, size, plain, job)
-        return self.results[label]
+        record = self.results[label] = self.start(compare_worker, size, plain, job)
+        if "error" not in record.get("saved", {"error": None}):
+            record["strange_files"] = strange_files(config, find_checkpoint(Path(plain["run"]["output_dir"])))
+        return record
 
     def start(self, worker: Callable[..., int], size: int, *args: Any) -> Any:
         """Run `worker(*args, result)` on `size` ranks; returns what the JSON file `result` then holds."""

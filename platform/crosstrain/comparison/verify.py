@@ -115,7 +115,7 @@ class _Acceptance:
         self.record = self.race.record(self.label, self.size, self.config, "contestant")
         trained = self.record | {"plain_loss": self.reference["plain_loss"], "later_loss": None}
         self.finding = diagnose(trained, self.reference, self.tolerance)
-        if self.finding and self.finding.phase != "checkpoint":
+        if self.finding and self.finding.phase not in ("checkpoint", "export"):
             return "no", self.finding.sentence
         return "yes", self._within(self.record)
 
@@ -126,7 +126,9 @@ class _Acceptance:
         return "no", f"losses {here[0]:.7g} and {here[1]:.7g}, where {there[0]:.7g} and {there[1]:.7g} are right"
 
     def _save(self) -> tuple[str, str]:
-        return ("no", self.finding.sentence) if self.finding else ("yes", "every tensor bit by bit")
+        if self.finding:
+            return "no", self.finding.sentence
+        return "yes", "every tensor bit by bit, and the files beside them"
 
     def _resume(self, size: int, config: Config, earlier: Config) -> tuple[str, str]:
         """Go on from an earlier run's checkpoint, held to the reference, which never stopped."""

@@ -10,7 +10,7 @@ from typing import Any
 from crosstrain.distributed.watchdog import flight_recorder
 from crosstrain.distributed.watchdog.diagnosis import find_absent, find_desync, name_ranks
 from crosstrain.distributed.watchdog.flight_recorder import History, RankReport
-from crosstrain.planning.estimate import Project
+from crosstrain.planning.estimate import UNKNOWN_SHAPE, Project
 from crosstrain.planning.follow import Program, follow
 from crosstrain.utils.errors import ConfigError, explained
 from crosstrain.utils.units import show_bytes
@@ -29,7 +29,7 @@ class Collectives:
     def of(project: Project, world_size: int) -> Collectives:
         """Follow a step of every rank. Raises ConfigError where the runner cannot do without values or ranks."""
         if project.inputs is None:
-            raise ConfigError("--collectives: the shape of a sample is not known before the data is there")
+            raise ConfigError(f"--collectives: {UNKNOWN_SHAPE}")
         with explained("--collectives: a step under this runner cannot be followed without ranks and values"):
             programs = follow(project, world_size)
         return Collectives(programs, list(dict.fromkeys(_mismatches(programs))))

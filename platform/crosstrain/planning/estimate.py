@@ -25,6 +25,7 @@ from crosstrain.utils.errors import ConfigError, UserError, explained, first_lin
 from crosstrain.utils.logging import log
 from crosstrain.utils.types import Batch
 
+UNKNOWN_SHAPE = "the shape of a sample is not known before the data is there"
 MODES: tuple[Mode, ...] = get_args(Mode)
 HOST_COPY = "checkpoint on its way"  # the host memory of every run that saves in the background
 _FP32 = 4
@@ -116,7 +117,7 @@ class Project:
         """
         key = layout.computes, rows, "full" if mode == "offload" else mode  # which differ by where the inputs are
         if self.inputs is None:
-            self.problem = self.problem or "the shape of a sample is not known before the data is there"
+            self.problem = self.problem or UNKNOWN_SHAPE
         if self.problem is None and key not in self._traces:
             try:
                 model = layout.model or self.model

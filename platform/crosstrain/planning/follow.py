@@ -11,19 +11,17 @@ import copy
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
@@ -32,61 +30,15 @@ from crosstrain.distributed.group import Group
 from crosstrain.distributed.watchdog import flight_recorder
 from crosstrain.distributed.watchdog.flight_recorder import Location
 from crosstrain.engine.build import batch_plan, construct_model, make_runner
-from crosstrain.engine.footprint import all_reduced, scattered
 from crosstrain.engine.optimizer import optimizer_factory
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling.base import Model
+from crosstrain.planning.calls import Call, call_of
+from crosstrain.planning.estimate import Project
 from crosstrain.planning.fake_world import World, fake_world, symbolic_ranks
 from crosstrain.utils.types import Batch
 
-if TYPE_CHECKING:  # which imports this file
-    from crosstrain.planning.estimate import Project
-
-_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier", "gather", "scatter",
-          "reduce", "send", "recv")  # fmt: skip
 _NONE: list[flight_recorder.Call] = []
-_UNEVEN = ("all_to_all", "gather", "scatter", "barrier")  # ranks may have different tensors
-
-
-@dataclass(frozen=True)
-class Call:
-    """A rank's call of a collective, or of a message between two ranks. Calls that can meet are equal."""
-
-    kind: str
-    group: str  # name of the process group, or of its family
-    ranks: int  # in the group
-    tensor: str  # type and shape of the largest one; empty where ranks may have different ones
-    peer: int | None = None  # the rank in the group that sends, receives or broadcasts
-    sent: int = field(default=0, compare=False)  # bytes by this rank, for ring algorithms
-    location: Location = field(default=Location("", 0, ""), compare=False)
-
-    def __str__(self) -> str:
-        return f"{self.kind} of {self.tensor} ({self.location})"
-
-
-def call_of(func: Any, args: tuple[Any, ...], out: Any) -> Call | None:
-    """The call that an operation of torch's dispatcher is, without its location; None if it is none."""
-    if func.namespace not in ("c10d", "_c10d_functional"):
-        return None
-    name = func._schema.name.partition("::")[2].replace("_", "")
-    kind = next((kind for kind in _KINDS if name.startswith(kind.replace("_", ""))), None)
-    if kind is None:
-        return None
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
-    if "process_group" in given:
-        group = dist.ProcessGroup.unbox(given["process_group"])
-    else:
-        group = dist.distributed_c10d._resolve_process_group(given["group_name"])
-    sides = [[leaf for leaf in tree_leaves(side) if isinstance(leaf, Tensor)] for side in (*args, out)]
-    most = max(sum(tensor.numel() * tensor.element_size() for tensor in side) for side in sides)
-    largest = max((tensor for side in sides for tensor in side), key=Tensor.numel)
-    sent = {"all_reduce": all_reduced(most, group.size()), "send": most, "recv": 0}
-    return Call(
-        kind, group.group_name, group.size(),
-        "" if kind in _UNEVEN else f"{str(largest.dtype).removeprefix('torch.')} {list(largest.shape)}",
-        next((given[key] for key in ("src", "dst", "root_rank") if key in given), None),
-        sent.get(kind, scattered(most, group.size())),
-    )  # fmt: skip
 
 
 class Recorder(TorchDispatchMode):

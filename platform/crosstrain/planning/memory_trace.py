@@ -33,7 +33,7 @@ from crosstrain.modeling import activation_checkpointing
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.cross_entropy import CPU_SOFTMAX_ROWS
-from crosstrain.planning.follow import call_of
+from crosstrain.planning.calls import call_of
 from crosstrain.utils.types import Batch
 
 # torch's formulas know neither the CPU's attention nor sums in place, which accumulate the head's gradient.
