@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from conftest import ENVIRONMENT, Run, Workspace, kill, logged_step, wait_until
+from crosstrain.distributed.launch.launcher import Launch, launch
 from crosstrain.distributed.launch.rendezvous import Nodes, _interface
 from crosstrain.utils.errors import ConfigError, UserError
 from fixtures_kill import INTERVALS, assert_same_weights, dying, numbers, workers
@@ -267,6 +268,49 @@ def test_node_0_that_does_not_answer() -> None:
         assert nodes is not None
         with pytest.raises(UserError, match=r"nobody answers at 127\.0\.0\.1:.*start node 0 there"):
             nodes.wait_for_host()
+
+
+NODES = 64
+
+
+def _meets(port: int, folder: Path) -> tuple[int, float]:
+    """A node, which starts a worker that counts: the launcher's exit code and the seconds that it ran."""
+    rank = int(os.environ.pop("RANK"))
+    del os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]  # of a worker, and this is a launcher
+    nodes = Nodes.of(f"{NODES - 1}:{NODES}", rank, f"127.0.0.1:{port}", "127.0.0.1", "last_call_timeout=20")
+    began = time.monotonic()
+    code = launch(_counts, (folder,), Launch(NODES, True, False, rank == 0, nodes, max_restarts=2, start_method="fork"))
+    return code, time.monotonic() - began
+
+
+def _counts(folder: Path) -> int:
+    """A worker that meets the others; of the first start, the one with the highest rank then dies."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    ranks: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, dist.get_rank())
+    start = len(list(folder.glob(f"*-{dist.get_rank()}")))
+    (folder / f"{start}-{dist.get_rank()}").write_text(str(len({*ranks})))
+    dist.barrier()
+    if start == 0 and dist.get_rank() == NODES - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+@pytest.mark.slow
+def test_many_nodes_meet_and_meet_again(tmp_path: Path) -> None:
+    """Also after a worker has died on one of them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ends = run_ranks(NODES, _meets, port, tmp_path, seconds=280)
+    assert [code for code, _ in ends] == [0] * NODES
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"{s}-{r}" for s in (0, 1) for r in range(NODES))
+    assert {path.read_text() for path in tmp_path.iterdir()} == {str(NODES)}
+    print(f"{NODES} nodes met twice in {max(seconds for _, seconds in ends):.0f} s")
 
 
 def _sees(folders: list[str]) -> str:

@@ -1,7 +1,8 @@
 """torch's elastic agent with our rules: some failures are final, and a request to stop is no failure.
 
 The only file that depends on private parts of torch.distributed.elastic: `_start_workers`, `_restart_workers`,
-`_monitor_workers`, `_worker_group` and `_remaining_restarts` of its agent, as torch 2.13 and 2.14 have them.
+`_monitor_workers`, `_worker_group` and `_remaining_restarts` of its agent and `get_method_name` of its rendezvous, as
+torch 2.13 and 2.14 have them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.distributed.elastic import rendezvous as rdzv
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from crosstrain.distributed.launch.cluster_env import set_restart_reason
@@ -32,6 +34,11 @@ if TYPE_CHECKING:  # the launcher imports this file
 
 _SHUTDOWN_TIMEOUT = 5  # seconds in which ended ranks that wait for a dead one, and cannot hear, are left alone
 _EXIT_TIMEOUT = 30  # seconds in which another node's launcher, whose workers ended with this one's, has to end too
+
+
+# For the name of an event that nobody reads, torch reads the sources of the whole stack, between a look at the shared
+# state and its change: many nodes that meet at once would outdate each other's state for minutes.
+dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 class _Stopped(BaseException):
