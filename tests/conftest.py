@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
+pytest_plugins = ["fixtures_bucket"]
+
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 

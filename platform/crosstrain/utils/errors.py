@@ -55,6 +55,10 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, damaged or does not fit the model."""
 
 
+class StorageError(UserError):
+    """A bucket that cannot be used: no access, no connection, no package for its protocol."""
+
+
 class TrainingError(UserError):
     """A reason to end training: divergence, endless overflow, a full disk."""
 

@@ -1,0 +1,180 @@
+"""Objects in a bucket, at URLs such as s3://bucket/folder/name, through fsspec.
+
+Credentials come from wherever the library of the protocol looks for them; none are named here. What fails for a moment
+is tried again. StorageError says in one sentence what does not pass: a missing package, refused credentials, a host
+that cannot be reached. A missing object is a FileNotFoundError.
+"""
+
+import re
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from random import random
+from typing import Any, TypeVar
+
+from crosstrain.utils.errors import StorageError, first_line, sentence
+from crosstrain.utils.optional_deps import missing
+
+T = TypeVar("T")
+
+_URL = re.compile(r"([a-z][a-z0-9+.\-]*)://")
+_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+_PATIENCE = 60.0  # seconds in which an operation is begun again
+_GAP = 1 << 16  # bytes that are read in vain rather than asking twice: what arrives during a request's latency
+# What libraries call the errors of credentials that are absent, wrong or expired.
+_CREDENTIALS = re.compile(r"Credential|Token|Auth|Refresh|Permission")
+
+
+def is_url(path: object) -> bool:
+    """Return True for the URL of a bucket or an object in it, as against a local path."""
+    return isinstance(path, str) and _URL.match(path) is not None
+
+
+def join(url: str, *names: str) -> str:
+    return "/".join([url.rstrip("/"), *names])
+
+
+def listing(url: str) -> dict[str, int | None]:
+    """Return the names directly below `url` with the sizes of objects, or None where more lies below."""
+    return _below(url, lambda fs, path: {entry["name"]: entry for entry in fs.ls(path, detail=True)})
+
+
+def files(url: str) -> dict[str, int | None]:
+    """Return the names of all objects below `url`, relative to it, with their sizes."""
+    return _below(url, lambda fs, path: fs.find(path, detail=True))
+
+
+def size(url: str) -> int:
+    """Return an object's size in bytes."""
+    return _tried(url, lambda fs, path: fs.info(path)["size"])
+
+
+def read(url: str, first: int = 0, last: int | None = None) -> bytes:
+    """Read the bytes [first, last) of an object, or all from `first` on."""
+    return _tried(url, lambda fs, path: fs.cat_file(path, start=first, end=last))
+
+
+def read_ranges(url: str, ranges: Sequence[tuple[int, int]], gap: int = _GAP) -> list[bytes]:
+    """Read the bytes [first, last) of each range, those at most `gap` bytes apart in one request, many at a time."""
+    spans: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if spans and first <= spans[-1][1] + gap:
+            spans[-1] = spans[-1][0], max(spans[-1][1], last)
+        else:
+            spans.append((first, last))
+    starts, ends = [first for first, _ in spans], [last for _, last in spans]
+
+    def action(fs: Any, path: str) -> list[bytes]:
+        parts = fs.cat_ranges([path] * len(spans), starts, ends, on_error="raise")
+        if short := [p for p, (first, last) in zip(parts, spans, strict=True) if len(p) != last - first]:
+            raise OSError(f"{len(short[0])} bytes arrived of a range that is longer")
+        return parts
+
+    parts = _tried(url, action)
+    found = ((bisect_right(starts, first) - 1, first, last) for first, last in ranges)
+    return [parts[i][first - starts[i] : last - starts[i]] for i, first, last in found]
+
+
+def write(url: str, data: bytes) -> None:
+    """Write an object, in place of one that is there."""
+    _tried(url, lambda fs, path: fs.pipe_file(path, data))
+
+
+def create(url: str, data: bytes) -> bool:
+    """Write an object unless there is one; returns False if somebody else's is there. One of several writers wins."""
+
+    def action(fs: Any, path: str) -> bool:
+        try:
+            fs.pipe_file(path, data, mode="create")
+        except (FileNotFoundError, PermissionError):
+            raise
+        except OSError:
+            if not fs.exists(path):  # nobody has won yet
+                raise
+            return fs.cat_file(path) == data  # an attempt of ours, whose answer was lost
+        return True
+
+    return _tried(url, action)
+
+
+def upload(path: Path, url: str) -> None:
+    """Write a local file to an object, in parts where it is large. Memory holds some parts."""
+    _tried(url, lambda fs, target: fs.put_file(str(path), target))
+
+
+def download(url: str, path: Path) -> None:
+    """Write an object to a local file."""
+    _tried(url, lambda fs, source: fs.get_file(source, str(path)))
+
+
+def remove(url: str) -> None:
+    """Delete an object or everything below `url`, as far as there is something."""
+
+    def action(fs: Any, path: str) -> None:
+        with suppress(FileNotFoundError):
+            fs.rm(path, recursive=True)
+
+    _tried(url, action)
+
+
+def _below(url: str, find: Callable[[Any, str], dict[str, Any]]) -> dict[str, int | None]:
+    def action(fs: Any, path: str) -> dict[str, int | None]:
+        try:
+            found = find(fs, path)
+        except FileNotFoundError:
+            return {}
+        base = path.rstrip("/") + "/"
+        return {
+            name.rstrip("/").removeprefix(base): None if entry["type"] == "directory" else entry["size"]
+            for name, entry in found.items()
+            if name.startswith(base) and name != base
+        }
+
+    return _tried(url, action)
+
+
+def _tried(url: str, action: Callable[[Any, str], T]) -> T:
+    """Do something with the file system and the path of a URL, again while it fails for reasons that may pass."""
+    fs, started, wait = _file_system(url), time.monotonic(), 0.25
+    while True:
+        try:
+            return action(fs, fs._strip_protocol(url))
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            if any(_CREDENTIALS.search(type(e).__name__) for e in (error, error.__cause__)):
+                reason = "the credentials were refused, are missing or have expired"
+            elif time.monotonic() - started < _PATIENCE:
+                time.sleep(wait * (0.5 + random()))  # not all ranks at once
+                wait = min(2 * wait, 8.0)
+                continue
+            else:
+                reason = f"no success in {_PATIENCE:.0f} s"
+            raise StorageError(f"{url}: {reason} ({_words(error)})") from error
+
+
+def _file_system(url: str) -> Any:
+    """Open the file system of a URL, or return the one that this process has open."""
+    match = _URL.match(url)
+    assert match is not None
+    import fsspec  # takes 50 ms, and local runs do without
+
+    try:
+        # Others write, too: what was listed a moment ago is no answer.
+        return fsspec.filesystem(match[1], use_listings_cache=False)
+    except ImportError as error:
+        if (package := _PACKAGES.get(match[1])) is None:
+            raise StorageError(f"{url}: {_words(error)}") from error
+        raise missing(url, package) from error
+    except ValueError:
+        known = ", ".join(f"{name}://" for name in _PACKAGES)
+        raise StorageError(f"{url}: there is no protocol {match[1]}; known are {known} and others of fsspec") from None
+    except Exception as error:  # a library that looks for credentials at once
+        raise StorageError(f"{url}: cannot be opened ({_words(error)})") from error
+
+
+def _words(error: Exception) -> str:
+    """Return the first line of an error's message; some go on with the whole request, its headers included."""
+    return sentence(getattr(error, "strerror", None) or first_line(error))

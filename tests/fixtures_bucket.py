@@ -1,0 +1,120 @@
+"""A real S3 server on loopback (moto's), which counts requests and can be told to fail them or to slow them down."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+Answer = Callable[[Any], Any]  # a request's environment -> None: go on; or (status, code) to refuse it with
+
+
+@dataclass
+class Bucket:
+    """A server with one bucket. `interfere` is called with the environment of each request before it is served."""
+
+    address: str
+    requests: list[tuple[str, str]] = field(default_factory=list)  # method, path with query
+    sent: int = 0  # bytes of the bodies of answers
+    interfere: Answer = lambda environ: None
+
+    @property
+    def url(self) -> str:
+        return "s3://bucket"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables by which S3's libraries find the server."""
+        return {
+            "AWS_ENDPOINT_URL": self.address, "AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1", "AWS_EC2_METADATA_DISABLED": "true",
+        }  # fmt: skip
+
+    def count(self, method: str) -> int:
+        return sum(found == method for found, _ in self.requests)
+
+    @contextmanager
+    def interfered(self, interfere: Answer) -> Iterator[None]:
+        self.interfere = interfere
+        try:
+            yield
+        finally:
+            self.interfere = lambda environ: None
+
+
+_REFUSAL = "<?xml version='1.0'?><Error><Code>{0}</Code><Message>The {0} message.</Message></Error>"
+
+
+def refuse(first: int, status: str, code: str, method: str = "") -> Answer:
+    """Refuse the first so many requests (of a method)."""
+    left = [first]
+
+    def answer(environ: Any) -> Any:
+        if environ["REQUEST_METHOD"].startswith(method) and left[0] > 0:
+            left[0] -= 1
+            return status, code
+        return None
+
+    return answer
+
+
+def reset(environ: Any) -> None:
+    """Break a request's connection off, without an answer."""
+    environ["werkzeug.socket"].shutdown(2)
+
+
+def slow(seconds: float, method: str = "") -> Answer:
+    return lambda environ: time.sleep(seconds) if environ["REQUEST_METHOD"].startswith(method) else None
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[Bucket]:
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import make_server
+
+    s3 = DomainDispatcherApplication(create_backend_app)
+    found: list[Bucket] = []
+
+    def app(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
+        bucket = found[0]
+        path = environ["PATH_INFO"] + (f"?{q}" if (q := environ["QUERY_STRING"]) else "")
+        bucket.requests.append((environ["REQUEST_METHOD"], path))
+        if (refused := bucket.interfere(environ)) is not None:
+            status, code = refused
+            start(status, [("Content-Type", "application/xml")])
+            return [_REFUSAL.format(code).encode()]
+        body = b"".join(s3(environ, start))
+        bucket.sent += len(body)
+        return [body]
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = make_server("127.0.0.1", 0, app, threaded=True)
+    found.append(Bucket(f"http://127.0.0.1:{server.server_port}"))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield found[0]
+    server.shutdown()
+
+
+@pytest.fixture
+def bucket(s3_server: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """The server with an empty bucket, and this process's environment set for it."""
+    import boto3
+
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    # A server of its own on loopback is no use of anybody's network.
+    monkeypatch.setenv("NO_PROXY", os.environ.get("NO_PROXY", "") + ",127.0.0.1")
+    s3 = boto3.resource("s3").Bucket("bucket")
+    s3.create()
+    s3_server.requests.clear()
+    s3_server.sent = 0
+    yield s3_server
+    s3.objects.delete()
+    s3.delete()

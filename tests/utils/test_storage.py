@@ -1,0 +1,88 @@
+"""Objects in a bucket: they are what was written, one of several creators wins, and failures are one sentence."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from crosstrain.utils import storage
+from crosstrain.utils.errors import StorageError, UserError
+from fixtures_bucket import Bucket, refuse, reset, slow
+
+DATA = bytes(range(256)) * 1024
+
+
+def test_objects_are_what_was_written(bucket: Bucket, tmp_path: Path) -> None:
+    root = storage.join(bucket.url, "run")
+    assert storage.listing(root) == {} == storage.files(root)
+    storage.write(storage.join(root, "a", "x"), DATA)
+    (tmp_path / "y").write_bytes(DATA)
+    storage.upload(tmp_path / "y", storage.join(root, "y"))
+    assert storage.listing(root) == {"a": None, "y": len(DATA)}
+    assert storage.files(root) == {"a/x": len(DATA), "y": len(DATA)}
+    storage.download(storage.join(root, "a", "x"), tmp_path / "x")
+    assert (tmp_path / "x").read_bytes() == DATA == storage.read(storage.join(root, "y"))
+    assert storage.size(storage.join(root, "y")) == len(DATA)
+    storage.remove(storage.join(root, "a"))
+    storage.remove(storage.join(root, "a"))  # nothing there is no mistake
+    assert storage.listing(root) == {"y": len(DATA)}
+    with pytest.raises(FileNotFoundError):
+        storage.read(storage.join(root, "a", "x"))
+
+
+def test_neighbouring_ranges_are_one_request(bucket: Bucket) -> None:
+    url = storage.join(bucket.url, "x")
+    storage.write(url, DATA)
+    ranges = [(200_000, 200_010), (0, 10), (5, 20), (30, 40), (7, 7)]
+    bucket.requests.clear()
+    assert storage.read_ranges(url, ranges, gap=16) == [DATA[first:last] for first, last in ranges]
+    assert bucket.count("GET") == 2
+
+
+def test_one_of_several_creators_wins(bucket: Bucket) -> None:
+    url = storage.join(bucket.url, "lock")
+    with ThreadPoolExecutor(4) as pool:
+        won = list(pool.map(lambda i: storage.create(url, b"%d" % i), range(4)))
+    assert won.count(True) == 1
+    assert storage.read(url) == b"%d" % won.index(True)
+
+
+def test_what_passes_is_tried_again(bucket: Bucket) -> None:
+    url = storage.join(bucket.url, "x")
+    with bucket.interfered(refuse(2, "503 Slow Down", "SlowDown", "PUT")):
+        storage.write(url, DATA)
+    resets = iter([reset, reset])
+    with bucket.interfered(lambda environ: next(resets, lambda _: None)(environ)):
+        assert storage.read(url) == DATA
+    with bucket.interfered(slow(0.2)):
+        assert storage.read(url, 256, 512) == DATA[256:512]
+
+
+def test_what_does_not_pass_is_one_sentence(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = storage.join(bucket.url, "x")
+    monkeypatch.setattr(storage, "_PATIENCE", 0.0)
+    for status, code in (("400 Bad Request", "ExpiredToken"), ("403 Forbidden", "AccessDenied")):
+        with (
+            bucket.interfered(refuse(100, status, code)),
+            pytest.raises(StorageError, match="the credentials were refused, are missing or have expired") as refused,
+        ):
+            storage.read(url)
+        assert "secret" not in str(refused.value)
+    with (
+        bucket.interfered(refuse(100, "503 Slow Down", "SlowDown")),
+        pytest.raises(StorageError, match=r"s3://bucket/x: no success in 0 s \(The SlowDown message\.\)"),
+    ):
+        storage.read(url)
+    with pytest.raises(StorageError, match="there is no protocol s4"):
+        storage.read("s4://bucket/x")
+    with pytest.raises(FileNotFoundError):
+        storage.write("s3://no-such-bucket/x", b"")
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "adlfs", None)
+    with pytest.raises(UserError, match=r"needs the package adlfs.*crosstrain\[azure\]"):
+        storage.read("az://container/x")
