@@ -214,6 +214,7 @@ TABLES = {
     "`runner: fsdp`": ("runner", "fsdp"),
     "`optimizer: adamw`": ("optimizer", "adamw"),
     "`optimizer: sgd`": ("optimizer", "sgd"),
+    "`optimizer: muon`": ("optimizer", "muon"),
     "`adapter: lora`": ("adapter", "lora"),
     "`objective: dpo`": ("objective", "dpo"),
     "`objective: orpo`": ("objective", "orpo"),

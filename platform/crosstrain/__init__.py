@@ -63,6 +63,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     )
     from crosstrain.distributed.group import Group
     from crosstrain.engine.footprint import Layout, PlanContext, Sizes
+    from crosstrain.engine.matrix_optimizer import MatrixOptimizer
     from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, check_elementwise, create_state, global_norm
     from crosstrain.engine.runner import Runner, StepResult
     from crosstrain.inference.metric import Metric

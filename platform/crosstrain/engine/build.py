@@ -200,7 +200,7 @@ def build_model(
             module.compile()  # in place, so that names of parameters do not change
     whole = model.canonical_parameters()  # of which a rank may keep a part
     frozen = {name for name, p in whole.items() if not p.requires_grad}
-    runner.prepare(model, optimizer_factory(config, model.lr_scale) if for_training else None)
+    runner.prepare(model, optimizer_factory(config, model) if for_training else None)
 
     shards = runner.shards()
     parameters = [s for s in shards if s.kind == "param"]

@@ -46,6 +46,9 @@ class HeldState:
                         f"optimizer {self.run.optimizer.name} keeps {key} of {name} as a {type(value).__name__}, and "
                         f"checkpoints hold tensors of the parameter's shape and scalar ones; use another optimizer"
                     )
+        for matrix, state in (self.optimizer.state if self.optimizer else {}).items():
+            if isinstance(matrix, str):  # a `MatrixOptimizer` keeps it on this rank alone
+                out += [Shard(key, matrix, tuple(v.shape), whole_pieces(v, tuple(v.shape))) for key, v in state.items()]
         return out
 
     def gradients(self) -> list[Shard]:

@@ -1,6 +1,7 @@
 """Parameter groups, optimizer state and gradients, the same for every registered optimizer."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -9,6 +10,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
+from crosstrain.engine.matrix_optimizer import MatrixOptimizer
+from crosstrain.modeling.base import Model
 from crosstrain.utils.errors import ConfigError
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -30,28 +33,35 @@ def parameter_groups(
     weight_decay: float,
     shape_of: ShapeOf = lambda p: p.shape,
     lr_scale: Callable[[str], float] = lambda name: 1.0,
+    matrices: Mapping[str, str] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Two groups of the trainable parameters: matrices decay, biases and norms (fewer than two dimensions) do not.
 
-    Where `lr_scale` differs, there are two for each of its values.
+    Where `lr_scale` differs, there are two for each of its values. Parameters whose names are in `matrices` are in
+    groups of their own, which list their canonical names.
     """
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, p in parameters:
         if p.requires_grad:
-            groups.setdefault((lr_scale(name), len(shape_of(p)) < 2), []).append(p)
+            key = lr_scale(name), len(shape_of(p)) < 2, name in matrices and len(shape_of(p)) in (2, 3)
+            groups.setdefault(key, []).append((name, p))
     return [
-        {"params": groups[scale, flat], "weight_decay": 0.0 if flat else weight_decay}
-        | ({"lr_scale": scale} if scale != 1.0 else {})
-        for scale, flat in sorted(groups)
+        {"params": [p for _, p in groups[key]], "weight_decay": 0.0 if key[1] else weight_decay}
+        | ({"lr_scale": key[0]} if key[0] != 1.0 else {})
+        | ({"matrices": [matrices[name] for name, _ in groups[key]]} if key[2] else {})
+        for key in sorted(groups)
     ]
 
 
-def optimizer_factory(config: Config, lr_scale: Callable[[str], float] = lambda name: 1.0) -> MakeOptimizer:
-    """A function that builds the configured optimizer; `lr_scale` of a parameter's name multiplies its rate."""
+def optimizer_factory(config: Config, model: Model | None = None) -> MakeOptimizer:
+    """A function that builds the configured optimizer, for parameters of `model` under its own names."""
     make = registry.get("optimizer", config.run.optimizer.name)
+    more: dict[str, Any] = {} if model is None else {"lr_scale": model.lr_scale}
+    if model is not None and isinstance(make, type) and issubclass(make, MatrixOptimizer):
+        more["matrices"] = {name: model.canonical_name(name) for name in model.hidden_matrices()}
 
     def build(parameters: NamedParameters, shape_of: ShapeOf = lambda p: p.shape) -> torch.optim.Optimizer:
-        groups = parameter_groups(parameters, config.run.weight_decay, shape_of, lr_scale)
+        groups = parameter_groups(parameters, config.run.weight_decay, shape_of, **more)
         if not groups:
             raise ConfigError("the model has no trainable parameter: every part is frozen")
         try:
@@ -169,5 +179,5 @@ def check_elementwise(make_optimizer: MakeOptimizer) -> None:
     if not torch.allclose(moved(lambda t: [t]), moved(lambda t: t.flatten().split(8)), rtol=1e-5):
         raise ConfigError(
             "run.optimizer: it treats a parameter as a whole, and the runner cuts parameters into pieces; use an "
-            "optimizer such as adamw or sgd, or a runner such as ddp"
+            "optimizer such as adamw or muon, or a runner such as ddp"
         )

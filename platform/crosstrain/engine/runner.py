@@ -16,6 +16,7 @@ from crosstrain.distributed.group import Group, choose_device, world
 from crosstrain.distributed.watchdog import watchdog
 from crosstrain.engine.footprint import Layout, PlanContext, data_parallel
 from crosstrain.engine.held_state import HeldState
+from crosstrain.engine.matrix_optimizer import MatrixOptimizer
 from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, create_state, global_norm, gradients_of
 from crosstrain.engine.precision import Precision
 from crosstrain.modeling.base import Model, Sums, add_sums
@@ -126,12 +127,22 @@ class Runner(HeldState):
     def build_optimizer(self, make_optimizer: MakeOptimizer | None) -> None:
         """Build the optimizer over the model's parameters as they are now, and allocate its state; for `prepare`."""
         if make_optimizer is not None:
-            self.optimizer = make_optimizer(self.owned_parameters(), self.full_shape)
+            self.optimizer = self.bound(make_optimizer(self.owned_parameters(), self.full_shape))
             try:
                 create_state(self.optimizer)
             except RuntimeError as error:  # an operation that the parameters' kind of tensor does not have
                 name, reason = self.run.optimizer.name, first_line(error)
                 raise ConfigError(f"run.optimizer: {name} fails under this runner: {reason}") from error
+
+    def bound(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer, told where the parts of whole matrices are if it needs them. Collective."""
+        if isinstance(optimizer, MatrixOptimizer):
+            optimizer.bind(self.shards, self.copies_group(), self.device)
+        return optimizer
+
+    def copies_group(self) -> Group:
+        """The ranks that hold copies or parts of this rank's parameters. Collective."""
+        return self.world
 
     def owned_parameters(self) -> NamedParameters:
         """Parameters for the optimizer: the model's, or what stands for this rank's part of them."""

@@ -184,6 +184,18 @@ class Model(nn.Module, ABC):
         """Factor on the learning rate of the parameter that `named_parameters` calls `name`; of any other, 1."""
         return 1.0
 
+    def hidden_matrices(self) -> set[str]:
+        """Names, as `named_parameters` has them, of what optimizers of whole matrices update: matrices of the blocks.
+
+        Embeddings and convolutions are not among them. Names of other parameters than matrices have no effect.
+        """
+        others = (nn.Embedding, nn.modules.conv._ConvNd)
+        inside = {module for block in self.blocks() for module in block.modules() if not isinstance(module, others)}
+        return {
+            f"{prefix}.{name}" for prefix, module in self.named_modules() if module in inside
+            for name, _ in module.named_parameters(recurse=False)
+        }  # fmt: skip
+
     def lighter(self, dtype: str) -> dict[str, str]:
         """Options, by dotted key, that keep frozen parameters in less memory and change no result.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import get_args
 
 import torch
@@ -13,8 +12,10 @@ from torch import nn
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
+from crosstrain.distributed.group import Group
 from crosstrain.engine.build import batch_plan, check_quantized
 from crosstrain.engine.footprint import Layout, PlanContext, Sizes
+from crosstrain.engine.matrix_optimizer import MatrixOptimizer
 from crosstrain.engine.optimizer import create_state, optimizer_factory
 from crosstrain.engine.precision import DTYPES
 from crosstrain.modeling.activation_checkpointing import Mode
@@ -77,6 +78,7 @@ class Project:
         self.dtype = DTYPES[config.run.amp.dtype]
         self.problem: str | None = None  # why there are no activations
         self._traces: dict[Hashable, Trace] = {}
+        self._state_bytes: dict[tuple[bool, int], float] = {}
 
     def estimate(self, config: Config, world_size: int) -> Estimate:
         """Estimate under the runner of `config`, a variant of the project. Raises ConfigError where it cannot train."""
@@ -142,7 +144,8 @@ class Project:
         # The highest moment may be one when the backward has let go of some of it.
         kept = min(traced.kept * layout.in_flight, compute + more * traced.kept - made - exchanged)
         inputs = traced.inputs * layout.in_flight if mode == "offload" else 0
-        state = layout.masters + layout.updated * self.state_bytes
+        update = int(layout.updated * self.state_bytes(layout.model or self.model))
+        state = layout.masters + update
         always = {"parameters": layout.parameters, "optimizer": state if layout.optimizer == "device" else 0}
         workspace = compute + more * traced.kept - made - exchanged - kept
         logits = min(traced.logits, workspace)
@@ -161,19 +164,27 @@ class Project:
         host = layout.host | ({"optimizer": state} if layout.optimizer == "host" else {})
         host |= {"activations": inputs} if inputs else {}
         if self.config.run.save_in_background:
-            host[HOST_COPY] = layout.updated * (_FP32 + self.state_bytes)
+            host[HOST_COPY] = layout.updated * _FP32 + update
         return Memory(layout.kind, layout.held, {k: v for k, v in most.items() if v}, host)
 
     # ---- what does not depend on the runner
 
-    @cached_property
-    def state_bytes(self) -> int:
-        """Bytes of optimizer state for each element, measured on a trial parameter."""
-        parameter = nn.Parameter(torch.zeros(8, 8))
-        optimizer = optimizer_factory(self.config)([("weight", parameter)])
-        create_state(optimizer)
-        held = [v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor) and v.ndim]
-        return sum(v.numel() * v.element_size() for v in held) // parameter.numel()
+    def state_bytes(self, model: Model) -> float:
+        """Bytes of optimizer state for each trained element of a part of the model, measured on trial parameters."""
+        make, hidden, total = optimizer_factory(self.config, model), model.hidden_matrices(), 0.0
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        for name, p in trained:
+            kind = name in hidden, p.ndim
+            if kind not in self._state_bytes:
+                trial = nn.Parameter(torch.zeros([8] * p.ndim))
+                optimizer = make([(name, trial)])
+                if isinstance(optimizer, MatrixOptimizer):
+                    optimizer.bind(list, Group(), trial.device)
+                create_state(optimizer)
+                held = [v.nbytes for v in optimizer.state[trial].values() if isinstance(v, torch.Tensor) and v.ndim]
+                self._state_bytes[kind] = sum(held) / trial.numel()
+            total += self._state_bytes[kind] * p.numel()
+        return total / max(1, sum(p.numel() for _, p in trained))
 
     def flops(self, batch: BatchPlan, mode: Mode) -> int:
         """FLOPs of a step on all ranks, recomputation included: matrix products and attention, as torch counts."""
@@ -189,11 +200,11 @@ class Project:
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of parameters and optimizer state, without frozen parameters from pretrained folders."""
-        sources = self.model.pretrained_sources()
+        sources, state = self.model.pretrained_sources(), self.state_bytes(self.model)
         size = 0
         for name, p in self.model.canonical_parameters().items():
             if p.requires_grad:
-                size += p.numel() * (_FP32 + self.state_bytes)
+                size += int(p.numel() * (_FP32 + state))
             elif not self.absent and next((s.of_model for s in sources if s.covers(name)), True):
                 size += p.numel() * p.element_size()
         return size

@@ -63,7 +63,7 @@ class Recorder(TorchDispatchMode):
         """Record one step of `count` micro batches of `inputs`, with the model that `make` gives, under `runner`."""
         with self:
             model = construct_model(config, runner, make, for_training=True)
-            runner.prepare(model, optimizer_factory(config, model.lr_scale))
+            runner.prepare(model, optimizer_factory(config, model))
             self.calls.clear()
             runner.forward_backward([MicroBatch(number, inputs, 1) for number in range(count)], count)
             runner.optimizer_step()

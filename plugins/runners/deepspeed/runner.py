@@ -20,6 +20,7 @@ from crosstrain import (
     ConfigError,
     Layout,
     MakeOptimizer,
+    MatrixOptimizer,
     MicroBatch,
     Model,
     Piece,
@@ -112,8 +113,11 @@ class DeepSpeedRunner(Runner):
         if make_optimizer is not None:
             if self.options.stage > 0:
                 check_elementwise(make_optimizer)
-            self.optimizer = make_optimizer(model.named_parameters(), self.full_shape)
+            self.optimizer = self.bound(make_optimizer(model.named_parameters(), self.full_shape))
             plan = BatchPlan.of(self.run, self.dp.size)
+            if self.options.nvme_paths and isinstance(self.optimizer, MatrixOptimizer):
+                name = self.run.optimizer.name
+                raise ConfigError(f"run.optimizer: {name} needs matrices that NVMe holds in parts; use zero3_offload")
         elif self.options.stage < 3:
             return
         self._autocast_inside(model)

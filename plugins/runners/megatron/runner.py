@@ -200,6 +200,11 @@ class MegatronRunner(Runner):
                 last = model.get_submodule(closing[-1])
             last.register_forward_hook(self.tensor.set_aside)
 
+    def copies_group(self) -> Group:
+        if self.stages.size == 1:
+            return self.world
+        return Group(dist.new_subgroups_by_enumeration(self.mesh.mesh.flatten(1).tolist())[0])
+
     def owned_parameters(self) -> NamedParameters:
         owned = [(share.name, share.owned) for share in self.shares.values() if share.owned.numel()]
         if not any(parameter.requires_grad for _, parameter in owned):  # a frozen stage; optimizers want something
