@@ -415,6 +415,24 @@ def test_a_number_that_means_off_loads(tmp_path: Path, name: str) -> None:
                     load_config(tmp_path / "p.yaml", given)
 
 
+def test_zeros_inside_sections_are_kept_or_named(tmp_path: Path) -> None:
+    adam = {"type": "Adam", "params": {"lr": 1e-3, "betas": [0, 0.9], "eps": 0}}
+    steps = {"total_curriculum_step": 9, "difficulty_step": 0}
+    tree, notes, _ = lost(tmp_path, "deepspeed", {
+        "optimizer": adam, "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 0},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 0},
+        "curriculum_learning": {"enabled": True, "min_difficulty": 8, "schedule_config": steps},
+    })  # fmt: skip
+    run = tree["run"]
+    assert run["optimizer"] == {"name": "adamw", "betas": [0, 0.9]}
+    assert (run["curriculum"], run["amp"]["dtype"]) == ({"start": 8, "steps": 9}, "fp16")
+    assert run["runner"] == {"name": "deepspeed", "stage": 2}
+    for key in ("runner.reduce_bucket_size", "amp.window", "curriculum.multiple_of", "optimizer.eps"):
+        assert any(f"run.{key}" in note and "got 0; it is left out" in note for note in notes), key
+    tree, _, _ = lost(tmp_path, "nanogpt", {"beta1": 0, "beta2": 0.9}, "")
+    assert tree["run"]["optimizer"]["betas"] == [0, 0.9]
+
+
 def test_the_next_command_has_the_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     migrated(tmp_path, "megatron_llama3")
     said = capsys.readouterr().out

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -137,12 +138,15 @@ def migrate(path: Path, origin: Origin, count: Count = lambda *files: None) -> t
             value = entry.pop(option)  # an option of every part
             entry["parts"] = [part | {"dataset": {option: value} | part["dataset"]} for part in entry["parts"]]
     project["run"] = run = {name: project["run"][name] for name in shared if name in project["run"]}  # the docs' order
-    for name in [name for name, value in run.items() if type(value) in (int, float) and value <= 0]:
+    for name in [name for name, value in run.items() if _has_zero(value)]:
         try:
             Checker(".".join).value(get_type_hints(RunOptions, include_extras=True)[name], run[name], ("run", name))
-        except ConfigError as error:  # in other programs such a number mostly means off
-            notes.append(f"{_LOST}: {error}; it is left out")
-            del run[name]
+        except ConfigError as error:
+            for said in error.sentences:  # in other programs such a number mostly means off
+                if found := re.match(r"([\w.]+): expected .*, got (-.+|0(\.0)?)$", said):
+                    notes.append(f"{_LOST}: {said}; it is left out")
+                    *section, key = found[1].split(".")
+                    del reduce(getitem, section, project)[key]
     for name, *others in _NEEDED:
         if run.keys().isdisjoint((name, *others)):
             run[name] = _settled(UNKNOWN, ("run", name), notes)
@@ -154,6 +158,13 @@ def migrate(path: Path, origin: Origin, count: Count = lambda *files: None) -> t
     sections = ({name: project[name]} for name in ("model", "datasets", "run"))
     dumped = (yaml.safe_dump(s, sort_keys=False, default_flow_style=None, width=110) for s in sections)
     return "\n".join(["".join(f"# {note}\n" for note in notes), *dumped]), notes, ranks
+
+
+def _has_zero(value: Any) -> bool:
+    """Tell whether a number of `value` is 0 or less."""
+    if isinstance(value, dict):
+        return any(map(_has_zero, value.values()))
+    return type(value) in (int, float) and value <= 0
 
 
 def _settled(value: Any, key: Key, notes: list[str]) -> Any:
