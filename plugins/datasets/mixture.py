@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
@@ -148,7 +148,8 @@ class Mixture(VqaDataset):
 
     def examples(self, index: int) -> list[Example]:
         part, inner = self._place(index)
-        return part.examples(inner) if isinstance(part, VqaDataset) else []
+        found = part.examples(inner) if isinstance(part, VqaDataset) else []
+        return [replace(example, kind=f"part {self.parts.index(part)}, {example.kind}") for example in found]
 
     @classmethod
     def prompt_builder(cls, options: Any, tokenizer: Path) -> PromptBuilder:

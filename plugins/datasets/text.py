@@ -116,31 +116,24 @@ class TextDataset(Dataset):
         if len(self) < 1:
             raise self._empty(split)
 
-    def _bounds(self, split: Split) -> tuple[int, int]:
-        """Return the first document of a split, and its last one + 1; tokens where one document is all."""
-        parts, k = self.file.num_documents, SPLITS.index(split)
-        first, last = split_bounds(self.options.split, self.file.num_tokens if parts == 1 else parts)[k : k + 2]
-        return first, last
-
     def _range(self, split: Split) -> tuple[int, int]:
         """Return the first token of a split, and its last one + 1."""
-        first, last = self._bounds(split)
-        if self.file.num_documents == 1:
-            return first, last
-        return self.file.document_start(first), self.file.document_start(last)
+        parts, start = self.file.num_documents, self.file.document_start
+        if parts == 1:  # such as a long text
+            parts, start = self.file.num_tokens, int
+        first, last = split_bounds(self.options.split, parts)[SPLITS.index(split) :][:2]
+        return start(first), start(last)
 
     def _empty(self, split: Split) -> EmptySplit:
-        first, last = self._bounds(split)
         k, tokens = SPLITS.index(split), self.stop - self.start
         advice = f"make the {('first', 'second', 'third')[k]} number of split={self.options.split} larger"
         if tokens > 1:
             advice += f" or seq_length at most {tokens - 1}"
-        shares = f"{last - first} of {self.file.num_documents} documents, " if self.file.num_documents > 1 else ""
         return EmptySplit(
-            f"the {split} split of {self.options.path} has no sample: it gets {shares}{tokens} of"
-            f" {self.file.num_tokens} tokens, and one sample takes seq_length + 1 = {self.options.seq_length + 1}",
-            f"{advice}, or add documents",
-        )
+            f"the {split} split of {self.options.path} has no sample: it gets {tokens} of {self.file.num_tokens} tokens"
+            f" in {self.file.num_documents} documents, and one sample takes seq_length + 1 ="
+            f" {self.options.seq_length + 1}", f"{advice}, or add documents",
+        )  # fmt: skip
 
     def __len__(self) -> int:
         return max(self.stop - self.start - 1, 0) // self.options.seq_length

@@ -79,7 +79,7 @@ def test_conversations_show_the_answer_that_is_learned(chats: dict[str, Any], tm
         asked, answer = view.text().split("<|im_start|>assistant\n")
         assert asked.startswith("<|im_start|>user\nsay ")
         assert answer == f"«{marked(view)}»"
-        told = asked.removeprefix("<|im_start|>user\n").removesuffix("<|im_end|>\n")
+        told = asked.replace("<|im_start|>", "").replace("<|im_end|>", "") + "assistant"
         assert view.turns == [(told, False), (answer.strip("«»").removesuffix("<|im_end|>").strip(), True)]
         assert f"{tmp_path}/chats.jsonl:" in view.title
 
@@ -125,6 +125,11 @@ def test_pictures_are_drawn_with_question_and_answer(
     mixed = mixed_project(home, words)
     found = sorted(len(view.pictures) for view in crosstrain.samples(mixed, numbers=range(12)))
     assert found == [0, 0, 0, 0, 1, 1, 1, 1, 3, 3, 3, 3]
+    one = crosstrain.load_config(mixed).plain
+    one["datasets"] = {"both": {"name": "mixture", "parts": [{"dataset": one["datasets"]["images"]}] * 2}}
+    both = open_split(crosstrain.load_config(one), "train")
+    kinds = [{e.kind for n in half for e in both.examples(n)} for half in (range(12), range(12, len(both)))]  # type: ignore[attr-defined]
+    assert [{kind.partition(", ")[0] for kind in part} for part in kinds] == [{"part 0"}, {"part 1"}]
     eyes = {"datasets.images.vis_processor.train": {"name": "image_eval", "image_size": 16, "mean": [0.5, 0.4, 0.3]}}
     Image.new("RGB", (9, 9), (250, 240, 10)).save(home / "0.png")  # nothing is stretched: it has its own colour
     view = next(v for v in crosstrain.samples(mixed, numbers=range(12), options=eyes) if len(v.pictures) == 1)

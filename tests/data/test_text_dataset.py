@@ -120,9 +120,9 @@ def test_a_split_without_a_sample_says_what_to_change(tmp_path: Path) -> None:
     assert len(dataset(prefix, "train", seq_length=10, split=[9, 1])) == 89  # others do not stand in its way
     with pytest.raises(DataError) as error:
         dataset(prefix, "val", seq_length=10, split=[9, 1])
-    for part in ("val split", "1 of 10 documents", "5 of 905 tokens", "= 11", "second number", "at most 4"):
+    for part in ("val split", "5 of 905 tokens in 10 documents", "= 11", "second number", "at most 4"):
         assert part in str(error.value)
-    with pytest.raises(DataError, match=r"test split .* 0 of 10 documents.*third number"):
+    with pytest.raises(DataError, match=r"test split .* 0 of 905 tokens.*third number"):
         dataset(prefix, "test", seq_length=10)
 
 
@@ -135,7 +135,7 @@ def test_a_single_document_is_split_by_its_tokens(tmp_path: Path) -> None:
         seen[split] = ids.min(), data.get(len(data) - 1, RNG)["labels"].max()
     assert seen == {"train": (0, 76), "val": (80, 92), "test": (95, 99)}
     assert len(dataset(prefix, seq_length=33, split=[1])) == 3
-    with pytest.raises(DataError, match=r"it gets 5 of 100 tokens, .*third number .*at most 4"):
+    with pytest.raises(DataError, match=r"it gets 5 of 100 tokens in 1 documents, .*third number .*at most 4"):
         dataset(prefix, "test", seq_length=5, split=[80, 15, 5])
 
 

@@ -10,12 +10,14 @@ import pytest
 import torch
 import yaml
 
+import crosstrain
 from conftest import ROOT
 from crosstrain.cli.main import main
 from crosstrain.config.load import load_config
 from crosstrain.engine.build import make_model
 from crosstrain.modeling.meta_init import parameters_on_meta
 from crosstrain.planning import memory_trace
+from crosstrain.planning.estimate import HOST_COPY
 from crosstrain.utils.units import read_bytes, read_number
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -98,6 +100,18 @@ def test_a_mode_that_the_runner_refuses_is_impossible(tmp_path: Path) -> None:
     modes = plan["gradient_checkpointing"]
     assert "selective and ZeRO stage 3 exclude each other" in modes["selective"]["impossible"]
     assert modes["full"] == plan["memory"]
+
+
+def test_other_runners_are_in_the_order_of_what_they_cost(project: Path) -> None:
+    made = crosstrain.plan(project, ["run.global_batch_size=32"], world_size=2, device_memory="30MiB")
+    rows = str(made).partition("other runners")[2].partition("what fits first")[0].splitlines()[1:-1]
+    found = [made.presets[row[:33].strip()] for row in rows if row[:33].strip() in made.presets]
+    assert len(found) == len(made.presets)
+    possible = [e for e in found if not isinstance(e, str)]
+    assert found[: len(possible)] == possible
+    reached = [(not made.fits(e), bool(e.memory.host.keys() - {HOST_COPY}), e.sent) for e in possible]
+    assert reached == sorted(reached)
+    assert {wrong for wrong, _, _ in reached} == {False, True}
 
 
 @pytest.mark.slow

@@ -7,6 +7,8 @@ from crosstrain.cli.flags import add_config, new_file, positive
 from crosstrain.utils.drawing import contact_sheet
 from crosstrain.utils.errors import UserError, printable
 
+_ASKED = 40  # letters below a picture: the question's, which ends what is not learned
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser, required=True)
@@ -34,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     if a.sheet:
         tiles = []
         for view in found:
-            said = [(text, "darkgreen" if learned else "black") for text, learned in view.turns[:4]]
+            said = [(text, "darkgreen") if learned else (text[-_ASKED:], "black") for text, learned in view.turns[:4]]
             tiles += [(picture, [(view.title, "grey"), *said]) for picture in view.pictures]
         if not tiles:
             raise UserError("--sheet: there is no picture in these samples")

@@ -142,11 +142,11 @@ def migrate(path: Path, origin: Origin, count: Count = lambda *files: None) -> t
         try:
             Checker(".".join).value(get_type_hints(RunOptions, include_extras=True)[name], run[name], ("run", name))
         except ConfigError as error:
-            for said in error.sentences:  # in other programs such a number mostly means off
-                if found := re.match(r"([\w.]+): expected .*, got (-.+|0(\.0)?)$", said):
-                    notes.append(f"{_LOST}: {said}; it is left out")
-                    *section, key = found[1].split(".")
-                    del reduce(getitem, section, project)[key]
+            for wrong in error.sentences:  # in other programs such a number mostly means off
+                if found := re.match(r"([\w.]+): expected .*, got (-.+|0(\.0)?)$", wrong):
+                    notes.append(f"{_LOST}: {wrong}; it is left out")
+                    *section, last = found[1].split(".")
+                    del reduce(getitem, section, project)[last]
     for name, *others in _NEEDED:
         if run.keys().isdisjoint((name, *others)):
             run[name] = _settled(UNKNOWN, ("run", name), notes)

@@ -1,6 +1,5 @@
 """A sample for a person to see: where it comes from, its text with the trained tokens marked, its pictures."""
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,8 +15,6 @@ from crosstrain.utils.types import IGNORE_INDEX, Sample
 
 _GREEN, _DIM, _PLAIN = "\x1b[1;32m", "\x1b[2m", "\x1b[0m"
 _OF_TOKENS = ("input_ids", "labels", "position_ids", "segments", "rows")
-# of Qwen's template: a message of the system, the beginnings and ends of others, what stands around images
-_NOT_SAID = re.compile(r"<\|im_start\|>(system\n.*?<\|im_end\|>|\w+\n)|<\|(im|vision)_(start|end)\|>", re.DOTALL)
 _SHOWN = 16  # numbers of another array
 
 _Token = tuple[int, bool, str]  # id, trained, and the line before it where something else begins
@@ -70,12 +67,12 @@ class SampleView:
 
     @property
     def turns(self) -> list[tuple[str, bool]]:
-        """The words, and if they are learned: without placeholders, roles and what the model is told first."""
+        """The words without special tokens and placeholders, stretch by stretch, and if they are learned."""
         said = []
         for trained, group in groupby((t for row in self.rows for t in _tokens(row)), lambda token: token[1]):
             ids = [token for token, _, _ in group if token != IMAGE_ID]
-            text = self.tokenizer.decode(ids) if self.tokenizer else " ".join(map(str, ids))
-            said.append((_NOT_SAID.sub("", text).strip(), trained))
+            text = self.tokenizer.backend.decode(ids) if self.tokenizer else " ".join(map(str, ids))
+            said.append((text.strip(), trained))
         return [(text, trained) for text, trained in said if text]
 
     def __repr__(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from crosstrain.config.load import Config
 from crosstrain.planning.collectives import Collectives
-from crosstrain.planning.estimate import MODES, Estimate, Project, with_options, with_same_samples
+from crosstrain.planning.estimate import HOST_COPY, MODES, Estimate, Project, with_options, with_same_samples
 from crosstrain.planning.fit import USABLE, Advice, Alternatives, nearest, needs
 from crosstrain.utils.drawing import picture
 from crosstrain.utils.errors import UserError
@@ -152,8 +152,9 @@ class Plan:
         out += [f"  {mode:<21} {self._mode_row(estimate)}" for mode, estimate in self.modes.items()]
         if self.presets:
             out += ["", f"{'other runners':<34}{'device':>14}{'host':>14}{'sent per step':>16}{'parameters held':>18}"]
-            possible_first = sorted(self.presets.items(), key=lambda preset: isinstance(preset[1], str))
-            out += [f"  {name:<31} {self._runner_row(estimate)}" for name, estimate in possible_first]
+            ranked = sorted(self.presets.items(), key=lambda preset: self._rank(preset[1]))
+            out += [f"  {name:<31} {self._runner_row(estimate)}" for name, estimate in ranked]
+            out.append("  what fits first, then what offloads nothing, then by traffic; without pipelines' bubbles")
         if self.formulas:
             out += ["", "formulas of others, for comparison"]
             out += [f"  {show_bytes(size):>12}  {name}" for name, size in self.formulas.items()]
@@ -170,6 +171,11 @@ class Plan:
 
     def _verdict(self, estimate: Estimate) -> str:
         return {None: "", True: "  fits", False: "  does not fit"}[self.fits(estimate)]
+
+    def _rank(self, estimate: Estimate | str) -> tuple[int, ...]:
+        if isinstance(estimate, str):
+            return (True,)
+        return False, self.fits(estimate) is False, bool(estimate.memory.host.keys() - {HOST_COPY}), estimate.sent
 
     def _mode_row(self, estimate: Estimate | str) -> str:
         if isinstance(estimate, str):
