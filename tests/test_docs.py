@@ -6,6 +6,7 @@ import ast
 import contextlib
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -105,7 +106,9 @@ def check_verb(words: list[str], plugins: Path) -> None:
 def check_command(words: list[str], plugins: Path) -> None:
     """A program of ours gets what it understands; others are known, and what they name of the repository exists."""
     program, first, *rest = [words[0].removeprefix(".venv/bin/"), *words[1:], ""]
-    if program in LAUNCHERS:
+    if "--wrap" in words:
+        check_command(shlex.split(words[words.index("--wrap") + 1]), plugins)
+    elif program in LAUNCHERS:
         at = next(i for i, word in enumerate(words) if word.endswith((".py", ".sh")))
         check_verb(["train", *words[at + 1 :]], plugins)
     elif program == "crosstrain":

@@ -16,7 +16,8 @@ from crosstrain.utils import paths
 from crosstrain.utils.errors import UserError, printable
 from crosstrain.utils.program import command
 
-_FLAGS = ("input", "output", "tokenizer", "train_tokenizer", "text_key", "separator", "min_tokens", "workers")
+_FLAGS = ("input", "output", "tokenizer", "train_tokenizer", "text_key", "separator", "min_tokens", "workers", "engine",
+          "ray_address")  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -40,10 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--separator", metavar="TEXT", help="cuts .txt files into documents (default: one per file)")
     parser.add_argument("--min-tokens", type=int, metavar="N", help="drop shorter documents")
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
+    parser.add_argument("--engine", choices=("processes", "ray"), help="where they run (default: on this machine)")
+    parser.add_argument("--ray-address", metavar="ADDRESS", help="of a Ray cluster, such as auto")
     parser.add_argument("--shares", type=float, nargs="+", metavar="N", help="of split: the parts' shares")
     parser.add_argument("--document", type=int, default=0, metavar="N", help="of inspect: number of the one to show")
     parser.add_argument(
-        "--options", nargs="+", default=[], metavar="KEY=VALUE", help="of the recipe, or of the named dataset"
+        "--options", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="of the recipe, or of a dataset"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
 

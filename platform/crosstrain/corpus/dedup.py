@@ -1,6 +1,7 @@
 """Find the documents to drop because an earlier one, which stays, is equal or nearly so."""
 
 import hashlib
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ import numpy as np
 from crosstrain.config.schema import to_plain
 from crosstrain.corpus import minhash
 from crosstrain.corpus.options import DedupOptions, NearOptions
-from crosstrain.corpus.pool import WorkerPool
+from crosstrain.corpus.pool import CorpusStage, WorkerPool
 from crosstrain.corpus.shards import CorpusShard, DocumentStore, key_of
 from crosstrain.corpus.stats import Counts
+from crosstrain.utils.files import replacing
 
 _PAIRS = 2048  # that a worker compares at once
 SORTED_BYTES = 64 << 20  # of rows that are sorted at once in memory
@@ -61,7 +63,7 @@ def find_duplicates(
 
 
 class _Search:
-    def __init__(self, shards: list[CorpusShard], starts: np.ndarray, folder: Path, marks: np.ndarray) -> None:
+    def __init__(self, shards: list[CorpusShard], starts: np.ndarray, folder: Path, marks: np.memmap) -> None:
         self.shards, self.starts, self.folder, self.marks = shards, starts, folder, marks
         self.documents = DocumentStore(shards, starts)
         self.counts = Counts()
@@ -87,17 +89,14 @@ class _Search:
             advance(signed)
         total = len(self.marks)
         similarity = minhash.SimilarityStage(self.shards, self.starts, options)
+        self.marks.flush()  # those of equal documents, for the stage
+        bands = BandStage(folder, self.shards, self.starts, Path(str(self.marks.filename)))
         with ExternalSort(self.folder / "pairs", 2, 4 * total, highest=total) as candidates:
-            for band in range(minhash.banding(options)[0]):
-                with ExternalSort(self.folder / "band", 2, total) as sorter:
-                    for number, shard in enumerate(self.shards):
-                        keys = np.load(folder / f"{shard.key}.bands.npy", mmap_mode="r")[band]
-                        documents = np.arange(self.starts[number], self.starts[number + 1])
-                        new = self.marks[documents] == 0
-                        sorter.add(keys[new], documents[new])
-                    for rows in sorter.sorted():
-                        pairs = minhash.pairs(rows)
+            for path in pool.run(bands, range(minhash.banding(options)[0])):
+                with open(path, "rb") as file:
+                    while len(pairs := np.fromfile(file, np.int64, SORTED_BYTES // 8).reshape(-1, 2)):
                         candidates.add(pairs[:, 1], pairs[:, 0])  # sorted by the later document
+                path.unlink()
             for rows in candidates.sorted():
                 rows = np.unique(rows, axis=0)[:, ::-1].astype(np.int64)
                 chunks = [rows[start : start + _PAIRS] for start in range(0, len(rows), _PAIRS)]
@@ -114,6 +113,32 @@ class _Search:
             kept = " ".join(self.documents.get(like)[:80].decode(errors="ignore").split())
             source, reason = self.documents.source(document), f"{how} {self.documents.source(like)}: {kept}"
         self.counts.drop(kind, len(text), source, reason, text.decode())
+
+
+@dataclass
+class BandStage(CorpusStage[int, Path]):
+    """Write the pairs of documents, of those not marked, that share a band's key: int64 [pairs, 2], a file per band."""
+
+    folder: Path  # with the keys
+    shards: list[CorpusShard]
+    starts: np.ndarray
+    marks: Path
+
+    def open(self) -> None:
+        self.marked = np.memmap(self.marks, np.uint8, "r")
+
+    def __call__(self, band: int) -> Path:
+        place = self.folder / f"band-{band}-{secrets.token_hex(4)}"  # another worker may do the same one
+        with ExternalSort(place, 2, len(self.marked)) as sorter:
+            for number, shard in enumerate(self.shards):
+                keys = np.load(self.folder / f"{shard.key}.bands.npy", mmap_mode="r")[band]
+                documents = np.arange(self.starts[number], self.starts[number + 1])
+                new = self.marked[documents] == 0
+                sorter.add(keys[new], documents[new])
+            with replacing(self.folder / f"pairs-{band}") as file:
+                for rows in sorter.sorted():
+                    file.write(minhash.pairs(rows).tobytes())
+        return self.folder / f"pairs-{band}"
 
 
 class ExternalSort:

@@ -11,7 +11,7 @@ import numpy as np
 from crosstrain.corpus.options import NearOptions
 from crosstrain.corpus.pool import CorpusStage
 from crosstrain.corpus.shards import CorpusShard, DocumentStore, batches
-from crosstrain.utils.files import write_json
+from crosstrain.utils.files import replacing, write_json
 from crosstrain.utils.optional_deps import require
 from crosstrain.utils.rng import GOLDEN_RATIO, splitmix64
 
@@ -50,7 +50,8 @@ class SignatureStage(CorpusStage[CorpusShard, int]):
     def __call__(self, shard: CorpusShard) -> int:
         path, done = self.folder / f"{shard.key}.bands.npy", self.folder / f"{shard.key}.json"
         if not done.exists():
-            np.save(path, self._keys(shard))
+            with replacing(path) as file:
+                np.save(file, self._keys(shard))
             write_json(done, {})
         return int(np.load(path, mmap_mode="r").shape[1])
 

@@ -20,7 +20,8 @@ from crosstrain.config.schema import to_plain
 from crosstrain.corpus.dedup import Duplicates, find_duplicates
 from crosstrain.corpus.filter import make_filters
 from crosstrain.corpus.options import PrepareOptions
-from crosstrain.corpus.pool import WorkerPool, cores
+from crosstrain.corpus.pool import WorkerPool
+from crosstrain.corpus.ray_pool import RayPool
 from crosstrain.corpus.reader import Task
 from crosstrain.corpus.shards import CorpusShard, key_of
 from crosstrain.corpus.sources import sources
@@ -37,7 +38,8 @@ _log = logging.getLogger(__name__)
 
 def build(options: PrepareOptions, folder: Path, progress: bool) -> Summary:
     """Make the dataset in `folder`/out from the input and from the finished work of earlier calls in `folder`."""
-    with WorkerPool(options.workers or 1) as pool:
+    folder.mkdir(parents=True, exist_ok=True)
+    with WorkerPool(options.workers) if options.engine == "processes" else RayPool(options, folder) as pool:
         return _Pipeline(options, folder, progress, pool).run()
 
 
@@ -116,7 +118,7 @@ class _Pipeline:
         while size <= _SMALL and (item := next(rest, None)) is not None:
             first.append(item)
             size += handed_out[-1][1]
-        self.pool.workers = self.options.workers or (cores() if size > _SMALL else 1)
+        self.pool.size_for(size <= _SMALL)
         with self._bar("read and clean", None if None in totals else sum(size or 0 for size in totals), "B") as bar:
             for place, report in enumerate(self.pool.run(stage, chain(first, rest))):
                 label, size = handed_out[place]

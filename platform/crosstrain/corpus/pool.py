@@ -46,9 +46,14 @@ class WorkerPool:
     A context manager: the processes start when there is work for them, and end with the block.
     """
 
-    def __init__(self, workers: int) -> None:
-        self.workers = workers
+    def __init__(self, workers: int | None) -> None:
+        """workers: their number; None: `size_for` chooses it, and until then it is 1."""
+        self.given, self.workers = workers, workers or 1
         self._executor: ProcessPoolExecutor | None = None
+
+    def size_for(self, little: bool) -> None:
+        """Choose the number of workers, where none was given, for little work or for more."""
+        self.workers = self.given or (1 if little else cores())
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""Shards of documents on disk, one per task, each complete or absent.
+"""Shards of documents on disk, one per task, each complete or absent, also where several workers write the same one.
 
 NAME.text     the documents' UTF-8, end to end     NAME.npy  a row per document: its length in bytes, its hash
 NAME.sources  source of each document, as a JSON list
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from crosstrain.utils.errors import DataError
-from crosstrain.utils.files import write_json
+from crosstrain.utils.files import replacing, write_atomically, write_json
 
 _MAX_INDEXES = 64  # of shards, in memory
 ROW = np.dtype([("length", "<i8"), ("hash", "<u8", 2)])  # bytes of UTF-8; BLAKE2b of them, 128 bits
@@ -50,14 +50,15 @@ class CorpusShard:
     def write(self, documents: Iterable[tuple[bytes, str]], report: dict[str, Any]) -> dict[str, Any]:
         """Write each (text, source), then `report`, which may fill meanwhile; returns it as `finished` does."""
         rows, sources = [], []
-        with open(self.path("text"), "wb") as file:
+        with replacing(self.path("text")) as file:
             for text, source in documents:
                 file.write(text)
                 digest = hashlib.blake2b(text, digest_size=16).digest()
                 rows.append((len(text), np.frombuffer(digest, "<u8")))
                 sources.append(source)
-        np.save(self.path("npy"), np.array(rows, ROW))
-        self.path("sources").write_text(json.dumps(sources))
+        with replacing(self.path("npy")) as file:
+            np.save(file, np.array(rows, ROW))
+        write_atomically(self.path("sources"), json.dumps(sources))
         return self.finish(report, "text", "npy", "sources")
 
     def finish(self, report: dict[str, Any], *endings: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from crosstrain.corpus.shards import CorpusShard, batches, key_of
 from crosstrain.corpus.sources import InputSource
 from crosstrain.corpus.stats import Counts, size_of
 from crosstrain.data.tokenizer import load_tokenizer
+from crosstrain.utils.files import replacing
 
 
 @dataclass
@@ -93,7 +94,7 @@ class TokenizeStage(CorpusStage[tuple[CorpusShard, np.ndarray | None], dict[str,
             return done
         counts, sizes = Counts(), []
         sources = iter(texts.sources() if mask is None else compress(texts.sources(), mask))
-        with open(shard.path("bin"), "wb") as file:
+        with replacing(shard.path("bin")) as file:
             for batch in batches(texts.texts(mask)):
                 for text, ids in zip(batch, self.encoder.encode(batch), strict=True):
                     if self._keeps(text, len(ids), next(sources), counts):
@@ -101,7 +102,8 @@ class TokenizeStage(CorpusStage[tuple[CorpusShard, np.ndarray | None], dict[str,
                         tokens[:-1], tokens[-1] = ids, self.end
                         file.write(tokens.data)
                         sizes.append(len(tokens))
-        np.save(shard.path("npy"), np.array(sizes, "<i4"))
+        with replacing(shard.path("npy")) as file:
+            np.save(file, np.array(sizes, "<i4"))
         return shard.finish({"counts": counts.plain, "key": shard.key}, "bin", "npy")
 
     def _keeps(self, text: str, length: int, source: str, counts: Counts) -> bool:

@@ -5,12 +5,13 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 def open_regular(path: str | Path, *, follow: bool = True) -> BufferedReader:
@@ -61,16 +62,26 @@ def cache_folder(kind: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "crosstrain" / kind
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Give a file to write that takes the place of `path` when the block ends; after an error `path` stays as it was.
+
+    Any number of processes, on any machine, may do so at once. Raises OSError where the file cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+        os.replace(temporary, path)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
 def write_atomically(path: Path, data: str | bytes) -> None:
     """Replace a file; raises OSError, and leaves the previous one, where that fails."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+    with replacing(path) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
 
 
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:

@@ -20,6 +20,7 @@ EXTRAS = {  # module -> extra
         "s3": "s3fs",
         "gcs": "gcsfs",
         "azure": "adlfs",
+        "ray": "ray",
         "wandb": "wandb",
         "mlflow": "mlflow",
         "corpus": "backports datasets ftfy mwparserfromhell py3langid rensa tiktoken trafilatura",
