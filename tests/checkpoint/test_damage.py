@@ -128,7 +128,7 @@ def test_a_flipped_bit_is_noticed_wherever_it_is(run: Path, bits_of: str, caplog
 def test_a_manifest_cannot_become_one_of_the_first_format(run: Path) -> None:
     path = newest(run) / "manifest.json"
     text = path.read_bytes()
-    first = text.replace(b'"version": 2', b'"version": 1')
+    first = text.replace(b'"version": 3', b'"version": 1')
     for other in (first, text[: text.rindex(b',\n "sha256"')] + b"\n}", text + b"\n"):
         path.write_bytes(other)
         check_fallback(run, path)
@@ -137,12 +137,12 @@ def test_a_manifest_cannot_become_one_of_the_first_format(run: Path) -> None:
 def test_only_a_manifest_whose_sum_is_right_is_of_another_release(run: Path) -> None:
     path = newest(run) / "manifest.json"
     manifest = json.loads(path.read_bytes())
-    later = {**manifest, "version": 3}
+    later = {**manifest, "version": 4}
     path.write_text(json.dumps(later))
     check_fallback(run, path)
     del later["sha256"]
     path.write_bytes(manifest_text(later))
-    with pytest.raises(IncompatibleCheckpointError, match="version 3 is not one that this release reads"):
+    with pytest.raises(IncompatibleCheckpointError, match="version 4 is not one that this release reads"):
         folders.newest_valid(run / "checkpoints")
 
 

@@ -19,7 +19,7 @@ from crosstrain.checkpoint.boxes import Box, check_cover
 from crosstrain.utils.errors import CheckpointError, os_errors_as
 from crosstrain.utils.files import read_regular
 
-FORMAT, VERSION = "crosstrain-checkpoint", 2
+FORMAT, VERSION = "crosstrain-checkpoint", 3
 MANIFEST, STATE = "manifest.json", "state.json"
 
 # The end of a manifest's text from version 2 on: around the SHA-256 sum of every byte before the sum.
@@ -32,6 +32,8 @@ _ITEM_SIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 # Room for a manifest of a million boxes: GPT-2 1.5B with each parameter and moment cut for 500 ranks. Parsed values
 # take up to 30 times the memory of their text, so they are limited too.
 _MOST_BYTES, _MOST_VALUES = 1 << 28, 1 << 24
+CHUNK = 1 << 22  # bytes of a file that have a sum of their own
+_DIGITS = 32  # of a sum, hexadecimal
 _LONGEST_NAME, _MOST_DIMENSIONS = 1000, 16
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")  # of a file: not hidden, not in another folder
 
@@ -70,7 +72,7 @@ class FrozenParameter:
     hash: str
 
 
-Files = dict[str, dict[str, Any]]  # name -> {"bytes", "sha256"}
+Files = dict[str, dict[str, Any]]  # name -> {"bytes", "xxh3"}; in versions 1 and 2, {"bytes", "sha256"}
 Tensors = dict[tuple[str, str], StoredTensor]  # (kind, name) -> where
 
 
@@ -126,7 +128,7 @@ def read_manifest(folder: Path) -> tuple[Files, Tensors, dict[str, FrozenParamet
     try:
         if not intact and ("sha256" in manifest or (manifest["format"], manifest["version"]) != (FORMAT, 1)):
             raise CheckpointError(f"{path}: contents differ from what was written (its own SHA-256 sum is wrong)")
-        if intact and (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
+        if intact and (manifest["format"] != FORMAT or manifest["version"] not in (2, VERSION)):
             found = f"format {show(manifest['format'])} version {show(manifest['version'])}"
             raise IncompatibleCheckpointError(f"{path}: {found} is not one that this release reads")
         files = {name: _file(name, entry) for name, entry in manifest["files"].items()}
@@ -175,7 +177,13 @@ def _check_boxes(path: Path, files: Files, tensors: Tensors) -> None:
 def _file(name: str, entry: Any) -> dict[str, Any]:
     if not _SAFE_NAME.fullmatch(name):
         raise ValueError(f"{show(name)} is not a file name inside the checkpoint")
-    return {"bytes": _count(entry["bytes"]), "sha256": _name(entry["sha256"])}
+    size = _count(entry["bytes"])
+    if "sha256" in entry:
+        return {"bytes": size, "sha256": _name(entry["sha256"])}
+    sums = entry["xxh3"]
+    if not isinstance(sums, str) or len(sums) != _DIGITS * -(-size // CHUNK):
+        raise ValueError(f"{show(sums)} are not the sums of {size} bytes")
+    return {"bytes": size, "xxh3": sums}
 
 
 def _tensor(entry: Any) -> StoredTensor:
