@@ -16,7 +16,7 @@ from crosstrain import Box, Group, Shard, registry, whole_pieces
 from crosstrain.engine.matrix_optimizer import Holdings, assign_owners
 from fixtures_docs import blocks, is_plugin
 from fixtures_ranks import make_trainer, mostly_slow, run_ranks
-from fixtures_training import sized
+from fixtures_training import compare, sized
 
 # Widths of 18 and 9 on ranks, which fill no vector register, and ranges of ZeRO that begin within a row.
 OPTIONS = ("model.n_embd=36", "model.dropout=0", "run.max_iters=3", "run.min_lr=5e-3", "run.micro_batch_size=1",
@@ -45,18 +45,15 @@ def _train(project: str, options: tuple[str, ...]) -> tuple[Any, Any, list[float
     """Train with gradients that are the same wherever they are computed."""
     trainer = make_trainer(project, options)
     runner = trainer.runner
-    optimizer, rates, steps = runner.optimizer, list[float](), dict[int, int]()
-    plain_step = optimizer.step
+    optimizer, rates, plain_step = runner.optimizer, list[float](), runner.optimizer.step
 
     def step() -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for p in parameters:
             optimizer.state[p]["given"] = p.grad
-        count = max([steps.get(id(p), 0) for p in parameters], default=0)
-        steps.update({id(p): count + 1 for p in parameters})
         for shard in runner.shards():
             for piece in shard.pieces if shard.kind == "given" else []:
-                whole = gradient_of(shard.name, count, shard.shape)
+                whole = gradient_of(shard.name, trainer.state.step, shard.shape)
                 piece.data.copy_(whole[piece.box.slices_in(type(piece.box).whole(shard.shape))])
         for p in parameters:
             del optimizer.state[p]["given"]
@@ -132,6 +129,29 @@ def test_muon_is_torchs_own_to_the_bit(one_process: Any, monkeypatch: pytest.Mon
     for name, weight in zip(names, weights, strict=True):
         assert np.array_equal(weight.detach().numpy(), after[f"param {name}"]), name
         assert np.array_equal(muon.state[weight]["momentum_buffer"].numpy(), after[f"momentum_buffer {name}"]), name
+
+
+@pytest.mark.slow
+def test_a_run_that_each_step_resumes_under_another_layout_is_the_same_to_the_bit(one_process: Any) -> None:
+    workspace, options, _ = one_process
+    layouts = ["zero1@2", "fsdp@3", "megatron_tp2_zero1@4", "zero3@2", "ddp@2", "megatron_tp2_pp2@4", "zero2@2"]
+    _, after, _ = trained(workspace, "ddp@1", options, "run.max_iters=8")
+    folder = f"run.output_dir={workspace.path}/wandering{zlib.crc32(options.encode())}"
+    for step, layout in enumerate([*layouts, "ddp@1"], 1):
+        runner, size = sized(layout)
+        more = (*OPTIONS, options, f"run.max_iters={step}", "run.lr_decay_iters=8")
+        ranks = run_ranks(size, _train, str(workspace.project), (folder, f"run.runner={runner}", *more))
+    now = whole([parts for _, parts, _ in ranks])
+    assert now.keys() == after.keys()
+    matrices = {name.partition(" ")[2] for name in after if name.startswith("momentum_buffer")}
+    assert [n for n in after if n.partition(" ")[2] in matrices and not np.array_equal(now[n], after[n])] == []
+
+
+@pytest.mark.slow
+def test_compare_knows_the_rounding_of_muon(tmp_path: Path, dataset: Path) -> None:
+    done = compare(Workspace(tmp_path, dataset), "ddp@1", "fsdp@2", "zero1@2", "megatron_tp2@2",
+                   options=("run.optimizer=muon", "model.dropout=0"))  # fmt: skip
+    assert "all train as ddp@1" in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("layout", mostly_slow(LAYOUTS, ["zero3@2"]))

@@ -20,6 +20,7 @@ from crosstrain.checkpoint.folders import step_folder
 from crosstrain.comparison.activations import Activations
 from crosstrain.comparison.tolerance import Record
 from crosstrain.data.loader import MicroBatch
+from crosstrain.engine.matrix_optimizer import MatrixOptimizer
 from crosstrain.training.callback import Callback
 from crosstrain.training.trainer import Trainer
 from crosstrain.utils.types import Batch
@@ -70,6 +71,8 @@ class Probe(Callback):
             "rates": rates, "gradients": gradients, "projections": self.project(shards),
             "activations": self.activations.means(), "training": self.runner.model.training,
         })  # fmt: skip
+        if self.disturbs and isinstance(optimizer, MatrixOptimizer):
+            self._round_otherwise(_EPSILONS[optimizer.dtype])
 
     def after_update(self, moments: bool) -> None:
         """Record weights and, if asked, the optimizer's state. Collective."""
@@ -155,6 +158,15 @@ class Probe(Callback):
             out.append({n: value / self.runner.gradient_scale for n, value in self.project(shards).items()})
             self.runner.model.zero_grad(set_to_none=True)
         return out
+
+    def _round_otherwise(self, epsilon: float) -> None:
+        """Change gradients by so little that a few elements of each are rounded otherwise by `epsilon`.
+
+        Last bits alone would do this in large matrices, and in small ones only now and then.
+        """
+        for shard, piece in ((s, p) for s in self.runner.gradients() for p in s.pieces):
+            noise = 2 * _drawn(torch.rand, shard, piece.box, self.step) - 1
+            piece.data.mul_(1 + 8 * epsilon / math.prod(shard.shape) * noise.to(piece.data.device))
 
     def _disturb(self) -> Callable[[], None]:
         """Round the weights otherwise, by up to a rounding of the type that computes; returns the way back."""

@@ -16,11 +16,13 @@ from crosstrain.utils.files import append
 log = logging.getLogger("crosstrain")
 
 # Words of libraries about their own code. They still call these by the names that torch 2.13 and 2.14 deprecate; torch
-# 2.15 keeps both names. On a CPU, bitsandbytes misses a package that it does without.
+# 2.15 keeps both names. On a CPU, bitsandbytes misses a package that it does without. torchao, which transformers
+# imports where it is installed, registers enums that torch 2.14 knows.
 warnings.filterwarnings(
     "ignore", r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", FutureWarning
 )
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+for _name in ("bitsandbytes", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 class _Handler(logging.Handler):

@@ -203,7 +203,7 @@ class MegatronRunner(Runner):
     def copies_group(self) -> Group:
         if self.stages.size == 1:
             return self.world
-        return Group(dist.new_subgroups_by_enumeration(self.mesh.mesh.flatten(1).tolist())[0])
+        return Group(dist.new_subgroups(self.world.size // self.stages.size)[0])  # a stage's ranks are consecutive
 
     def owned_parameters(self) -> NamedParameters:
         owned = [(share.name, share.owned) for share in self.shares.values() if share.owned.numel()]
