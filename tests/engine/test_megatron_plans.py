@@ -67,7 +67,7 @@ MISTAKES = {
     NO_PLAN: "run.runner.plan, such as {transformer.h.*.mlp.c_fc: column, transformer.h.*.mlp.c_proj: row}",
     "run.runner={name: megatron, pipeline_parallel: 4}": "pipeline_parallel: 4 stages are too many for 2 blocks",
     "run.runner={name: megatron, pipeline_parallel: 2, pipeline_layers: [2, 1]}": "[2, 1] are 3 blocks, and the model",
-    "run.compile=blocks": "run.compile: ranks talk inside of blocks under the megatron runner; use none",
+    "run.compile=model": "run.compile: ranks talk between blocks under the megatron runner; compile blocks",
 }
 
 

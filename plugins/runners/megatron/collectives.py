@@ -5,7 +5,7 @@ Called through torch.distributed, so that the watchdog sees them.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,53 +45,33 @@ def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-class _Exchange(torch.autograd.Function):
+def _exchange(
+    exchange: Callable[[Tensor, dist.ProcessGroup], Tensor], transpose: Callable[[Tensor, dist.ProcessGroup], Tensor]
+) -> type[torch.autograd.Function]:
     """An exchange of activations, (tensor, group) -> tensor, and its transpose, of gradients."""
 
-    exchange: ClassVar[Callable[[Tensor, dist.ProcessGroup], Tensor]]
-    transpose: ClassVar[Callable[[Tensor, dist.ProcessGroup], Tensor]]
+    class Exchange(torch.autograd.Function):  # static methods and a closure, which torch.compile can follow
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
+            ctx.group = group
+            return exchange(x, group)
 
-    @classmethod
-    def forward(cls, ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
-        ctx.group = group
-        return cls.exchange(x, group)
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+            return transpose(grad, ctx.group), None
 
-    @classmethod
-    def backward(cls, ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return cls.transpose(grad, ctx.group), None
-
-
-class Copy(_Exchange):
-    """The identity; gradients are summed over the ranks, each of which used its copy in another way."""
-
-    exchange, transpose = _same, _sum
+    return Exchange
 
 
-class Reduce(_Exchange):
-    """The sum over the ranks; gradients are the same everywhere already."""
-
-    exchange, transpose = _sum, _same
-
-
-class Gather(_Exchange):
-    """All of a sequence of which each rank has a part; gradients are summed, and each rank gets its part of them."""
-
-    exchange, transpose = _gather, _scatter_sum
-
-
-class ReduceScatter(_Exchange):
-    """This rank's part, along the sequence, of the sum over the ranks; gradients are gathered."""
-
-    exchange, transpose = _scatter_sum, _gather
-
-
-class Split(_Exchange):
-    """This rank's part of a sequence that all ranks have; gradients are gathered."""
-
-    exchange, transpose = _part, _gather
-
-
-class Unsplit(_Exchange):
-    """All of a sequence of which each rank has a part; gradients are the same everywhere, and each takes its part."""
-
-    exchange, transpose = _gather, _part
+# The identity; gradients are summed over the ranks, each of which used its copy in another way.
+Copy = _exchange(_same, _sum)
+# The sum over the ranks; gradients are the same everywhere already.
+Reduce = _exchange(_sum, _same)
+# All of a sequence of which each rank has a part; gradients are summed, and each rank gets its part of them.
+Gather = _exchange(_gather, _scatter_sum)
+# This rank's part, along the sequence, of the sum over the ranks; gradients are gathered.
+ReduceScatter = _exchange(_scatter_sum, _gather)
+# This rank's part of a sequence that all ranks have; gradients are gathered.
+Split = _exchange(_part, _gather)
+# All of a sequence of which each rank has a part; gradients are the same everywhere, and each takes its part.
+Unsplit = _exchange(_gather, _part)

@@ -74,8 +74,8 @@ class MegatronRunner(Runner):
 
     @classmethod
     def check(cls, options: Options, run: RunOptions) -> None:
-        if run.compile != "none":
-            raise ConfigError("run.compile: ranks talk inside of blocks under the megatron runner; use none")
+        if run.compile == "model":
+            raise ConfigError("run.compile: ranks talk between blocks under the megatron runner; compile blocks")
 
     @classmethod
     def check_model(cls, options: Options, model: Model) -> None:

@@ -35,6 +35,7 @@ class TensorParallel:
     def __init__(self, group: dist.ProcessGroup, splits_sequence: bool, rng: RngTracker) -> None:
         self.group, self.splits_sequence, self.rng = group, splits_sequence, rng
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.has_dropout = True  # without it random numbers are left alone, and a block is one graph for torch.compile
         self._aside: Tensor | None = None
 
     def enter(self, x: Tensor) -> Tensor:
@@ -73,7 +74,8 @@ class TensorParallel:
                 f"run.runner.sequence_parallel: sequences of {x.shape[1]} tokens cannot be split for {self.size} "
                 f"ranks; make the length divisible, or switch it off"
             )
-        self.rng.fork()
+        if self.has_dropout:
+            self.rng.fork()
         return Split.apply(x, self.group)
 
 
@@ -114,14 +116,17 @@ class TPRegion:
         self._entered.append((x, self.tensor.enter(x)))
         return self._entered[-1][1]
 
+    def _forks(self) -> bool:
+        return self.tensor.has_dropout and self.model.training
+
     def column(self, module: nn.Module, x: Tensor) -> Tensor:
         y = _product(module, self._enter(x), module.bias)
-        if module is self.last_column and self.model.training and not self.tensor.splits_sequence:
+        if module is self.last_column and self._forks() and not self.tensor.splits_sequence:
             self.tensor.rng.enter()  # for the dropout of attention, which comes after the projections
         return y
 
     def row(self, module: nn.Module, x: Tensor) -> Tensor:
-        if module is self.last_row and self.model.training:
+        if module is self.last_row and self._forks():
             self.tensor.rng.leave()
         self._entered.clear()
         y = self.tensor.leave(_product(module, x, None))
@@ -147,8 +152,16 @@ def _embed(tensor: TensorParallel, module: nn.Embedding, ids: Tensor) -> Tensor:
     return Reduce.apply(x.masked_fill(elsewhere[..., None], 0.0), tensor.group)
 
 
+def has_dropout(model: nn.Module) -> bool:
+    """True if a module has a rate of dropout, or a number by such a name, above zero."""
+    rates = [m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+    rates += [value for m in model.modules() for name, value in vars(m).items() if "drop" in name.lower()]
+    return any(isinstance(rate, float | int) and rate > 0 for rate in rates)
+
+
 def compute_with_slices(model: Model, styles: dict[str, str], tensor: TensorParallel) -> None:
     """Make the modules named in `styles` compute with slices."""
+    tensor.has_dropout = has_dropout(model)
     regions: dict[nn.Module, TPRegion] = {}
     blocks = set(model.blocks())
     for name, style in styles.items():
