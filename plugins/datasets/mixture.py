@@ -99,6 +99,7 @@ class Mixture(VqaDataset):
             raise DataError("preferences cannot be mixed: name all their files in one dataset")
         self.vocab_size, self.tokenizer_path = first.vocab_size, first.tokenizer_path
         self.documents, self.end_tokens = first.documents, tuple(sorted({t for p in self.parts for t in p.end_tokens}))
+        self.far = any(part.far for part in self.parts)
         self.indexed = all(part.indexed for part in self.parts)
         longest = [part.sequence_length for part in self.parts]
         self.sequence_length = None if None in longest else max(length or 0 for length in longest)
@@ -122,6 +123,10 @@ class Mixture(VqaDataset):
     def get(self, index: int, rng: np.random.Generator) -> Sample:
         part, inner = self._place(index)
         return part.get(inner, rng)
+
+    def announce(self, indices: Sequence[int]) -> None:
+        for part in self.parts:
+            part.announce([inner for owner, inner in map(self._place, indices) if owner is part])
 
     def training_index(self, seed: int, number: int) -> int:
         k, n = self.order.place(number)

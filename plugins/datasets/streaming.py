@@ -7,12 +7,11 @@ from itertools import count
 from typing import TypeVar
 
 import numpy as np
-from webdataset.gopen import gopen
 
 from crosstrain import DataError, ReadContext, derive_seed
 from crosstrain.utils.files import open_regular
 
-from .webdataset import grouped, is_remote, local_path
+from .webdataset import grouped, is_remote, local_path, open_remote
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +77,7 @@ class ShardStream:
 
 def read_shard(name: str) -> Iterator[_Sample]:
     """Yield the samples of a shard, compressed or not, in order. Raises errors of tarfile or the system."""
-    with gopen(name, "rb") if is_remote(name) else open_regular(local_path(name)) as stream:
+    with open_remote(name) if is_remote(name) else open_regular(local_path(name)) as stream:
         with tarfile.open(fileobj=stream, mode="r|*") as tar:
             yield from ((f"{name}: {key}", files) for key, files in grouped(tar, _content(tar)))
         while stream.read(_CHUNK):  # a command whose output is not taken to the end would seem to have failed

@@ -1,5 +1,6 @@
 """Next-token prediction over tokenized documents, prepared by Crosstrain or by Megatron-LM."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -46,7 +47,8 @@ class TextDataset(Dataset):
     class Options:
         """Files of tokens, their splits, and the length of a sample."""
 
-        path: FilePath  # a prepared folder, or Megatron's files: their prefix (data/meg-gpt2_text_document) or folder
+        # a prepared folder, or Megatron's files: their prefix (data/meg-gpt2_text_document) or folder; or its URL
+        path: FilePath
         seq_length: Annotated[int, Interval(ge=1, le=2**30)]  # tokens per sample
         # shares of train, val, test, by documents; of a single document, by tokens
         split: list[Annotated[float, Interval(ge=0, le=10**12)]] = field(default_factory=lambda: [949.0, 50.0, 1.0])
@@ -72,7 +74,7 @@ class TextDataset(Dataset):
         """
         if not cls.is_prepared(options):
             assert options.prepare is not None
-            prepare(options.prepare, Path(options.path).expanduser(), wait=True)
+            prepare(options.prepare, options.path, wait=True)
         _, folder = locate(options.path)
         made = Summary.read(folder) if folder is not None and options.prepare is not None else None
         if made is not None and options.prepare is not None and (changed := options.prepare.changed_from(made.options)):
@@ -103,6 +105,7 @@ class TextDataset(Dataset):
         self.sequence_length, self.documents = options.seq_length, options.document_mask
         prefix, folder = locate(options.path)
         self.file = TokenFile(prefix)
+        self.far = self.file.remote
         self.eod_id: int | None = None
         if folder is not None:
             summary = Summary.read(folder)
@@ -137,6 +140,11 @@ class TextDataset(Dataset):
 
     def __len__(self) -> int:
         return max(self.stop - self.start - 1, 0) // self.options.seq_length
+
+    def announce(self, indices: Sequence[int]) -> None:
+        length = self.options.seq_length
+        starts = [self.start + index * length for index in indices]
+        self.file.announce([(start, start + length + 1) for start in starts])
 
     def get(self, index: int, rng: np.random.Generator) -> Sample:
         length = self.options.seq_length

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 import numpy as np
 from braceexpand import braceexpand
@@ -20,6 +20,7 @@ from filelock import FileLock
 from webdataset.gopen import gopen, gopen_schemes
 
 from crosstrain import DataError, check_command
+from crosstrain.utils import storage
 from crosstrain.utils.errors import os_errors_as
 from crosstrain.utils.files import cache_folder, open_regular, write_atomically
 from crosstrain.utils.resource_limits import OutOfTime, timed
@@ -30,6 +31,8 @@ _VERSION = 1
 _COMMAND = "pipe:"
 _MOST_SHARDS, _MOST_CHARACTERS = 1_000_000, 1 << 28
 _GLOB_SECONDS = 5.0
+_BUCKETS = ("s3", "gcs", "az", "abfs", "memory")  # besides those of webdataset, which calls programs for some
+_NO_SCHEME = ("pipe", "__default__")
 
 
 def expand(patterns: str | list[str]) -> list[str]:
@@ -94,10 +97,19 @@ def is_remote(name: str) -> bool:
     scheme, _, rest = name.partition(":")
     if scheme == "file" or ("://" not in name and scheme.strip().lower() != "pipe"):
         return False
-    if scheme not in gopen_schemes or not rest.startswith("//"):
-        known = ", ".join(f"{key}://" for key in gopen_schemes if key not in ("pipe", "__default__"))
+    if (scheme not in gopen_schemes and scheme not in _BUCKETS) or not rest.startswith("//"):
+        known = ", ".join(f"{key}://" for key in (*gopen_schemes, *_BUCKETS) if key not in _NO_SCHEME)
         raise DataError(f"{name}: no shards come from {scheme}:, but from files, {known} and {_COMMAND}COMMAND")
     return True
+
+
+def open_remote(name: str) -> IO[bytes]:
+    """Open a remote shard; one of a bucket is a copy that goes when it is closed."""
+    if name.partition(":")[0] not in _BUCKETS:
+        return gopen(name, "rb")
+    with tempfile.NamedTemporaryFile() as copy:
+        storage.download(name, Path(copy.name))
+        return open(copy.name, "rb")
 
 
 def local_path(name: str) -> Path:
@@ -143,7 +155,7 @@ def _fetch(name: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         partial = Path(folder) / path.name
         try:
-            with open(partial, "wb") as file, gopen(name, "rb") as stream:
+            with open(partial, "wb") as file, open_remote(name) as stream:
                 shutil.copyfileobj(stream, file, 1 << 20)
         except (OSError, ValueError) as error:  # webdataset reports a failed pipe as an OSError
             raise DataError(f"{name} cannot be fetched ({error})") from None

@@ -48,10 +48,11 @@ def planned_once() -> Iterator[None]:
 
 
 def said(*words: str, code: int = 0) -> str:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        assert main(["launch", *words]) == code, out.getvalue()
-    return out.getvalue()
+    """What the verb prints: the manifest, or the error."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        assert main(["launch", *words]) == code, out.getvalue() + err.getvalue()
+    return err.getvalue() if code == 1 else out.getvalue()
 
 
 @pytest.mark.parametrize("to", SHIPPED)

@@ -56,7 +56,7 @@ def test_workers_and_a_node_are_lost_and_the_files_are_those_of_one_machine(tmp_
 def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
     seen = in_a_namespace("mistakes", tmp_path)
     assert seen["stage"].endswith("invalid at byte 0") or "is not UTF-8 text" in seen["stage"], seen
-    assert seen["poison"].startswith("workers died 3 times over the same part of the input"), seen
+    assert seen["poison"].startswith("workers died 4 times without a result between"), seen
     assert seen["folder"].endswith("engine: ray needs a file system that all machines of the cluster see"), seen
     assert seen["address"].startswith("ray_address: no Ray cluster can be joined"), seen
 

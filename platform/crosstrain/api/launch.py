@@ -3,7 +3,6 @@
 import math
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 from crosstrain.api.plan import plan
@@ -64,15 +63,10 @@ def manifest(
     }  # fmt: skip
     facts |= {flag: value for flag, value in given.items() if value is not None}
     return environment.get_template(f"{to}.jinja").render(
-        facts, project=project, file=re.sub("[^-._a-zA-Z0-9]", "_", file.name), text=_text(file), made_by=made_by,
+        facts, project=project, made_by=made_by,
+        file=re.sub("[^-._a-zA-Z0-9]", "_", file.name), text=file.read_text(encoding="utf-8").rstrip(),
         options=[*options, *([] if config.run.max_restarts else [f"run.max_restarts={restarts}"])], restarts=restarts,
         nodes=nodes, nproc=nproc, nproc_per_node=nproc_per_node, gpus_per_node=nproc if on_gpu else 0,
         gpus=[given["gpu"]] if given.get("gpu") else fitting, device_memory=show_bytes(on_device),
         cpus=nproc * (2 + max(config.run.num_workers, 2)), memory=8 * math.ceil(host / 8), shared_memory=_SHARED,
     )  # fmt: skip
-
-
-def _text(project: Path) -> str:
-    """Return a project file without the comment that says where an editor finds its schema."""
-    lines = project.read_text(encoding="utf-8").splitlines()
-    return "\n".join(line for line in lines if not line.startswith("# yaml-language-server:"))

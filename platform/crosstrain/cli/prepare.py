@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dataset is not None:
         return _prepare_dataset(arguments.dataset, _output(arguments), arguments.options)
     recipe = _read_recipe(arguments)
-    summary = prepare(recipe, Path(recipe.output), overwrite=arguments.overwrite)
+    summary = prepare(recipe, recipe.output, overwrite=arguments.overwrite)
     print(
         f"{recipe.output}: {summary.documents:,} documents, {summary.tokens:,} tokens ({summary.dtype}), vocabulary "
         f"{summary.vocab_size:,}" + (f", {summary.dropped:,} documents dropped" if summary.dropped else "")

@@ -17,7 +17,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from crosstrain import __version__
-from crosstrain.utils.errors import DataError
+from crosstrain.utils import storage
+from crosstrain.utils.errors import DataError, os_errors_as
+from crosstrain.utils.files import replacing
 
 AGENT = f"crosstrain/{__version__}"
 _BLOCK = 1 << 20
@@ -25,17 +27,27 @@ _TRIES = 8  # in a row without a new byte
 _log = logging.getLogger(__name__)
 
 
-def is_url(item: str) -> bool:
+def is_web(item: str) -> bool:
     return item.startswith(("http://", "https://"))
 
 
 def download(url: str, folder: Path, progress: bool, patience: float = 1.0, timeout: float = 60.0) -> Path:
     """Download a file into `folder`, under the last part of the URL's path, unless it is there; return its path.
 
+    An object of a bucket keeps the names of its folders, too.
     An interrupted download is kept beside it. The next one asks for the rest, provided that the file on the server is
     still the same. patience: seconds before the second try, doubled before each further one. Raises DataError if the
     server refuses, or nothing more arrives in several tries.
     """
+    if not is_web(url):
+        target = folder / url.partition("://")[2]
+        if ".." in target.parts:
+            raise DataError(f"{url}: .. cannot be part of an object's name here")
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with os_errors_as(DataError, f"{url} cannot be fetched"), replacing(target) as file:
+                storage.download(url, Path(file.name))
+        return target
     folder.mkdir(parents=True, exist_ok=True)
     name = Path(urllib.parse.unquote(urllib.parse.urlsplit(url).path)).name
     if not name:

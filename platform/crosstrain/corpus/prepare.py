@@ -14,15 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from crosstrain.corpus.options import PrepareOptions
-from crosstrain.data.prepared import Summary
+from crosstrain.corpus.shards import key_of
+from crosstrain.data.prepared import Summary, locate, locate_remote
+from crosstrain.utils import storage
 from crosstrain.utils.errors import DataError
-from crosstrain.utils.files import locked
+from crosstrain.utils.files import cache_folder, locked
 
 
 def prepare(
-    options: PrepareOptions, output: Path, progress: bool = True, *, overwrite: bool = False, wait: bool = False
+    options: PrepareOptions, output: str | Path, progress: bool = True, *, overwrite: bool = False, wait: bool = False
 ) -> Summary:
-    """Make folder `output`, complete or not at all, and return its summary.
+    """Make folder `output`, complete or not at all, and return its summary. A URL's is made here and copied there.
 
     If the process is killed or fails, finished shards stay in `<output>.partial`. The next call goes on from there,
     with the same result as one uninterrupted call.
@@ -33,7 +35,9 @@ def prepare(
     """
     from crosstrain.corpus.pipeline import build
 
-    output = Path(output)
+    if isinstance(output, str) and storage.is_url(output):
+        return _prepare_remote(options, output.rstrip("/"), progress, overwrite, wait)
+    output = Path(output).expanduser()
     with output_lock(output, wait=wait):
         if wait and (output / "dataset.json").exists():
             return Summary.read(output)
@@ -53,6 +57,22 @@ def prepare(
                 shutil.rmtree(partial, ignore_errors=True)  # no finished shard is in it
         _replace(partial / "out", output)
         shutil.rmtree(partial, ignore_errors=True)
+        return summary
+
+
+def _prepare_remote(options: PrepareOptions, url: str, progress: bool, overwrite: bool, wait: bool) -> Summary:
+    place = cache_folder("prepared") / key_of(url, options.plain)
+    with output_lock(place, wait=wait):
+        if wait and (folder := locate(url)[1]) is not None:
+            return Summary.read(folder)
+        if not overwrite and storage.listing(url):
+            raise DataError(f"{url} is not empty: overwrite it explicitly or choose another output")
+        summary = prepare(options, place / "made", progress, overwrite=True)
+        paths = [path for path in (place / "made").rglob("*") if path.is_file()]
+        for path in sorted(paths, key=lambda path: path.name == "dataset.json"):  # which makes it a prepared folder
+            storage.upload(path, storage.join(url, path.relative_to(place / "made").as_posix()))
+        shutil.rmtree(place)
+        locate_remote.cache_clear()
         return summary
 
 

@@ -9,7 +9,6 @@ import secrets
 import socket
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,8 +19,7 @@ from crosstrain.utils.errors import DataError, first_line
 from crosstrain.utils.optional_deps import require
 
 _PER_WORKER = 3  # items in memory
-_TRIES = 3  # of an item whose worker dies
-_STARTS = 20  # of actors that die before their first item
+_DEATHS = 3  # times the number of workers that may die without a result between
 
 
 class RayPool(WorkerPool):
@@ -37,8 +35,9 @@ class RayPool(WorkerPool):
         self._address, self._mark = options.ray_address, folder.resolve() / f".{secrets.token_hex(8)}"
         self._starting: dict[Any, Any] = {}  # by the reference that is ready when the actor is
         self._load: dict[Any, int] = {}  # actor -> number of its items
-        self._starts_left = _STARTS
+        self._gone = set[Any]()
         self._numbers = itertools.count()  # of stages
+        self._deaths = 0  # of workers since the last result
 
     def __enter__(self) -> Self:
         self._ray = require("ray", "engine: ray")
@@ -68,11 +67,11 @@ class RayPool(WorkerPool):
     def run(self, stage: CorpusStage[Item, Result], items: Iterable[Item]) -> Iterator[Result]:
         """Yield results in the order of the items; at most three items per worker are in memory.
 
-        An exception of the stage is raised here; DataError for an item whose worker dies time and again.
+        An exception of the stage is raised here; DataError where workers die time and again without a result.
         """
         number, data = next(self._numbers), [self._ray.put(pickle.dumps(stage))]
-        new = itertools.starmap(_Work, enumerate(items))
-        waiting, flight = deque[_Work](), dict[Any, tuple[Any, _Work]]()
+        new = enumerate(items)
+        waiting, flight = deque[tuple[int, Item]](), dict[Any, tuple[Any, tuple[int, Item]]]()
         done, wanted = dict[int, Result](), 0
         try:
             while True:
@@ -80,31 +79,34 @@ class RayPool(WorkerPool):
                 waiting.extend(itertools.islice(new, _PER_WORKER * self.workers - held))
                 if not waiting and not flight:
                     return
-                self._start_actors()
-                while waiting and (idle := self._least_loaded()) is not None:
-                    work = waiting.popleft()
-                    self._load[idle] += 1
-                    flight[idle.run.remote(number, data, work.item)] = idle, work
+                while len(self._load) + len(self._starting) < self.workers:
+                    actor = self._actor.remote()
+                    self._starting[actor.begin.remote(registry.folders(), os.getcwd(), self._mark)] = actor
+                while waiting and (actor := self._least_loaded()) is not None:
+                    self._load[actor] += 1
+                    flight[actor.run.remote(number, data, waiting[0][1])] = actor, waiting.popleft()
                 [ready], _ = self._ray.wait([*flight, *self._starting], num_returns=1)
-                if ready in self._starting:
-                    self._welcome(ready)
-                    continue
-                actor, work = flight.pop(ready)
                 try:
-                    done[work.place] = self._ray.get(ready)
+                    result = self._ray.get(ready)
                 except self._ray.exceptions.RayTaskError as error:
                     raise error.cause from None
                 except self._ray.exceptions.RayError as error:
-                    self._dismiss(actor)
-                    work.tries += 1
-                    if work.tries == _TRIES:
+                    if (actor := self._starting.pop(ready, None)) is None:
+                        actor, work = flight.pop(ready)
+                        waiting.appendleft(work)
+                    self._deaths += self._dismiss(actor)
+                    if self._deaths > _DEATHS * self.workers:
                         raise DataError(
-                            f"workers died {_TRIES} times over the same part of the input, perhaps for want of memory"
+                            f"workers died {self._deaths} times without a result between, perhaps for want of memory"
                             f" ({first_line(error)}): run the same command again to go on where it stopped, with fewer"
                             " workers if it happens again"
                         ) from None
-                    waiting.appendleft(work)
                     continue
+                if (actor := self._starting.pop(ready, None)) is not None:
+                    self._load[actor] = 0
+                    continue
+                actor, (place, _) = flight.pop(ready)
+                done[place], self._deaths = result, 0
                 if actor in self._load:
                     self._load[actor] -= 1
                 while wanted in done:
@@ -119,39 +121,13 @@ class RayPool(WorkerPool):
         free = (actor for actor, items in self._load.items() if items < _PER_WORKER)
         return min(free, key=self._load.__getitem__, default=None)
 
-    def _start_actors(self) -> None:
-        """Start those that are missing; they are given items once they are ready."""
-        while len(self._load) + len(self._starting) < self.workers:
-            actor = self._actor.remote()
-            self._starting[actor.begin.remote(registry.folders(), os.getcwd(), self._mark)] = actor
-
-    def _welcome(self, ready: Any) -> None:
-        """Take an actor that is ready into service. DataError if it cannot work where it is."""
-        actor = self._starting.pop(ready)
-        try:
-            self._ray.get(ready)
-        except self._ray.exceptions.RayTaskError as error:
-            raise error.cause from None
-        except self._ray.exceptions.RayError as error:
-            self._starts_left -= 1
-            if not self._starts_left:
-                raise DataError(f"workers die on the Ray cluster as they start ({first_line(error)})") from None
-            return
-        self._load[actor] = 0
-
-    def _dismiss(self, actor: Any) -> None:
-        """Make sure that an actor, which may only seem lost, does nothing more."""
-        if self._load.pop(actor, None) is not None:
-            self._ray.kill(actor)
-
-
-@dataclass
-class _Work:
-    """An item on its way."""
-
-    place: int  # among the results
-    item: Any
-    tries: int = 0
+    def _dismiss(self, actor: Any) -> bool:
+        """Make sure that an actor, which may only seem lost, does nothing more; False if that was done before."""
+        self._ray.kill(actor)
+        self._load.pop(actor, None)
+        new = actor not in self._gone
+        self._gone.add(actor)
+        return new
 
 
 class _Worker:

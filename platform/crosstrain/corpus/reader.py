@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 
 from crosstrain.config.bounds import Text
 from crosstrain.corpus import io
-from crosstrain.corpus.download import download, is_url
+from crosstrain.corpus.download import download
 from crosstrain.utils.errors import DataError
+from crosstrain.utils.storage import is_url
 
 _LOOK = 1 << 16  # bytes read at once in search of a separator
 TASK_BYTES = 8 << 20  # of input in a task: large enough to be worth a file of its own, small enough to be held

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Checker, Component, options_class, to_plain
 from crosstrain.corpus import io
-from crosstrain.corpus.download import is_url
 from crosstrain.corpus.reader import Reader
+from crosstrain.utils import storage
 from crosstrain.utils.errors import ConfigError, DataError, UserError
 
 Input = str | Component | list[str | Component]
@@ -65,10 +65,15 @@ def _resolve(item: str | Component, settings: dict[str, Any]) -> Iterator[InputS
         if "path" not in {field.name for field in options_of}:
             yield source(item, None)
             return
-    if is_url(item):
-        name = Path(urlsplit(item).path)
-        readers = _readers().items()
-        yield source(next((reader for reader, cls in readers if io.has_suffix(name, cls.suffixes)), _ANY_FILE))
+    if storage.is_url(item) and item.endswith("/"):
+        inside = [name for name in sorted(storage.files(item)) if _by_suffix(Path(name))]
+        if not inside:
+            raise DataError(f"{item} holds no file that a reader reads")
+        for name in inside:
+            yield from _resolve(storage.join(item, name), settings)
+        return
+    if storage.is_url(item):
+        yield source(_by_suffix(Path(urlsplit(item).path)) or _ANY_FILE)
         return
     path = io.existing(item)
     reader = _claiming(path) or (_ANY_FILE if path.is_file() else None)
@@ -81,6 +86,10 @@ def _resolve(item: str | Component, settings: dict[str, Any]) -> Iterator[InputS
         raise io.nothing_in(path, ", ".join(suffixes[:-1]) + " or " + suffixes[-1])
     for owner, group in groupby(found, key=lambda pair: pair[1]):
         yield source(owner, files=tuple(file for file, _ in group))
+
+
+def _by_suffix(name: Path) -> str | None:
+    return next((reader for reader, cls in _readers().items() if io.has_suffix(name, cls.suffixes)), None)
 
 
 def _claiming(path: Path) -> str | None:

@@ -42,6 +42,7 @@ class Dataset(ABC):
     row_layout: str | None = None  # how the rows of a sample belong together, for an objective; None: each by itself
     digest: str = ""  # of what the samples are, where an objective measures them once for all runs
     reference: np.ndarray | None = None  # measured numbers [samples, rows], which `get` then gives as "reference"
+    far: bool = False  # True: samples come from elsewhere, so `announce` is called before `get`
     indexed: bool = True  # False: `get` gives the next sample of a stream and ignores the index
 
     def __init__(self, options: Any, split: Split) -> None:
@@ -86,6 +87,9 @@ class Dataset(ABC):
         `rng` is the only source of randomness allowed. It depends on the run's seed and the sample's number, so
         augmentation is the same for any number of workers and after any resume.
         """
+
+    def announce(self, indices: Sequence[int]) -> None:  # noqa: B027 - most have nothing to fetch
+        """Begin to fetch samples that will be asked for soon, in this process; some may be announced again."""
 
     def training_index(self, seed: int, number: int) -> int:
         """Return the index of a run's sample `number` in training; by default from a new shuffle every epoch."""

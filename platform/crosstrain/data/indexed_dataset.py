@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
+from crosstrain.data.byte_source import LocalBytes, RemoteBytes, byte_source
 from crosstrain.utils.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -44,7 +45,7 @@ def best_dtype(vocab_size: int) -> np.dtype:
 
 
 class TokenFile:
-    """Tokens of `prefix.bin` by `prefix.idx`; opening takes the same time and memory for any size.
+    """Tokens of `prefix.bin` by `prefix.idx`, files or objects in a bucket; opening takes the same time for any size.
 
     The files are read, not mapped: a process that maps a file is killed without a message when the file is cut.
     Raises DataError if a file is missing, is not in the format, or its lengths contradict each other. Opening checks
@@ -52,14 +53,17 @@ class TokenFile:
     """
 
     def __init__(self, prefix: str | Path) -> None:
-        self.prefix = Path(prefix)
-        self.idx_path, self.bin_path = _paths(self.prefix)
+        self.prefix = prefix
+        self.idx_path, self.bin_path = _paths(prefix)
+        opened = []
         for path in (self.idx_path, self.bin_path):
-            if not path.is_file():
-                raise DataError(f"{path} does not exist (tokens are two files, {self.prefix.name}.bin and .idx)")
-        size = self.idx_path.stat().st_size
-        with open(self.idx_path, "rb") as file:
-            header = file.read(_HEADER.size)
+            try:
+                opened.append(byte_source(path))
+            except (FileNotFoundError, IsADirectoryError):
+                name = str(prefix).rpartition("/")[2]
+                raise DataError(f"{path} does not exist (tokens are two files, {name}.bin and .idx)") from None
+        index, self._bin = opened
+        size, header = index.size, index.read(0, _HEADER.size)
         if not header.startswith(MAGIC):
             raise DataError(f"{self.idx_path} is not a Megatron index: it does not begin with MMIDIDX")
         if len(header) < _HEADER.size:
@@ -74,32 +78,32 @@ class TokenFile:
         if size != expected:
             state = "is truncated" if size < expected else "has bytes to spare"
             raise DataError(f"{self.idx_path} {state}: its header describes {expected} bytes, and it has {size}")
-        self.sizes = _Column(self.idx_path, "<i4", _HEADER.size, self.num_sequences)
+        self.sizes = _Column(self.idx_path, index, "<i4", _HEADER.size, self.num_sequences)
         offset = _HEADER.size + 4 * self.num_sequences
-        self.pointers = _Column(self.idx_path, "<i8", offset, self.num_sequences)
-        self.document_index = _Column(self.idx_path, "<i8", offset + 8 * self.num_sequences, index_length)
+        self.pointers = _Column(self.idx_path, index, "<i8", offset, self.num_sequences)
+        self.document_index = _Column(self.idx_path, index, "<i8", offset + 8 * self.num_sequences, index_length)
         if not index_length or self.document_index[0] != 0 or self.document_index[-1] != self.num_sequences:
             raise DataError(f"{self.idx_path} is damaged: its document index does not run from 0 to its last sequence")
 
-        bin_size = self.bin_path.stat().st_size
+        bin_size = self._bin.size
         used = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize if self.num_sequences else 0
         if bin_size != used:
             state = "is truncated" if bin_size < used else "has bytes to spare"
             raise DataError(f"{self.bin_path} {state}: its index describes {used} bytes, and it has {bin_size}")
         self.num_tokens = bin_size // self.dtype.itemsize
-        self._tokens = _Column(self.bin_path, self.dtype, 0, self.num_tokens)
+        self._tokens = _Column(self.bin_path, self._bin, self.dtype, 0, self.num_tokens)
         for sequence in np.unique(np.linspace(0, self.num_sequences - 1, _SPOT_CHECKS).astype(int)).tolist():
             if self.num_sequences:
                 self._check(sequence, sequence + 1)
 
-    def __reduce__(self) -> tuple[type[TokenFile], tuple[Path]]:  # a worker opens the files again
+    def __reduce__(self) -> tuple[type[TokenFile], tuple[str | Path]]:  # a worker opens the files again
         return TokenFile, (self.prefix,)
 
     def _check(self, first: int, stop: int) -> None:
         """Raise DataError unless each of the sequences [first, stop) begins where the one before it ends."""
         starts, sizes = self.pointers[first : stop + 1], self.sizes[first:stop]
         if stop == self.num_sequences:
-            starts = np.append(starts, self.bin_path.stat().st_size)
+            starts = np.append(starts, self._bin.size)
         wrong = np.flatnonzero((starts[:-1] + sizes.astype(np.int64) * self.dtype.itemsize != starts[1:]) | (sizes < 0))
         if wrong.size or (first == 0 and starts[0] != 0):
             where = first + int(wrong[0]) if wrong.size else 0
@@ -155,6 +159,17 @@ class TokenFile:
             raise IndexError(f"{self.prefix} has {self.num_tokens} tokens, not a range [{start}, {stop})")
         return self._tokens.read(start, stop)
 
+    @property
+    def remote(self) -> bool:
+        """True for objects in a bucket, where `announce` saves time."""
+        return isinstance(self._bin, RemoteBytes)
+
+    def announce(self, ranges: list[tuple[int, int]]) -> None:
+        """Fetch tokens [start, stop) of each range, which will be asked for soon."""
+        if isinstance(self._bin, RemoteBytes):
+            width = self.dtype.itemsize
+            self._bin.announce((start * width, stop * width) for start, stop in ranges)
+
 
 class TokenWriter:
     """A writer of `prefix.bin` and `prefix.idx`, with one sequence per document, in constant memory.
@@ -169,7 +184,7 @@ class TokenWriter:
         if not codes:
             raise ValueError(f"tokens are stored as integers of at most 64 bits, not {self.dtype}")
         self._code = codes[0]
-        self._final = _paths(Path(prefix))
+        self._final = tuple(map(Path, _paths(prefix)))
         self._partial = [path.with_name(f".{path.name}.{os.getpid()}") for path in self._final]
         self.num_documents = self.num_tokens = 0
         self._idx: BinaryIO = open(self._partial[0], "w+b")  # noqa: SIM115
@@ -248,16 +263,18 @@ class TokenWriter:
         self._idx.write(_HEADER.pack(MAGIC, 1, self._code, n, n + 1))
 
 
-def _paths(prefix: Path) -> tuple[Path, Path]:
-    return prefix.with_name(prefix.name + ".idx"), prefix.with_name(prefix.name + ".bin")
+def _paths(prefix: str | Path) -> tuple[str, str]:
+    return f"{prefix}.idx", f"{prefix}.bin"
 
 
 class _Column:
     """An array in a part of a file, read on access. DataError if the file is too short by then."""
 
-    def __init__(self, path: Path, dtype: npt.DTypeLike, offset: int, count: int) -> None:
+    def __init__(
+        self, path: str, source: LocalBytes | RemoteBytes, dtype: npt.DTypeLike, offset: int, count: int
+    ) -> None:
         self._path, self._dtype, self._offset, self._count = path, np.dtype(dtype), offset, count
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - for as long as the column is
+        self._read = source.read
 
     def __len__(self) -> int:
         return self._count
@@ -274,13 +291,9 @@ class _Column:
         size = self._dtype.itemsize
         position, length = self._offset + start * size, (stop - start) * size
         try:
-            data = os.pread(self._file.fileno(), length, position)
-            while len(data) < length and (
-                more := os.pread(self._file.fileno(), length - len(data), position + len(data))
-            ):
-                data += more  # one call reads 2 GiB at most
+            data = self._read(position, position + length)
         except OSError as error:  # os_errors_as would cost a tenth of a sample's time
-            raise DataError(f"{self._path} cannot be read ({error.strerror})") from None
+            raise DataError(f"{self._path} cannot be read ({error.strerror or error})") from None
         if len(data) < length:
             raise DataError(f"{self._path} was cut while it was read: it ends before byte {position + length}")
         return np.frombuffer(data, self._dtype)

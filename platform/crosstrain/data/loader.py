@@ -8,7 +8,8 @@ stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, repeat
@@ -25,6 +26,8 @@ from crosstrain.modeling.base import count_targets
 from crosstrain.utils.errors import DataError, UserError
 from crosstrain.utils.rng import sample_rng
 from crosstrain.utils.types import Batch, Sample
+
+_AHEAD = 8  # micro batches that are announced to a dataset before they are read
 
 
 @dataclass
@@ -58,6 +61,11 @@ class _ByNumber(torch.utils.data.Dataset):
         except UserError as error:  # returned, because an exception in another process arrives as a traceback
             return error
 
+    def __getitems__(self, numbers: list[int]) -> list[Sample | UserError]:
+        if self.dataset.far:
+            self.dataset.announce([self.index_of(number) for number in numbers])
+        return [self[number] for number in numbers]
+
     def collate(self, samples: list[Sample | UserError]) -> Batch | UserError:
         whole = [sample for sample in samples if not isinstance(sample, UserError)]
         errors = [sample for sample in samples if isinstance(sample, UserError)]
@@ -68,6 +76,8 @@ def _batches(
     dataset: Dataset, seed: int, index_of: Callable[[int], int], numbers: Any, num_workers: int
 ) -> Iterator[Batch]:
     samples = _ByNumber(dataset, seed, index_of)
+    if dataset.far and not num_workers:  # processes work ahead by themselves
+        numbers = _announced(dataset, index_of, numbers)
     loader = DataLoader(
         samples,
         batch_sampler=numbers,
@@ -83,6 +93,19 @@ def _batches(
         if isinstance(batch, UserError):
             raise batch
         yield batch
+
+
+def _announced(
+    dataset: Dataset, index_of: Callable[[int], int], batches: Iterable[Sequence[int]]
+) -> Iterator[Sequence[int]]:
+    """Yield sample numbers of batches, each after some later ones were announced."""
+    waiting = deque[Sequence[int]]()
+    for numbers in batches:
+        dataset.announce([index_of(number) for number in numbers])
+        waiting.append(numbers)
+        if len(waiting) > _AHEAD:
+            yield waiting.popleft()
+    yield from waiting
 
 
 def step_numbers(plan: BatchPlan, start: int, left_out: Ranges | None = None) -> Iterator[list[int]]:

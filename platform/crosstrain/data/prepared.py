@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from crosstrain.utils import storage
 from crosstrain.utils.errors import DataError
-from crosstrain.utils.files import read_regular, write_json
+from crosstrain.utils.files import cache_folder, read_regular, write_atomically, write_json
 from crosstrain.utils.program import command
 
 FORMAT_VERSION = 1
@@ -59,11 +62,14 @@ def hash_of(tokenizer: Path) -> str:
     return hashlib.sha256(tokenizer.read_bytes()).hexdigest()
 
 
-def locate(where: str | Path) -> tuple[Path, Path | None]:
-    """Return (prefix of the token files, the prepared folder if they are in one) for a path that names either.
+def locate(where: str | Path) -> tuple[str | Path, Path | None]:
+    """Return (prefix of the token files, the prepared folder if they are in one) for a path or URL that names either.
 
-    Raises DataError if there are no tokens, or several files of them.
+    Of a prepared folder in a bucket it is a copy without the tokens. Raises DataError if there are no tokens or several
+    files of them, and StorageError.
     """
+    if isinstance(where, str) and storage.is_url(where):
+        return locate_remote(where.rstrip("/"))
     path = Path(where).expanduser()
     if path.suffix in (".idx", ".bin"):
         path = path.with_suffix("")
@@ -80,3 +86,21 @@ def locate(where: str | Path) -> tuple[Path, Path | None]:
         f"there are no tokens at {path}, neither a folder made by `crosstrain prepare` nor a Megatron prefix: run"
         f" `{command('prepare')}`, or say under `prepare` how to make it"
     )
+
+
+@lru_cache(maxsize=64)  # asked for each split
+def locate_remote(url: str) -> tuple[str, Path | None]:
+    """Return what `locate` does, of a URL."""
+    if url.endswith((".idx", ".bin")):
+        return url[:-4], None
+    inside = storage.files(url)
+    if "dataset.json" in inside:
+        copy = cache_folder("prepared") / hashlib.sha256(url.encode()).hexdigest()[:24]
+        for name in ("dataset.json", *(name for name in inside if re.fullmatch(r"tokenizer/[\w.-]+", name))):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(copy / name, storage.read(storage.join(url, name)))
+        return storage.join(url, "tokens"), copy
+    found = [storage.join(url, name[:-4]) for name in inside if name.endswith(".idx") and "/" not in name] or [url]
+    if len(found) > 1:
+        raise DataError(f"{url} holds several token files ({', '.join(sorted(found))}): path must name one")
+    return found[0], None  # whose absence TokenFile notices

@@ -1,0 +1,69 @@
+"""Bytes of a file by their places: of a local file, or of an object in a bucket, fetched before they are asked for."""
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import cast
+
+from crosstrain.utils import storage
+
+Range = tuple[int, int]  # first byte, last byte + 1
+
+_BLOCK, _BLOCKS = 1 << 16, 256  # what is not announced comes in blocks of so many bytes; so many are kept
+_HELD = 64 << 20  # bytes that were announced and are not yet read
+
+
+def byte_source(place: str | Path) -> "LocalBytes | RemoteBytes":
+    """Open a file or an object. Raises FileNotFoundError or another OSError, and StorageError."""
+    return RemoteBytes(place) if isinstance(place, str) and storage.is_url(place) else LocalBytes(Path(place))
+
+
+class LocalBytes:
+    """A file, read and not mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - for as long as this is
+        self.size = os.fstat(self._file.fileno()).st_size
+
+    def read(self, first: int, last: int) -> bytes:
+        """Return bytes [first, last), or fewer at the end of the file."""
+        data = os.pread(self._file.fileno(), last - first, first)
+        while (left := last - first - len(data)) and (more := os.pread(self._file.fileno(), left, last - left)):
+            data += more  # one call reads 2 GiB at most
+        return data
+
+
+class RemoteBytes:
+    """An object, of which memory holds a bounded part: ranges that were announced, and the blocks last read."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self.size = url, storage.size(url)
+        self._announced: dict[Range, tuple[Future[list[bytes]], int]] = {}  # the place among the future's results
+        self._held, self._threads = 0, cast("ThreadPoolExecutor | None", None)
+        self._block = lru_cache(_BLOCKS)(lambda n: storage.read(url, n * _BLOCK, min((n + 1) * _BLOCK, self.size)))
+
+    def announce(self, ranges: Iterable[Range]) -> None:
+        """Fetch ranges that will be read soon, each once; neighbours together. Those beyond a bound come when read."""
+        new = [found for found in dict.fromkeys(ranges) if found not in self._announced]
+        while new and self._held + sum(last - first for first, last in new) > _HELD:
+            new.pop()
+        if new:
+            self._threads = self._threads or ThreadPoolExecutor(8, "read ahead")
+            future = self._threads.submit(storage.read_ranges, self._url, new)
+            self._announced |= {found: (future, place) for place, found in enumerate(new)}
+            self._held += sum(last - first for first, last in new)
+
+    def read(self, first: int, last: int) -> bytes:
+        """Return bytes [first, last), or fewer at the end of the object."""
+        last = min(last, self.size)
+        if (found := self._announced.pop((first, last), None)) is not None:
+            self._held -= last - first
+            parts, place = found[0].result(), found[1]
+            data, parts[place] = parts[place], b""  # the others stay until they are read
+            return data
+        if last - first > _BLOCK:
+            return storage.read(self._url, first, last)
+        joined = b"".join(self._block(n) for n in range(first // _BLOCK, -(-last // _BLOCK)))
+        return joined[first % _BLOCK :][: last - first]

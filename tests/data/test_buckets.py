@@ -1,0 +1,199 @@
+"""Data in a bucket: the same samples as from the disk, fetched ahead, within bounds, by the ranges that are needed."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from conftest import Workspace, json_lines
+from crosstrain.config.batch import BatchPlan
+from crosstrain.config.registry import registry
+from crosstrain.corpus.options import PrepareOptions
+from crosstrain.corpus.prepare import prepare
+from crosstrain.data import byte_source
+from crosstrain.data.byte_source import RemoteBytes
+from crosstrain.data.loader import evaluation_batches, training_steps
+from crosstrain.data.prepared import locate_remote
+from crosstrain.data.tokenizer import load_tokenizer
+from crosstrain.utils import storage
+from crosstrain.utils.errors import DataError
+from fixtures_bucket import Bucket, slow
+from fixtures_shards import jpeg, module_of, write_shard
+
+TextDataset = registry.get("dataset", "text")
+
+
+@pytest.fixture
+def memory(home: Path) -> Iterator[str]:
+    """An empty bucket in this process's memory."""
+    locate_remote.cache_clear()
+    store = fsspec.filesystem("memory").store
+    store.clear()
+    yield "memory://bucket"
+    store.clear()
+
+
+def put(folder: Path, url: str) -> str:
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        storage.upload(path, storage.join(url, path.relative_to(folder).as_posix()))
+    return url
+
+
+def opened(path: str, split: str = "train", **options: Any) -> Any:
+    return TextDataset(TextDataset.Options(path=path, seq_length=16, split=[80, 10, 10], **options), split)
+
+
+@pytest.mark.parametrize("options", [{}, {"document_mask": True}])
+def test_samples_are_those_of_the_disk(dataset: Path, memory: str, options: dict[str, Any]) -> None:
+    url = put(dataset, memory + "/tiny")
+    for split in ("train", "val", "test"):
+        near, far = opened(str(dataset), split, **options), opened(url, split, **options)
+        assert (far.far, near.far) == (True, False)
+        assert len(near) == len(far) > 0
+        assert (far.vocab_size, far.eod_id) == (near.vocab_size, near.eod_id)
+        rng = np.random.default_rng(0)
+        for index in range(len(near)):
+            theirs = far.get(index, rng)
+            assert {key: value.tolist() for key, value in near.get(index, rng).items()} == {
+                key: value.tolist() for key, value in theirs.items()
+            }
+    assert load_tokenizer(far.tokenizer_path).vocab_size == near.vocab_size
+    assert opened(url + "/tokens.bin", vocab_file=None).file.num_tokens == near.file.num_tokens
+    with pytest.raises(DataError, match=r"memory://bucket/nothing.idx does not exist \(tokens are two files"):
+        opened(memory + "/nothing")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_of_any_rank_and_start_are_those_of_the_disk(
+    dataset: Path, memory: str, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    far, near = opened(put(dataset, memory + "/tiny")), opened(str(dataset))
+    plan, fetched = BatchPlan(8, 2, 2, 2), list[int]()
+    read_ranges = storage.read_ranges
+
+    def counted(url: str, ranges: Any, *more: Any) -> Any:
+        fetched.append(len(ranges))
+        return read_ranges(url, ranges, *more)
+
+    monkeypatch.setattr(storage, "read_ranges", counted)
+    for rank in range(2):
+        steps = [
+            islice(training_steps(data, plan, seed=1, start=40, dp_rank=rank, num_workers=workers), 30)
+            for data in (near, far)
+        ]
+        for one, other in zip(*steps, strict=True):
+            assert [m.data["input_ids"].tolist() for m in one] == [m.data["input_ids"].tolist() for m in other]
+        passes = [
+            evaluation_batches(data, 2, dp_rank=rank, dp_size=2, max_samples=9, num_workers=workers)
+            for data in (near, far)
+        ]
+        for (one, _), (other, _) in zip(*passes, strict=True):
+            assert one.data["labels"].tolist() == other.data["labels"].tolist()
+    if not workers:  # which count in processes of their own
+        batches = 2 * (30 * 2 + 3)
+        assert batches <= len(fetched) <= batches + 2 * 9  # those, and what was announced and never asked for
+        assert sum(fetched) <= 2 * len(fetched)
+        assert len(far.file._bin._announced) <= 2 * 9 * 2
+
+
+def test_memory_holds_a_bounded_part(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = np.random.default_rng(0).bytes(1 << 20)
+    storage.write(memory + "/object", content)
+    monkeypatch.setattr(byte_source, "_HELD", 1000)
+    source = RemoteBytes(memory + "/object")
+    source.announce([(n, n + 300) for n in range(0, 3000, 300)])
+    assert source._held == 900
+    source.announce([(0, 300), (5000, 5100), (6000, 6100)])
+    assert source._held == 1000
+    for first, last in [(0, 300), (600, 900), (0, 300), (5000, 5100), (6000, 6100), (65_000, 66_000), (10, 1 << 20)]:
+        assert source.read(first, last) == content[first:last]
+    assert source._held == 300
+    assert source.read((1 << 20) - 5, (1 << 20) + 5) == content[-5:]
+    assert source.read(7, 7) == b""
+
+
+def test_a_recipe_reads_a_bucket_and_writes_one(memory: str, home: Path) -> None:
+    texts = [f"text number {n} has some words" for n in range(40)]
+    local = home / "in"
+    (local / "more").mkdir(parents=True)
+    json_lines(local / "a.jsonl", texts[:20])
+    parquet.write_table(pyarrow.table({"text": texts[20:30]}), local / "b.parquet")
+    (local / "more" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[30:]))
+    (local / "more" / "_SUCCESS").write_text("")
+    put(local, memory + "/in")
+    names = [f"{local}/{name}" for name in ("a.jsonl", "b.parquet", "more/a.jsonl")]
+    prepare(PrepareOptions(input=names, train_tokenizer=300), home / "near", False)
+    options = PrepareOptions(input=memory + "/in/", train_tokenizer=300)
+    summary = prepare(options, memory + "/out", False)
+    assert summary.documents == 40
+    for name in ("tokens.bin", "tokens.idx", "tokenizer/tokenizer.json"):
+        assert storage.read(f"{memory}/out/{name}") == (home / "near" / name).read_bytes()
+    with pytest.raises(DataError, match="memory://bucket/out is not empty: overwrite it explicitly"):
+        prepare(options, memory + "/out", False)
+    assert prepare(options, memory + "/out", False, wait=True) == summary
+    assert opened(memory + "/out").file.num_documents == 40
+    with pytest.raises(DataError, match="memory://bucket/none/ holds no file that a reader reads"):
+        prepare(PrepareOptions(input=memory + "/none/", train_tokenizer=300), home / "x", False)
+
+
+def test_shards_come_from_a_bucket(memory: str, home: Path) -> None:
+    shards = module_of("image_text", "webdataset")
+    samples = [{"jpg": jpeg(n), "txt": b"red circle"} for n in range(5)]
+    write_shard(home / "a.tar", samples)
+    storage.upload(home / "a.tar", memory + "/a.tar")
+    names = shards.expand([memory + "/a.tar"])
+    shards.prepare(names, home / "cache")
+    assert shards.Shards(names, home / "cache").read(3)[1] == samples[3]
+    streaming = module_of("image_text", "streaming")
+    assert [content for _, content in streaming.read_shard(memory + "/a.tar")] == samples
+
+
+# ---- a run against a server
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_from_a_bucket_has_the_losses_of_a_local_one(
+    workspace: Workspace, dataset: Path, bucket: Bucket, workers: int
+) -> None:
+    put(dataset, f"{bucket.url}/tiny")
+    far = (f"datasets.tiny.path={bucket.url}/tiny", f"run.num_workers={workers}", "run.eval_interval=10")
+    env = bucket.environment | {"XDG_CACHE_HOME": str(workspace.path / "cache"), "NO_PROXY": "127.0.0.1"}
+    near = workspace.train("near", "run.eval_interval=10", nproc=2)
+    first = workspace.train("far", *far, "run.max_iters=10", "run.lr_decay_iters=20", nproc=2, env=env)
+    resumed = workspace.train("far", *far, "run.lr_decay_iters=20", nproc=2, env=env)
+    assert first.code == resumed.code == 0
+    assert resumed.column("loss") == near.column("loss")
+    assert [row.get("val_loss") for row in resumed.rows if "val_loss" in row] == [
+        row.get("val_loss") for row in near.rows if "val_loss" in row
+    ]
+
+
+@pytest.mark.slow
+def test_latency_does_not_slow_the_steps(workspace: Workspace, dataset: Path, bucket: Bucket) -> None:
+    put(dataset, f"{bucket.url}/tiny")
+    shape = ("model.n_layer=8", "model.n_embd=256", "run.max_iters=60", "run.eval_interval=null", "model.n_head=4")
+    env = bucket.environment | {"XDG_CACHE_HOME": str(workspace.path / "cache"), "NO_PROXY": "127.0.0.1"}
+    times: dict[str, list[float]] = {"near": [], "far": []}
+    for turn in range(2):
+        near = workspace.train(f"near{turn}", *shape)
+        bucket.sent = 0
+        with bucket.interfered(slow(0.02)):
+            far = workspace.train(f"far{turn}", *shape, f"datasets.tiny.path={bucket.url}/tiny", env=env)
+        assert far.column("loss") == near.column("loss")
+        times["near"] += near.column("step_ms")[5:]
+        times["far"] += far.column("step_ms")[5:]
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    print(medians)
+    # A request takes 20 ms and the server's time, a step has 2 requests: without read-ahead it is 40 ms longer.
+    assert medians["far"] < 1.05 * medians["near"] + 1
