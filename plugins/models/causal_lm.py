@@ -14,9 +14,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from crosstrain import ConfigError, OptionError, Text, TransformersModel, UserError, pretrained_folder, registry
+from crosstrain.config.bounds import NonNegativeFloat
 from crosstrain.modeling.attention import Attention
 from crosstrain.modeling.hf_causal_lm import LARGEST_SIZE, MOST_LAYERS, SIZES, Size, check_published
-from crosstrain.modeling.hf_internals import padded, without_initial_values
+from crosstrain.modeling.hf_internals import padded, routers_of, without_initial_values
+from crosstrain.modeling.routers import Routers, Scope
 from crosstrain.utils.errors import did_you_mean, sentence
 
 # Keys of PreTrainedConfig that training does not use.
@@ -36,6 +38,12 @@ class CausalLM(TransformersModel):
         make_vocab_size_divisible_by: Size = 128  # embedding rows are padded to this; the padding shows nowhere
         # transformers' attention implementation; None: sdpa where the model has it, else eager
         attention: Attention | None = None
+        # Tokens over which a mixture of experts is balanced by a loss: each document, the step, or each micro batch
+        router_loss: Scope = "sequence"
+        router_loss_coef: NonNegativeFloat | None = None  # None: the model's own router_aux_loss_coef, else 0
+        # of the mean squared log-sum-exp of router logits; None: the model's own router_z_loss_coef, else 0
+        router_z_loss_coef: NonNegativeFloat | None = None
+        router_bias_rate: NonNegativeFloat = 0.001  # a step's change of the biases that balance some models' routers
 
         def __post_init__(self) -> None:
             if self.pretrained is None and "model_type" not in self.config:
@@ -58,6 +66,19 @@ class CausalLM(TransformersModel):
         except Exception as error:  # of many kinds, where values do not go together
             raise ConfigError(f"model.config: transformers cannot build it ({sentence(error)[:300]})") from error
         super().__init__(options, config, lm, source)
+        self.route(options)
+
+    def route(self, options: Options) -> None:
+        """Watch the model's routers, if it has any."""
+        given = {"router_aux_loss_coef": options.router_loss_coef, "router_z_loss_coef": options.router_z_loss_coef}
+        coefficients = [getattr(self.config, key, 0) or 0 if own is None else own for key, own in given.items()]
+        if modules := routers_of(self.lm):
+            self.lm.config.output_router_logits = False  # hooks give them
+            self.routers = Routers(
+                modules, options.router_loss, *coefficients, options.router_bias_rate, self.record, self.record_load
+            )
+        elif any(given.values()):
+            raise ConfigError(f"model.router_loss_coef: {self.config.model_type} has no routers that this can balance")
 
     def blocks(self) -> list[nn.Module]:
         """The longest list of modules in the model."""
@@ -119,6 +140,8 @@ def _check_keys(family: str, config: Mapping[str, Any]) -> None:
 
 def _check_keys_of(cls: type[PreTrainedConfig], given: Mapping[str, Any], at: str) -> None:
     known = {"model_type", *(field.name for field in fields(cls)), *cls.attribute_map}
+    if {"num_attention_heads", "num_key_value_heads"} <= known:
+        known.add("head_dim")  # attention reads it in families that do not declare it
     for base in cls.__mro__:  # older names, which are read after the fields
         for name in ("__post_init__", "convert_rope_params_to_dict"):
             if (function := vars(base).get(name)) is not None:

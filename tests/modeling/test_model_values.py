@@ -94,7 +94,6 @@ CROSSED = {
     causal_lm(max_position_embeddings=0): "model.config.max_position_embeddings: expected 1 to",
     causal_lm(attention_dropout=1.5): "model.config.attention_dropout: expected at least 0 and below 1, got 1.5",
     causal_lm(hidden_act="nope"): "transformers cannot build it",
-    f"model={{arch: causal_lm, config: {tiny('mixtral') | {'output_router_logits': True}}}}": "a loss of the experts",
 }
 
 

@@ -19,7 +19,7 @@ from crosstrain.engine.held_state import HeldState
 from crosstrain.engine.matrix_optimizer import MatrixOptimizer
 from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, create_state, global_norm, gradients_of
 from crosstrain.engine.precision import Precision
-from crosstrain.modeling.base import Model, Sums, add_sums
+from crosstrain.modeling.base import Model, Sums, add_sums, largest_share
 from crosstrain.modeling.meta_init import construct
 from crosstrain.utils.errors import ConfigError, first_line
 from crosstrain.utils.rng import seed_everything_for
@@ -171,6 +171,17 @@ class Runner(HeldState):
         with self.timers("allreduce"):
             return self.dp.all_reduce_sum(total.item())[0] / num_targets
 
+    def count_choices(self, micro_batches: list[MicroBatch]) -> None:
+        """Count the routers' choices in a step, without dropout, where a loss has to know them. Collective."""
+        for routers in self.model.all_routers():
+            if routers.counts_first:
+                routers.counting = True
+                with self.evaluating():
+                    for micro_batch in micro_batches:
+                        self.evaluate(micro_batch.data)
+                routers.counting = False
+                routers.end_count(self.dp.process_group)
+
     @property
     def gradient_scale(self) -> float:
         """Factor on the gradients after `forward_backward`: the loss scale over `dp.size`, as engines average."""
@@ -227,7 +238,10 @@ class Runner(HeldState):
         totals: Sums = {}
         for held in self.world.all_gather(sums):
             add_sums(totals, held)
-        return {name: total / count for name, (total, count) in totals.items() if count}
+        return {
+            name: largest_share(total) if isinstance(total, Tensor) else total / count
+            for name, (total, count) in totals.items() if count
+        }  # fmt: skip
 
     # ---- evaluation
 

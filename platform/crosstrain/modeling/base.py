@@ -17,6 +17,7 @@ from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.cross_entropy import Head
 from crosstrain.modeling.meta_init import has_values
 from crosstrain.modeling.pretrained import Source
+from crosstrain.modeling.routers import Routers
 from crosstrain.utils.errors import ConfigError, TrainingError
 from crosstrain.utils.types import IGNORE_INDEX, Batch
 
@@ -31,7 +32,7 @@ class Quantized(Protocol):
 
 
 ReadParameter = Callable[[str], Tensor]  # the whole value of a parameter, by its canonical name
-Sums = dict[str, tuple[float, float]]  # sums of recorded values and of their counts, by name
+Sums = dict[str, tuple[Any, float]]  # sums of recorded values, or loads [groups, n], and of their counts, by name
 
 
 def add_sums(totals: Sums, more: Sums) -> None:
@@ -39,6 +40,12 @@ def add_sums(totals: Sums, more: Sums) -> None:
     for name, (total, count) in more.items():
         before = totals.get(name, (0.0, 0.0))
         totals[name] = before[0] + total, before[1] + count
+
+
+def largest_share(loads: Tensor) -> float:
+    """The largest of each group's loads [groups, n] over their mean, in the mean over groups that have any."""
+    used = loads[loads.sum(1) > 0]
+    return float((used.amax(1) / used.mean(1)).mean()) if len(used) else 0.0
 
 
 def count_targets(count: Callable[[Batch], int], batch: Batch) -> int:
@@ -82,6 +89,7 @@ class Model(nn.Module, ABC):
     takes_positions = False  # True: `forward` takes position_ids and attention_mask, see `LanguageModel.forward`
     reads_across = False  # True: modules in a block read weights of others there, which have to be whole
     head: Head = Head()  # the end of a language model's forward; a runner may replace it
+    routers: Routers | None = None  # of a mixture of experts
 
     def __init__(self, options: Any) -> None:
         super().__init__()
@@ -219,6 +227,12 @@ class Model(nn.Module, ABC):
             total, count = seen.get(name, (0.0, 0.0))
             seen[name] = total + (values.detach() * counts).double().sum(), count + counts.double().sum()
 
+    def record_load(self, name: str, counts: Tensor) -> None:
+        """Add `counts` [groups, n] of what was chosen among n; logged is their maximum over their mean, by group."""
+        if has_values(counts):
+            seen = self._recorded[self.training]
+            seen[name] = seen.get(name, (0.0, 0.0))[0] + counts, 1.0
+
     # ---- arithmetic
 
     def flops_per_token(self, sequence_length: int | None) -> float | None:
@@ -281,9 +295,14 @@ class Model(nn.Module, ABC):
         found: Sums = {}
         for model in (module for module in self.modules() if isinstance(module, Model)):
             seen = model._recorded[self.training]
-            add_sums(found, {name: (float(total), float(count)) for name, (total, count) in seen.items()})
+            for name, (total, count) in seen.items():
+                add_sums(found, {name: (float(total) if total.ndim == 0 else total.cpu(), float(count))})
             seen.clear()
         return found
+
+    def all_routers(self) -> list[Routers]:
+        """The routers of the model and of those in it."""
+        return [m.routers for m in self.modules() if isinstance(m, Model) and m.routers is not None]
 
 
 def override(model: Model, methods: type[nn.Module]) -> None:

@@ -136,6 +136,10 @@ class Head:
         replace(logits, bias=None if logits.bias is None else logits.bias[:vocab_size]).apply_(last)
         return last
 
+    def add(self, result: Tensor, loss: Tensor) -> Tensor:
+        """Add another loss, of modules before the head, to its result for targets."""
+        return result + loss
+
 
 class _TokenCrossEntropy(torch.autograd.Function):
     @staticmethod

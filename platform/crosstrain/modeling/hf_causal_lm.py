@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from crosstrain.modeling import hf_internals
+from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.attention import Documents
 from crosstrain.modeling.base import Ends, LanguageModel
 from crosstrain.modeling.cross_entropy import Logits
@@ -69,8 +70,6 @@ class TransformersModel(LanguageModel):
         words = (lm.get_input_embeddings(), lm.get_output_embeddings())
         if getattr(words[0], "num_embeddings", None) != lm.config.vocab_size:
             raise ConfigError(f"model: {config.model_type} embeds more than the tokens of its vocabulary")
-        if getattr(config, "output_router_logits", False):
-            raise ConfigError("model: output_router_logits adds a loss of the experts' balance, which is not computed")
         vocabularies = ((name, module) for name, module in lm.named_modules() if module in words)
         self._vocabulary = {f"{name}.{own}" for name, m in vocabularies for own, _ in m.named_parameters(recurse=False)}
         self.scale, self.softcap = hf_internals.measured_logits(lm)
@@ -88,12 +87,18 @@ class TransformersModel(LanguageModel):
         if "attention_mask" in more:
             more["attention_mask"] = self._mask(more["attention_mask"])
         given = {key: value for key, value in more.items() if value is not None}  # not every model knows all of them
+        routers = None if labels is None else self.routers
+        if routers is not None and (self.training or routers.counting):
+            routers.begin()
         out = self.lm.base_model(input_ids, past_key_values=cache, use_cache=cache is not None, **given)
         if documents is not None and self.attention == "sdpa":
             documents.check_seen(self.blocks())
         head = self.lm.get_output_embeddings()
         logits = Logits(head.bias, self.scale, self.softcap)
-        return self.head(out.last_hidden_state, head.weight, labels, self.vocab_size, logits)
+        result = self.head(out.last_hidden_state, head.weight, labels, self.vocab_size, logits)
+        if labels is None or routers is None or not routers.watching:
+            return result
+        return self.head.add(result, routers.loss(labels, documents))
 
     def _mask(self, seen: Tensor) -> Tensor:
         """A mask [batch, 1, length, past + length] in the form that the attention implementation takes."""
@@ -159,6 +164,14 @@ class TransformersModel(LanguageModel):
     def pretrained_name(self, name: str, available: set[str]) -> str:
         """The name with or without the base model's prefix: GPT-2 is published without."""
         return name if name in available else name.removeprefix(f"{self.lm.base_model_prefix}.")
+
+    def checkpointing(self, mode: Mode) -> list[tuple[list[nn.Module], Mode]]:
+        if mode == "offload" and self.routers is not None and self.routers.has_loss:
+            raise ConfigError(
+                "run.gradient_checkpointing: offload hides the routers from their loss; use full, or model.router_loss="
+                "none"
+            )
+        return super().checkpointing(mode)
 
     @property
     def hidden_size(self) -> int:

@@ -3,6 +3,7 @@
 - `_attn_implementation` of a configuration, and `initialize_weights`, which constructors call.
 - The logits' scale and softcap have other names in each family, so they are measured by the model's own forward.
 - Initial values are in `_init_weights` alone, so it is run.
+- `_can_record_outputs` says which modules are routers.
 """
 
 import copy
@@ -30,6 +31,14 @@ def padded(
     config.vocab_size = -(-config.vocab_size // multiple) * multiple
     config._attn_implementation = choose_attention(attention, model, config)
     return config
+
+
+def routers_of(lm: PreTrainedModel) -> list[nn.Module]:
+    """The routers of a mixture of experts, which return logits, weights and choices."""
+    recorders = getattr(lm, "_can_record_outputs", None)
+    recorder: Any = recorders.get("router_logits") if isinstance(recorders, dict) else None
+    kind = getattr(recorder, "target_class", None)
+    return [] if kind is None or recorder.index != 0 else [m for m in lm.modules() if isinstance(m, kind)]
 
 
 @contextmanager

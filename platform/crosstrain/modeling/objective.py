@@ -84,5 +84,7 @@ class ModelWithObjective(Model):
 
 def set_objective(model: Model, objective: Objective) -> None:
     """Let a model's forward return the objective's loss of a batch, in place."""
+    if any(routers.has_loss for routers in model.all_routers()):
+        raise ConfigError("run.objective: a loss of routers is a mean over targets; set model.router_loss=none")
     override(model, ModelWithObjective)
     model.objective, objective.record = objective, model.record  # type: ignore[assignment]

@@ -189,11 +189,14 @@ class Trainer:
         runner.set_learning_rate(rate)
         self.callbacks.call("before_step")
         scale = runner.precision.scaler.scale
+        runner.count_choices(batch)
         loss = runner.forward_backward(batch, max(targets, 1))
         problem = self.bad_steps.check_loss(loss, state)
         self.callbacks.call("after_backward")
         with timers("optimizer"):
             result = runner.optimizer_step(apply=problem is None)
+            for routers in runner.model.all_routers():
+                routers.end_step(runner.world.process_group, result.applied)
 
         state.step += 1
         state.samples = batch.numbers[-1] + 1

@@ -11,6 +11,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from crosstrain import Batch, Group, Model, Timers
 
+from .pipeline_stages import StubHead
 from .rng_tracker import RngTracker
 
 
@@ -92,9 +93,12 @@ class Pipeline:
         """Forward and backward of `count` micro batches with hidden states of `shape` [batch, length].
 
         `batch(number)` gives a micro batch, and on the first stage seeds for it. Losses are multiplied by `weight`
-        before their backward; `last` is told before each whether it is the step's last. Returns the losses [count],
-        float64, on the last stage, and none on the others.
+        before their backward; `last` is told before each whether it is the step's last. Returns this stage's terms of
+        the losses [count], float64: the last one's, and those of routers elsewhere; empty if there are none.
         """
+        head = self.stage.model.head
+        if isinstance(head, StubHead):
+            head.weight, head.losses = weight, []
         self.stage.batch, self.stage.length, self._weight = batch, shape[1], weight
         schedule = self._schedule(shape, count)
         schedule._stage.before_backward = last
@@ -106,7 +110,9 @@ class Pipeline:
             losses=losses if self.stage.is_last else None,
             return_outputs=False,
         )
-        return torch.stack(losses).detach().double() / weight if losses else torch.empty(0, dtype=torch.float64)
+        if isinstance(head, StubHead):
+            return torch.stack(head.losses) if head.losses else torch.empty(0, dtype=torch.float64)
+        return torch.stack(losses).detach().double() / weight
 
     def _schedule(self, shape: tuple[int, int], count: int) -> Any:
         """torch's schedule for `count` micro batches; its buffers are made for one shape."""

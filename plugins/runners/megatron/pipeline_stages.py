@@ -47,11 +47,28 @@ class StubEmbedding(nn.Module):
         return torch.zeros((), dtype=self.dtype, device=ids.device).expand(*ids.shape, self.width)
 
 
+class _WithLoss(torch.autograd.Function):
+    """The identity, whose backward begins that of a loss, too, with the weight that the last stage multiplies it by."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, loss: Tensor, weight: float) -> Tensor:
+        ctx.weight, ctx.dtype = weight, loss.dtype
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        return grad, torch.full((), ctx.weight, dtype=ctx.dtype, device=grad.device), None
+
+
 class StubHead(Head):
-    """Stub of the head on all stages but the last: returns the hidden states."""
+    """Stub of the head on all stages but the last: returns the hidden states, and keeps other losses' values."""
 
     def __init__(self, tensor: TensorParallel | None) -> None:
-        self.tensor = tensor
+        self.tensor, self.weight, self.losses = tensor, 0.0, list[Tensor]()
+
+    def add(self, result: Tensor, loss: Tensor) -> Tensor:
+        self.losses.append(loss.detach().double())
+        return _WithLoss.apply(result, loss, self.weight)
 
     def __call__(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden if self.tensor is None else self.tensor.taken(hidden)

@@ -128,6 +128,8 @@ class MegatronRunner(Runner):
         if self.tensor is not None:
             cuts = shard_model(model, plan, self.tensor, self.mesh["tensor"])
         summed = plan.summed | self._on_split_sequences(model, cuts)
+        for routers in model.all_routers() if self.options.sequence_parallel and self.tensor else []:
+            routers.group = self.tensor.group
         tied = self._keep_own_stage(model)
         self.data_parallel = self._choose_strategy(model)
         materialize(model, torch.device("cpu") if self.offloads else self.device)
@@ -238,7 +240,7 @@ class MegatronRunner(Runner):
             length //= self.tensor.size
         weight = self.precision.scaler.scale / num_targets
         losses = pipeline.train((rows, length), len(micro_batches), batch, weight, self._before_backward)
-        self.micro_losses = list(losses)
+        self.micro_losses = list(losses) if pipeline.stage.is_last else []
         mine = losses.sum().item() / self.options.tensor_parallel  # whose ranks all have it
         with self.timers("allreduce"):
             return self.world.all_reduce_sum(mine)[0] / num_targets

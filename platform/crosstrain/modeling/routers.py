@@ -1,0 +1,174 @@
+"""Losses and loads of a mixture of experts' routers, as functions of a step's target tokens.
+
+A layer's balance loss is E sum_e f_e P_e (Fedus et al., 2021, equation 4): f_e is the number of choices of expert e per
+token and P_e its mean probability, over the same tokens. Perfect balance gives k, a token's choices, as it does in
+transformers.
+A product of means is no sum over tokens, so its value depends on the tokens that the means are over. Taken over the
+targets of a document (DeepSeek-AI, 2024, section 2.1.3) it is the same under every layout; over all targets of a step,
+the choices have to be counted before the first backward.
+
+All losses are means over layers and, weighted by targets, over documents. So they add up over micro batches and ranks
+as the targets' losses do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from crosstrain.utils.types import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from crosstrain.modeling.attention import Documents
+
+# Tokens of a balance loss: a document's, those of the whole step, or of a micro batch on one rank.
+Scope = Literal["sequence", "batch", "micro_batch", "none"]
+
+BIAS = "e_score_correction_bias"  # of the choice alone (Wang et al., 2024); families with it have sigmoid scores
+
+
+class _Layer(NamedTuple):
+    """Sums over targets: choices and probabilities by document [documents, E], scalars over all of them."""
+
+    choices: Tensor
+    mass: Tensor
+    z: Tensor
+    entropy: Tensor
+
+    @staticmethod
+    def of(logits: Tensor, chosen: Tensor, sigmoid: bool, weight: Tensor, owner: Tensor, owners: int) -> _Layer:
+        """Sum over the tokens of one layer; `weight` [tokens] is 1 for a target, else 0, `owner` its document."""
+        logits = logits.float()
+        experts = logits.shape[-1]
+        scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+        p = (scores / scores.sum(-1, keepdim=True) if sigmoid else scores) * weight[:, None]
+        places = (owner[:, None] * experts + chosen).flatten()
+        choices = weight.new_zeros(owners * experts).index_add(0, places, weight.repeat_interleave(chosen.shape[1]))
+        mass = p.new_zeros(owners, experts).index_add(0, owner, p)
+        z = (logits.logsumexp(-1).square() * weight).sum()
+        return _Layer(choices.view(owners, experts), mass, z, -torch.xlogy(p.detach(), p.detach()).sum())
+
+
+@dataclass
+class Routers:
+    """The routers of a model, watched by hooks: each returns logits [tokens, E], weights, and choices [tokens, k]."""
+
+    modules: list[nn.Module]  # of all layers; those on other pipeline stages are never called
+    scope: Scope
+    coefficient: float  # of the balance loss
+    z_coefficient: float  # of the mean squared log-sum-exp of the logits (Zoph et al., 2022, equation 5)
+    bias_rate: float  # by which a step moves the biases of the choice
+    record: Callable[..., None]  # `Model.record`
+    record_load: Callable[[str, Tensor], None]  # `Model.record_load`
+    group: dist.ProcessGroup | None = None  # ranks that each see a part of every sequence; set by a runner
+    counting: bool = False  # True before a step whose choices have to be known
+    _seen: dict[int, tuple[Tensor, Tensor]] | None = field(default=None, init=False)
+    _choices: Tensor | None = field(default=None, init=False)  # since the step began [layers, E], fp64
+    _known: Tensor | None = field(default=None, init=False)  # of the whole step
+
+    def __post_init__(self) -> None:
+        for number, module in enumerate(self.modules):
+            module.register_forward_hook(lambda _, __, out, number=number: self._watch(number, out))
+
+    @property
+    def has_loss(self) -> bool:
+        return (self.scope != "none" and self.coefficient != 0) or self.z_coefficient != 0
+
+    @property
+    def watching(self) -> bool:
+        return self._seen is not None
+
+    @property
+    def counts_first(self) -> bool:
+        """True if a step's choices have to be counted, in a pass of its own, before the first backward."""
+        return self.scope == "batch" and self.coefficient != 0
+
+    def begin(self) -> None:
+        """Watch the routers until `loss`."""
+        self._seen = {}
+
+    def _watch(self, number: int, output: tuple[Tensor, ...]) -> None:
+        # Gradient checkpointing calls routers again, without a `begin`. It also repeats whatever is computed here.
+        if self._seen is not None:
+            self._seen[number] = output[0], output[2]
+
+    def loss(self, labels: Tensor, documents: Documents | None) -> Tensor:
+        """The losses since `begin`, a scalar to add to the sum of the targets' losses; labels [batch, length].
+
+        A rank of `group` returns the loss of whole sequences, with the gradients of its part.
+        """
+        seen, self._seen = self._seen or {}, None
+        weight, owner, owners = self._tokens(labels, documents)
+        here = sorted(seen)
+        if not here:  # a pipeline stage without experts
+            return weight.new_zeros(())
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.has_loss):
+            parts = [_Layer.of(*seen[n], hasattr(self.modules[n], BIAS), weight, owner, owners) for n in here]
+        choices, mass, z, entropy = (torch.stack(each) for each in zip(*parts, strict=True))
+        self._count(here, choices.sum(1))
+        if self.counting:
+            return weight.new_zeros(())
+        targets, sizes = weight.sum(), weight.new_zeros(owners).index_add(0, owner, weight)
+        if self.group is not None:
+            dist.all_reduce(choices, group=self.group)
+            dist.all_reduce(sizes, group=self.group)
+        if self.counts_first and self._known is not None:
+            choices, k = self._known[here, None].to(choices), seen[here[0]][1].shape[1]
+            sizes = choices[0].sum(-1) / k
+        share = choices / sizes.clamp(min=1)[:, None]  # f
+        balance = share.shape[-1] * (share * mass).sum((1, 2))  # by layer, summed over targets
+        for name, sums in (("load_balancing_loss", balance), ("router_z_loss", z), ("router_entropy", entropy)):
+            if name != "router_z_loss" or self.z_coefficient:
+                self.record(name, sums / targets.clamp(min=1), targets.expand_as(sums))
+        coefficient = 0.0 if self.scope == "none" else self.coefficient
+        loss = (coefficient * balance + self.z_coefficient * z).sum() / len(self.modules)
+        if self.group is None:
+            return loss
+        whole = loss.detach().clone()
+        dist.all_reduce(whole, group=self.group)
+        return loss + (whole - loss.detach())
+
+    def _tokens(self, labels: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor, int]:
+        """Of the tokens that routers see here: 1.0 for a target, else 0; their documents; the number of documents."""
+        target = labels != IGNORE_INDEX
+        if self.scope != "sequence":
+            owner, owners = torch.zeros_like(labels), 1
+        elif documents is None:
+            owner, owners = torch.arange(len(labels), device=labels.device)[:, None].expand_as(labels), len(labels)
+        else:
+            owner, owners = documents.numbers().to(labels.device) - 1, len(documents.starts) - 1
+        if self.group is not None:
+            size, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+            target, owner = target.chunk(size, 1)[rank], owner.chunk(size, 1)[rank]
+        return target.float().flatten(), owner.flatten(), owners
+
+    def _count(self, here: list[int], choices: Tensor) -> None:
+        """Add the choices [layers here, E] of a micro batch."""
+        every = choices.new_zeros(len(self.modules), choices.shape[1], dtype=torch.float64)
+        every[here] = choices.double()
+        self._choices = every if self._choices is None else self._choices + every
+        if not self.counting:
+            self.record_load("expert_load", every)
+
+    def end_count(self, ranks: dist.ProcessGroup | None) -> None:
+        """Take what was counted by `ranks`, which see different samples, as the choices of the coming step."""
+        self._known = self._summed(ranks)
+
+    def end_step(self, ranks: dist.ProcessGroup | None, applied: bool) -> None:
+        """Move biases towards balance (Wang et al., 2024, algorithm 1) by the choices that all `ranks` made."""
+        if not self.bias_rate or not any(BIAS in module._buffers for module in self.modules):
+            self._choices = None
+        elif (choices := self._summed(ranks)) is not None and applied:
+            for module, made in zip(self.modules, choices, strict=True):
+                module.get_buffer(BIAS).add_((made.mean() - made).sign() * self.bias_rate)
+
+    def _summed(self, ranks: dist.ProcessGroup | None) -> Tensor | None:
+        choices, self._choices = self._choices, None
+        if choices is not None and ranks is not None:
+            dist.all_reduce(choices, group=ranks)
+        return choices
