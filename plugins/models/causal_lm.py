@@ -13,8 +13,16 @@ from transformers.modeling_rope_utils import RopeParameters
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from crosstrain import ConfigError, OptionError, Text, TransformersModel, UserError, pretrained_folder, registry
-from crosstrain.config.bounds import NonNegativeFloat
+from crosstrain import (
+    ConfigError,
+    NonNegativeFloat,
+    OptionError,
+    Text,
+    TransformersModel,
+    UserError,
+    pretrained_folder,
+    registry,
+)
 from crosstrain.modeling.attention import Attention
 from crosstrain.modeling.hf_causal_lm import LARGEST_SIZE, MOST_LAYERS, SIZES, Size, check_published
 from crosstrain.modeling.hf_internals import padded, routers_of, without_initial_values

@@ -108,7 +108,7 @@ def test_the_value_is_the_one_of_the_formula() -> None:
     for layer in logits:
         f = torch.nn.functional.one_hot(layer.topk(2).indices, 8).sum(1).float().mean(0)
         wanted += 8 * float((f * layer.softmax(-1).detach().mean(0)).sum()) / len(logits)
-    assert float(model(**batch) - plain) / 16 == pytest.approx(0.1 * wanted, rel=1e-4)  # a difference of losses
+    assert (model(**batch) - plain).item() / 16 == pytest.approx(0.1 * wanted, rel=1e-4)  # a difference of losses
     model.take_recorded()
     model(**batch)
     recorded = {name: total / number for name, (total, number) in model.take_recorded().items()}
