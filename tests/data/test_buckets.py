@@ -184,16 +184,13 @@ def test_latency_does_not_slow_the_steps(workspace: Workspace, dataset: Path, bu
     put(dataset, f"{bucket.url}/tiny")
     shape = ("model.n_layer=8", "model.n_embd=256", "run.max_iters=60", "run.eval_interval=null", "model.n_head=4")
     env = bucket.environment | {"XDG_CACHE_HOME": str(workspace.path / "cache"), "NO_PROXY": "127.0.0.1"}
-    times: dict[str, list[float]] = {"near": [], "far": []}
-    for turn in range(2):
-        near = workspace.train(f"near{turn}", *shape)
-        bucket.sent = 0
-        with bucket.interfered(slow(0.02)):
-            far = workspace.train(f"far{turn}", *shape, f"datasets.tiny.path={bucket.url}/tiny", env=env)
-        assert far.column("loss") == near.column("loss")
-        times["near"] += near.column("step_ms")[5:]
-        times["far"] += far.column("step_ms")[5:]
-    medians = {name: statistics.median(found) for name, found in times.items()}
-    print(medians)
-    # A request takes 20 ms and the server's time, a step has 2 requests: without read-ahead it is 40 ms longer.
-    assert medians["far"] < 1.05 * medians["near"] + 1
+    near = workspace.train("near", *shape)
+    with bucket.interfered(slow(0.02)):
+        far = workspace.train("far", *shape, f"datasets.tiny.path={bucket.url}/tiny", env=env)
+    assert far.column("loss") == near.column("loss")
+    step, other = (statistics.median(run.column("step_ms")[5:]) for run in (near, far))
+    waits = [statistics.median(t["data loader"] for t in run.column("timers")[5:]) for run in (near, far)]
+    print(f"steps of {step:.0f} ms, {waits[0]:.1f} for data; from the bucket {other:.0f} and {waits[1]:.1f} ms")
+    # The part of a step that waits for data: the rest varies with what else the machine does, the server's work among
+    # it. A step makes two requests: without read-ahead it would wait 40 ms longer.
+    assert waits[1] - waits[0] < 0.05 * step

@@ -46,7 +46,7 @@ class PrepareOptions:
     downloads: FilePath | None = None  # a folder that keeps downloads; null: they are removed at the end
     # processes; None: one per core, or none but this for little input
     workers: Annotated[int, Interval(ge=1, le=1024)] | None = None
-    # where they run; ray: as actors on the machines of a Ray cluster, all of which see the output's folder
+    # where they run; ray: on the machines of a Ray cluster, all of which see the output's folder
     engine: Literal["processes", "ray"] = "processes"
     ray_address: Text | None = None  # of the cluster, such as auto; null: RAY_ADDRESS's, or one of this machine alone
 
