@@ -3,6 +3,7 @@
     python benchmarks/plan_memory.py                # twelve configurations drawn by seed 1
     python benchmarks/plan_memory.py --quick        # two
     python benchmarks/plan_memory.py --seed 7 --count 3
+    python benchmarks/plan_memory.py --experts      # a mixture of experts, in one process and with expert parallelism
 
 Measured is the highest resident memory of any rank (VmHWM) over three steps, above what it was when everything that a
 run with a tiny model imports was imported, and a layer trained; and without the pages of files, which are the code of
@@ -34,6 +35,11 @@ RUNNERS = {
     "megatron_tp2": (2, 4), "megatron_pp2": (2, 4), "megatron_tp2_sp": (2,), "megatron_tp2_zero1": (4,),
     "megatron_tp2_fsdp": (4,),
 }  # fmt: skip
+SHARED = {"ddp": 1, "megatron_ep2": 2, "megatron_ep4": 4, "fsdp_ep2": 2, "megatron_tp2_ep2": 4}
+MIXTURE = {
+    "layers": 4, "hidden": 256, "length": 128, "vocabulary": 8192, "micro": 4, "accumulation": 2, "mode": "none",
+    "amp": "fp32", "experts": 16,
+}  # fmt: skip
 BAR = 0.15  # of what was measured
 
 
@@ -61,7 +67,17 @@ def project_of(folder: Path, c: dict[str, Any]) -> Path:
         "save_in_background": False,
     }  # fmt: skip
     sizes = Sizes(c["layers"], c["hidden"], c["hidden"] // 64, c["length"], c["vocabulary"])
-    return write_project(folder, sizes, run)
+    project = write_project(folder, sizes, run)
+    if "experts" in c:
+        config = {
+            "model_type": "qwen3_moe", "vocab_size": c["vocabulary"], "hidden_size": c["hidden"],
+            "num_hidden_layers": c["layers"], "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.heads,
+            "max_position_embeddings": c["length"], "num_experts": c["experts"], "num_experts_per_tok": 2,
+            "moe_intermediate_size": 2 * c["hidden"],
+        }  # fmt: skip
+        document = json.loads(project.read_text()) | {"model": {"arch": "causal_lm", "config": config}}
+        project.write_text(json.dumps(document))
+    return project
 
 
 def predict(project: Path, ranks: int) -> tuple[int, dict[str, int]]:
@@ -152,12 +168,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=12)
     parser.add_argument("--quick", action="store_true", help="two configurations")
+    parser.add_argument("--experts", action="store_true", help="a mixture of experts under a few runners")
     parser.add_argument("--only", type=json.loads, help="one configuration, as JSON")
     parser.add_argument("--rank-of", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_of:
         return rank_of(arguments.rank_of[0], Path(arguments.rank_of[1]))
     drawn = [arguments.only] if arguments.only else draw(arguments.seed, 2 if arguments.quick else arguments.count)
+    if arguments.experts:
+        drawn = [MIXTURE | {"runner": runner, "ranks": ranks} for runner, ranks in SHARED.items()]
     rows, errors = [], []
     for c in drawn:
         with tempfile.TemporaryDirectory() as folder:

@@ -145,3 +145,29 @@ def stored(checkpoint: Path) -> set[str]:
         with safe_open(file, "pt") as opened:
             names |= set(opened.keys())
     return names
+
+
+def evaluate(checkpoint: str, options: tuple[str, ...]) -> tuple[float, list[list[float]], list[int]]:
+    """Loss on the validation split, next-token logits of two prompts, and a greedy continuation with a cache."""
+    import torch
+
+    from crosstrain.data.splits import open_split
+    from crosstrain.engine.build import build_model, make_runner
+    from crosstrain.inference.open_checkpoint import saved_config
+    from crosstrain.inference.perplexity import evaluate_loss
+
+    config = saved_config(Path(checkpoint), list(options))
+    runner = make_runner(config)
+    runner.setup()
+    build_model(config, runner, Path(checkpoint), for_training=False)
+    loss = evaluate_loss(runner, open_split(config, "val"), 3, 10).loss  # the last batch is smaller
+    prompts = torch.tensor([[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]])
+    tokens: list[int] = []
+    with runner.evaluating():
+        logits = runner.evaluate({"input_ids": prompts})
+        cache, new = runner.model.new_cache(), prompts[:1]
+        for _ in range(12):
+            new = runner.evaluate({"input_ids": new, "cache": cache}).argmax(-1, keepdim=True)
+            tokens.append(int(new))
+    runner.close()
+    return loss, logits.tolist(), tokens

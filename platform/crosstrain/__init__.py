@@ -62,6 +62,12 @@ if TYPE_CHECKING:  # the same names for mypy and editors
         processors,
     )
     from crosstrain.distributed.group import Group
+    from crosstrain.engine.expert_parallel import (
+        ExpertParallel,
+        check_experts,
+        fully_shard_experts,
+        local_forward,
+    )
     from crosstrain.engine.footprint import Layout, PlanContext, Sizes
     from crosstrain.engine.matrix_optimizer import MatrixOptimizer
     from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, check_elementwise, create_state, global_norm

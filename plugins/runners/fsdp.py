@@ -1,28 +1,36 @@
 """Fully sharded data parallelism: every rank holds a share of each parameter and gathers a block when it computes."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from crosstrain import (
     ConfigError,
+    ExpertParallel,
     Layout,
     MakeOptimizer,
     Model,
     PlanContext,
     PositiveInt,
     Runner,
+    RunOptions,
     Sizes,
+    check_experts,
+    fully_shard_experts,
     materialize,
     parameters_on_meta,
     registry,
 )
-from crosstrain.engine.footprint import fully_sharded
+from crosstrain.engine.footprint import fully_sharded, with_experts
 
 
 @registry.register_runner("fsdp")
@@ -37,6 +45,7 @@ class FSDPRunner(Runner):
         reshard_after_forward: bool = True  # False: blocks stay gathered until their backward (ZeRO-2): faster
         cpu_offload: bool = False  # shards and optimizer live in host memory
         sync_each_micro_batch: bool = False  # reduce gradients after every micro batch: slower, but no full gradients
+        expert_parallel: PositiveInt = 1  # ranks that share the experts: each holds some of them, sharded over the rest
 
     needs_process_group = True
     saves_memory: ClassVar = ("sync_each_micro_batch=true",)
@@ -48,23 +57,47 @@ class FSDPRunner(Runner):
             raise ConfigError(
                 f"run.runner.shard_size: {options.shard_size} does not divide the {world_size} ranks evenly"
             )
+        if (options.shard_size or world_size) % options.expert_parallel:
+            raise ConfigError(
+                f"run.runner.expert_parallel: {options.expert_parallel} does not divide the "
+                f"{options.shard_size or world_size} ranks of a copy evenly"
+            )
         return world_size
 
     @classmethod
+    def check(cls, options: Any, run: RunOptions) -> None:
+        if run.compile != "none" and options.expert_parallel > 1:
+            raise ConfigError("run.compile: experts wait for other ranks' numbers of tokens; use none")
+
+    @classmethod
+    def check_model(cls, options: Any, model: Model) -> None:
+        if options.expert_parallel > 1:
+            check_experts(model, options.expert_parallel)
+
+    @classmethod
     def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
-        ranks = options.shard_size or at.world_size
-        return [
-            fully_sharded(
-                Sizes.of(at.model), at, ranks, regather=options.reshard_after_forward, offload=options.cpu_offload,
+        def layout(sizes: Sizes, ranks: int) -> Layout:
+            return fully_sharded(
+                sizes, at, ranks, regather=options.reshard_after_forward, offload=options.cpu_offload,
                 every=options.sync_each_micro_batch,
-            )
-        ]  # fmt: skip
+            )  # fmt: skip
+
+        ranks, experts = options.shard_size or at.world_size, options.expert_parallel
+        if experts == 1:
+            return [layout(Sizes.of(at.model), ranks)]
+        model = copy.deepcopy(at.model)
+        ExpertParallel(cast(dist.ProcessGroup, dist.new_group(list(range(experts))))).shard(model)
+        out = with_experts(model, ranks, experts, layout)
+        out.model, out.computes = model, f"experts on {experts} ranks"
+        return [out]
 
     def setup(self) -> None:
         super().setup()
         shard = self.options.shard_size or self.world.size
         sizes = (shard,) if shard == self.world.size else (self.world.size // shard, shard)
         self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+        if (experts := self.options.expert_parallel) > 1:
+            self.expert_mesh = self.mesh._unflatten("shard", (shard // experts, experts), ("expert_data", "expert"))
 
     def construct(self, make_model: Callable[[], Model]) -> Model:
         with parameters_on_meta():  # memory is given to the shards alone, in `prepare`
@@ -79,12 +112,34 @@ class FSDPRunner(Runner):
         }
         if scalars := [name for name, p in model.canonical_parameters().items() if p.ndim == 0]:
             raise ConfigError(f"run.runner: fsdp cannot cut {scalars[0]}, a scalar, into shards; use another runner")
+        if self.options.expert_parallel > 1:
+            self._shard_experts(model, options)
         for block in model.blocks():
             fully_shard(block, reshard_after_forward=self.options.reshard_after_forward, **options)
         # What is outside the blocks, the embedding and the head among it, is needed again as soon as backward begins.
         fully_shard(model, reshard_after_forward=False, **options)
         materialize(model, torch.device("cpu") if self.options.cpu_offload else self.device)
         super().prepare(model, make_optimizer)
+
+    def _shard_experts(self, model: Model, options: dict[str, Any]) -> None:
+        """Keep some experts of each layer; their features are sharded over the ranks that hold the same."""
+        mesh = self.expert_mesh["expert"]
+        names, same = ExpertParallel(mesh.get_group()).shard(model), self.expert_mesh["expert_data"].size()
+        for name in names:
+            owner, _, own = name.rpartition(".")
+            module, mine = model.get_submodule(owner), model.get_parameter(name)
+            if mine.shape[1] % same:
+                raise ConfigError(
+                    f"run.runner.expert_parallel: {model.canonical_name(name)} has {mine.shape[1]} features, which "
+                    f"{same} ranks with the same experts cannot share evenly; use the megatron runner"
+                )
+            whole = DTensor.from_local(mine.detach(), mesh, [Shard(0)], run_check=False)
+            module._parameters[own] = nn.Parameter(whole, mine.requires_grad)
+        data = tuple(name for name in self.expert_mesh.mesh_dim_names or () if name != "expert")
+        fully_shard_experts(
+            model, copies=self.world.size, reshard_after_forward=self.options.reshard_after_forward,
+            shard_placement_fn=lambda _: Shard(1), **options | {"mesh": self.expert_mesh[data]},
+        )  # fmt: skip
 
     @contextmanager
     def gradient_sync(self, last: bool) -> Iterator[None]:

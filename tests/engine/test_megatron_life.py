@@ -15,7 +15,7 @@ from conftest import Run, Workspace
 from crosstrain.checkpoint.files import Reader
 from fixtures_qwen import use
 from fixtures_ranks import mostly_slow, run_ranks, train
-from fixtures_training import TOLERANCE, compare, relative, sized
+from fixtures_training import TOLERANCE, compare, evaluate, relative, sized
 
 LAYOUTS = [
     "megatron_tp2@2", "megatron_tp4@4", "megatron_tp2_sp@2", "megatron_pp2@2", "megatron_tp2_pp2@4", "megatron_tp2@4",
@@ -83,30 +83,6 @@ def test_a_checkpoint_holds_no_padding_and_nothing_twice(uninterrupted: tuple[Wo
 # ---- evaluation and generation where the model is spread
 
 
-def _evaluate(checkpoint: str, options: tuple[str, ...]) -> tuple[float, list[list[float]], list[int]]:
-    """Loss on the validation split, next-token logits of two prompts, and a greedy continuation with a cache."""
-    from crosstrain.data.splits import open_split
-    from crosstrain.engine.build import build_model, make_runner
-    from crosstrain.inference.open_checkpoint import saved_config
-    from crosstrain.inference.perplexity import evaluate_loss
-
-    config = saved_config(Path(checkpoint), list(options))
-    runner = make_runner(config)
-    runner.setup()
-    build_model(config, runner, Path(checkpoint), for_training=False)
-    loss = evaluate_loss(runner, open_split(config, "val"), 3, 10).loss  # the last batch is smaller
-    prompts = torch.tensor([[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]])
-    tokens: list[int] = []
-    with runner.evaluating():
-        logits = runner.evaluate({"input_ids": prompts})
-        cache, new = runner.model.new_cache(), prompts[:1]
-        for _ in range(12):
-            new = runner.evaluate({"input_ids": new, "cache": cache}).argmax(-1, keepdim=True)
-            tokens.append(int(new))
-    runner.close()
-    return loss, logits.tolist(), tokens
-
-
 MODELS = ["gpt2", "qwen"]
 
 
@@ -124,7 +100,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         options = OPTIONS
     run = train(workspace.project, "run", *options, "run.runner=megatron_tp2", size=2)
     checkpoint = str(run.checkpoint(20))
-    [one] = run_ranks(1, _evaluate, checkpoint, ("run.runner=ddp",))
+    [one] = run_ranks(1, evaluate, checkpoint, ("run.runner=ddp",))
     return checkpoint, one
 
 
@@ -132,7 +108,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_a_spread_model_evaluates_and_generates_as_one_process_does(trained: Any, layout: str) -> None:
     checkpoint, (loss, logits, tokens) = trained
     runner, size = sized(layout)
-    for there in run_ranks(size, _evaluate, checkpoint, (f"run.runner={runner}",)):
+    for there in run_ranks(size, evaluate, checkpoint, (f"run.runner={runner}",)):
         assert there[0] == pytest.approx(loss, rel=TOLERANCE)
         assert len(there[1][0]) == 320, "logits of padding"
         assert torch.allclose(torch.tensor(there[1]), torch.tensor(logits), rtol=0, atol=1e-5)  # of logits around 5

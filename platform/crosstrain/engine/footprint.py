@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from torch import nn
@@ -65,10 +65,16 @@ class Sizes:
     outside_blocks: int
 
     @staticmethod
-    def of(model: Model) -> Sizes:
-        blocks = [numbers(block.parameters()) for block in model.blocks()]
-        total, trained = numbers(model.parameters()), numbers(p for p in model.parameters() if p.requires_grad)
-        inside = numbers(p for block in model.blocks() for p in block.parameters())[0]
+    def of(model: Model, among: Container[nn.Parameter] | None = None) -> Sizes:
+        """Sizes of all parameters, or of those `among`."""
+
+        def some(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+            return [p for p in parameters if among is None or p in among]
+
+        blocks = [numbers(some(block.parameters())) for block in model.blocks()]
+        everything = some(model.parameters())
+        total, trained = numbers(everything), numbers(p for p in everything if p.requires_grad)
+        inside = numbers(p for block in model.blocks() for p in some(block.parameters()))[0]
         largest = max((size for size, _ in blocks), default=0)
         return Sizes(total[0], trained[0], trained[1], total[1], largest, total[0] - inside)
 
@@ -98,6 +104,27 @@ def data_parallel(at: PlanContext) -> Layout:
     """Layout of plain data parallelism: every rank holds everything, and gradients are summed."""
     ranks = at.batch.dp_size
     return replicated(Sizes.of(at.model), ranks, ranks == 1 and at.batch.accumulation == 1)
+
+
+def with_experts(
+    model: Model, copies: int, expert_parallel: int, describe: Callable[[Sizes, int], Layout]
+) -> Layout:
+    """Layout of a rank with its part of the experts, where `expert_parallel` of the `copies` ranks share them.
+
+    model: the rank's part. `describe` gives the layout of parameters of these sizes on this number of ranks.
+    """
+    if expert_parallel == 1:
+        return describe(Sizes.of(model), copies)
+    experts = {p for module in model.experts().values() for p in module.parameters()}
+    sizes = Sizes.of(model, set(model.parameters()) - experts), Sizes.of(model, experts)
+    rest, theirs = describe(sizes[0], copies), describe(sizes[1], copies // expert_parallel)
+    for one in fields(Layout):
+        if one.type == "int" and one.name != "in_flight":
+            setattr(rest, one.name, getattr(rest, one.name) + getattr(theirs, one.name))
+    part = sizes[1].trainable / max(sizes[0].trainable + sizes[1].trainable, 1)
+    rest.retained_grad_fraction += part * (theirs.retained_grad_fraction - rest.retained_grad_fraction)
+    rest.host = {purpose: size + theirs.host[purpose] for purpose, size in rest.host.items()}
+    return rest
 
 
 def replicated(sizes: Sizes, ranks: int, once: bool) -> Layout:

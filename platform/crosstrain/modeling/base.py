@@ -133,6 +133,15 @@ class Model(nn.Module, ABC):
         """
         return None
 
+    def experts(self) -> dict[str, Any]:
+        """Modules that hold the routed experts of a layer, by the names of `named_modules`; by default none.
+
+        Their own parameters are stacked by expert along the first dimension, `num_experts` of them. They are called
+        with hidden states [tokens, width], the numbers of each token's experts [tokens, k] and their weights
+        [tokens, k], and compute each token by itself.
+        """
+        return {}
+
     def chains(self) -> list[list[nn.Module]]:
         """Lists of blocks that take the previous one's result (a tensor) first; a plan computes few of each list."""
         return [self.blocks()] if self.ends() is not None else []

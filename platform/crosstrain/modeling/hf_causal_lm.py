@@ -4,6 +4,7 @@ import copy
 import inspect
 from collections.abc import Mapping
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,6 +37,7 @@ DropRate = Annotated[float, Interval(ge=0, lt=1)]
 _STYLES = {
     "colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "summed",
     "embedding_rowwise": "vocabulary",  # of tied embeddings, in older transformers
+    "moe_tp_experts": "experts",
 }  # fmt: skip
 
 
@@ -130,12 +132,20 @@ class TransformersModel(LanguageModel):
         head = next(name for name, module in self.lm.named_modules() if module is self.lm.get_output_embeddings())
         return Ends(own[:at], [*own[at + 1 :], f"lm.{head}"])
 
+    def experts(self) -> dict[str, nn.Module]:
+        return {name: module for name, module in self.named_modules() if hf_internals.holds_experts(module)}
+
     def tensor_parallel_plan(self) -> dict[str, str]:
         """transformers' own plan, with the vocabulary sharded; empty where it has none, or other styles than ours."""
-        theirs = self.lm.config.base_model_tp_plan or {}
+        theirs = dict(self.lm.config.base_model_tp_plan or {})
+        for stack in [pattern for pattern, style in theirs.items() if style == "moe_tp_experts"]:
+            theirs = {pattern: style for pattern, style in theirs.items() if not pattern.startswith(f"{stack}.")}
         if not theirs or not set(theirs.values()) <= _STYLES.keys():
             return {}
         plan = {f"{self.lm.base_model_prefix}.{pattern}": _STYLES[style] for pattern, style in theirs.items()}
+        # A plan is of a family: it names layers that this configuration may not have.
+        names = [self.canonical_name(name) for name, _ in (*self.named_modules(), *self.named_parameters())]
+        plan = {pattern: style for pattern, style in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
         words, head = self.lm.get_input_embeddings(), self.lm.get_output_embeddings()
         cut = (words,) if words.weight is head.weight and head.bias is None else (words, head)
         return plan | {name: "vocabulary" for name, module in self.lm.named_modules() if module in cut}

@@ -4,6 +4,7 @@
 - The logits' scale and softcap have other names in each family, so they are measured by the model's own forward.
 - Initial values are in `_init_weights` alone, so it is run.
 - `_can_record_outputs` says which modules are routers.
+- Modules of experts are those that the decorator `use_experts_implementation` has marked.
 """
 
 import copy
@@ -127,6 +128,11 @@ def measured_logits(lm: PreTrainedModel) -> tuple[float, float | None]:
             f"{', such as this one with config.is_decoder: true' if decodes is False else ''}"
         )
     return scale, softcap
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Return True for a module whose parameters are stacked by expert."""
+    return all(hasattr(module, mark) for mark in ("is_transposed", "is_concatenated", "has_bias", "num_experts"))
 
 
 def skeleton(lm: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:

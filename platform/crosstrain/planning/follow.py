@@ -35,7 +35,7 @@ from crosstrain.engine.runner import Runner
 from crosstrain.modeling.base import Model
 from crosstrain.planning.calls import Call, call_of
 from crosstrain.planning.estimate import Project
-from crosstrain.planning.fake_world import World, fake_world, symbolic_ranks
+from crosstrain.planning.fake_world import World, fake_world, grouped_mm, symbolic_ranks
 from crosstrain.utils.types import Batch
 
 _NONE: list[flight_recorder.Call] = []
@@ -136,6 +136,7 @@ def _follow(project: Project, world_size: int, rank: int, batch: BatchPlan, coun
     """The program of a rank, followed with `count` micro batches, or with all where those do not repeat themselves."""
     config = replace(project.config, run=replace(project.config.run, device="cpu"))
     begins: list[int] = []
+    model = copy.deepcopy(project.model)  # here, because buffers, which have values, cannot be copied to fake tensors
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(fake_world(world_size, rank))
@@ -154,11 +155,12 @@ def _follow(project: Project, world_size: int, rank: int, batch: BatchPlan, coun
             stack.enter_context(patch.object(Group, name, unset_fake_temporarily()(getattr(Group, name))))
         stack.enter_context(patch.object(DeviceMesh, "__init__", unset_fake_temporarily()(DeviceMesh.__init__)))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(patch.object(torch.nn.functional, "grouped_mm", grouped_mm))
         state = torch.empty_like(torch.get_rng_state())
         stack.enter_context(patch.object(torch, "get_rng_state", lambda: state))
         stack.enter_context(patch.object(torch, "set_rng_state", lambda _: None))
         inputs = {k: torch.zeros(v.shape, dtype=v.dtype) for k, v in project.batch_of(batch.micro_batch).items()}
-        calls.step(config, runner, lambda: copy.deepcopy(project.model), inputs, count)
+        calls.step(config, runner, lambda: model, inputs, count)
     made = [replace(call, group=world.family_of[call.group]) for call in calls.calls]
     if count < batch.accumulation:
         if len(begins) != count or (again := made[begins[-2] : begins[-1]]) != made[begins[-3] : begins[-2]]:

@@ -34,6 +34,7 @@ from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.cross_entropy import CPU_SOFTMAX_ROWS
 from crosstrain.planning.calls import call_of
+from crosstrain.planning.fake_world import grouped_mm
 from crosstrain.utils.types import Batch
 
 # torch's formulas know neither the CPU's attention nor sums in place, which accumulate the head's gradient.
@@ -149,6 +150,7 @@ def _measure(
         # Which would log the stack of an error that is raised all the same.
         stack.enter_context(patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(patch.object(nn.functional, "grouped_mm", grouped_mm))
         if device == "cuda":
             attention = partial(_fused_attention, nn.functional.scaled_dot_product_attention)
             stack.enter_context(patch.object(nn.functional, "scaled_dot_product_attention", attention))

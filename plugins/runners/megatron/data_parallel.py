@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from crosstrain import Box, Group, Model, Piece, flat_range_pieces
+from crosstrain import Box, Group, Model, Piece, flat_range_pieces, fully_shard_experts
 
 from .shard_spec import ShardSpec
 from .tensor_parallel import local
@@ -32,15 +33,23 @@ class Share:
     name: str  # the model's own
     parameter: nn.Parameter
     shape: torch.Size  # as the model was built, without a padding for the ranks' sake
-    cut: ShardSpec | None  # None: every tensor-parallel rank has all of it
+    cuts: list[tuple[ShardSpec, int]]  # this rank's slice of a slice of the whole, and so on, with its number in each
     owned: nn.Parameter  # what the optimizer sees
     norm_weight: float  # of its squared gradient in the global norm's sum over all ranks
     summed: bool  # tensor-parallel ranks have parts of its gradient
+    strategy: DDPStrategy  # exchanges its gradient
     start: int = 0  # where `owned` begins in the rank's slice: an index of the flattened one, or a row
 
     @property
     def slice_shape(self) -> tuple[int, ...]:
-        return self.cut.local if self.cut else tuple(self.parameter.shape)
+        return self.cuts[0][0].local if self.cuts else tuple(self.parameter.shape)
+
+    def pieces(self, held: Tensor) -> list[Piece]:
+        """`held`, laid out as `owned`, as pieces of the whole parameter."""
+        pieces = self.strategy.pieces(self, held)
+        for cut, rank in self.cuts:
+            pieces = cut.whole(pieces, rank)
+        return pieces
 
 
 class DDPStrategy:
@@ -52,6 +61,10 @@ class DDPStrategy:
         self.group, self.bucket_size = group, bucket_mb * MIB
         self.shares: list[Share] = []
         self.buckets: list[_Bucket] = []
+
+    def over(self, group: Group) -> Self:
+        """The same strategy over other ranks: those that hold the same experts."""
+        return type(self)(group, self.bucket_size // MIB)
 
     def own(self, parameter: nn.Parameter) -> tuple[Tensor, int]:
         """The part of a parameter that this rank updates, in the same memory, and its start in the rank's slice."""
@@ -213,10 +226,12 @@ def needs_host_memory(numel: int, free: int) -> bool:
     return numel * BYTES_PER_PARAMETER > 0.7 * free
 
 
-def shard_parameters(model: Model, mesh: DeviceMesh, offload: bool) -> None:
-    """Shard every block, and then the rest of the model, over the ranks of `mesh`."""
+def shard_parameters(model: Model, mesh: DeviceMesh, of_experts: DeviceMesh | None, offload: bool) -> None:
+    """Shard every block, and then the rest of the model, over the ranks of `mesh`; experts over those `of_experts`."""
     pin = mesh.device_type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=pin) if offload else OffloadPolicy()
+    if of_experts is not None:
+        fully_shard_experts(model, of_experts, mesh.size(), offload_policy=policy)
     for block in model.blocks():
         if next(block.parameters(), None) is not None:  # else it lies on another stage
             fully_shard(block, mesh=mesh, offload_policy=policy)
@@ -230,6 +245,9 @@ class FSDPStrategy(DDPStrategy):
         super().__init__(group, bucket_mb=1)
         self.model = model
         self.gradient_divisor = group.size
+
+    def over(self, group: Group) -> Self:
+        return type(self)(group, self.model)
 
     def watch(self, shares: list[Share]) -> None:
         self.shares = [share for share in shares if share.parameter.requires_grad]

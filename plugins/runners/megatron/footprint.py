@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from crosstrain import Layout, Model, PlanContext, Sizes
-from crosstrain.engine.footprint import fully_sharded, replicated, scattered, share
+from crosstrain import ExpertParallel, Layout, Model, PlanContext, Sizes
+from crosstrain.engine.footprint import fully_sharded, replicated, scattered, share, with_experts
 
 from .data_parallel import MIB
 from .options import Options
@@ -31,8 +31,11 @@ def layouts(options: Options, at: PlanContext) -> list[Layout]:
     if options.tensor_parallel > 1:
         group = dist.new_group(list(range(options.tensor_parallel)))
         tensor, mesh = _FakeTensorParallel(group, options.sequence_parallel), DeviceMesh.from_group(group, "cpu")
+    experts = None
+    if options.expert_parallel > 1:
+        experts = ExpertParallel(dist.new_group(list(range(options.expert_parallel))))
     stages = dict.fromkeys((0, options.pipeline_parallel - 1))
-    return [_layout(options, at, tensor, mesh, stage) for stage in stages]
+    return [_layout(options, at, experts, tensor, mesh, stage) for stage in stages]
 
 
 class _NoRng(RngTracker):
@@ -72,10 +75,13 @@ class _Head(ParallelHead):
 
 
 def _layout(
-    options: Options, at: PlanContext, tensor: TensorParallel | None, mesh: DeviceMesh | None, stage: int
-) -> Layout:
+    options: Options, at: PlanContext, experts: ExpertParallel | None, tensor: TensorParallel | None,
+    mesh: DeviceMesh | None, stage: int,
+) -> Layout:  # fmt: skip
     model, stages = copy.deepcopy(at.model), options.pipeline_parallel
     hidden = 0
+    if experts is not None:
+        experts.shard(model)
     if tensor is not None:
         assert mesh is not None
         plan = resolve(model, options.plan)
@@ -103,10 +109,12 @@ def _layout(
         if closing and stage == stages - 1:
             last = model.get_submodule(closing[-1])
         last.register_forward_hook(tensor.set_aside)
-    out = _owned(options, at, Sizes.of(model), at.batch.dp_size)
-    out.model = model if tensor is not None or stages > 1 else None
+    out = with_experts(
+        model, at.batch.dp_size, options.expert_parallel, lambda sizes, copies: _owned(options, at, sizes, copies)
+    )
+    out.model = model if tensor is not None or stages > 1 or experts is not None else None
     if out.model is not None:
-        cut = options.tensor_parallel, options.sequence_parallel, options.plan
+        cut = options.tensor_parallel, options.expert_parallel, options.sequence_parallel, options.plan
         out.computes = repr((*cut, stage, stages, options.pipeline_layers))
     if stages > 1:
         out.kind = f"stage {stage + 1} of {stages}"

@@ -14,6 +14,7 @@ class Options:
 
     tensor_parallel: PositiveInt = 1  # ranks that share every block: each holds a part of its matrices
     pipeline_parallel: PositiveInt = 1  # stages, each a run of consecutive blocks on its own ranks
+    expert_parallel: PositiveInt = 1  # data-parallel copies that share the experts: each holds some of them
     data_parallel: PositiveInt | Literal["auto"] = "auto"  # copies of all that; auto: what the number of ranks allows
     sequence_parallel: bool = False  # between the matrices, tensor-parallel ranks share the sequence too
     data_parallel_style: Literal["allreduce", "zero1", "fsdp"] | None = None  # None: allreduce; with offload fsdp
@@ -47,4 +48,10 @@ class Options:
                 )
         elif world_size % ranks:
             raise ConfigError(f"run.runner: {layout} = {ranks} ranks do not divide the {world_size} that there are")
-        return world_size // ranks
+        copies = world_size // ranks
+        if copies % self.expert_parallel:
+            raise ConfigError(
+                f"run.runner.expert_parallel: {self.expert_parallel} does not divide the {copies} data-parallel copies "
+                f"of {layout} on {world_size} ranks"
+            )
+        return copies

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from operator import itemgetter
+from typing import Any
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -20,6 +21,7 @@ CUT_STYLES = {
     "fused_qkv": "the output features of each of its three parts",
     "row": "its input features",
     "vocabulary": "its rows, one for each token",
+    "experts": "the features between an expert's matrices",
 }
 STYLES = (*CUT_STYLES, "replicated", "summed", "divide")
 
@@ -92,9 +94,13 @@ def shard_specs(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str]
                 continue
             if attribute == "bias" and style == "row":
                 continue
-            transposed = isinstance(owner, Conv1D)  # whose weight is [in, out]
-            dim = int((style == "row") != transposed) if attribute != "bias" else 0
-            parts = 3 if style == "fused_qkv" else 1
+            if style == "experts":  # [experts, out, in], or transposed
+                dim = 1 + (attribute.startswith("down") != owner.is_transposed)
+                parts = 2 if attribute.startswith("gate_up") else 1
+            else:
+                transposed = isinstance(owner, Conv1D)  # whose weight is [in, out]
+                dim = int((style == "row") != transposed) if attribute != "bias" else 0
+                parts = 3 if style == "fused_qkv" else 1
             # An attention head must stay on one rank.
             unit = getattr(model.get_submodule(user_of(model, module_name)), "head_dim", 1)
             units, rest = divmod(shape[dim], parts * unit)
@@ -150,7 +156,14 @@ def _stays_whole(model: Model, name: str, style: str) -> bool:
 
 
 def _check_module(model: Model, name: str, style: str) -> None:
-    module = model.get_submodule(_owner(name))
+    module: Any = model.get_submodule(_owner(name))
+    if style == "experts":
+        if module not in model.experts().values() or module.has_bias or not module.is_concatenated:
+            raise ConfigError(
+                f"run.runner.plan: {model.canonical_name(name)} belongs to a {type(module).__name__}, and the style "
+                f"experts is for stacked experts without biases, whose gates and inputs lie one after the other"
+            )
+        return
     known = (nn.Embedding, nn.Linear) if style == "vocabulary" else (nn.Linear, Conv1D)
     if type(module).forward not in [kind.forward for kind in known]:
         kinds = " and ".join(f"torch's {kind.__name__}" if kind is not Conv1D else "Conv1D" for kind in known)

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from crosstrain import (
     Batch,
     ConfigError,
+    ExpertParallel,
     Group,
     Layout,
     MakeOptimizer,
@@ -24,6 +25,7 @@ from crosstrain import (
     RunOptions,
     StepResult,
     check_elementwise,
+    check_experts,
     global_norm,
     materialize,
     parameters_on_meta,
@@ -53,11 +55,17 @@ from .shard_spec import ShardSpec
 from .tensor_parallel import TensorParallel, local
 
 
+def _group(mesh: DeviceMesh) -> Group:
+    return Group(mesh.get_group() if mesh.size() > 1 else None)
+
+
 @registry.register_runner("megatron")
 class MegatronRunner(Runner):
-    """Megatron's tensor, sequence and pipeline parallelism, with data parallelism beside it, over unmodified models.
+    """Megatron's tensor, sequence, pipeline and expert parallelism, and data parallelism, over unmodified models.
 
-    Ranks form a mesh [pipeline, data, tensor]. Consecutive ranks share blocks, because they exchange most.
+    Ranks form a mesh [pipeline, data, tensor]. Consecutive ranks share blocks, because they exchange most. With expert
+    parallelism the dimension data is [expert_data, expert]: ranks along `expert` hold different experts, and those
+    along `expert_data` the same ones, whose gradients they sum.
     """
 
     Options = Options
@@ -76,6 +84,8 @@ class MegatronRunner(Runner):
     def check(cls, options: Options, run: RunOptions) -> None:
         if run.compile == "model":
             raise ConfigError("run.compile: ranks talk between blocks under the megatron runner; compile blocks")
+        if run.compile != "none" and options.expert_parallel > 1:
+            raise ConfigError("run.compile: experts wait for other ranks' numbers of tokens; use none")
 
     @classmethod
     def check_model(cls, options: Options, model: Model) -> None:
@@ -89,6 +99,8 @@ class MegatronRunner(Runner):
         if options.pipeline_parallel > 1:
             ends_of(model, "pipeline_parallel")
             spread(len(model.blocks()), options.pipeline_parallel, options.pipeline_layers)
+        if options.expert_parallel > 1:
+            check_experts(model, options.expert_parallel)
 
     @classmethod
     def layouts(cls, options: Options, at: PlanContext) -> list[Layout]:
@@ -100,7 +112,9 @@ class MegatronRunner(Runner):
         copies = options.copies(self.world.size)
         shape = (options.pipeline_parallel, copies, options.tensor_parallel)
         self.mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("pipeline", "data", "tensor"))
-        self.dp, self.stages = self._group("data"), self._group("pipeline")
+        if (ranks := options.expert_parallel) > 1:
+            self.expert_mesh = self.mesh._unflatten("data", (copies // ranks, ranks), ("expert_data", "expert"))
+        self.dp, self.stages = _group(self.mesh["data"]), _group(self.mesh["pipeline"])
         self.rng = RngTracker(self.device, self.mesh.get_local_rank("tensor"))
         if options.tensor_parallel > 1:
             group = self.mesh.get_group("tensor")
@@ -109,10 +123,6 @@ class MegatronRunner(Runner):
         if options.pipeline_parallel > 1:
             ends = [[int(column[0]), int(column[-1])] for column in self.mesh.mesh.flatten(1).T]
             self.tied_group, _ = dist.new_subgroups_by_enumeration(ends)
-
-    def _group(self, dimension: str) -> Group:
-        group = self.mesh.get_group(dimension)
-        return Group(group if dist.get_world_size(group) > 1 else None)
 
     # ---- building
 
@@ -124,6 +134,9 @@ class MegatronRunner(Runner):
         self.model = self.module = model
         shapes = {name: p.shape for name, p in model.named_parameters()}
         plan = resolve(model, self.options.plan)
+        experts = set[str]()
+        if self.options.expert_parallel > 1:
+            experts = ExpertParallel(self.expert_mesh.get_group("expert")).shard(model)
         cuts: dict[str, ShardSpec] = {}
         if self.tensor is not None:
             cuts = shard_model(model, plan, self.tensor, self.mesh["tensor"])
@@ -132,25 +145,34 @@ class MegatronRunner(Runner):
             routers.group = self.tensor.group
         tied = self._keep_own_stage(model)
         self.data_parallel = self._choose_strategy(model)
+        of_experts = self.data_parallel.over(_group(self.expert_mesh["expert_data"])) if experts else self.data_parallel
+        self.strategies = [self.data_parallel, of_experts] if experts else [self.data_parallel]
         materialize(model, torch.device("cpu") if self.offloads else self.device)
         self._hook_blocks(model)
         self.shares: dict[nn.Parameter, Share] = {}
         for name, parameter in model.named_parameters():
-            cut = cuts.get(name)
-            owned, start = self.data_parallel.own(parameter)
+            places, cut = list[tuple[ShardSpec, int]](), cuts.get(name)
+            if cut is not None and self.tensor is not None:
+                places.append((cut, self.tensor.rank))
+            if name in experts:
+                full = ShardSpec(tuple(shapes[name]), 0, self.options.expert_parallel)
+                places.append((full, self.expert_mesh.get_local_rank("expert")))
+            strategy = of_experts if name in experts else self.data_parallel
+            owned, start = strategy.own(parameter)
             weight = 1.0 if cut else 1 / self.options.tensor_parallel
-            if type(self.data_parallel) is DDPStrategy:
-                weight /= self.dp.size
+            if type(strategy) is DDPStrategy:
+                weight /= strategy.group.size
             if name in tied and self.stages.rank > 0:
                 weight = 0.0  # the first stage's counts
             self.shares[parameter] = Share(
-                name, parameter, shapes[name], cut, nn.Parameter(owned, requires_grad=parameter.requires_grad),
-                weight, name in summed and not cut, start,
+                name, parameter, shapes[name], places, nn.Parameter(owned, requires_grad=parameter.requires_grad),
+                weight, name in summed and not cut, strategy, start,
             )  # fmt: skip
         self.by_owned = {share.owned: share for share in self.shares.values()}
         self.tied = [share for share in self.shares.values() if share.name in tied and share.parameter.requires_grad]
-        self.data_parallel.watch(list(self.shares.values()))
-        if make_optimizer is not None and (cuts or type(self.data_parallel) is not DDPStrategy):
+        for strategy in self.strategies:
+            strategy.watch([share for share in self.shares.values() if share.strategy is strategy])
+        if make_optimizer is not None and (cuts or experts or type(self.data_parallel) is not DDPStrategy):
             check_elementwise(make_optimizer)
         self.build_optimizer(make_optimizer)
 
@@ -184,7 +206,8 @@ class MegatronRunner(Runner):
             numel = sum(local(p).numel() for p in model.parameters()) // (self.dp.size if style == "fsdp" else 1)
             self.offloads = needs_host_memory(numel, free_memory(self.device))
         if style == "fsdp" or self.offloads:
-            shard_parameters(model, self.mesh["data"], self.offloads)
+            experts = self.expert_mesh["expert_data"] if self.options.expert_parallel > 1 else None
+            shard_parameters(model, self.mesh["data"], experts, self.offloads)
             return FSDPStrategy(self.dp, model)
         return (ZeRO1Strategy if style == "zero1" else DDPStrategy)(self.dp, self.options.bucket_mb)
 
@@ -216,13 +239,15 @@ class MegatronRunner(Runner):
     # ---- training
 
     def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
-        self.data_parallel.start(len(micro_batches))
+        for strategy in self.strategies:
+            strategy.start(len(micro_batches))
         if self.pipeline is None:
             loss = super().forward_backward(micro_batches, num_targets)
         else:
             loss = self._through_pipeline(self.pipeline, micro_batches, num_targets)
         with self.timers("allreduce"):
-            self.data_parallel.reduce_grads()
+            for strategy in self.strategies:
+                strategy.reduce_grads()
             if self.tensor is not None:
                 sum_gradients([s.owned.grad for s in self.shares.values() if s.summed], self.tensor.group)
             sum_gradients([share.owned.grad for share in self.tied], self.tied_group)
@@ -271,8 +296,7 @@ class MegatronRunner(Runner):
         for share in self.shares.values():
             share.owned.grad = None
         if result.applied:
-            with torch.no_grad():
-                self.data_parallel.sync_params()
+            self.loaded()
         return result
 
     # ---- evaluation
@@ -316,12 +340,9 @@ class MegatronRunner(Runner):
         return self.shares[parameter].owned.grad
 
     def pieces(self, parameter: nn.Parameter, held: Tensor, shape: torch.Size) -> list[Piece]:
-        share = self.shares[parameter]
-        pieces = self.data_parallel.pieces(share, held)
-        if share.cut is not None and self.tensor is not None:
-            pieces = share.cut.whole(pieces, self.tensor.rank)
-        return without_padding(pieces, tuple(shape))
+        return without_padding(self.shares[parameter].pieces(held), tuple(shape))
 
     def loaded(self) -> None:
         with torch.no_grad():
-            self.data_parallel.sync_params()
+            for strategy in self.strategies:
+                strategy.sync_params()

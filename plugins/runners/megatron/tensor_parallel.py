@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from crosstrain import ConfigError, Model
+from crosstrain import ConfigError, Model, local_forward
 
 from .collectives import Copy, Gather, Reduce, ReduceScatter, Split, Unsplit
 from .plan import user_of
@@ -39,11 +39,15 @@ class TensorParallel:
         self._aside: Tensor | None = None
 
     def enter(self, x: Tensor) -> Tensor:
-        """Input of column-parallel products: the same [batch, length, width] on every rank."""
+        """Input of column-parallel products: the same [batch, length, width] on every rank; or without a batch."""
+        if x.ndim == 2:
+            return self.enter(x[None])[0]
         return (Gather if self.splits_sequence else Copy).apply(x, self.group)
 
     def leave(self, x: Tensor) -> Tensor:
         """Sum of the ranks' row-parallel products."""
+        if x.ndim == 2:
+            return self.leave(x[None])[0]
         return (ReduceScatter if self.splits_sequence else Reduce).apply(x, self.group)
 
     def whole_sequence(self, x: Tensor) -> Tensor:
@@ -159,6 +163,15 @@ def has_dropout(model: nn.Module) -> bool:
     return any(isinstance(rate, float | int) and rate > 0 for rate in rates)
 
 
+def _experts(tensor: TensorParallel, forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Experts that compute their slice of features for the same tokens on every rank.
+
+    inputs: hidden states, numbers of experts and their weights, which are gathered where the sequence is split. The
+    gradients of weights are parts of a sum, as those of hidden states are.
+    """
+    return tensor.leave(forward(*map(tensor.enter, inputs)))
+
+
 def compute_with_slices(model: Model, styles: dict[str, str], tensor: TensorParallel) -> None:
     """Make the modules named in `styles` compute with slices."""
     tensor.has_dropout = has_dropout(model)
@@ -170,13 +183,15 @@ def compute_with_slices(model: Model, styles: dict[str, str], tensor: TensorPara
             if isinstance(module, nn.Embedding):  # a head's weight is used by `ParallelHead`
                 module.forward = partial(_embed, tensor, module)
             continue
+        if style == "experts":
+            forward = vars(module).get("forward", partial(local_forward, module))  # which may send tokens to others
+            module.forward = partial(_experts, tensor, forward)
+            continue
         parent = model.get_submodule(user_of(model, name))
         if parent not in regions:
             regions[parent] = TPRegion(tensor, model, None if parent in blocks else parent)
         region = regions[parent]
-        forward: Callable[[nn.Module, Tensor], Tensor]
         if style == "row":
-            forward, region.last_row = region.row, module
+            module.forward, region.last_row = partial(region.row, module), module
         else:
-            forward, region.last_column = region.column, module
-        module.forward = partial(forward, module)
+            module.forward, region.last_column = partial(region.column, module), module

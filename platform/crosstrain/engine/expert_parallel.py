@@ -1,0 +1,127 @@
+"""Expert parallelism: each rank of a group holds some of the experts whole, and tokens travel to the experts' ranks.
+
+transformers has the same (`transformers.distributed.expert_parallel`), but only from 5.2x on, without pipelines, and
+with split sizes that a plan, whose tensors have no values, cannot follow. The experts' own forward is transformers'.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from crosstrain.modeling.base import Model
+from crosstrain.modeling.meta_init import has_values
+from crosstrain.utils.errors import ConfigError
+
+
+def check_experts(model: Model, ranks: int) -> None:
+    """Raise ConfigError for a model without experts that `ranks` ranks can share."""
+    counts = [experts.num_experts for experts in model.experts().values()]
+    if not counts:
+        family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        raise ConfigError(f"run.runner.expert_parallel: {family} has no experts in stacked parameters; leave it out")
+    common = math.gcd(*counts)
+    if common % ranks:
+        allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        raise ConfigError(
+            f"run.runner.expert_parallel: {min(counts)} experts cannot be shared evenly by {ranks} ranks; use one of "
+            f"{allowed}"
+        )
+
+
+def local_forward(experts: nn.Module, *inputs: Tensor) -> Tensor:
+    """The experts' own forward; where parameters are DTensors, with this rank's slices."""
+    kept: dict[str, Any] = dict(experts._parameters)
+    slices: dict[str, Any] = {name: p.to_local() for name, p in kept.items() if isinstance(p, DTensor)}
+    experts._parameters.update(slices)
+    try:
+        return type(experts).forward(experts, *inputs)
+    finally:
+        experts._parameters.update(kept)
+
+
+def fully_shard_experts(model: Model, mesh: DeviceMesh, copies: int, **options: Any) -> None:
+    """Shard this rank's experts over the ranks of `mesh`, which hold the same ones; before their blocks are sharded.
+
+    Their gradients hold the sum over the ranks that share the experts, so averages over all `copies` of the model
+    divide by their number.
+    """
+    for experts in model.experts().values():
+        fully_shard(experts, mesh=mesh, **options)
+        experts.set_gradient_divide_factor(float(copies))
+        if mesh.shape[-1] > 1:  # gloo cannot divide; on a single rank torch 2.14 would divide twice
+            experts.set_force_sum_reduction_for_comms(True)
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows [sum(send), width] to the ranks of a group, rows [sum(receive), width] from them; gradients go back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.back = receive, send, group
+        out = rows.new_empty(sum(receive), rows.shape[1])
+        dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Exchange.apply(grad, *ctx.back), None, None, None
+
+
+class ExpertParallel:
+    """The ranks of a process group that share the experts: rank r of n has the r-th n-th of each stack."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.size = group, dist.get_world_size(group)
+
+    def __deepcopy__(self, memo: Any) -> ExpertParallel:
+        return self
+
+    def shard(self, model: Model) -> set[str]:
+        """Keep this rank's experts of a model on the meta device, and have them compute what the ranks send them.
+
+        Returns the model's own names of the parameters that were cut.
+        """
+        names = set()
+        for name, experts in model.experts().items():
+            experts.num_experts //= self.size
+            for own, parameter in experts.named_parameters(recurse=False):
+                mine = torch.empty(experts.num_experts, *parameter.shape[1:], dtype=parameter.dtype, device="meta")
+                experts._parameters[own] = nn.Parameter(mine, parameter.requires_grad)
+                names.add(f"{name}.{own}")
+            experts.forward = partial(self._forward, experts)
+        return names
+
+    def _forward(self, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Replacement of the forward of `experts`, which hold this rank's alone.
+
+        hidden_states: [tokens, width], this rank's. top_k_index: [tokens, k], numbers of all ranks' experts.
+        top_k_weights: [tokens, k]. Every pair of a token and an expert is computed: ranks have no capacity.
+        """
+        mine, k = experts.num_experts, top_k_index.shape[1]
+        order = top_k_index.flatten().argsort(stable=True)  # pairs for a rank follow each other
+        numbers = torch.arange(self.size * mine, device=hidden_states.device)
+        counts = (top_k_index.reshape(-1, 1) == numbers).sum(0)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=self.group)
+        if has_values(counts):
+            send, receive = torch.stack([counts, arriving]).view(2, self.size, mine).sum(2).tolist()
+        else:  # in a plan: as balanced routing has it
+            send = receive = [len(order) // self.size + (n < len(order) % self.size) for n in range(self.size)]
+        rows = _Exchange.apply(hidden_states[order // k], send, receive, self.group)
+        numbers = numbers[:mine].repeat(self.size).repeat_interleave(arriving, output_size=sum(receive))
+        if idle := not len(rows):  # a row of zeros keeps the graph, and with it the exchanges of the backward
+            rows, numbers = rows.sum(0, keepdim=True), numbers.new_zeros(1)
+        weights = top_k_weights.new_ones(len(numbers), 1)
+        out = local_forward(experts, rows, numbers[:, None], weights)
+        out = _Exchange.apply(out[:0] if idle else out, receive, send, self.group)
+        pairs = out[order.argsort()].view(*top_k_weights.shape, -1)
+        return (pairs * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
