@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import TEXTS
+from crosstrain.corpus.options import PrepareOptions
+from crosstrain.corpus.prepare import prepare
 from crosstrain.data.tokenizer import cached_folder, load_gpt2, load_tokenizer, train_bpe
 from crosstrain.utils.errors import DataError
 
@@ -98,3 +100,15 @@ def test_tokenizers_that_cannot_be_used_are_refused(tokenizer: Path, tmp_path: P
         load_tokenizer(tmp_path)
     with pytest.raises(DataError, match=r"vocab\.json does not exist"):
         load_gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
+
+
+def test_a_tokenizer_that_transformers_would_rebuild_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train_bpe(["on 12345 mats"] * 50, 290).save(tmp_path / "t")  # Qwen's class would cut numbers into digits
+    config = json.loads((tmp_path / "t" / "tokenizer_config.json").read_text())
+    (tmp_path / "a.txt").write_text("on 12345 mats")
+    for name, warned in (("PreTrainedTokenizerFast", False), ("GPT2Tokenizer", False), ("Qwen2Tokenizer", True)):
+        (tmp_path / "t" / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": name}))
+        prepare(PrepareOptions(input=str(tmp_path / "a.txt"), tokenizer=str(tmp_path / "t")), tmp_path / name)
+        assert ("makes another tokenizer" in caplog.text) == warned, name

@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -105,6 +106,22 @@ def load_tokenizer(spec: str | Path) -> TextTokenizer:
         loaded = load_gpt2(*gpt2_files)
         return replace(loaded, copy=_copier(path)) if config else loaded
     return _from_transformers(str(path))
+
+
+def is_rebuilt(spec: str) -> bool:
+    """Tell whether transformers' class for a tokenizer's folder encodes otherwise than the tokenizer.json in it."""
+    path = Path(spec).expanduser()
+    config = _read_json(path / CONFIG) if (path / CONFIG).is_file() and (path / TOKENIZER).is_file() else {}
+    if config.get("tokenizer_class") in (None, "PreTrainedTokenizerFast", "TokenizersBackend"):  # which read the file
+        return False
+    from transformers import AutoTokenizer
+
+    own = _backend(path / TOKENIZER)
+    text = own.decode(list(range(own.get_vocab_size())))  # every token once
+    with suppress(Exception):  # whatever its code or its files make of it
+        theirs = AutoTokenizer.from_pretrained(path, trust_remote_code=False).backend_tokenizer
+        return theirs.encode(text, add_special_tokens=False).ids != own.encode(text, add_special_tokens=False).ids
+    return False
 
 
 # Keys of a checkpoint's tokenizer_config.json that transformers gets: nothing that names a file, an address or a class.

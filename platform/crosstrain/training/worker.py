@@ -154,13 +154,11 @@ def _log_setup(trainer: Trainer) -> None:
         plan.global_batch, plan.micro_batch, plan.accumulation, plan.dp_size, len(trainer.dataset),
         trainer.state.step + 1, trainer.max_iters,
     )  # fmt: skip
-    if held_out is not None and runner.model.predicts_tokens:
-        samples = min(trainer.run.eval_iters * plan.global_batch, len(held_out))
-        if 0 < (tokens := samples * (held_out.sequence_length or 0)) < _FEW_TOKENS:
-            log.info(
-                "validation sees at most %d tokens, so its loss is uncertain by about %.2f: raise run.eval_iters, or "
-                "give the validation split more data", tokens, _DEVIATION / tokens**0.5,
-            )  # fmt: skip
+    if held_out is not None and held_out.sequence_length is not None:
+        tokens = min(config.run.eval_iters * plan.global_batch, len(held_out)) * held_out.sequence_length
+        if tokens < _FEW_TOKENS:
+            about = "validation sees at most %d tokens, so its loss is uncertain by about %.2f; raise run.eval_iters"
+            log.info(f"{about}, or give it more data", tokens, _DEVIATION / tokens**0.5)
 
 
 def _log_restart(world: Group, step: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,14 +94,13 @@ def sources(found: dict[str, Path], prefixes: dict[str, str], width: int, langua
     """
     out = []
     for part in (part for part in prefixes if part in found):
-        names = owned(part, prefixes)
-        place: Callable[[str, set[str]], str | Excerpt] = _as_it_is
-        if part == "vision" and (kind := _kind(found[part])) != _RUN:
-            place = _blip2(prefixes[part], width) if kind == _BLIP2 else _without(prefixes[part])
-        out.append(Source(found[part], place, lambda name, names=names: name.startswith(names)))
-    prefix = prefixes["language_model"]
-    for source in language.pretrained_sources():
-        out.append(_under(prefix, source))
+        names, kind = owned(part, prefixes), _kind(found[part])
+        if part == "vision" and kind != _RUN:
+            place = _as_it_is if kind != _BLIP2 else lambda name, _: vision.blip2_place(name, width)
+            out.append(_under(prefixes[part], Source(found[part], place)))
+        else:
+            out.append(Source(found[part], _as_it_is, lambda name, names=names: name.startswith(names)))
+    out += [_under(prefixes["language_model"], source) for source in language.pretrained_sources()]
     if (run := found.get("model")) is not None:
         trained, parts = open_weights(run).names("param"), tuple(out)
 
@@ -128,20 +126,12 @@ def keep_matrices_in(dtype: torch.dtype, part: nn.Module) -> None:
                 weight.data = weight.data.to(dtype)
 
 
-def _as_it_is(name: str, _: set[str]) -> str:
+def _as_it_is(name: str, _: set[str]) -> str | Excerpt:
     return name
 
 
-def _without(prefix: str) -> Callable[[str, set[str]], str]:
-    return lambda name, _: name.removeprefix(prefix)
-
-
-def _blip2(prefix: str, width: int) -> Callable[[str, set[str]], str | Excerpt]:
-    return lambda name, _: vision.blip2_place(name.removeprefix(prefix), width)
-
-
 def _under(prefix: str, source: Source) -> Source:
-    """A language model's source, by its parameters' names in the whole model."""
+    """A part's source, by its parameters' names in the whole model."""
 
     def covers(name: str) -> bool:
         return name.startswith(prefix) and source.covers(name.removeprefix(prefix))
