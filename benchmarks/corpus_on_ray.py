@@ -13,7 +13,10 @@ import tempfile
 import time
 from pathlib import Path
 
-os.environ |= {"OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+os.environ |= {
+    "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # else other programs come first
+}  # fmt: skip
 
 import ray
 from ray.cluster_utils import Cluster
@@ -24,7 +27,7 @@ from crosstrain.corpus.prepare import prepare
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megabytes", type=int, default=150, help="of text")
+    parser.add_argument("--megabytes", type=int, default=400, help="of text")
     megabytes = parser.parse_args().megabytes
     with tempfile.TemporaryDirectory() as folder:
         source, rng = Path(folder, "text.jsonl"), random.Random(0)

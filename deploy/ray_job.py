@@ -7,6 +7,8 @@ checkpoint; an error that a new start cannot mend ends the job. Made by:
     ray job submit --working-dir . -- python FILE
 """
 
+import ctypes
+import signal
 import subprocess
 import sys
 
@@ -23,6 +25,10 @@ TRAIN = [
 ]  # fmt: skip
 
 
+def end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a launcher without its actor would train on
+
+
 @ray.remote(max_concurrency=2)
 class Machine:
     process = None
@@ -31,7 +37,8 @@ class Machine:
         return get_node_ip_address()
 
     def train(self, rank: int, host: str) -> int:
-        self.process = subprocess.Popen([*TRAIN, f"--node-rank={rank}", f"--rdzv-endpoint={host}:29400"])
+        command = [*TRAIN, f"--node-rank={rank}", f"--rdzv-endpoint={host}:29400"]
+        self.process = subprocess.Popen(command, preexec_fn=end_with_parent)
         return self.process.wait()
 
     def stop(self) -> int:

@@ -175,3 +175,47 @@ def test_a_jobsets_restart_ends_as_an_undisturbed_run_does(shared_workspace: Wor
     undisturbed = shared_workspace.train("alone", *options[1:], nproc=2)
     assert numbers(Run(path / "set")) == numbers(undisturbed)
     assert_same_weights(Run(path / "set").checkpoint(60), undisturbed.checkpoint(60))
+
+
+RAY = """
+import subprocess, sys, time
+from pathlib import Path
+from ray.cluster_utils import Cluster
+from conftest import logged_step
+
+script, folder = sys.argv[1], Path(sys.argv[2])
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+machines = [cluster.add_node(num_cpus=4) for _ in range(2)]
+job = subprocess.Popen([sys.executable, script], env={**__import__("os").environ, "RAY_ADDRESS": cluster.address})
+while logged_step(folder) < 25:
+    assert job.poll() is None
+    time.sleep(0.05)
+cluster.remove_node(machines[1], allow_graceful=False)
+cluster.add_node(num_cpus=4)
+code = job.wait(timeout=500)
+cluster.shutdown()
+sys.exit(code)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)  # Ray starts for half a minute, and takes its time to give a machine up
+def test_a_ray_cluster_that_loses_a_machine_trains_to_the_end(shared_workspace: Workspace) -> None:
+    path = shared_workspace.path
+    options = ("run.max_iters=60", "run.save_interval=10", *INTERVALS)
+    words = ("--to", "ray", "--nodes", "2", "--cfg-path", str(shared_workspace.project), "--options")
+    (path / "job.py").write_text(said(*words, *options, f"run.output_dir={path}/on_ray"))
+    (path / "drive.py").write_text(RAY)
+    if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("ip") is None:
+        pytest.skip("needs root, `unshare` and `ip` to make a network namespace")
+    paths = os.pathsep.join(map(str, (ROOT / "platform", ROOT / "tests")))
+    alone = ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]  # where Ray listens for nobody
+    done = subprocess.run(
+        [*alone, sys.executable, "drive.py", "job.py", f"{path}/on_ray"], cwd=path, capture_output=True, text=True,
+        env=ENVIRONMENT | {"PYTHONPATH": paths, "RAY_AUTH_MODE": "disabled"}, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "a machine was lost" in done.stdout
+    undisturbed = shared_workspace.train("beside", *options, nproc=2)
+    assert numbers(Run(path / "on_ray")) == numbers(undisturbed)
+    assert_same_weights(Run(path / "on_ray").checkpoint(60), undisturbed.checkpoint(60))
