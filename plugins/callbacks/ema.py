@@ -27,8 +27,8 @@ class EMA(Callback):
     def weights(self) -> list[Shard]:
         """This rank's part of the parameters that train."""
         runner = self.trainer.runner
-        parameters = runner.model.canonical_parameters()
-        return [s for s in runner.shards() if s.kind == "param" and parameters[s.name].requires_grad]
+        trained = {name for name, p in runner.model.canonical_parameters().items() if p.requires_grad}
+        return [s for s in runner.shards() if s.kind == "param" and s.name in trained]
 
     @torch.no_grad()
     def after_step(self, metrics: StepMetrics) -> None:

@@ -17,15 +17,18 @@ from crosstrain import (
     ConfigError,
     NonNegativeFloat,
     OptionError,
+    Source,
     Text,
     TransformersModel,
     UserError,
     pretrained_folder,
     registry,
 )
+from crosstrain.checkpoint.weights import open_weights
 from crosstrain.modeling.attention import Attention
-from crosstrain.modeling.hf_causal_lm import LARGEST_SIZE, MOST_LAYERS, SIZES, Size, check_published
+from crosstrain.modeling.hf_causal_lm import LARGEST_SIZE, MOST_LAYERS, SIZES, Size, check_published, dense_place
 from crosstrain.modeling.hf_internals import padded, routers_of, without_initial_values
+from crosstrain.modeling.pretrained import Place, names_at
 from crosstrain.modeling.routers import Routers, Scope
 from crosstrain.utils.errors import did_you_mean, sentence
 
@@ -46,6 +49,7 @@ class CausalLM(TransformersModel):
         make_vocab_size_divisible_by: Size = 128  # embedding rows are padded to this; the padding shows nowhere
         # transformers' attention implementation; None: sdpa where the model has it, else eager
         attention: Attention | None = None
+        from_dense: Text | None = None  # a dense model's folder, whose MLPs all experts of this mixture begin with
         # Tokens over which a mixture of experts is balanced by a loss: each document, the step, or each micro batch
         router_loss: Scope = "sequence"
         router_loss_coef: NonNegativeFloat | None = None  # None: the model's own router_aux_loss_coef, else 0
@@ -56,6 +60,8 @@ class CausalLM(TransformersModel):
         def __post_init__(self) -> None:
             if self.pretrained is None and "model_type" not in self.config:
                 raise OptionError("config", "give transformers' configuration with its model_type, or pretrained")
+            if self.pretrained and self.from_dense:
+                raise OptionError("from_dense", "the model begins with pretrained; leave out one of them")
             if "model_type" in self.config:
                 _check_keys(self.config["model_type"], self.config)
 
@@ -74,6 +80,7 @@ class CausalLM(TransformersModel):
         except Exception as error:  # of many kinds, where values do not go together
             raise ConfigError(f"model.config: transformers cannot build it ({sentence(error)[:300]})") from error
         super().__init__(options, config, lm, source)
+        self.dense = pretrained_folder(options.from_dense) if options.from_dense else None
         self.route(options)
 
     def route(self, options: Options) -> None:
@@ -87,6 +94,17 @@ class CausalLM(TransformersModel):
             )
         elif any(given.values()):
             raise ConfigError(f"model.router_loss_coef: {self.config.model_type} has no routers that this can balance")
+
+    def pretrained_sources(self) -> list[Source]:
+        """The folder `pretrained`, or the dense model's; its routers begin with initial values."""
+        if self.dense is None:
+            return super().pretrained_sources()
+        there = open_weights(self.dense).names("param")
+
+        def place(name: str, available: set[str]) -> Place:
+            return dense_place(name, available, self.experts)
+
+        return [Source(self.dense, place, lambda name: names_at(place(name, there)) <= there)]
 
     def blocks(self) -> list[nn.Module]:
         """The longest list of modules in the model."""

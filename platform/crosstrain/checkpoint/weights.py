@@ -19,7 +19,7 @@ from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.manifest import MANIFEST, FrozenParameter
 from crosstrain.distributed.group import Group
 from crosstrain.modeling.base import Model
-from crosstrain.modeling.pretrained import Excerpt, Source
+from crosstrain.modeling.pretrained import Place, Source, Stack, names_at
 from crosstrain.utils.errors import CheckpointError, ConfigError
 from crosstrain.utils.rng import generator
 
@@ -53,7 +53,7 @@ class PretrainedWeights:
             mine, there = set(filter(source.covers, left)), reader.names("param")
             left -= mine
             places = [source.place(name, there) for name in mine]
-            used = {place if isinstance(place, str) else place.name for place in places}
+            used = set[str]().union(*map(names_at, places))
             if lacking := used - there:
                 frozen = lacking & reader.frozen.keys() and ", which was frozen; name in `model` what it came from"
                 raise CheckpointError(f"{reader.folder}: holds no parameter {min(lacking)}{frozen or ''}")
@@ -78,7 +78,7 @@ class PretrainedWeights:
         for source, reader in self.parts:
             names = reader.names("param")
             mine = [s for s in shards if s.name not in filled and source.covers(s.name)]
-            reader.fill([_as_published(s, source.place(s.name, names)) for s in mine])
+            reader.fill(part for s in mine for part in _as_published(s, source.place(s.name, names)))
             filled |= dict.fromkeys((s.name for s in mine), source)
         return filled
 
@@ -115,12 +115,29 @@ def open_weights(folder: Path) -> Reader:
     return Reader.open(folder) if os.path.lexists(folder / MANIFEST) else Reader.open_hugging_face(folder)
 
 
-def _as_published(shard: Shard, place: str | Excerpt) -> Shard:
-    """Describe the same memory as a part of the tensor that a folder holds."""
+def _as_published(shard: Shard, place: Place) -> Iterator[Shard]:
+    """Describe the same memory as parts of the tensors that a folder holds."""
     if isinstance(place, str):
-        return Shard(shard.kind, place, shard.shape, shard.pieces)
+        yield Shard(shard.kind, place, shard.shape, shard.pieces)
+        return
+    if isinstance(place, Stack):
+        shape = (shard.shape[1] // len(place.names[0]), *shard.shape[2:])
+        for n, parts in enumerate(place.names):
+            for part, name in enumerate(parts):
+                box = Box((n, part * shape[0], *[0] * len(shape[1:])), (1, *shape))
+                common = [(p, found) for p in shard.pieces if (found := p.box.intersect(box)) is not None]
+                pieces = [
+                    Piece(
+                        Box((c.offset[1] - box.offset[1], *c.offset[2:]), c.shape[1:]),
+                        p.data[c.slices_in(p.box)].squeeze(0),
+                    )
+                    for p, c in common
+                ]
+                if pieces:
+                    yield Shard(shard.kind, name, shape, pieces)
+        return
     pieces = [Piece(Box((p.box.offset[0] + place.first, *p.box.offset[1:]), p.box.shape), p.data) for p in shard.pieces]
-    return Shard(shard.kind, place.name, (place.rows, *shard.shape[1:]), pieces)
+    yield Shard(shard.kind, place.name, (place.rows, *shard.shape[1:]), pieces)
 
 
 def fill_initial(model: Model, shards: Iterable[Shard], seed: int) -> None:

@@ -198,7 +198,8 @@ def build_model(
     if config.run.compile != "none":
         for module in model.blocks() if config.run.compile == "blocks" else [model]:
             module.compile()  # in place, so that names of parameters do not change
-    whole = model.canonical_parameters()  # of which a rank may keep a part
+    whole, buffers = model.canonical_parameters(), model.canonical_buffers()  # of which a rank may keep a part
+    names = {*whole, *buffers}
     frozen = {name for name, p in whole.items() if not p.requires_grad}
     runner.prepare(model, optimizer_factory(config, model) if for_training else None)
 
@@ -211,12 +212,12 @@ def build_model(
         keep = for_training and moments
         if keep:
             _check_optimizer(reader, kinds, config)
-        borrowed = load_shards(reader, shards if keep else parameters, pretrained, whole.keys())
+        borrowed = load_shards(reader, shards if keep else parameters, pretrained, names)
     else:
-        for line in pretrained.summary(whole.keys() | model.quantized().keys()):
+        for line in pretrained.summary(names | model.quantized().keys()):
             log.info("%s", line)
         published = pretrained.fill(parameters)
-        fill_initial(model, [s for s in parameters if s.name not in published], config.run.seed)
+        fill_initial(model, [s for s in parameters if s.name not in {*published, *buffers}], config.run.seed)
         borrowed = {name for name, source in published.items() if name in frozen and not source.of_model}
     hashes = fingerprints(pretrained.as_published([s for s in parameters if s.name in borrowed]), runner.world)
     hashes |= fill_quantized(model, pretrained)

@@ -26,8 +26,8 @@ class HeldState:
     def shards(self) -> list[Shard]:
         """This rank's part of parameters and optimizer state, in live memory: reading it saves, writing to it loads.
 
-        A model's `quantized` parameters are not among them. Raises CheckpointError for optimizer state that is neither
-        shaped like its parameter nor a scalar tensor.
+        Persistent buffers are among the parameters, a model's `quantized` ones are not. Raises CheckpointError for
+        optimizer state that is neither shaped like its parameter nor a scalar tensor.
         """
         out, quantized = [], self.model.quantized()
         for name, parameter in self.model.canonical_parameters().items():
@@ -49,6 +49,8 @@ class HeldState:
         for matrix, state in (self.optimizer.state if self.optimizer else {}).items():
             if isinstance(matrix, str):  # a `MatrixOptimizer` keeps it on this rank alone
                 out += [Shard(key, matrix, tuple(v.shape), whole_pieces(v, tuple(v.shape))) for key, v in state.items()]
+        for name, buffer in self.model.canonical_buffers().items():
+            out.append(Shard("param", name, tuple(buffer.shape), whole_pieces(buffer, tuple(buffer.shape))))
         return out
 
     def gradients(self) -> list[Shard]:

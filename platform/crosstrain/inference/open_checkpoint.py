@@ -154,7 +154,7 @@ def outline(config: Config, checkpoint: Path) -> Model:
     except (Exception, OutOfTime) as error:  # whatever a library's constructor makes of absurd sizes
         reason = "it takes too long" if isinstance(error, OutOfTime) else first_line(error)
         raise CheckpointError(f"{checkpoint}: the model of its configuration cannot be built ({reason})") from error
-    parameters = model.canonical_parameters().items()
+    parameters = {**model.canonical_parameters(), **model.canonical_buffers()}.items()
     shards = [Shard("param", name, tuple(model.logical_shape(name, p.shape)), []) for name, p in parameters]
     load_shards(reader, shards, PretrainedWeights.of(model))
     built = sum(p.numel() for p in model.parameters())

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.cross_entropy import Head
 from crosstrain.modeling.meta_init import has_values
-from crosstrain.modeling.pretrained import Source
+from crosstrain.modeling.pretrained import Place, Source
 from crosstrain.modeling.routers import Routers
 from crosstrain.utils.errors import ConfigError, TrainingError
 from crosstrain.utils.types import IGNORE_INDEX, Batch
@@ -182,7 +182,7 @@ class Model(nn.Module, ABC):
         """Folder of safetensors files under canonical names to start from instead of `initialize`, if any."""
         return None
 
-    def pretrained_name(self, name: str, available: set[str]) -> str:
+    def pretrained_name(self, name: str, available: set[str]) -> Place:
         """Name of parameter `name` (canonical) in a pretrained folder that holds the names `available`."""
         return name
 
@@ -298,6 +298,15 @@ class Model(nn.Module, ABC):
     def canonical_parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter once (a tied one under its first name), by canonical name."""
         return {self.canonical_name(name): parameter for name, parameter in self.named_parameters()}
+
+    def canonical_buffers(self) -> dict[str, Tensor]:
+        """Every persistent buffer of floating point, by canonical name; checkpoints hold them as they do parameters."""
+        return {
+            self.canonical_name(f"{path}.{name}" if path else name): buffer
+            for path, module in self.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set and buffer.is_floating_point()
+        }
 
     def take_recorded(self) -> Sums:
         """Sums of what this rank recorded in the present mode, training or evaluation, since the last call."""

@@ -20,6 +20,7 @@ from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.attention import Documents
 from crosstrain.modeling.base import Ends, LanguageModel
 from crosstrain.modeling.cross_entropy import Logits
+from crosstrain.modeling.pretrained import Place, Stack
 from crosstrain.utils.assets import GENERATION_CONFIG, copy_files, plain_files
 from crosstrain.utils.errors import ConfigError, DataError
 
@@ -46,6 +47,30 @@ def check_published(published: PreTrainedConfig, given: Mapping[str, Any], sourc
     for key, value in given.items():
         if (theirs := getattr(published, key, None)) != value:
             raise ConfigError(f"model: {key} is {value}, and the weights in {source} have {theirs}; leave it out")
+
+
+# Parts of stacked weights of experts, by the names that a single MLP's have: of most families, and of Mixtral.
+_EXPERT_PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+
+
+def published_experts(name: str, available: set[str], experts: int) -> Place | None:
+    """The place of a mixture's parameter in a folder that has a tensor for each expert; None if it is not there."""
+    for published in (name, name.replace(".mlp.", ".block_sparse_moe.")):
+        stem, _, own = published.rpartition(".experts.")
+        for parts in _EXPERT_PARTS.get(own, ()) if stem else ():
+            names = [tuple(f"{stem}.experts.{n}.{part}.weight" for part in parts) for n in range(experts)]
+            if names and available.issuperset(names[0]):
+                return Stack(tuple(names))
+        if published in available:
+            return published
+    return None
+
+
+def dense_place(name: str, available: set[str], experts: int) -> Place:
+    """The place of a mixture's parameter in a dense model's folder, whose MLP every expert copies."""
+    stem, _, own = name.rpartition(".experts.")
+    copies = [tuple(f"{stem}.{part}.weight" for part in parts) for parts in _EXPERT_PARTS.get(own, ())]
+    return next((Stack((names,) * experts) for names in copies if available.issuperset(names)), name)
 
 
 class TransformersModel(LanguageModel):
@@ -171,9 +196,15 @@ class TransformersModel(LanguageModel):
     def pretrained_weights(self) -> Path | None:
         return self.source
 
-    def pretrained_name(self, name: str, available: set[str]) -> str:
-        """The name with or without the base model's prefix: GPT-2 is published without."""
-        return name if name in available else name.removeprefix(f"{self.lm.base_model_prefix}.")
+    def pretrained_name(self, name: str, available: set[str]) -> Place:
+        """The name with or without the base model's prefix: GPT-2 is published without. Experts are published apart."""
+        short = name.removeprefix(f"{self.lm.base_model_prefix}.")
+        return name if name in available else published_experts(name, available, self.experts) or short
+
+    @property
+    def experts(self) -> int:
+        """Number of the experts of a layer, 0 in a dense model."""
+        return getattr(self.config, "num_local_experts", getattr(self.config, "num_experts", 0)) or 0
 
     def checkpointing(self, mode: Mode) -> list[tuple[list[nn.Module], Mode]]:
         if mode == "offload" and self.routers is not None and self.routers.has_loss:

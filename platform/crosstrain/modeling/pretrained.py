@@ -22,11 +22,28 @@ class Excerpt:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """Published tensors that make a parameter [n, rows, ...]: for each of n, equal parts of its rows, in order."""
+
+    names: tuple[tuple[str, ...], ...]
+
+
+Place = str | Excerpt | Stack
+
+
+def names_at(place: Place) -> set[str]:
+    """Names of the published tensors of a place."""
+    if isinstance(place, Stack):
+        return {name for parts in place.names for name in parts}
+    return {place if isinstance(place, str) else place.name}
+
+
+@dataclass(frozen=True)
 class Source:
     """A folder of published safetensors weights for some of a model's parameters, all by canonical name."""
 
     folder: Path
-    place: Callable[[str, set[str]], str | Excerpt]  # of a parameter, in a folder that holds these names
+    place: Callable[[str, set[str]], Place]  # of a parameter, in a folder that holds these names
     covers: Callable[[str], bool] = lambda name: True
     of_model: bool = False  # an earlier run's, all of which has to be used; later checkpoints hold it, too
 

@@ -81,7 +81,7 @@ def preflight(config: Config, world_size: int, dry: bool = False) -> Preflight:
         if not absent:
             weights = PretrainedWeights.of(model)
             weights.verify()
-            weights.summary(model.canonical_parameters().keys() | model.quantized().keys())
+            weights.summary({*model.canonical_parameters(), *model.canonical_buffers(), *model.quantized()})
         freeze(model, run.freeze)
         runner.check_model(config.run.runner.options, model)
         check_trackers(run.trackers)
@@ -123,10 +123,11 @@ def _without_weights(component: Component, sized: Component) -> tuple[Component,
     def strip(value: Any, sized: Any) -> Any:
         if not is_dataclass(value) or isinstance(value, type):
             return value
-        folder = getattr(value, "pretrained", None)
-        if isinstance(folder, str) and not Path(folder).exists():
-            absent.append(folder)
-            value = replace(sized, pretrained=None)
+        for key in ("pretrained", "from_dense"):
+            folder = getattr(value, key, None)
+            if isinstance(folder, str) and not Path(folder).exists():
+                absent.append(folder)
+                value = replace(sized, **{key: None})
         changed = {f.name: strip(getattr(value, f.name), getattr(sized, f.name)) for f in fields(value) if f.init}
         return replace(value, **changed)
 

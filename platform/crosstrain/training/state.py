@@ -142,6 +142,7 @@ def restore(checkpoint: Path | None, runner: Runner) -> State:
 
 def reload(runner: Runner, checkpoint: Path, frozen: Collection[str]) -> None:
     """Load an earlier state of the run into the runner, except for the `frozen` parameters. Collective."""
-    names = set[str]().union(*runner.world.all_gather(set(runner.model.canonical_parameters())))
+    here = {*runner.model.canonical_parameters(), *runner.model.canonical_buffers()}
+    names = set[str]().union(*runner.world.all_gather(here))
     load_shards(Reader.open(checkpoint), [s for s in runner.shards() if s.name not in frozen], names=names)
     runner.loaded()
