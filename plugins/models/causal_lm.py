@@ -102,7 +102,7 @@ class CausalLM(TransformersModel):
         there = open_weights(self.dense).names("param")
 
         def place(name: str, available: set[str]) -> Place:
-            return dense_place(name, available, self.experts)
+            return dense_place(name, available, self.num_experts)
 
         return [Source(self.dense, place, lambda name: names_at(place(name, there)) <= there)]
 

@@ -199,10 +199,10 @@ class TransformersModel(LanguageModel):
     def pretrained_name(self, name: str, available: set[str]) -> Place:
         """The name with or without the base model's prefix: GPT-2 is published without. Experts are published apart."""
         short = name.removeprefix(f"{self.lm.base_model_prefix}.")
-        return name if name in available else published_experts(name, available, self.experts) or short
+        return name if name in available else published_experts(name, available, self.num_experts) or short
 
     @property
-    def experts(self) -> int:
+    def num_experts(self) -> int:
         """Number of the experts of a layer, 0 in a dense model."""
         return getattr(self.config, "num_local_experts", getattr(self.config, "num_experts", 0)) or 0
 
