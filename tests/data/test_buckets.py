@@ -20,6 +20,7 @@ from crosstrain.config.batch import BatchPlan
 from crosstrain.config.registry import registry
 from crosstrain.corpus.options import PrepareOptions
 from crosstrain.corpus.prepare import prepare
+from crosstrain.corpus.tools import inspect, merge
 from crosstrain.data import byte_source
 from crosstrain.data.byte_source import RemoteBytes
 from crosstrain.data.loader import evaluation_batches, training_steps
@@ -69,8 +70,12 @@ def test_samples_are_those_of_the_disk(dataset: Path, memory: str, options: dict
             }
     assert load_tokenizer(far.tokenizer_path).vocab_size == near.vocab_size
     assert opened(url + "/tokens.bin", vocab_file=None).file.num_tokens == near.file.num_tokens
-    with pytest.raises(DataError, match=r"memory://bucket/nothing.idx does not exist \(tokens are two files"):
+    with pytest.raises(DataError, match="there are no tokens at memory://bucket/nothing, neither a folder"):
         opened(memory + "/nothing")
+    with pytest.raises(
+        DataError, match=r"memory://bucket/nothing.idx does not exist \(tokens are two files, nothing.b"
+    ):
+        opened(memory + "/nothing.bin")
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -142,6 +147,14 @@ def test_a_recipe_reads_a_bucket_and_writes_one(memory: str, home: Path) -> None
         prepare(options, memory + "/out", False)
     assert prepare(options, memory + "/out", False, wait=True) == summary
     assert opened(memory + "/out").file.num_documents == 40
+    made = TextDataset.Options(path=memory + "/made", seq_length=16, prepare=options)
+    assert not TextDataset.is_prepared(made)
+    TextDataset.prepare(made)
+    assert TextDataset.is_prepared(made)
+    assert storage.read(memory + "/made/tokens.bin") == storage.read(memory + "/out/tokens.bin")
+    merge([memory + "/out", str(home / "near")], home / "both")
+    assert "80 documents" in inspect(str(home / "both"))
+    assert "40 documents" in inspect(memory + "/out")
     with pytest.raises(DataError, match="memory://bucket/none/ holds no file that a reader reads"):
         prepare(PrepareOptions(input=memory + "/none/", train_tokenizer=300), home / "x", False)
 

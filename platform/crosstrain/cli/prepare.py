@@ -15,6 +15,7 @@ from crosstrain.corpus.prepare import prepare
 from crosstrain.utils import paths
 from crosstrain.utils.errors import UserError, printable
 from crosstrain.utils.program import command
+from crosstrain.utils.storage import is_url
 
 _FLAGS = ("input", "output", "tokenizer", "train_tokenizer", "text_key", "separator", "min_tokens", "workers", "engine",
           "ray_address")  # fmt: skip
@@ -105,6 +106,8 @@ def _existing(arguments: argparse.Namespace) -> int:
     if verb == "split" and (len(given) != 1 or not arguments.shares):
         raise UserError("prepare split: name one prepared folder, and --shares such as 90 10")
     output = Path(_output(arguments))
+    if is_url(arguments.output):
+        raise UserError(f"prepare {verb}: --output is a folder here; copy it to the bucket afterwards")
     if verb == "merge":
         made = [(output, tools.merge(given, output, overwrite=arguments.overwrite))]
     else:

@@ -63,9 +63,10 @@ def prepare(
 def _prepare_remote(options: PrepareOptions, url: str, progress: bool, overwrite: bool, wait: bool) -> Summary:
     place = cache_folder("prepared") / key_of(url, options.plain)
     with output_lock(place, wait=wait):
-        if wait and (folder := locate(url)[1]) is not None:
+        there = storage.listing(url)
+        if wait and "dataset.json" in there and (folder := locate(url)[1]):
             return Summary.read(folder)
-        if not overwrite and storage.listing(url):
+        if there and not overwrite:
             raise DataError(f"{url} is not empty: overwrite it explicitly or choose another output")
         summary = prepare(options, place / "made", progress, overwrite=True)
         paths = [path for path in (place / "made").rglob("*") if path.is_file()]

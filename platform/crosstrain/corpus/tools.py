@@ -64,16 +64,16 @@ def merge(given: list[str], output: Path, *, overwrite: bool = False) -> Summary
     Raises DataError if they have different tokenizers, or `output` cannot be made.
     """
     parts = [_open(path) for path in given]
-    folder, summary = parts[0]
-    for path, (_, other) in zip(given, parts, strict=True):
+    _, folder, summary = parts[0]
+    for path, (*_, other) in zip(given, parts, strict=True):
         if other.tokenizer_sha256 != summary.tokenizer_sha256:
             raise DataError(f"{path} was made with another tokenizer than {given[0]}: prepare both with the same one")
-    files = [TokenFile(part / "tokens") for part, _ in parts]
+    files = [TokenFile(prefix) for prefix, *_ in parts]
     joined = replace(
         summary,
-        options={"merged": [other.options for _, other in parts]},
-        dropped=sum(other.dropped for _, other in parts),
-        text_bytes=sum(other.text_bytes for _, other in parts),
+        options={"merged": [other.options for *_, other in parts]},
+        dropped=sum(other.dropped for *_, other in parts),
+        text_bytes=sum(other.text_bytes for *_, other in parts),
     )
     return _make(output, folder, joined, [(file, 0, file.num_documents) for file in files], overwrite)
 
@@ -85,8 +85,8 @@ def split(path: str, output: Path, shares: list[float]) -> list[tuple[Path, Summ
     """
     if min(shares) <= 0:
         raise DataError(f"a share must be more than 0, and --shares says {min(shares):g}")
-    folder, summary = _open(path)
-    file = TokenFile(folder / "tokens")
+    prefix, folder, summary = _open(path)
+    file = TokenFile(prefix)
     ends = np.round(np.cumsum(shares) / sum(shares) * file.num_documents).astype(int).tolist()
     bounds = list(zip([0, *ends], ends, strict=False))
     for number, (start, stop) in enumerate(bounds):
@@ -104,13 +104,13 @@ def split(path: str, output: Path, shares: list[float]) -> list[tuple[Path, Summ
     return made
 
 
-def _open(path: str) -> tuple[Path, Summary]:
-    _, folder = locate(path)
+def _open(path: str) -> tuple[str | Path, Path, Summary]:
+    prefix, folder = locate(path)
     if folder is None:
         raise DataError(f"{path} is not a folder that `crosstrain prepare` made, so its tokenizer is not known")
     summary = Summary.read(folder)
     summary.check_tokenizer(folder)
-    return folder, summary
+    return prefix, folder, summary
 
 
 def _make(

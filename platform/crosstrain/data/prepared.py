@@ -82,7 +82,11 @@ def locate(where: str | Path) -> tuple[str | Path, Path | None]:
         return found[0].with_suffix(""), None
     if found:
         raise DataError(f"{path} holds several token files ({', '.join(f.stem for f in found)}): path must name one")
-    raise DataError(
+    raise _nothing_at(path)
+
+
+def _nothing_at(path: str | Path) -> DataError:
+    return DataError(
         f"there are no tokens at {path}, neither a folder made by `crosstrain prepare` nor a Megatron prefix: run"
         f" `{command('prepare')}`, or say under `prepare` how to make it"
     )
@@ -100,7 +104,9 @@ def locate_remote(url: str) -> tuple[str, Path | None]:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             write_atomically(copy / name, storage.read(storage.join(url, name)))
         return storage.join(url, "tokens"), copy
-    found = [storage.join(url, name[:-4]) for name in inside if name.endswith(".idx") and "/" not in name] or [url]
+    found = [storage.join(url, name[:-4]) for name in inside if name.endswith(".idx") and "/" not in name]
     if len(found) > 1:
         raise DataError(f"{url} holds several token files ({', '.join(sorted(found))}): path must name one")
-    return found[0], None  # whose absence TokenFile notices
+    if not found and f"{url}.idx".rpartition("/")[2] not in storage.listing(url.rpartition("/")[0]):
+        raise _nothing_at(url)
+    return (found or [url])[0], None
