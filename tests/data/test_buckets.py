@@ -123,6 +123,9 @@ def test_memory_holds_a_bounded_part(memory: str, monkeypatch: pytest.MonkeyPatc
     for first, last in [(0, 300), (600, 900), (0, 300), (5000, 5100), (6000, 6100), (65_000, 66_000), (10, 1 << 20)]:
         assert source.read(first, last) == content[first:last]
     assert source._held == 300
+    for _ in range(byte_source._STALE + 1):
+        source.announce([])
+    assert (source._held, source._announced) == (0, {})
     assert source.read((1 << 20) - 5, (1 << 20) + 5) == content[-5:]
     assert source.read(7, 7) == b""
 

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import cast
 
 from crosstrain.utils import storage
+from crosstrain.utils.files import open_regular
 
 Range = tuple[int, int]  # first byte, last byte + 1
 
 _BLOCK, _BLOCKS = 1 << 16, 256  # what is not announced comes in blocks of so many bytes; so many are kept
 _HELD = 64 << 20  # bytes that were announced and are not yet read
+_STALE = 64  # announcements after which what was not read is forgotten, as after a roll-back
 
 
 def byte_source(place: str | Path) -> "LocalBytes | RemoteBytes":
@@ -24,7 +26,7 @@ class LocalBytes:
     """A file, read and not mapped."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - for as long as this is
+        self._file = open_regular(path)
         self.size = os.fstat(self._file.fileno()).st_size
 
     def read(self, first: int, last: int) -> bytes:
@@ -40,19 +42,25 @@ class RemoteBytes:
 
     def __init__(self, url: str) -> None:
         self._url, self.size = url, storage.size(url)
-        self._announced: dict[Range, tuple[Future[list[bytes]], int]] = {}  # the place among the future's results
-        self._held, self._threads = 0, cast("ThreadPoolExecutor | None", None)
+        # Number of the announcement, its ranges to be, and the place among them; the oldest first.
+        self._announced: dict[Range, tuple[int, Future[list[bytes]], int]] = {}
+        self._count, self._held, self._threads = 0, 0, cast("ThreadPoolExecutor | None", None)
         self._block = lru_cache(_BLOCKS)(lambda n: storage.read(url, n * _BLOCK, min((n + 1) * _BLOCK, self.size)))
 
     def announce(self, ranges: Iterable[Range]) -> None:
         """Fetch ranges that will be read soon, each once; neighbours together. Those beyond a bound come when read."""
+        self._count += 1
+        while self._announced and next(iter(self._announced.values()))[0] < self._count - _STALE:
+            first, last = next(iter(self._announced))
+            del self._announced[first, last]
+            self._held -= last - first
         new = [found for found in dict.fromkeys(ranges) if found not in self._announced]
         while new and self._held + sum(last - first for first, last in new) > _HELD:
             new.pop()
         if new:
             self._threads = self._threads or ThreadPoolExecutor(8, "read ahead")
             future = self._threads.submit(storage.read_ranges, self._url, new)
-            self._announced |= {found: (future, place) for place, found in enumerate(new)}
+            self._announced |= {found: (self._count, future, place) for place, found in enumerate(new)}
             self._held += sum(last - first for first, last in new)
 
     def read(self, first: int, last: int) -> bytes:
@@ -60,7 +68,7 @@ class RemoteBytes:
         last = min(last, self.size)
         if (found := self._announced.pop((first, last), None)) is not None:
             self._held -= last - first
-            parts, place = found[0].result(), found[1]
+            parts, place = found[1].result(), found[2]
             data, parts[place] = parts[place], b""  # the others stay until they are read
             return data
         if last - first > _BLOCK:

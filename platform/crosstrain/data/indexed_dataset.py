@@ -59,9 +59,11 @@ class TokenFile:
         for path in (self.idx_path, self.bin_path):
             try:
                 opened.append(byte_source(path))
-            except (FileNotFoundError, IsADirectoryError):
+            except OSError as error:
+                gone = isinstance(error, FileNotFoundError)
+                problem = "does not exist" if gone else f"cannot be read: {error.strerror}"
                 name = str(prefix).rpartition("/")[2]
-                raise DataError(f"{path} does not exist (tokens are two files, {name}.bin and .idx)") from None
+                raise DataError(f"{path} {problem} (tokens are two files, {name}.bin and .idx)") from None
         index, self._bin = opened
         size, header = index.size, index.read(0, _HEADER.size)
         if not header.startswith(MAGIC):

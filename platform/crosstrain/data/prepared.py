@@ -77,19 +77,20 @@ def locate(where: str | Path) -> tuple[str | Path, Path | None]:
         return path / "tokens", path
     if path.with_name(path.name + ".idx").exists():
         return path, None
-    found = sorted(path.glob("*.idx"))
-    if len(found) == 1:
-        return found[0].with_suffix(""), None
-    if found:
-        raise DataError(f"{path} holds several token files ({', '.join(f.stem for f in found)}): path must name one")
-    raise _nothing_at(path)
+    return _only(sorted(str(found) for found in path.glob("*.idx")), path), None
 
 
-def _nothing_at(path: str | Path) -> DataError:
-    return DataError(
-        f"there are no tokens at {path}, neither a folder made by `crosstrain prepare` nor a Megatron prefix: run"
-        f" `{command('prepare')}`, or say under `prepare` how to make it"
-    )
+def _only(found: list[str], path: str | Path) -> str:
+    """Return the prefix of the one index that was found. DataError for none or several."""
+    if len(found) > 1:
+        names = ", ".join(name.rpartition("/")[2].removesuffix(".idx") for name in found)
+        raise DataError(f"{path} holds several token files ({names}): path must name one")
+    if not found:
+        raise DataError(
+            f"there are no tokens at {path}, neither a folder made by `crosstrain prepare` nor a Megatron prefix: run"
+            f" `{command('prepare')}`, or say under `prepare` how to make it"
+        )
+    return found[0].removesuffix(".idx")
 
 
 @lru_cache(maxsize=64)  # asked for each split
@@ -104,9 +105,6 @@ def locate_remote(url: str) -> tuple[str, Path | None]:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             write_atomically(copy / name, storage.read(storage.join(url, name)))
         return storage.join(url, "tokens"), copy
-    found = [storage.join(url, name[:-4]) for name in inside if name.endswith(".idx") and "/" not in name]
-    if len(found) > 1:
-        raise DataError(f"{url} holds several token files ({', '.join(sorted(found))}): path must name one")
-    if not found and f"{url}.idx".rpartition("/")[2] not in storage.listing(url.rpartition("/")[0]):
-        raise _nothing_at(url)
-    return (found or [url])[0], None
+    if f"{url}.idx".rpartition("/")[2] in storage.listing(url.rpartition("/")[0]):
+        return url, None
+    return _only([storage.join(url, name) for name in sorted(inside) if re.fullmatch(r"[^/]+\.idx", name)], url), None
