@@ -39,15 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
     from crosstrain.api.launch import manifest
 
     a, known = arguments, _known()
+    made_by = shlex.join(["crosstrain", *(word for word in a.words if word != "--submit")])
     given = {flag: getattr(a, flag) for flag in _GIVEN}
-    shown = {"to": a.to, "nodes": a.nodes, "nproc_per_node": a.nproc_per_node, **given, "cfg_path": a.cfg_path}
-    made_by = ["crosstrain", "launch"]
-    for flag, value in shown.items():
-        made_by += [f"--{flag.replace('_', '-')}", *([] if value is True else [str(value)])] if value else []
-    made_by += ["--options", *a.options] if a.options else []
-    text = manifest(
-        a.cfg_path, a.options, a.to, a.nodes, a.nproc_per_node, known["gpus"], shlex.join(made_by), **given
-    )  # fmt: skip
+    text = manifest(a.cfg_path, a.options, a.to, a.nodes, a.nproc_per_node, known["gpus"], made_by, **given)
     if not a.submit:
         print(text, end="")
         return 0

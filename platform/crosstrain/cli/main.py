@@ -121,7 +121,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if verb == chosen:
             module = import_module(f"crosstrain.cli.{verb}")
             module.add_arguments(verb_parser)
-            verb_parser.set_defaults(run=module.run)
+            verb_parser.set_defaults(run=module.run, words=argv)
             asked = verb_parser
     if asks:
         from crosstrain.cli.completion import complete

@@ -27,10 +27,6 @@ _TRIES = 8  # in a row without a new byte
 _log = logging.getLogger(__name__)
 
 
-def is_web(item: str) -> bool:
-    return item.startswith(("http://", "https://"))
-
-
 def download(url: str, folder: Path, progress: bool, patience: float = 1.0, timeout: float = 60.0) -> Path:
     """Download a file into `folder`, under the last part of the URL's path, unless it is there; return its path.
 
@@ -39,7 +35,7 @@ def download(url: str, folder: Path, progress: bool, patience: float = 1.0, time
     still the same. patience: seconds before the second try, doubled before each further one. Raises DataError if the
     server refuses, or nothing more arrives in several tries.
     """
-    if not is_web(url):
+    if not url.startswith(("http://", "https://")):
         target = folder / url.partition("://")[2]
         if ".." in target.parts:
             raise DataError(f"{url}: .. cannot be part of an object's name here")
