@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +27,7 @@ class Bucket:
 
     address: str
     requests: list[tuple[str, str]] = field(default_factory=list)  # method, path with query
-    sent: int = 0  # bytes of the bodies of answers
+    sent: Counter[str] = field(default_factory=Counter)  # bytes of the bodies of answers, by AWS_SDK_UA_APP_ID
     interfere: Answer = lambda environ: None
 
     @property
@@ -70,6 +75,22 @@ def reset(environ: Any) -> None:
     environ["werkzeug.socket"].shutdown(2)
 
 
+def kill_at(number: int, pid: Path, served: bool) -> Answer:
+    """Kill the process whose id stands in a file at the so-and-so-many-th put, which is served or not."""
+    left = [number]
+
+    def answer(environ: Any) -> Any:
+        left[0] -= environ["REQUEST_METHOD"] in ("PUT", "POST")
+        if left[0] != 0:
+            return None
+        left[0] = -1
+        environ["wsgi.input"] = BytesIO(environ["wsgi.input"].read())  # it has arrived
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+        return None if served else ("503 Slow Down", "SlowDown")
+
+    return answer
+
+
 def slow(seconds: float, method: str = "") -> Answer:
     return lambda environ: time.sleep(seconds) if environ["REQUEST_METHOD"].startswith(method) else None
 
@@ -91,7 +112,8 @@ def s3_server() -> Iterator[Bucket]:
             start(status, [("Content-Type", "application/xml")])
             return [_REFUSAL.format(code).encode()]
         body = b"".join(s3(environ, start))
-        bucket.sent += len(body)
+        app = re.search(r"app/(\S+)", environ.get("HTTP_USER_AGENT", ""))
+        bucket.sent[app[1] if app else ""] += len(body)
         return [body]
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -114,7 +136,7 @@ def bucket(s3_server: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucke
     s3 = boto3.resource("s3").Bucket("bucket")
     s3.create()
     s3_server.requests.clear()
-    s3_server.sent = 0
+    s3_server.sent.clear()
     yield s3_server
     s3.objects.delete()
     s3.delete()

@@ -67,7 +67,7 @@ def start_evaluation(job: dict[str, Any], talk: Talk | None = None, *, alone: bo
         require("lm_eval", "--tasks")
     elif job["task_path"]:
         raise UserError("--task-path: name tasks with --tasks")
-    checkpoint = find_checkpoint(Path(job["checkpoint"]))
+    checkpoint = find_checkpoint(job["checkpoint"])
     Reader.open(checkpoint, job["weights"])  # refuses a name that is not there
     source = job["cfg_path"], job["options"], job["trust_data"]
     config, how = open_on_workers(checkpoint, *source, job["nproc_per_node"], alone)

@@ -114,7 +114,7 @@ def open(
     data and weights that it names with `trust_data` alone. `weights`: a callback's, such as "ema". Raises
     CheckpointError and ConfigError.
     """
-    found = find_checkpoint(Path(checkpoint))
+    found = find_checkpoint(checkpoint)
     given = pairs(options)
     if not any(key.startswith("run.runner") for key, _ in given):
         given.append(("run.runner", DEFAULT_RUNNER))

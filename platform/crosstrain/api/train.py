@@ -1,7 +1,6 @@
 """Training from Python."""
 
 from dataclasses import replace
-from pathlib import Path
 
 from crosstrain.api.plan import alternatives
 from crosstrain.api.run import Run, live
@@ -31,7 +30,7 @@ def train(
     """
     config = load_config(project, options)
     how = Launch.detect(nproc_per_node, config.run.device, max_restarts=config.run.max_restarts)
-    run = Run(Path(config.run.output_dir).expanduser())
+    run = Run(RunFolder(config.run.output_dir).path)
     with live(run), main_hidden():
         how = replace(how, starts_workers=True)
         stopped = start_training(project, options, config, how, fresh, fit_check, device_memory)

@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 CALLBACK = "callback:"  # begins the kinds of tensors that callbacks keep
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Box:
     """An axis-aligned block of a logical tensor: `offset[d] <= index[d] < offset[d] + shape[d]`."""
 

@@ -4,6 +4,9 @@ All ranks agree on a writer for each box. Each rank writes its file, in the back
 goes on. When all have succeeded, rank 0 writes the manifest, every rank reads its file again, and rank 0 renames the
 folder: from then on the checkpoint exists. If a rank fails, all raise the same error, and the previous checkpoint stays
 the newest.
+
+In a bucket, nothing can be renamed. There every rank writes its file to this machine's copy of the checkpoint and puts
+it into the bucket; when all have, rank 0 puts the manifest, unless there is one: from then on the checkpoint exists.
 """
 
 import os
@@ -19,6 +22,7 @@ from torch import Tensor
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.assignment import Holding, assign, file_names, holdings
 from crosstrain.checkpoint.boxes import Shard
+from crosstrain.checkpoint.bucket import check_sizes, has_manifest
 from crosstrain.checkpoint.files import Reader, check_file, file_sum, fsync, write_file, write_safetensors
 from crosstrain.checkpoint.folders import Retention
 from crosstrain.checkpoint.manifest import (
@@ -35,7 +39,8 @@ from crosstrain.checkpoint.manifest import (
 )
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.distributed.group import Group
-from crosstrain.utils.errors import CheckpointError, RankLost, first_line
+from crosstrain.utils import storage
+from crosstrain.utils.errors import CheckpointError, RankLost, StorageError, UserError, first_line
 from crosstrain.utils.files import write_json
 from crosstrain.utils.logging import log
 
@@ -70,8 +75,7 @@ class Checkpointer:
         self._error: Exception | None = None
         if group.rank == 0:
             root.mkdir(parents=True, exist_ok=True)
-            for path in root.glob(".*.tmp"):  # what interrupted saves left
-                folders.remove(path)
+            folders.remove_partial(root)
 
     def save(
         self, step: int, shards: list[Shard], state: dict[str, Any], *,
@@ -103,7 +107,7 @@ class Checkpointer:
     def _write(self, save: _Save, held: dict[Holding, Tensor]) -> None:
         self._error = None
         final = folders.step_folder(self.root, save.step)
-        temporary = self.root / f".{final.name}.tmp"
+        temporary = final if storage.origin(final) else self.root / f".{final.name}.tmp"
         try:
             self._together(lambda: self._begin(temporary))
             shares = self._together(lambda: self._write_share(temporary, save, held))
@@ -111,12 +115,12 @@ class Checkpointer:
             self._together(lambda: self._check(temporary, shares))
             self._together(lambda: self._publish(temporary, final, save))
         except CheckpointError as problem:
-            with suppress(CheckpointError, OSError):
+            with suppress(UserError, OSError):
                 self._check_own()
                 if self.group.rank == 0:
                     folders.remove(temporary)
             self._error = CheckpointError(
-                f"checkpoint {final} could not be written: {problem}; earlier ones are intact"
+                f"checkpoint {storage.origin(final) or final} could not be written: {problem}; earlier ones are intact"
             )
         except Exception as error:  # a rank is gone; `wait` tells, unless that rank's own error ends the run before
             why = first_line(error)
@@ -149,11 +153,21 @@ class Checkpointer:
         return list(results)
 
     def _check_own(self) -> None:
-        if self.run is not None and RunFolder(self.root.parent).read_id() != self.run:
+        if storage.origin(self.root):
+            if self.run is not None and self.group.rank == 0:  # others may be on machines whose copies have no id
+                RunFolder(self.root.parent).check_writer()
+        elif self.run is not None and RunFolder(self.root.parent).read_id() != self.run:
             raise CheckpointError(f"{self.root.parent} is not this run's folder any more")
 
     def _begin(self, temporary: Path) -> None:
-        if self.group.rank == 0:
+        if (url := storage.origin(temporary)) is not None:
+            if self.group.rank == 0:
+                folders.remove(temporary)
+                if has_manifest(temporary):
+                    folders.check_own(temporary, self.run)  # else it was damaged, and the run went on from before it
+                    storage.rename(url, f"{url}.damaged")
+                storage.remove(url)
+        elif self.group.rank == 0:
             folders.remove(temporary)
             # Not the run's folder: if that was moved away meanwhile, its place is another run's.
             self.root.mkdir(exist_ok=True)
@@ -165,10 +179,19 @@ class Checkpointer:
             if holding in held:
                 by_file.setdefault(name, {})[holding.key] = held.pop(holding)
         files = {}
+        if storage.origin(temporary):
+            temporary.mkdir(parents=True, exist_ok=True)  # on other machines than rank 0's, too
         for name, tensors in by_file.items():
             self._check_own()
+            folders.remove(temporary / name)  # which a killed run may have left on such a machine
             files[name] = write_safetensors(temporary / name, tensors)
+            self._upload(temporary / name)
         return files
+
+    @staticmethod
+    def _upload(path: Path) -> None:
+        if (url := storage.origin(path)) is not None:
+            storage.upload(path, url)
 
     def _complete(self, temporary: Path, save: _Save, shares: list[Files]) -> None:
         """Write the other files beside the ranks' shares, the manifest last."""
@@ -184,12 +207,13 @@ class Checkpointer:
             stored = tensors.setdefault((h.kind, h.name), StoredTensor(h.shape, h.dtype, []))
             stored.boxes.append(StoredBox(name, h.key, h.box))
         self.write_model_config(temporary)
-        self.write_parts(temporary, Reader(temporary, tensors))
+        self.write_parts(temporary, Reader(temporary, tensors, files))
         write_json(temporary / STATE, save.state)
         for path in temporary.iterdir():
             if path.name not in files:
                 fsync(path)
                 files[path.name] = file_sum(path)
+                self._upload(path)
         listed: dict[str, dict[str, Any]] = {}
         for (kind, key), stored in tensors.items():
             boxes = [[where.file, where.key, where.box.offset, where.box.shape] for where in stored.boxes]
@@ -207,7 +231,9 @@ class Checkpointer:
         mine = shares[self.group.rank]
         if self.group.rank == 0:
             written = Reader.open(temporary).files  # refuses a plan that leaves a hole, before anything depends on it
-            if strange := {path.name for path in temporary.iterdir()} ^ {MANIFEST, *written}:
+            if storage.origin(temporary):
+                check_sizes(temporary, written)
+            elif strange := {path.name for path in temporary.iterdir()} ^ {MANIFEST, *written}:
                 raise CheckpointError(f"{temporary / min(strange)}: in the folder or in its manifest, but not in both")
             theirs = {name for share in shares[1:] for name in share}
             mine = {name: entry for name, entry in written.items() if name not in theirs} | mine
@@ -215,20 +241,30 @@ class Checkpointer:
             check_file(temporary / name, entry)
 
     def _publish(self, temporary: Path, final: Path, save: _Save) -> None:
+        if (url := storage.origin(final)) is not None:
+            for earlier in self.root.glob("step_*"):  # this machine needs one copy, for a restart
+                if earlier != final:
+                    folders.remove(earlier)
         if self.group.rank != 0:
             return
-        if os.path.lexists(final):
+        if url is not None:
+            if self.run is not None:
+                RunFolder(self.root.parent).copy()  # without the log, another machine would resume with gaps in it
+            if not storage.create(storage.join(url, MANIFEST), (final / MANIFEST).read_bytes()):
+                raise CheckpointError(f"another process has put {storage.join(url, MANIFEST)} meanwhile")
+        elif os.path.lexists(final):
             folders.check_own(final, self.run)  # else it was damaged, and the run went on from an earlier one
             damaged = final.with_name(f"{final.name}.damaged")
             folders.remove(damaged)
             os.rename(final, damaged)
-        os.rename(temporary, final)
-        fsync(self.root)
+        if url is None:
+            os.rename(temporary, final)
+            fsync(self.root)
         try:
             for pointer in ("latest", *save.pointers):
                 folders.write_pointer(self.root, pointer, save.step)
             folders.prune(self.root, save.step, self.retention, self.run, save.keep)
-        except OSError as error:  # the checkpoint is there; tidying up can wait for the next one
+        except (OSError, StorageError) as error:  # the checkpoint is there; tidying up can wait for the next one
             log.warning("%s: pointers or old checkpoints could not be brought up to date (%s)", self.root, error)
 
 

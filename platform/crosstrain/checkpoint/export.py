@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from crosstrain.checkpoint.manifest import DTYPES, read_json
 from crosstrain.checkpoint.weights import PretrainedWeights, check_frozen, fingerprints
 from crosstrain.distributed.group import Group
 from crosstrain.modeling.base import Merge, Model, Part
+from crosstrain.utils import storage
 from crosstrain.utils.assets import MODEL_FILES, TOKENIZER_FILES
 from crosstrain.utils.errors import CheckpointError, UserError
 from crosstrain.utils.files import write_json
@@ -46,11 +48,13 @@ class Exported:
 
 
 def export(
-    checkpoint: Path, output: Path, dtype: torch.dtype | None, max_shard_bytes: int, progress: Callable[[str], None],
-    pretrained: PretrainedWeights | None = None, merges: dict[str, Merge] | None = None,
-    part: Part = (("",), None), weights: str | None = None,
+    checkpoint: Path, output: str | Path, dtype: torch.dtype | None, max_shard_bytes: int,
+    progress: Callable[[str], None], pretrained: PretrainedWeights | None = None,
+    merges: dict[str, Merge] | None = None, part: Part = (("",), None), weights: str | None = None,
 ) -> Exported:  # fmt: skip
     """Write the model in a verified `checkpoint` to the folder `output`, which appears when it is complete.
+
+    In a bucket, config.json comes last.
 
     Floating-point tensors are converted to `dtype`, unless it is None. `progress` gets a line for each file.
     `pretrained` has the frozen parameters, which the checkpoint does not hold; `merges` says which parameters are
@@ -65,7 +69,7 @@ def export(
 
 
 def export_adapter(
-    checkpoint: Path, output: Path, dtype: torch.dtype | None, model: Model, weights: str | None = None
+    checkpoint: Path, output: str | Path, dtype: torch.dtype | None, model: Model, weights: str | None = None
 ) -> None:
     """Write the adapter of a verified `checkpoint`, whose model is `model`, to the folder `output` as peft does.
 
@@ -81,8 +85,17 @@ def export_adapter(
 
 
 @contextmanager
-def _folder(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which becomes `output` at the end of the block."""
+def _folder(place: str | Path) -> Iterator[Path]:
+    """Yield a temporary folder, which becomes `place` at the end of the block."""
+    output = Path(place)
+    if isinstance(place, str) and storage.is_url(place):
+        if storage.listing(place):
+            raise UserError(f"--output: there is something at {place} already; name another place")
+        with tempfile.TemporaryDirectory() as copy:
+            yield Path(copy)
+            for name in sorted(os.listdir(copy), key=lambda name: name == "config.json"):
+                storage.upload(Path(copy, name), storage.join(place, name))
+        return
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UserError(f"--output: {output} exists already and is not an empty folder; name another one")
     final = output.absolute()

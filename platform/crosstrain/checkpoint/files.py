@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from io import BufferedReader
@@ -27,10 +28,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from xxhash import xxh3_128
 
-from crosstrain.checkpoint.boxes import CALLBACK, Box, Shard, whole_pieces
+from crosstrain.checkpoint import bucket
+from crosstrain.checkpoint.boxes import CALLBACK, Box, Piece, Shard, whole_pieces
+from crosstrain.checkpoint.bucket import Chunk
 from crosstrain.checkpoint.manifest import (
     CHUNK,
     DTYPES,
+    ITEM_SIZES,
     Files,
     FrozenParameter,
     StoredBox,
@@ -38,7 +42,9 @@ from crosstrain.checkpoint.manifest import (
     Tensors,
     read_manifest,
 )
-from crosstrain.utils.errors import CheckpointError, os_errors_as
+from crosstrain.distributed.group import Group
+from crosstrain.utils import storage
+from crosstrain.utils.errors import CheckpointError, UserError, os_errors_as
 from crosstrain.utils.files import open_regular
 
 _BLOCK = 1 << 20  # bytes read at a time, which stay in the processor's cache
@@ -160,6 +166,17 @@ class Reader:
     tensors: Tensors
     files: Files = field(default_factory=dict)
     frozen: dict[str, FrozenParameter] = field(default_factory=dict)  # parameters that are not here
+    _headers: dict[str, int] = field(default_factory=dict)  # size of the header of each file in a bucket
+    _fetched: set[Chunk] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        """Find where the boxes in a bucket's files begin: they end with the file, in the manifest's order."""
+        if storage.origin(self.folder) is not None:
+            ends = {name: entry["bytes"] for name, entry in self.files.items()}
+            for stored in reversed(self.tensors.values()):
+                for where in reversed(stored.boxes):
+                    ends[where.file] -= where.box.numel * ITEM_SIZES[stored.dtype]
+                    where.first = self._headers[where.file] = ends[where.file]
 
     @staticmethod
     def open(folder: Path, weights: str | None = None) -> Reader:
@@ -168,13 +185,14 @@ class Reader:
         weights: a callback's name for tensors of the parameters' shapes, to read in place of those parameters.
         """
         files, tensors, frozen = read_manifest(folder)
+        reader = Reader(folder, tensors, files, frozen)
         if weights is not None:
             own = {kind for kind, _ in tensors if kind.startswith(CALLBACK)}
             if (wanted := CALLBACK + weights) not in own:
                 known = ", ".join(sorted(kind.removeprefix(CALLBACK) for kind in own)) or "only the trained ones"
                 raise CheckpointError(f"{folder}: has no weights called {weights!r}; it has {known}")
             tensors |= {("param", name): stored for (kind, name), stored in tensors.items() if kind == wanted}
-        return Reader(folder, tensors, files, frozen)
+        return reader
 
     @staticmethod
     def open_hugging_face(folder: Path) -> Reader:
@@ -201,7 +219,14 @@ class Reader:
         return {kind for kind, _ in self.tensors}
 
     def verify(self) -> None:
-        """Check every file's size and sums; raises CheckpointError, which names the file."""
+        """Check every file's size and sums; raises CheckpointError, which names the file.
+
+        Of files with tensors in a bucket, the sizes alone: their sums are checked when tensors are read.
+        """
+        if storage.origin(self.folder) is not None:
+            bucket.check_sizes(self.folder, self.files)
+            small = self.files.keys() - self._headers.keys()
+            return self._fetch({c for name in small for c in bucket.chunks(name, 0, self.files[name]["bytes"])})
         for name, expected in self.files.items():
             check_file(self.folder / name, expected)
 
@@ -216,23 +241,67 @@ class Reader:
 
         Raises CheckpointError for a tensor that is missing or has another shape.
         """
+        if self._headers:
+            shards = list(shards)
+            self._fetch(self.chunks(shards))
         with ExitStack() as stack:
             opened: dict[Path, _File] = {}
-            for shard in shards:
-                tensor = f"{shard.kind} {shard.name}"
-                stored = self.tensors.get((shard.kind, shard.name))
-                if stored is None:
-                    raise CheckpointError(f"{self.folder}: holds no {tensor}")
-                there, here = list(stored.shape), list(shard.shape)
-                if there != here:
-                    raise CheckpointError(f"{self.folder}: {tensor} has shape {there} there and {here} in the model")
-                for piece, where in product(shard.pieces, stored.boxes):
-                    if (common := piece.box.intersect(where.box)) is None:
-                        continue
-                    path = self.folder / where.file
-                    if path not in opened:
-                        opened[path] = stack.enter_context(_File(path))
-                    opened[path].read(where, stored.dtype, common, piece.data[common.slices_in(piece.box)])
+            for piece, where, dtype, common in self._overlaps(shards):
+                path = self.folder / where.file
+                if path not in opened:
+                    opened[path] = stack.enter_context(_File(path))
+                opened[path].read(where, dtype, common, piece.data[common.slices_in(piece.box)])
+
+    def _overlaps(self, shards: Iterable[Shard]) -> Iterator[tuple[Piece, StoredBox, str, Box]]:
+        """Yield each piece with the stored boxes that it shares elements with, their type, and those elements."""
+        for shard in shards:
+            tensor = f"{shard.kind} {shard.name}"
+            stored = self.tensors.get((shard.kind, shard.name))
+            if stored is None:
+                raise CheckpointError(f"{self.folder}: holds no {tensor}")
+            there, here = list(stored.shape), list(shard.shape)
+            if there != here:
+                raise CheckpointError(f"{self.folder}: {tensor} has shape {there} there and {here} in the model")
+            for piece, where in product(shard.pieces, stored.boxes):
+                if (common := piece.box.intersect(where.box)) is not None:
+                    yield piece, where, stored.dtype, common
+
+    def stage(self, shards: Iterable[Shard], group: Group) -> None:
+        """Fetch what the ranks of each machine will read of a bucket's checkpoint, every chunk once. Collective."""
+        if not self._headers:
+            return
+        mine = bucket.machine(self.folder), sorted(self.chunks(shards))
+        everyone = group.all_gather(mine)
+        mates = [rank for rank, (machine, _) in enumerate(everyone) if machine == mine[0]]
+        union = sorted(set[Chunk]().union(*(everyone[rank][1] for rank in mates)))
+        first, last = (len(union) * (mates.index(group.rank) + i) // len(mates) for i in (0, 1))
+        problem = None
+        try:
+            self._fetch(set(union[first:last]))
+        except (UserError, OSError) as error:
+            problem = str(error)
+        if problems := list(filter(None, group.all_gather(problem))):
+            raise CheckpointError(problems[0])
+        self._fetched |= set(union)
+
+    def _fetch(self, wanted: set[Chunk]) -> None:
+        with os_errors_as(CheckpointError, f"{self.folder}: cannot be written to"):
+            bucket.fetch(self.folder, self.files, wanted - self._fetched)
+        self._fetched |= wanted
+
+    def chunks(self, shards: Iterable[Shard]) -> set[Chunk]:
+        """Return the chunks that hold what `fill` reads, and the headers of those files."""
+        found = set[Chunk]()
+        for _, where, dtype, common in self._overlaps(shards):
+            inside = common.slices_in(where.box)
+            steps = [math.prod(where.box.shape[d + 1 :]) for d in range(len(inside))]
+            first = sum(s.start * step for s, step in zip(inside, steps, strict=True))
+            last = sum((s.stop - 1) * step for s, step in zip(inside, steps, strict=True)) + 1
+            assert where.first is not None
+            size = ITEM_SIZES[dtype]
+            found |= bucket.chunks(where.file, 0, self._headers[where.file])
+            found |= bucket.chunks(where.file, where.first + first * size, where.first + last * size)
+        return found
 
 
 class _File(ExitStack):
@@ -260,10 +329,12 @@ class _File(ExitStack):
             raise CheckpointError(f"{self.path}: {where.key} has shape {entry['shape']}, not {list(where.box.shape)}")
         if entry["dtype"] != dtype:
             raise CheckpointError(f"{self.path}: {where.key} is {entry['dtype']}, not {dtype}")
+        position = self._first + entry["data_offsets"][0]
+        if where.first not in (None, position):  # what was fetched is something else
+            raise CheckpointError(f"{self.path}: {where.key} is not in the manifest's order")
         as_it_is = wanted == where.box and target.is_contiguous() and DTYPES.get(target.dtype) == dtype
         if as_it_is and target.device.type == "cpu" and target.numel():
             memory = target.reshape(-1).view(torch.uint8).numpy().data
-            position = self._first + entry["data_offsets"][0]
             while memory and (count := os.preadv(self._raw.fileno(), [memory], position)):
                 memory, position = memory[count:], position + count
             if memory:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from crosstrain.checkpoint.bucket import fetch_manifest, has_manifest
 from crosstrain.checkpoint.files import Reader, fsync
 from crosstrain.checkpoint.manifest import MANIFEST, IncompatibleCheckpointError, read_json
+from crosstrain.utils import storage
 from crosstrain.utils.errors import CheckpointError
 from crosstrain.utils.files import open_regular, write_atomically
 from crosstrain.utils.logging import log
@@ -27,18 +29,33 @@ def step_folder(root: Path, step: int) -> Path:
 def steps(root: Path) -> list[int]:
     """Return the steps of the checkpoints under `root`, also damaged ones. CheckpointError if it cannot be read."""
     try:
-        found = map(_STEP.fullmatch, os.listdir(root))
+        if (url := storage.origin(root)) is not None:
+            names = [name for name in storage.listing(url) if _STEP.fullmatch(name) and has_manifest(root / name)]
+        else:
+            names = os.listdir(root)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise CheckpointError(f"{root}: cannot be read ({error.strerror})") from None
-    return sorted(int(match[1]) for match in found if match)
+    return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
+
+
+def remove_partial(root: Path) -> None:
+    """Delete what interrupted saves left under the `root` of a run that this process alone writes to."""
+    for path in root.glob(".*.tmp"):
+        remove(path)
+    if (url := storage.origin(root)) is not None:
+        for name in storage.listing(url):
+            if _STEP.fullmatch(name) and not has_manifest(root / name):
+                storage.remove(storage.join(url, name))
 
 
 def run_of(folder: Path) -> str | None:
     """Return the id of the run that wrote a checkpoint; None for an earlier release's or a damaged one."""
     path = folder / MANIFEST
     try:
+        if storage.origin(folder) and not path.exists():
+            fetch_manifest(folder)
         return _run_of(path, path.stat().st_mtime_ns)
     except (OSError, CheckpointError):
         return None
@@ -67,18 +84,29 @@ def check_own(folder: Path, run: str | None) -> None:
 
 def write_pointer(root: Path, name: str, step: int) -> None:
     """Write the pointer file `name` ("latest", "best"), which holds the name of a step's folder."""
-    write_atomically(root / name, step_folder(root, step).name + "\n")
+    text = step_folder(root, step).name + "\n"
+    if (url := storage.origin(root)) is not None:
+        return storage.write(storage.join(url, name), text.encode())
+    write_atomically(root / name, text)
     fsync(root)
 
 
 def read_pointer(root: Path, name: str) -> int | None:
     """Return the step that the pointer file `name` means, if it and the folder exist."""
+    url = storage.origin(root)
     try:
-        with open_regular(root / name, follow=False) as file:
-            match = _STEP.fullmatch(file.read(100).decode("ascii").strip())  # it may be no pointer, and of any size
+        if url is not None:
+            text = storage.read(storage.join(url, name), 0, 100)
+        else:
+            with open_regular(root / name, follow=False) as file:
+                text = file.read(100)  # it may be no pointer, and of any size
+        match = _STEP.fullmatch(text.decode("ascii").strip())
     except (OSError, UnicodeDecodeError):
         return None
-    return int(match[1]) if match and step_folder(root, int(match[1])).is_dir() else None
+    if match is None:
+        return None
+    folder = step_folder(root, int(match[1]))
+    return int(match[1]) if (has_manifest(folder) if url else folder.is_dir()) else None
 
 
 def remove(path: Path) -> None:
@@ -111,6 +139,11 @@ def prune(root: Path, newest: int, retention: Retention, run: str | None, keep: 
     for step in own[: -retention.keep_last]:
         if step not in spared and not (retention.keep_every and step % retention.keep_every == 0):
             folder = step_folder(root, step)
+            if (url := storage.origin(folder)) is not None:
+                remove(folder)
+                storage.remove(storage.join(url, MANIFEST))  # first: without it there is no checkpoint
+                storage.remove(url)
+                continue
             # Renamed first, so that a kill half-way leaves no folder that looks like a checkpoint.
             doomed = root / f".{folder.name}.tmp"
             os.rename(folder, doomed)
@@ -126,7 +159,7 @@ def newest_valid(root: Path, run: str | None = None) -> tuple[Path | None, list[
     for step in reversed(steps(root)):
         folder = step_folder(root, step)
         try:
-            Reader.open(folder).verify()
+            verified(folder)
         except IncompatibleCheckpointError:
             raise
         except CheckpointError as error:
@@ -138,19 +171,33 @@ def newest_valid(root: Path, run: str | None = None) -> tuple[Path | None, list[
     return None, damaged
 
 
-def find_checkpoint(path: Path) -> Path:
-    """Find a checkpoint: `path` itself, or the newest intact one of a run's folder or its `checkpoints/`.
+def verified(folder: Path) -> Reader:
+    """Open a checkpoint and check its files. Of a bucket's, the local copy is made anew, but for the tensors."""
+    if storage.origin(folder) is not None:
+        fetch_manifest(folder)
+    reader = Reader.open(folder)
+    reader.verify()
+    return reader
 
-    `path` may be a pointer file, such as `checkpoints/best`. Raises CheckpointError where there is none.
+
+def find_checkpoint(place: str | Path) -> Path:
+    """Find a checkpoint: `place` itself, or the newest intact one of a run's folder or its `checkpoints/`.
+
+    It may be a URL, for which the local copy's path is returned, and a pointer file, such as `checkpoints/best`. Raises
+    CheckpointError where there is none.
     """
-    if not os.path.lexists(path):
+    path = storage.local(place)
+    if (url := storage.origin(path)) is not None:
+        if not has_manifest(path) and (step := read_pointer(path.parent, path.name)) is not None:
+            path = step_folder(path.parent, step)
+    elif not os.path.lexists(path):
         raise CheckpointError(missing(path, [path]))
-    if path.is_file():
+    elif path.is_file():
         if (step := read_pointer(path.parent, path.name)) is None:
             raise CheckpointError(f"{path}: not a checkpoint, and names none beside it")
         path = step_folder(path.parent, step)
-    if os.path.lexists(path / MANIFEST):
-        Reader.open(path).verify()
+    if has_manifest(path):
+        verified(path)
         return _plain(path)
     for root in (path, path / "checkpoints"):
         folder, damaged = newest_valid(root)
@@ -158,7 +205,7 @@ def find_checkpoint(path: Path) -> Path:
             return _plain(folder)
         if damaged:
             raise CheckpointError(f"{root}: no undamaged checkpoint ({damaged[0]})")
-    raise CheckpointError(f"{path}: not a checkpoint, and holds none; name a run's folder or checkpoints/step_…")
+    raise CheckpointError(f"{url or path}: not a checkpoint, and holds none; name a run's folder or checkpoints/step_…")
 
 
 def _plain(folder: Path) -> Path:

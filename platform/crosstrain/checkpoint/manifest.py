@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as show
@@ -27,13 +28,13 @@ _SUM_BEGINS, _SUM_ENDS = b',\n "sha256": "', b'"\n}'
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
            torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
-_ITEM_SIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
+ITEM_SIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
 # Room for a manifest of a million boxes: GPT-2 1.5B with each parameter and moment cut for 500 ranks. Parsed values
 # take up to 30 times the memory of their text, so they are limited too.
-_MOST_BYTES, _MOST_VALUES = 1 << 28, 1 << 24
+MOST_BYTES, _MOST_VALUES = 1 << 28, 1 << 24
 CHUNK = 1 << 22  # bytes of a file that have a sum of their own
-_DIGITS = 32  # of a sum, hexadecimal
+DIGITS = 32  # of a sum, hexadecimal
 _LONGEST_NAME, _MOST_DIMENSIONS = 1000, 16
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")  # of a file: not hidden, not in another folder
 
@@ -48,16 +49,17 @@ def box_key(kind: str, name: str, shape: tuple[int, ...], box: Box) -> str:
     return name if box.shape == shape else f"{name}@{','.join(map(str, box.offset))}"
 
 
-@dataclass
+@dataclass(slots=True)
 class StoredBox:
     """Place of a box of a logical tensor: tensor `key` of the safetensors file `file`."""
 
     file: str
     key: str
     box: Box
+    first: int | None = None  # byte of the file where it begins, if that was found from the manifest alone
 
 
-@dataclass
+@dataclass(slots=True)
 class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
@@ -81,9 +83,9 @@ def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 62
 
 
-def read_json(path: Path, most_bytes: int = _MOST_BYTES) -> Any:
+def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
     """Parse a JSON file. Raises CheckpointError where it is missing, larger than `most_bytes`, or not JSON."""
-    return _parse(path, _read(path, most_bytes))
+    return _parse(path, [_read(path, most_bytes)])
 
 
 def _read(path: Path, most_bytes: int) -> bytes:
@@ -91,11 +93,12 @@ def _read(path: Path, most_bytes: int) -> bytes:
         return read_regular(path, most_bytes, follow=False)
 
 
-def _parse(path: Path, text: bytes) -> Any:
-    if sum(map(text.count, (b",", b"[", b"{"))) > _MOST_VALUES:
+def _parse(path: Path, content: list[bytes]) -> Any:
+    """Parse the text that the list holds, and take it out: that of thousands of ranks is large."""
+    if sum(map(content[0].count, (b",", b"[", b"{"))) > _MOST_VALUES:
         raise CheckpointError(f"{path}: holds more than the {_MOST_VALUES} values that are read")
     try:
-        return json.loads(text, object_pairs_hook=_without_duplicates)
+        return json.loads(content.pop().decode("utf-8", "surrogatepass"), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None
 
@@ -122,8 +125,8 @@ def read_manifest(folder: Path) -> tuple[Files, Tensors, dict[str, FrozenParamet
     IncompatibleCheckpointError where its sum is right and its version not one that this release reads.
     """
     path = folder / MANIFEST
-    text = _read(path, _MOST_BYTES)
-    intact = _is_intact(text)  # before anything in it is believed, its version above all
+    text = [_read(path, MOST_BYTES)]
+    intact = _is_intact(text[0])  # before anything in it is believed, its version above all
     manifest = _parse(path, text)
     try:
         if not intact and ("sha256" in manifest or (manifest["format"], manifest["version"]) != (FORMAT, 1)):
@@ -165,7 +168,7 @@ def _check_boxes(path: Path, files: Files, tensors: Tensors) -> None:
             if (where.file, where.key) in seen:
                 raise CheckpointError(f"{path}: two boxes lie in {where.file} as {where.key}")
             seen.add((where.file, where.key))
-            held[where.file] += where.box.numel * _ITEM_SIZES[stored.dtype]
+            held[where.file] += where.box.numel * ITEM_SIZES[stored.dtype]
         problem = check_cover([where.box for where in stored.boxes], stored.shape)
         if problem:
             raise CheckpointError(f"{path}: {kind} {name}: {problem}")
@@ -181,16 +184,16 @@ def _file(name: str, entry: Any) -> dict[str, Any]:
     if "sha256" in entry:
         return {"bytes": size, "sha256": _name(entry["sha256"])}
     sums = entry["xxh3"]
-    if not isinstance(sums, str) or len(sums) != _DIGITS * -(-size // CHUNK):
+    if not isinstance(sums, str) or len(sums) != DIGITS * -(-size // CHUNK):
         raise ValueError(f"{show(sums)} are not the sums of {size} bytes")
     return {"bytes": size, "xxh3": sums}
 
 
 def _tensor(entry: Any) -> StoredTensor:
-    if entry["dtype"] not in _ITEM_SIZES:
+    if entry["dtype"] not in ITEM_SIZES:
         raise ValueError(f"{show(entry['dtype'])} is not a type that checkpoints hold")
     boxes = [
-        StoredBox(_name(file), _name(key), Box(_counts(offset), _counts(shape)))
+        StoredBox(sys.intern(_name(file)), _name(key), Box(_counts(offset), _counts(shape)))
         for file, key, offset, shape in entry["boxes"]
     ]
     return StoredTensor(_counts(entry["shape"]), entry["dtype"], boxes)

@@ -1,15 +1,20 @@
 """The folder of a run: config.yaml, log.txt, metrics.jsonl, bad_steps.jsonl, profile/, checkpoints/, and what
 trackers keep there. One run trains in it at a time; `.run_id` names the run, and so do its checkpoints.
+
+The folder of a run in a bucket is a local one, whose files, except checkpoints, are copied there at intervals.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 import tempfile
+import threading
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from itertools import count
 from pathlib import Path
@@ -18,13 +23,19 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from filelock import FileLock, Timeout
 
+from crosstrain.checkpoint import writer
+from crosstrain.utils import storage
 from crosstrain.utils.errors import UserError, os_errors_as
 from crosstrain.utils.files import append, write_atomically
+from crosstrain.utils.logging import log
 
 if TYPE_CHECKING:  # reading a run's folder needs no torch
     from crosstrain.distributed.group import Group
 
 _PATIENCE = 20  # seconds that a run which was just killed may take to be gone, or a file to be seen elsewhere
+_INTERVAL = 60.0  # seconds between two copies of a run's files to a bucket
+_WRITER = ".writer"  # file with the id of the last process that wrote to a bucket from this folder
+_copied: dict[Path, tuple[int, int]] = {}  # file of a run in a bucket -> time and size when it was copied there
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -32,7 +43,8 @@ class RunFolder:
     """Paths of a run's files. One process holds the folder, and makes sure while it trains that it stays the run's."""
 
     def __init__(self, path: str | Path) -> None:
-        self.go_to(Path(path).expanduser())
+        self.go_to(storage.local(path).expanduser())
+        self._sync: _Sync | None = None
         self.run_id: str | None = None
         self.lost: str | None = None  # why training must end: the folder was moved away, or another run has it
         self.descriptor: int | None = None  # of the folder that is held, wherever it is moved to
@@ -49,6 +61,7 @@ class RunFolder:
         self.bad_steps = path / "bad_steps.jsonl"
         self.profile = path / "profile"
         self.checkpoints = path / "checkpoints"
+        self.address = storage.origin(path) or str(path)
 
     def create(self, config: dict[str, Any], newest_run: str | None = None) -> None:
         """Make the folder, hold it for this process, and write its id and config.yaml.
@@ -59,11 +72,19 @@ class RunFolder:
         self._config = config
         with self._written():
             self._hold(_PATIENCE)
+            if storage.is_url(self.address):
+                self._sync = _Sync(self)
             self.run_id = self.read_id() or newest_run or uuid.uuid4().hex
             self._describe()
 
     def check(self) -> None:
         """Raise UserError where the folder could not be made or written to; leaves nothing behind."""
+        if storage.is_url(self.address):
+            try:
+                storage.write(probe := storage.join(self.address, ".writable"), b"")
+                return storage.remove(probe)
+            except FileNotFoundError as error:
+                raise UserError(f"run.output_dir: {self.address} cannot be written to ({error})") from None
         with self._written():
             path = self.path.absolute()
             tempfile.TemporaryFile(dir=next(p for p in (path, *path.parents) if p.exists())).close()
@@ -161,9 +182,30 @@ class RunFolder:
             f"{self.path}, and run.output_dir={self.path} goes on from there"
         )
 
+    def check_writer(self) -> None:
+        """Raise CheckpointError where another process has become the writer of a run in a bucket."""
+        writer.check(self.address, (self.path / _WRITER).read_text(encoding="ascii"))
+
+    def copy(self) -> None:
+        """Copy files that have changed, except checkpoints, to a run's bucket."""
+        for path in sorted(self.path.rglob("*")):
+            name = path.relative_to(self.path)
+            if name.parts[0] == "checkpoints" or (name.name.startswith(".") and name.name != ".run_id"):
+                continue
+            with suppress(FileNotFoundError):
+                now = path.stat()
+                if path.is_file() and _copied.get(path) != (state := (now.st_mtime_ns, now.st_size)):
+                    storage.upload(path, storage.join(self.address, *name.parts))
+                    _copied[path] = state
+
+    def close(self) -> None:
+        """Copy the last changes to the bucket, if there is one, and let others write there."""
+        if self._sync is not None:
+            self._sync.close()
+
     def check_shared(self, world: Group) -> None:
         """Raise UserError, on every rank, unless each sees the folder that rank 0 has made. Collective."""
-        if world.size == 1:
+        if world.size == 1 or storage.is_url(self.address):
             return
         proof = self.path / ".shared"
         token = uuid.uuid4().hex if world.rank == 0 else ""
@@ -197,6 +239,8 @@ class RunFolder:
 
     def set_aside(self) -> Path | None:
         """Rename an earlier run's folder to the first free NAME.1, NAME.2, ...; UserError where it is in use."""
+        if storage.is_url(self.address):
+            raise UserError(f"--fresh: a folder in a bucket cannot be renamed; choose another than {self.address}")
         if not self.path.exists():
             return None
         aside = self._free_name()
@@ -212,6 +256,60 @@ class RunFolder:
     def _free_name(self) -> Path:
         names = (self.path.with_name(f"{self.path.name}.{number}") for number in count(1))
         return next(name for name in names if not os.path.lexists(name))
+
+
+class _Sync:
+    """Copying of a run's files, from a local folder that this process holds, to a bucket that it alone writes to."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run, self._url, folder = run, run.address, run.path
+        known = folder / _WRITER
+        earlier = known.read_text(encoding="ascii") if known.exists() else None
+        # Whose id stands in the folder that this process holds was killed, and the folder has its latest files.
+        self._writer = writer.Writer.claim(run.address, killed=earlier)
+        if self._writer.before != earlier or earlier is None:
+            for path in folder.iterdir():
+                if path.name != ".lock":
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            bring(run.address, folder)
+        write_atomically(known, self._writer.id)
+        self._failed, self._over = False, threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="bucket", daemon=True)
+        self._thread.start()
+
+    def _renew(self) -> None:
+        copied = time.monotonic()
+        while not self._over.wait(writer.RENEWAL):
+            self._try(self._writer.renew)
+            if time.monotonic() - copied >= _INTERVAL:
+                self._try(self._run.copy)
+                copied = time.monotonic()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+        self._try(self._run.copy)
+        self._try(lambda: self._writer.renew(ended=True))
+
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+            self._failed = False
+        except (UserError, OSError) as error:
+            if not self._failed:
+                log.warning("%s: the run's files could not be copied there (%s); training goes on", self._url, error)
+            self._failed = True
+
+
+def bring(url: str, folder: Path) -> None:
+    """Copy the files of a run in a bucket, except checkpoints, to a local folder."""
+    for top, size in storage.listing(url).items():
+        names = [top] if size is not None else []
+        if size is None and top not in ("checkpoints", ".writers"):
+            names = [f"{top}/{name}" for name in storage.files(storage.join(url, top))]
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            storage.download(storage.join(url, name), folder / name)
 
 
 def _is(path: Path, known: os.stat_result) -> bool:

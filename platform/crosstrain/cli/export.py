@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from crosstrain.cli.flags import add_checkpoint, add_weights
 from crosstrain.utils.errors import UserError
+from crosstrain.utils.storage import is_url
 from crosstrain.utils.units import read_bytes
 
 
@@ -34,9 +34,9 @@ def run(arguments: argparse.Namespace) -> int:
     from crosstrain.inference.open_checkpoint import open_config, outline
     from crosstrain.modeling.base import Part
 
-    limit, output = read_bytes(arguments.max_shard_size, "--max-shard-size"), Path(arguments.output)
+    limit, output = read_bytes(arguments.max_shard_size, "--max-shard-size"), arguments.output
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
-    checkpoint = find_checkpoint(Path(arguments.checkpoint))
+    checkpoint = find_checkpoint(arguments.checkpoint)
     model = None  # for a checkpoint that does not describe its model and has no frozen parameters
     part: Part = (("",), None)
     described = arguments.cfg_path or arguments.part or isinstance(load_state(checkpoint).get("config"), dict)
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.weights,
     )  # fmt: skip
     use = ""
-    if (opens := exported.architecture) is not None:
+    if (opens := exported.architecture) is not None and not is_url(output):
         use = f"; open it with transformers' {opens}.from_pretrained({arguments.output!r})"
     elif model is not None and hasattr(model.options, "pretrained"):
         key = f"model.{arguments.part}" if arguments.part else "model"

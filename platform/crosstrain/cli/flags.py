@@ -7,6 +7,7 @@ from pathlib import Path
 
 from crosstrain.utils import paths
 from crosstrain.utils.errors import CheckpointError, printable
+from crosstrain.utils.storage import is_url
 
 
 def positive(text: str) -> int:
@@ -55,8 +56,9 @@ def check_paths(arguments: argparse.Namespace) -> None:
     """Raise UserError for a project file or a checkpoint that does not exist, before a verb imports torch."""
     if project := getattr(arguments, "cfg_path", None):
         paths.find(project)
-    checkpoint = Path(getattr(arguments, "checkpoint", "."))
-    if not os.path.lexists(checkpoint):
+    place = getattr(arguments, "checkpoint", ".")
+    checkpoint = Path(place)
+    if not is_url(place) and not os.path.lexists(checkpoint):
         raise CheckpointError(paths.missing(checkpoint, [checkpoint]))
 
 
@@ -66,7 +68,7 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a run's folder (its newest)"
+        "--checkpoint", required=True, metavar="DIR", help="path or URL of a checkpoint, or of a run's folder"
     )
     parser.add_argument(
         "--trust-data", action="store_true", help="open data and pretrained weights that a stranger's checkpoint names"

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     limits = Limits(
         arguments.batch, arguments.max_waiting, arguments.timeout, header_seconds=arguments.header_timeout
     )  # fmt: skip
-    checkpoint = find_checkpoint(Path(arguments.checkpoint))
+    checkpoint = find_checkpoint(arguments.checkpoint)
     key = os.environ.get(_KEY) if arguments.api_key is None else arguments.api_key
     if key is not None and not key.strip():
         raise UserError(f"--api-key, ${_KEY}: an empty key lets nobody in; leave it out to need none")

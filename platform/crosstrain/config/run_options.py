@@ -140,7 +140,7 @@ class RunOptions:
     Raises OptionError, a ConfigError, for values that cannot go together.
     """
 
-    output_dir: FilePath  # folder of the run: config.yaml, log.txt, metrics.jsonl, tensorboard/, checkpoints/
+    output_dir: FilePath  # path or URL of the run's folder: config.yaml, log.txt, metrics.jsonl, checkpoints/ ...
     # where a step is computed and what each rank holds: a runner or a preset
     runner: Annotated[Component, "runner"] = field(default_factory=lambda: Component(DEFAULT_RUNNER))
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
@@ -210,7 +210,7 @@ class RunOptions:
     keep_last: PositiveInt | None = 3  # checkpoints; older ones are deleted; None: keep all
     keep_every: Steps | None = None  # checkpoints at multiples of this many steps are never deleted
     save_best: bool = True  # also keep the checkpoint with the lowest validation loss
-    resume_from: FilePath | None = None  # a checkpoint, or a run's folder; None: this run's own latest, if any
+    resume_from: FilePath | None = None  # path or URL of a checkpoint or a run; None: this run's own latest, if any
     # False: moments start at zero, once: after resume_from, or another model, optimizer or freeze; restarts keep them
     resume_optimizer: bool = True
     on_bad_step: BadStepOptions = field(default_factory=BadStepOptions)

@@ -212,7 +212,9 @@ def build_model(
         keep = for_training and moments
         if keep:
             _check_optimizer(reader, kinds, config)
-        borrowed = load_shards(reader, shards if keep else parameters, pretrained, names)
+        wanted = shards if keep else parameters
+        reader.stage([s for s in wanted if (s.kind, s.name) in reader.tensors], runner.world)
+        borrowed = load_shards(reader, wanted, pretrained, names)
     else:
         for line in pretrained.summary(names | model.quantized().keys()):
             log.info("%s", line)

@@ -24,6 +24,7 @@ from crosstrain.engine.runner import Runner
 from crosstrain.modeling.base import Model
 from crosstrain.monitor.tracker import check_trackers
 from crosstrain.utils.errors import UserError, explained
+from crosstrain.utils.storage import is_url
 from crosstrain.utils.types import Batch
 
 
@@ -70,7 +71,7 @@ def preflight(config: Config, world_size: int, dry: bool = False) -> Preflight:
             dataset = open_split(config, "train")
             if run.eval_interval:
                 open_split(config, "val")
-    if dry:
+    if dry or is_url(run.output_dir):
         RunFolder(run.output_dir).check()
     with sigint_kills():
         model, absent = _model_without_weights(config) if dry else (model_on_meta(config), [])

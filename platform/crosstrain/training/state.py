@@ -19,6 +19,7 @@ from crosstrain.config.load import Config
 from crosstrain.data.skip_ranges import Ranges
 from crosstrain.distributed.group import Group
 from crosstrain.engine.runner import Runner
+from crosstrain.utils import storage
 from crosstrain.utils.errors import CheckpointError
 from crosstrain.utils.logging import log
 from crosstrain.utils.units import is_number
@@ -108,9 +109,14 @@ def starting_point(root: Path, resume_from: str | None, world: Group, run: str |
             found = _newest(root, resume_from, run)
         except CheckpointError as error:
             found = error
-    found = world.broadcast(found)
+    url = storage.origin(found) if isinstance(found, Path) else None
+    found, url = world.broadcast((found, url))
     if isinstance(found, CheckpointError):
         raise found
+    if url is not None:
+        found = storage.local(url)  # of this machine
+        if world.rank != 0:
+            folders.verified(found)
     return found
 
 
@@ -119,7 +125,7 @@ def _newest(root: Path, resume_from: str | None, run: str | None) -> Path | None
     if newest is None and damaged:
         raise CheckpointError(f"{root}: every checkpoint is damaged; --fresh starts over and keeps them")
     if newest is None and resume_from:
-        newest = folders.find_checkpoint(Path(resume_from))
+        newest = folders.find_checkpoint(resume_from)
     return newest
 
 
@@ -136,7 +142,7 @@ def restore(checkpoint: Path | None, runner: Runner) -> State:
         return State()
     state = State.load(checkpoint)
     runner.precision.scaler.load_state(state.scaler)
-    log.info("resuming %s at step %d (sample %d)", checkpoint, state.step, state.samples)
+    log.info("resuming %s at step %d (sample %d)", storage.origin(checkpoint) or checkpoint, state.step, state.samples)
     return state
 
 
@@ -144,5 +150,7 @@ def reload(runner: Runner, checkpoint: Path, frozen: Collection[str]) -> None:
     """Load an earlier state of the run into the runner, except for the `frozen` parameters. Collective."""
     here = {*runner.model.canonical_parameters(), *runner.model.canonical_buffers()}
     names = set[str]().union(*runner.world.all_gather(here))
-    load_shards(Reader.open(checkpoint), [s for s in runner.shards() if s.name not in frozen], names=names)
+    reader, shards = Reader.open(checkpoint), [s for s in runner.shards() if s.name not in frozen]
+    reader.stage(shards, runner.world)
+    load_shards(reader, shards, names=names)
     runner.loaded()

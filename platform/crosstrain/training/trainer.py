@@ -281,7 +281,7 @@ class Trainer:
                 keep=set().union(*self.callbacks.call("keep")), background=background,
             )  # fmt: skip
         self.saved_step = state.step
-        log.info("saving %s", folders.step_folder(self.folder.checkpoints, state.step))
+        log.info("saving %s/checkpoints/step_%06d", self.folder.address, state.step)
 
     def _keep_folder(self) -> None:
         """Have the run's folder, if it was deleted or moved, back or followed, on rank 0."""

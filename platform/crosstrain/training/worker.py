@@ -45,10 +45,13 @@ def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
     runner = make_runner(config)
     runner.setup()
     trainer = build_trainer(config, runner, stop)
-    _log_restart(runner.world, trainer.state.step)
-    trainer.fit()
-    if not trainer.stopped:
-        _log_summary(trainer)
+    try:
+        _log_restart(runner.world, trainer.state.step)
+        trainer.fit()
+        if not trainer.stopped:
+            _log_summary(trainer)
+    finally:
+        trainer.folder.close()
     runner.close()
     return int(stop.received or signal.SIGTERM) if trainer.stopped else 0  # only some ranks may know which signal
 
@@ -186,14 +189,15 @@ def _log_summary(trainer: Trainer) -> None:
     for sample in trainer.last_samples if trainer.last_validation else trainer.samples.draw():
         text = sample["prompt"] + sample["text"]
         log.info("sample of generated text:\n%s", textwrap.indent(text, "    | ", lambda _: True))
-    lines = [("checkpoint", trainer.folder.checkpoints), *trainer.reporter.trackers.places(), *_next_commands(trainer)]
+    checkpoints = f"{trainer.folder.address}/checkpoints"
+    lines = [("checkpoint", checkpoints), *trainer.reporter.trackers.places(), *_next_commands(trainer)]
     log.info("open next:\n%s", "\n".join(f"  {what:<12} {where}" for what, where in lines))
 
 
 def _next_commands(trainer: Trainer) -> list[tuple[str, str]]:
     """Titles and commands that can work on this run, from the working directory."""
     run, folder, dataset, tokenizer = trainer.run, trainer.folder, trainer.dataset, trainer.dataset.tokenizer_path
-    checkpoint: list[object] = ["--checkpoint", folder.path]
+    checkpoint: list[object] = ["--checkpoint", folder.address]
     if run.plugins or names_command(trainer.config.plain):  # which are not taken from a checkpoint
         checkpoint += ["--cfg-path", folder.config]
     lines = []
@@ -204,5 +208,6 @@ def _next_commands(trainer: Trainer) -> list[tuple[str, str]]:
             lines.append(("serve it", command("serve", *checkpoint)))
     else:
         lines.append(("evaluate it", command("evaluate", *checkpoint, "--splits", "train", "--max-samples", 100)))
-    output = folder.path / "export"
-    return lines if output.exists() else [*lines, ("export it", command("export", *checkpoint, "--output", output))]
+    if (folder.path / "export").exists():
+        return lines
+    return [*lines, ("export it", command("export", *checkpoint, "--output", f"{folder.address}/export"))]

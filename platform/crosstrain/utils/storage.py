@@ -15,6 +15,7 @@ from random import random
 from typing import Any, TypeVar
 
 from crosstrain.utils.errors import StorageError, first_line, sentence
+from crosstrain.utils.files import cache_folder
 from crosstrain.utils.optional_deps import missing
 
 T = TypeVar("T")
@@ -23,6 +24,7 @@ _URL = re.compile(r"([a-z][a-z0-9+.\-]*)://")
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 _PATIENCE = 60.0  # seconds in which an operation is begun again
 _GAP = 1 << 16  # bytes that are read in vain rather than asking twice: what arrives during a request's latency
+_LARGEST = 1 << 24  # bytes of a request for several ranges
 # What libraries call the errors of credentials that are absent, wrong or expired.
 _CREDENTIALS = re.compile(r"Credential|Token|Auth|Refresh|Permission")
 
@@ -34,6 +36,29 @@ def is_url(path: object) -> bool:
 
 def join(url: str, *names: str) -> str:
     return "/".join([url.rstrip("/"), *names])
+
+
+def local(path: str | Path) -> Path:
+    """Return where a path is on this machine: for a URL, the place of its copy in the user's cache."""
+    if not is_url(path):
+        return Path(path)
+    protocol, _, rest = str(path).partition("://")
+    names = list(filter(None, rest.split("/")))
+    if {".", ".."} & {*names}:
+        raise StorageError(f"{path}: not a possible URL of an object")
+    return _copies().joinpath(protocol, *names)
+
+
+def origin(path: Path) -> str | None:
+    """Return the URL that a path in the cache stands for; None for any other path."""
+    if not path.is_relative_to(_copies()):
+        return None
+    protocol, *names = path.relative_to(_copies()).parts
+    return f"{protocol}://{'/'.join(names)}"
+
+
+def _copies() -> Path:
+    return cache_folder("buckets").absolute()
 
 
 def listing(url: str) -> dict[str, int | None]:
@@ -57,10 +82,13 @@ def read(url: str, first: int = 0, last: int | None = None) -> bytes:
 
 
 def read_ranges(url: str, ranges: Sequence[tuple[int, int]], gap: int = _GAP) -> list[bytes]:
-    """Read the bytes [first, last) of each range, those at most `gap` bytes apart in one request, many at a time."""
+    """Read the bytes [first, last) of each range, those at most `gap` bytes apart in one request, many at a time.
+
+    No request grows beyond 16 MiB, as several at a time are faster.
+    """
     spans: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
-        if spans and first <= spans[-1][1] + gap:
+        if spans and first <= spans[-1][1] + gap and max(last, spans[-1][1]) - spans[-1][0] <= _LARGEST:
             spans[-1] = spans[-1][0], max(spans[-1][1], last)
         else:
             spans.append((first, last))
@@ -119,6 +147,11 @@ def remove(url: str) -> None:
     _tried(url, action)
 
 
+def rename(url: str, other: str) -> None:
+    """Copy everything below `url` to another place, then delete it."""
+    _tried(url, lambda fs, path: fs.mv(path, fs._strip_protocol(other), recursive=True))
+
+
 def _below(url: str, find: Callable[[Any, str], dict[str, Any]]) -> dict[str, int | None]:
     def action(fs: Any, path: str) -> dict[str, int | None]:
         try:
@@ -129,7 +162,7 @@ def _below(url: str, find: Callable[[Any, str], dict[str, Any]]) -> dict[str, in
         return {
             name.rstrip("/").removeprefix(base): None if entry["type"] == "directory" else entry["size"]
             for name, entry in found.items()
-            if name.startswith(base) and name != base
+            if name.startswith(base) and name != base and ".." not in name.split("/")  # as no path on a disk may have
         }
 
     return _tried(url, action)

@@ -2,15 +2,17 @@
 
 import json
 import os
+import tempfile
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crosstrain.checkpoint.run_folder import RunFolder
+from crosstrain.checkpoint.run_folder import RunFolder, bring
 from crosstrain.config.yaml_text import Unreadable, parse
 from crosstrain.monitor.metrics import leaves
+from crosstrain.utils import storage
 from crosstrain.utils.errors import UserError, first_line, os_errors_as
 from crosstrain.utils.files import open_regular, read_regular
 from crosstrain.utils.units import is_number
@@ -62,10 +64,19 @@ class ReadRun:
 
 def read_runs(folders: list[str]) -> list[ReadRun]:
     """Read runs, each with a name of its own. Raises UserError for a folder without metrics.jsonl."""
-    runs = [_read(Path(folder).expanduser()) for folder in folders]
+    runs = [_read_anywhere(folder) for folder in folders]
     for run, name in zip(runs, _names([run.folder for run in runs]), strict=True):
         run.name = name
     return runs
+
+
+def _read_anywhere(folder: str) -> ReadRun:
+    if not storage.is_url(folder):
+        return _read(Path(folder).expanduser())
+    with tempfile.TemporaryDirectory() as place:
+        copy = Path(place, *storage.local(folder).parts[1:])  # whose end gives the run its name
+        bring(folder, copy)
+        return _read(copy)
 
 
 def _names(folders: list[Path]) -> list[str]:
