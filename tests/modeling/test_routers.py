@@ -161,3 +161,11 @@ def test_biases_move_towards_the_experts_that_are_chosen_too_little() -> None:
         wanted = 0.5 * (loads.mean() - loads).sign() if applied else torch.zeros(8)
         assert torch.equal(bias, wanted.float())
         model(**rows())
+
+
+def test_arithmetic_counts_the_experts_that_a_token_uses() -> None:
+    model = build()
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert model.idle_parameters == experts * 6 // 8  # 2 of 8 are chosen
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1 and "embed" not in name)
+    assert model.flops_per_token(16) == 6 * (matrices - model.idle_parameters) + 12 * 2 * 32 * 16

@@ -248,6 +248,11 @@ class Model(nn.Module, ABC):
         """Floating-point operations of forward and backward per token, for the utilisation figure; None: unknown."""
         return None
 
+    @property
+    def idle_parameters(self) -> int:
+        """Elements of the experts that a token does not choose; 0 in a dense model."""
+        return 0
+
     def memory_formulas(self, micro_batch: int, sequence_length: int | None) -> dict[str, int]:
         """Published estimates of memory for models of this kind: bytes by formula, to compare with the plan."""
         return {}

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -225,6 +225,28 @@ class TransformersModel(LanguageModel):
     @property
     def max_length(self) -> int | None:
         return getattr(self.config, "max_position_embeddings", None)
+
+    def _matrices(self, experts: bool) -> Iterator[tuple[int, float]]:
+        """Elements of each module's matrices, of all or of `experts` alone, and the share of them that a token uses."""
+        for module in self._skeleton.modules():  # whole under every runner
+            expert = hf_internals.holds_experts(module)
+            if not isinstance(module, nn.Embedding) and expert >= experts:
+                share = self.config.num_experts_per_tok / module.num_experts if expert else 1.0
+                yield sum(p.numel() for p in module.parameters(recurse=False) if p.ndim > 1), share
+
+    @property
+    def idle_parameters(self) -> int:
+        return sum(round(elements * (1 - share)) for elements, share in self._matrices(experts=True))
+
+    def flops_per_token(self, sequence_length: int | None) -> float | None:
+        """Six operations per element of a matrix that a token uses, and attention's (Narayanan et al., 2021, 5.1)."""
+        length = sequence_length or self.max_length
+        layers, heads = (getattr(self.config, key, None) for key in ("num_hidden_layers", "num_attention_heads"))
+        if not self._sees_all or not (length and layers and heads):
+            return None
+        width = heads * (getattr(self.config, "head_dim", None) or self.hidden_size // heads)
+        used = sum(elements * share for elements, share in self._matrices(experts=False))
+        return 6 * used + 12 * layers * width * length
 
     def memory_formulas(self, micro_batch: int, sequence_length: int | None) -> dict[str, int]:
         """Estimates for a GPT with blocks of 12 h^2 parameters in half precision, on one device.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -73,7 +74,7 @@ class Routers:
 
     def __post_init__(self) -> None:
         for number, module in enumerate(self.modules):
-            module.register_forward_hook(lambda _, __, out, number=number: self._watch(number, out))
+            module.register_forward_hook(partial(self._watch, number))  # a copy of the model has its own
 
     @property
     def has_loss(self) -> bool:
@@ -92,7 +93,7 @@ class Routers:
         """Watch the routers until `loss`."""
         self._seen = {}
 
-    def _watch(self, number: int, output: tuple[Tensor, ...]) -> None:
+    def _watch(self, number: int, _module: nn.Module, _inputs: object, output: tuple[Tensor, ...]) -> None:
         # Gradient checkpointing calls routers again, without a `begin`. It also repeats whatever is computed here.
         if self._seen is not None:
             self._seen[number] = output[0], output[2]

@@ -166,7 +166,9 @@ def _measure(
                 p.register_post_accumulate_grad_hook(partial(tracker.takes_gradient, id(p) in inside))
         head = copy.copy(model.head)
         head.traced_rows = CPU_SOFTMAX_ROWS if device == "cpu" else 1 << 30
-        model.head = partial(tracker.watches, head)  # type: ignore[assignment]
+        watched: Any = partial(tracker.watches, head)
+        watched.add = head.add
+        model.head = watched
         stack.enter_context(tracker)
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             out = model(**inputs)

@@ -83,6 +83,7 @@ class Plan:
             },
             "memory": self._memory_json(chosen),
             "gradient_checkpointing": {mode: self._memory_json(e) for mode, e in self.modes.items()},
+            "active_parameters": self.unpadded - self.project.model.idle_parameters,
             "flops_per_step": self.project.flops(chosen.batch, chosen.mode),
             "tokens_per_step": self.tokens_per_step,
             "steps": self.steps,
@@ -129,7 +130,8 @@ class Plan:
             f"gradient checkpointing {chosen.mode}",
             "",
             f"parameters        {sizes.elements:,} ({self.unpadded:,} without padding), "
-            f"{sizes.trainable_elements:,} trained, {memory.parameters_held:,} on a rank",
+            f"{sizes.trainable_elements:,} trained, {memory.parameters_held:,} on a rank"
+            + (f", {self.unpadded - idle:,} active for a token" if (idle := project.model.idle_parameters) else ""),
             f"step              {batch.global_batch:,} samples = {batch.micro_batch} micro batch x "
             f"{batch.accumulation} accumulation x {batch.dp_size} data-parallel ranks"
             + (f", {tokens:,} tokens" if tokens else ""),
