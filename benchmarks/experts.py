@@ -16,7 +16,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = ROOT / "projects" / "qwen3_moe_tiny.yaml"
-DENSE = ["model.config.mlp_only_layers=[0, 1, 2, 3]", "model.config.intermediate_size=384", "model.router_loss_coef=null"]
+DENSE = [
+    "model.config.mlp_only_layers=[0, 1, 2, 3]", "model.config.intermediate_size=384", "model.router_loss_coef=null",
+]  # fmt: skip
 RUNS = {
     "dense": DENSE,
     "8 experts, 2 for a token": [],
