@@ -63,7 +63,7 @@ def test_what_passes_is_tried_again(bucket: Bucket) -> None:
 
 def test_what_does_not_pass_is_one_sentence(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     url = storage.join(bucket.url, "x")
-    monkeypatch.setattr(storage, "_PATIENCE", 0.0)
+    monkeypatch.setattr(storage, "_ATTEMPTS", 1)
     for status, code in (("400 Bad Request", "ExpiredToken"), ("403 Forbidden", "AccessDenied")):
         with (
             bucket.interfered(refuse(100, status, code)),
@@ -73,7 +73,7 @@ def test_what_does_not_pass_is_one_sentence(bucket: Bucket, monkeypatch: pytest.
         assert "secret" not in str(refused.value)
     with (
         bucket.interfered(refuse(100, "503 Slow Down", "SlowDown")),
-        pytest.raises(StorageError, match=r"s3://bucket/x: no success in 0 s \(The SlowDown message\.\)"),
+        pytest.raises(StorageError, match=r"s3://bucket/x: no success in 1 attempt\(s\) \(The SlowDown message\.\)"),
     ):
         storage.read(url)
     with pytest.raises(StorageError, match="there is no protocol s4"):

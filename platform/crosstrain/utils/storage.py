@@ -10,6 +10,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from random import random
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 _URL = re.compile(r"([a-z][a-z0-9+.\-]*)://")
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
-_PATIENCE = 60.0  # seconds in which an operation is begun again
+_ATTEMPTS = 8  # with pauses of 25 s together; libraries begin single requests again, too
 _GAP = 1 << 16  # bytes that are read in vain rather than asking twice: what arrives during a request's latency
 _LARGEST = 1 << 24  # bytes of a request for several ranges
 # What libraries call the errors of credentials that are absent, wrong or expired.
@@ -170,8 +171,8 @@ def _below(url: str, find: Callable[[Any, str], dict[str, Any]]) -> dict[str, in
 
 def _tried(url: str, action: Callable[[Any, str], T]) -> T:
     """Do something with the file system and the path of a URL, again while it fails for reasons that may pass."""
-    fs, started, wait = _file_system(url), time.monotonic(), 0.25
-    while True:
+    fs = _file_system(url)
+    for attempt in count(1):
         try:
             return action(fs, fs._strip_protocol(url))
         except FileNotFoundError:
@@ -179,13 +180,13 @@ def _tried(url: str, action: Callable[[Any, str], T]) -> T:
         except Exception as error:
             if any(_CREDENTIALS.search(type(e).__name__) for e in (error, error.__cause__)):
                 reason = "the credentials were refused, are missing or have expired"
-            elif time.monotonic() - started < _PATIENCE:
-                time.sleep(wait * (0.5 + random()))  # not all ranks at once
-                wait = min(2 * wait, 8.0)
+            elif attempt < _ATTEMPTS:
+                time.sleep(min(2.0**attempt / 8, 8.0) * (0.5 + random()))  # not all ranks at once
                 continue
             else:
-                reason = f"no success in {_PATIENCE:.0f} s"
+                reason = f"no success in {attempt} attempt(s)"
             raise StorageError(f"{url}: {reason} ({_words(error)})") from error
+    raise AssertionError("counting does not end")
 
 
 def _file_system(url: str) -> Any:
