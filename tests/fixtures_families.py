@@ -10,6 +10,24 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
+# Families that sizes which fit most do not make small: they hold several models, or name their sizes otherwise.
+NOT_TINY = [
+    "blt", "cohere_compass_text", "dbrx", "dots3_note", "dots3_note_text", "emu3", "fuyu", "gemma3", "gemma3n",
+    "gemma3n_text", "gemma4", "gemma4_assistant", "gemma4_unified", "gemma4_unified_assistant", "git", "got_ocr2",
+    "llama4", "mllama", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "phi4_multimodal", "qwen3_5",
+    "qwen3_5_moe", "qwen4_exp", "qwen4_exp_text", "reformer", "zamba",
+]  # fmt: skip
+HEAD, NEXT, ROWS = "the logits of .* are more", "does not predict the next token", "embeds more than the tokens"
+REFUSED = {
+    "bert": HEAD, "bert-generation": NEXT, "big_bird": HEAD, "camembert": HEAD, "cpmant": ROWS, "data2vec-text": HEAD,
+    "electra": HEAD, "ernie": HEAD, "llama4_text": HEAD, "megatron-bert": HEAD, "modernbert-decoder": HEAD,
+    "moshi": ROWS, "prophetnet": HEAD, "rembert": HEAD, "roberta": HEAD, "roberta-prelayernorm": HEAD,
+    "roc_bert": HEAD, "roformer": HEAD, "whisper": NEXT, "xlm": NEXT, "xlm-roberta": HEAD, "xlm-roberta-xl": HEAD,
+    "xlnet": NEXT, "xmod": HEAD,
+}  # fmt: skip
+
+BUILDS = [family for family in FAMILIES if family not in NOT_TINY]
+
 _SIZES: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "d_model": 32, "ffn_dim": 64,

@@ -71,7 +71,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     from crosstrain.engine.footprint import Layout, PlanContext, Sizes
     from crosstrain.engine.matrix_optimizer import MatrixOptimizer
     from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, check_elementwise, create_state, global_norm
-    from crosstrain.engine.runner import Runner, StepResult
+    from crosstrain.engine.runner import ContextOptions, Runner, StepResult
     from crosstrain.inference.metric import Metric
     from crosstrain.modeling.adapter import Adapter
     from crosstrain.modeling.base import Ends, LanguageModel, Merge, Model, Quantized, ReadParameter, override

@@ -11,7 +11,7 @@ from annotated_types import Interval
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from crosstrain import Layout, MakeOptimizer, Model, PlanContext, Runner, Sizes, registry
+from crosstrain import ContextOptions, Layout, MakeOptimizer, Model, PlanContext, Runner, Sizes, registry
 from crosstrain.engine.footprint import data_parallel
 
 
@@ -20,7 +20,7 @@ class DDPRunner(Runner):
     """torch's DistributedDataParallel: gradients are averaged while the backward still runs."""
 
     @dataclass
-    class Options:
+    class Options(ContextOptions):
         """Options of `run.runner` for ddp."""
 
         # gradients are exchanged in buckets of this many MiB

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from crosstrain import (
     ConfigError,
+    ContextOptions,
     ExpertParallel,
     Layout,
     MakeOptimizer,
@@ -38,7 +39,7 @@ class FSDPRunner(Runner):
     """torch's FSDP2: parameters, gradients and optimizer state are sharded over the ranks (ZeRO-3)."""
 
     @dataclass
-    class Options:
+    class Options(ContextOptions):
         """Options of `run.runner` for fsdp."""
 
         shard_size: PositiveInt | None = None  # ranks that share one copy of the model (hybrid sharding); None: all
@@ -62,7 +63,7 @@ class FSDPRunner(Runner):
                 f"run.runner.expert_parallel: {options.expert_parallel} does not divide the "
                 f"{options.shard_size or world_size} ranks of a copy evenly"
             )
-        return world_size
+        return super().data_parallel_size(options, world_size)
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:

@@ -47,17 +47,34 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return workspace, request.param, run
 
 
-OTHERS = ["ddp@2", "fsdp@2", "zero2@2", "zero3@2", "megatron_tp2@2", "megatron_pp2@2", "megatron_tp2_sp@2"]
+OTHERS = [
+    "ddp@2", "fsdp@2", "zero2@2", "zero3@2", "megatron_tp2@2", "megatron_pp2@2", "megatron_tp2_sp@2",
+    "zero3@4/2", "megatron_tp2_sp@4/2", "megatron_pp2@4/2",  # of 4 ranks, 2 share each sequence
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("other", mostly_slow([*OTHERS, "ddp@1"], []))
 def test_every_runner_trains_a_mixture_alike(reference: Any, other: str) -> None:
     workspace, family, one = reference
+    other, _, sharing = other.partition("/")
     cut = CUT if "tp2" in other else ()
     if cut and family == "qwen3_moe":
         cut = (cut[0].replace("model.embed", f"{NORMS}model.embed"),)
     smaller = ("run.micro_batch_size=1",) if other == "ddp@1" else ()  # and so twice the accumulation
-    run = follow(workspace, other, *TRAINING, *cut, *smaller, label="other")
+    shared = (f"run.runner.context_parallel={sharing}",) if sharing else ()
+    run = follow(workspace, other, *TRAINING, *cut, *smaller, *shared, label=f"other{sharing}")
     assert_equal_training(one, run, TOLERANCE)
     for name in RECORDED:
         assert relative(run.column(name), one.column(name)) < TOLERANCE, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["sequence", "batch"])
+def test_documents_of_shared_sequences_are_balanced_alike(reference: Any, scope: str) -> None:
+    workspace, _, _ = reference
+    uneven = (f"model.router_loss={scope}", "datasets.tiny.seq_length=31", "datasets.tiny.document_mask=true")
+    one = follow(workspace, "ddp@1", *TRAINING, *uneven, label=scope)
+    two = follow(workspace, "ddp@2", *TRAINING, *uneven, "run.runner.context_parallel=2", label=scope)
+    assert_equal_training(one, two, TOLERANCE)
+    for name in RECORDED:
+        assert relative(two.column(name), one.column(name)) < TOLERANCE, name

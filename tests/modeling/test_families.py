@@ -16,26 +16,9 @@ from crosstrain.config.registry import registry
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.meta_init import construct
 from crosstrain.utils.errors import ConfigError
-from fixtures_families import FAMILIES, tiny
+from fixtures_families import BUILDS, NOT_TINY, REFUSED, tiny
 
 QUICK = ["llama", "gemma2", "phi", "cohere", "mamba", "opt", "rwkv", "openai-gpt", "apertus"]
-# Families that sizes which fit most do not make small: they hold several models, or name their sizes otherwise.
-NOT_TINY = [
-    "blt", "cohere_compass_text", "dbrx", "dots3_note", "dots3_note_text", "emu3", "fuyu", "gemma3", "gemma3n",
-    "gemma3n_text", "gemma4", "gemma4_assistant", "gemma4_unified", "gemma4_unified_assistant", "git", "got_ocr2",
-    "llama4", "mllama", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "phi4_multimodal", "qwen3_5",
-    "qwen3_5_moe", "qwen4_exp", "qwen4_exp_text", "reformer", "zamba",
-]  # fmt: skip
-HEAD, NEXT, ROWS = "the logits of .* are more", "does not predict the next token", "embeds more than the tokens"
-REFUSED = {
-    "bert": HEAD, "bert-generation": NEXT, "big_bird": HEAD, "camembert": HEAD, "cpmant": ROWS, "data2vec-text": HEAD,
-    "electra": HEAD, "ernie": HEAD, "llama4_text": HEAD, "megatron-bert": HEAD, "modernbert-decoder": HEAD,
-    "moshi": ROWS, "prophetnet": HEAD, "rembert": HEAD, "roberta": HEAD, "roberta-prelayernorm": HEAD,
-    "roc_bert": HEAD, "roformer": HEAD, "whisper": NEXT, "xlm": NEXT, "xlm-roberta": HEAD, "xlm-roberta-xl": HEAD,
-    "xlnet": NEXT, "xmod": HEAD,
-}  # fmt: skip
-
-BUILDS = [family for family in FAMILIES if family not in NOT_TINY]
 TRAINS = [
     pytest.param(family, marks=[] if family in QUICK else pytest.mark.slow)
     for family in BUILDS

@@ -39,8 +39,10 @@ def precision(errors: list[float], fewest: int = 1) -> str | None:
 
 def scales(record: Record) -> dict[float, str]:
     """Factors on everything that have a usual cause."""
-    dp, accumulation = record["dp_size"], record["accumulation"]
+    dp, sharing, accumulation = record["dp_size"], record["context_size"], record["accumulation"]
     out = {
+        1 / sharing: f"averaged over the {sharing} context-parallel ranks, of which each has a part of the sum",
+        float(sharing): f"counted by each of the {sharing} context-parallel ranks",
         1 / accumulation: f"divided by the {accumulation} accumulated micro batches once more",
         float(accumulation): f"not divided by the {accumulation} accumulated micro batches",
         1 / dp: f"divided by the {dp} data-parallel ranks once more than summed",

@@ -129,7 +129,8 @@ def _facts(trainer: Trainer, probe: Probe) -> dict[str, Any]:
     names = dict.fromkeys(n for held in runner.world.all_gather([*runner.model.canonical_parameters()]) for n in held)
     return {
         "names": [*names], "tied": _tied(runner), "world_size": runner.world.size,
-        "dp_size": runner.dp.size, "accumulation": trainer.plan.accumulation, "clip": trainer.run.grad_norm_clip,
+        "dp_size": runner.dp.size, "context_size": runner.context.size, "accumulation": trainer.plan.accumulation,
+        "clip": trainer.run.grad_norm_clip,
         "schedule": [trainer.schedule(step) for step in range(1, 1 + min(trainer.max_iters, 256))],
     }  # fmt: skip
 

@@ -24,9 +24,10 @@ from crosstrain.config.schema import Component, OptionError
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.tokenizer import TOKENIZER, vocabulary
 from crosstrain.engine.optimizer import optimizer_factory
-from crosstrain.engine.runner import Runner
+from crosstrain.engine.runner import Runner, context_size
 from crosstrain.modeling import activation_checkpointing
 from crosstrain.modeling.base import Model, no_match
+from crosstrain.modeling.context import Context
 from crosstrain.modeling.meta_init import parameters_on_meta
 from crosstrain.modeling.objective import ModelWithObjective, set_objective
 from crosstrain.utils.errors import CheckpointError, ConfigError, explained
@@ -149,8 +150,10 @@ def check_tokenizer(folder: Path | None, dataset: Dataset) -> None:
         )
 
 
-def check_quantized(model: Model, runner: type[Runner], config: Config) -> None:
-    """Raise ConfigError for a model with parameters in few bits under a runner that cannot hold them."""
+def check_held(model: Model, runner: type[Runner], config: Config) -> None:
+    """Raise ConfigError for a model that the runner cannot hold, in few bits, or whose sequences it cannot share."""
+    if (ranks := context_size(config.run.runner.options)) > 1:
+        model.check_context(ranks)
     if model.quantized() and not runner.takes_quantized:
         adapter, name = config.adapter and config.adapter.name, config.run.runner.name
         raise ConfigError(f"model.adapter: {adapter} keeps weights in few bits, which {name} cannot; use ddp or fsdp")
@@ -176,7 +179,9 @@ def freeze(model: Model, patterns: list[str]) -> None:
 def construct_model(config: Config, runner: Runner, make: Callable[[], Model], for_training: bool) -> Model:
     """The model that `make` gives, where the runner has it live, frozen and checkpointed as the run trains it."""
     model = runner.construct(make)
-    check_quantized(model, type(runner), config)
+    check_held(model, type(runner), config)
+    if runner.context.process_group is not None:
+        model.context = Context(runner.context.process_group)
     if for_training:
         freeze(model, config.run.freeze)
         for blocks, mode in model.checkpointing(config.run.gradient_checkpointing):

@@ -27,6 +27,7 @@ class PlanContext:
     world_size: int
     batch: BatchPlan
     device: str  # cpu or cuda
+    replicas: int  # ranks that have or share one copy of the same parameters: data-parallel ones, and their contexts
 
 
 @dataclass
@@ -102,7 +103,7 @@ def share(size: int, ranks: int) -> int:
 
 def data_parallel(at: PlanContext) -> Layout:
     """Layout of plain data parallelism: every rank holds everything, and gradients are summed."""
-    ranks = at.batch.dp_size
+    ranks = at.replicas
     return replicated(Sizes.of(at.model), ranks, ranks == 1 and at.batch.accumulation == 1)
 
 
@@ -154,7 +155,7 @@ def fully_sharded(sizes: Sizes, at: PlanContext, ranks: int, *, regather: bool, 
     gathered = sizes.outside_blocks + 2 * sizes.largest_block if regather else sizes.parameters
     waits = rounds > 1 and not every  # all gradients, whole, for the last micro batch
     shares = 0 if offload else trained
-    copies = at.batch.dp_size // ranks
+    copies = at.replicas // ranks
     sent = scattered(sizes.parameters, ranks) * rounds + scattered(sizes.trainable, ranks) * (rounds if every else 1)
     if regather:
         sent += scattered(sizes.parameters - sizes.outside_blocks, ranks) * rounds

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from crosstrain.config.bounds import PositiveInt
 from crosstrain.config.run_options import RunOptions
 from crosstrain.data.loader import MicroBatch
 from crosstrain.distributed.group import Group, choose_device, world
@@ -28,6 +29,13 @@ from crosstrain.utils.types import Batch
 
 
 @dataclass
+class ContextOptions:
+    """Options of runners whose ranks can share sequences."""
+
+    context_parallel: PositiveInt = 1  # ranks that share each sequence: every one computes a part of its tokens
+
+
+@dataclass
 class StepResult:
     """Result of an attempted optimizer step."""
 
@@ -42,9 +50,9 @@ class Runner(HeldState):
     clip-and-step, the evaluation forward, and what each rank holds. The defaults are a complete single-process runner.
     `run.runner: {name: ..., <Options>}` chooses and configures one.
 
-    After `setup`: `device`, `world` (all ranks), `dp` (the ranks that see different samples). After `prepare`: `model`,
-    `module` (what is called to compute; the model itself unless something wraps it) and `optimizer` (None for
-    evaluation).
+    After `setup`: `device`, `world` (all ranks), `dp` (the ranks that see different samples) and `context` (those that
+    share samples, each with a part of every sequence). After `prepare`: `model`, `module` (what is called to compute;
+    the model itself unless something wraps it) and `optimizer` (None for evaluation).
     """
 
     needs_process_group = False  # True: the engine needs torch's process group even for a single process
@@ -55,6 +63,7 @@ class Runner(HeldState):
     device: torch.device
     world: Group
     dp: Group
+    context: Group = Group()
     module: nn.Module
     micro_losses: list[Tensor]  # summed, of the last step's micro batches; empty on a rank that computes none
 
@@ -68,7 +77,12 @@ class Runner(HeldState):
     @classmethod
     def data_parallel_size(cls, options: Any, world_size: int) -> int:
         """Number of ranks that see different samples; ConfigError where `world_size` does not fit the options."""
-        return world_size
+        sharing = context_size(options)
+        if world_size % sharing:
+            raise ConfigError(
+                f"run.runner.context_parallel: {sharing} does not divide the {world_size} ranks evenly"
+            )
+        return world_size // sharing
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
@@ -99,6 +113,18 @@ class Runner(HeldState):
             watchdog.install(self.run.collective_timeout)
         self.world = self.dp = Group(dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None)
         self.precision = Precision(self.run.amp, self.device.type)
+        self.share_sequences(self.replicas())
+
+    def replicas(self) -> list[list[int]]:
+        """Ranks that have, or share, one copy of the same parameters, and whose gradients are summed; all of them."""
+        return [[*range(self.world.size)]]
+
+    def share_sequences(self, replicas: list[list[int]]) -> None:
+        """Make `dp` and `context` of each list of replicas, where neighbours share samples."""
+        if (size := context_size(self.options)) > 1:
+            rows = [ranks[i : i + size] for ranks in replicas for i in range(0, len(ranks), size)]
+            self.dp = _subgroup([ranks[i::size] for ranks in replicas for i in range(size)], "samples")
+            self.context = _subgroup(rows, "context")
 
     def new_group(self) -> Group:
         """A process group of all ranks for small host-side messages, independent of training's."""
@@ -162,7 +188,7 @@ class Runner(HeldState):
         self.micro_losses = []
         for i, micro_batch in enumerate(micro_batches):
             with self.gradient_sync(last=i == len(micro_batches) - 1):
-                seed_everything_for(self.run.seed, micro_batch.first_sample)
+                self.seed_for(micro_batch)
                 with self.timers("forward"):
                     loss = self.compute_loss(self.to_device(micro_batch.data))
                 self.backward(loss * weight)
@@ -180,12 +206,20 @@ class Runner(HeldState):
                     for micro_batch in micro_batches:
                         self.evaluate(micro_batch.data)
                 routers.counting = False
-                routers.end_count(self.dp.process_group)
+                routers.end_count(self.dp.process_group, self.context.process_group)
+
+    def seed_for(self, micro_batch: MicroBatch) -> None:
+        """Seed torch's random numbers (dropout) for a micro batch; ranks that share it draw their own."""
+        parts = [self.context.rank] if self.context.size > 1 else []
+        seed_everything_for(self.run.seed, micro_batch.first_sample, *parts)
 
     @property
     def gradient_scale(self) -> float:
-        """Factor on the gradients after `forward_backward`: the loss scale over `dp.size`, as engines average."""
-        return self.precision.scaler.scale / self.dp.size
+        """Factor on the gradients after `forward_backward`: the loss scale over the ranks that engines average over.
+
+        The sum is meant: each rank's gradient is that of its part of the loss, divided by the number of all targets.
+        """
+        return self.precision.scaler.scale / (self.dp.size * self.context.size)
 
     def compute_loss(self, batch: Batch) -> Tensor:
         """Summed loss of a batch on this device, under autocast."""
@@ -266,3 +300,15 @@ class Runner(HeldState):
             key: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
             for key, value in batch.items()
         }
+
+
+def context_size(options: Any) -> int:
+    """Ranks that share each sequence under a runner's options."""
+    return getattr(options, "context_parallel", 1)
+
+
+def _subgroup(rows: list[list[int]], name: str) -> Group:
+    """This rank's group of several that are made together."""
+    if len(rows[0]) == 1:
+        return Group()
+    return Group(cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(rows, group_desc=name)[0]))

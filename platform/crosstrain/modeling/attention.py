@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available
 
+from crosstrain.modeling.context import Context
 from crosstrain.modeling.meta_init import has_values
 from crosstrain.utils.errors import ConfigError
 
@@ -51,25 +52,31 @@ def choose_attention(asked: Attention | None, model: type[PreTrainedModel], conf
 
 @dataclass
 class Documents:
-    """Boundaries of the documents in a batch, and the modules whose attention has kept to them."""
+    """Boundaries of the documents in a batch, and the modules whose attention has kept to them.
+
+    With a `context`, its ranks have parts of the rows, and attention gets them together.
+    """
 
     rows: int
     length: int  # tokens of a row
     starts: list[int]  # of the documents, in the rows one after another; and the number of all tokens
+    context: Context | None = None
     seen: set[int] = field(default_factory=set)
 
     @staticmethod
-    def of(position_ids: Tensor) -> Documents | None:
-        """Find the documents in position_ids [batch, length], which begin with 0; None if each row is a single one.
+    def of(position_ids: Tensor, context: Context | None = None) -> Documents | None:
+        """Find the documents in position_ids [batch, length], which begin with 0.
 
-        None also for position_ids without values: a plan counts attention as if nothing was packed.
+        None if each row is a single one, and no context has parts of it. position_ids without values say that, too: a
+        plan counts attention as if nothing was packed.
         """
-        if not has_values(position_ids):
-            return None
         rows, length = position_ids.shape
-        starts = (position_ids.flatten() == 0).nonzero().flatten().tolist()
-        assert set(range(0, rows * length, length)) <= set(starts), "a row begins with a document"
-        return Documents(rows, length, [*starts, rows * length]) if len(starts) > rows else None
+        starts = [*range(0, rows * length, length)]
+        if has_values(position_ids):
+            found = (position_ids.flatten() == 0).nonzero().flatten().tolist()
+            assert set(starts) <= set(found), "a row begins with a document"
+            starts = found
+        return Documents(rows, length, [*starts, rows * length], context) if len(starts) > rows or context else None
 
     def __iter__(self) -> Iterator[tuple[int, slice]]:
         """The row and the place in it of every document, in order."""
@@ -93,7 +100,8 @@ class Documents:
         if attention == "sdpa":
             # transformers passes a mask of four dimensions on as it is, instead of making a dense one. Attention that
             # does not know of documents fails over this one, which fits no keys.
-            unread = torch.empty(self.rows, 1, self.length, 0, dtype=torch.bool, device=device)
+            length = self.context.share(self.length) if self.context else self.length
+            unread = torch.empty(self.rows, 1, length, 0, dtype=torch.bool, device=device)
             return {"documents": self} | ({"attention_mask": unread} if uniform else {})
         if attention == "eager":
             return {"attention_mask": self.mask().to(device)}
@@ -114,8 +122,9 @@ class Documents:
         for number, block in enumerate(blocks):
             if next(block.parameters(), None) is not None and not any(id(m) in self.seen for m in block.modules()):
                 raise ConfigError(
-                    f"model: block {number} ({type(block).__name__}) lets documents of a sequence see each other; use "
-                    f"another model, or train without packing and document_mask"
+                    f"model: block {number} ({type(block).__name__}) lets documents of a sequence see each other, and "
+                    f"ranks cannot share one; use another model, or train without packing, document_mask and "
+                    f"context_parallel"
                 )
 
 
@@ -126,11 +135,16 @@ def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     documents: Documents | None = None, position_bias: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """transformers' sdpa attention, applied to each document by itself; [batch, length, heads, width]."""
+    """transformers' sdpa attention, applied to each document by itself; [batch, length, heads, width].
+
+    With a context, `length` is that of this rank's part, of the tensors that come and of the one that goes.
+    """
     if documents is None:
         return _sdpa(module, query, key, value, attention_mask, position_bias=position_bias, **kwargs)
     documents.seen.add(id(module))
     mask = attention_mask if attention_mask is not None and attention_mask.shape[-1] else None
+    if (context := documents.context) is not None:
+        query, key, value = context.to_heads(query, key, value)
 
     def within(tensor: Tensor | None, row: int, place: slice, both: bool) -> Tensor | None:
         if tensor is None:
@@ -138,14 +152,18 @@ def _attention(
         own = tensor[row : row + 1] if tensor.shape[0] > 1 else tensor
         return own[..., place, place] if both else own[:, :, place]
 
-    outputs = [
-        _sdpa(
-            module, *(within(tensor, row, place, False) for tensor in (query, key, value)),
-            within(mask, row, place, True), position_bias=within(position_bias, row, place, True), **kwargs,
-        )[0]
-        for row, place in documents
-    ]  # fmt: skip
-    return torch.cat(outputs, 1).view(query.shape[0], query.shape[2], *outputs[0].shape[2:]), None
+    if len(documents.starts) == documents.rows + 1:
+        out = _sdpa(module, query, key, value, mask, position_bias=position_bias, **kwargs)[0]
+    else:
+        outputs = [
+            _sdpa(
+                module, *(within(tensor, row, place, False) for tensor in (query, key, value)),
+                within(mask, row, place, True), position_bias=within(position_bias, row, place, True), **kwargs,
+            )[0]
+            for row, place in documents
+        ]  # fmt: skip
+        out = torch.cat(outputs, 1).view(query.shape[0], query.shape[2], *outputs[0].shape[2:])
+    return out if context is None else context.to_parts(out), None
 
 
 ALL_ATTENTION_FUNCTIONS.register("sdpa", _attention)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from crosstrain.modeling.activation_checkpointing import Mode
+from crosstrain.modeling.context import Context
 from crosstrain.modeling.cross_entropy import Head
 from crosstrain.modeling.meta_init import has_values
 from crosstrain.modeling.pretrained import Place, Source
@@ -90,6 +91,7 @@ class Model(nn.Module, ABC):
     reads_across = False  # True: modules in a block read weights of others there, which have to be whole
     head: Head = Head()  # the end of a language model's forward; a runner may replace it
     routers: Routers | None = None  # of a mixture of experts
+    context: Context | None = None  # ranks that share the rows of a batch with targets
 
     def __init__(self, options: Any) -> None:
         super().__init__()
@@ -118,6 +120,10 @@ class Model(nn.Module, ABC):
     def check_documents(self) -> None:
         """Raise ConfigError unless `forward` keeps the documents of a sequence apart, which position_ids number."""
         raise ConfigError(f"model: {type(self).__name__} cannot keep the documents of a sequence apart")
+
+    def check_context(self, ranks: int) -> None:
+        """Raise ConfigError unless `forward` can share rows in a `context`, and heads of attention among `ranks`."""
+        raise ConfigError(f"run.runner.context_parallel: {type(self).__name__} cannot share a sequence among ranks")
 
     # ---- structure
 

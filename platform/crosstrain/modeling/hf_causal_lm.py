@@ -20,9 +20,11 @@ from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.attention import Documents
 from crosstrain.modeling.base import Ends, LanguageModel
 from crosstrain.modeling.cross_entropy import Logits
+from crosstrain.modeling.meta_init import has_values
 from crosstrain.modeling.pretrained import Place, Stack
 from crosstrain.utils.assets import GENERATION_CONFIG, copy_files, plain_files
 from crosstrain.utils.errors import ConfigError, DataError
+from crosstrain.utils.types import IGNORE_INDEX
 
 # Sizes of weights, under the names that every configuration knows.
 SIZES = (
@@ -105,12 +107,23 @@ class TransformersModel(LanguageModel):
         self, input_ids: Tensor | None = None, labels: Tensor | None = None, cache: Any = None,
         inputs_embeds: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
+        context = None  # every rank generates from whole sequences
+        if labels is not None and (context := self.context) is not None:
+            assert input_ids is not None, "who gives embeddings has refused to share sequences"
+            assert attention_mask is None
+            if position_ids is None:
+                position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
+            # The padding belongs to a row's last document, which does not look ahead.
+            position_ids = context.padded(position_ids, 1)
+            input_ids, labels = context.part(input_ids), context.part(labels, IGNORE_INDEX)
         more: dict[str, Any] = {"inputs_embeds": inputs_embeds, "position_ids": position_ids}
         documents = None
         if attention_mask is not None:
             more["attention_mask"] = attention_mask
-        elif position_ids is not None and cache is None and (documents := Documents.of(position_ids)):
+        elif position_ids is not None and cache is None and (documents := Documents.of(position_ids, context)):
             more |= documents.arguments(self.attention, self._sees_all, position_ids.device)
+            if context is not None:
+                more["position_ids"] = context.part(position_ids)
         if "attention_mask" in more:
             more["attention_mask"] = self._mask(more["attention_mask"])
         given = {key: value for key, value in more.items() if value is not None}  # not every model knows all of them
@@ -118,11 +131,13 @@ class TransformersModel(LanguageModel):
         if routers is not None and (self.training or routers.counting):
             routers.begin()
         out = self.lm.base_model(input_ids, past_key_values=cache, use_cache=cache is not None, **given)
-        if documents is not None and self.attention == "sdpa":
+        if documents is not None and self.attention == "sdpa" and has_values(out.last_hidden_state):  # not so in a plan
             documents.check_seen(self.blocks())
         head = self.lm.get_output_embeddings()
         logits = Logits(head.bias, self.scale, self.softcap)
         result = self.head(out.last_hidden_state, head.weight, labels, self.vocab_size, logits)
+        if context is not None and result.ndim == 0:  # not so where another stage has the head
+            result = context.total(result)
         if labels is None or routers is None or not routers.watching:
             return result
         return self.head.add(result, routers.loss(labels, documents))
@@ -145,6 +160,21 @@ class TransformersModel(LanguageModel):
             raise ConfigError(f"model: {self.config.model_type} carries a state from document to document")
         if self.attention in ("eager", "flex_attention") and not self._sees_all:
             raise ConfigError(f"model.attention: {self.attention} cannot keep documents apart where windows slide")
+
+    def check_context(self, ranks: int) -> None:
+        family, heads = self.config.model_type, getattr(self.config, "num_attention_heads", None) or ranks
+        if not self.takes_positions or getattr(self.lm, "_is_stateful", False) or not self._sees_all:
+            raise ConfigError(
+                f"run.runner.context_parallel: ranks can share sequences where every block attends to all of the past "
+                f"and the model takes positions, and {family} is another; leave it out"
+            )
+        if self.attention != "sdpa":
+            raise ConfigError(f"model.attention: {self.attention} wants whole sequences; context_parallel needs sdpa")
+        if heads % ranks:
+            raise ConfigError(
+                f"run.runner.context_parallel: {ranks} ranks cannot share the {heads} heads of attention evenly; "
+                f"choose a divisor of {heads}"
+            )
 
     def ends(self) -> Ends | None:
         theirs = list(self.lm.config.base_model_pp_plan or {})

@@ -74,6 +74,9 @@ class ModelWithObjective(Model):
     def num_targets(self, batch: Batch) -> int:  # type: ignore[override]
         return count_targets(self.objective.units, batch)
 
+    def check_context(self, ranks: int) -> None:
+        raise ConfigError("run.runner.context_parallel: run.objective needs whole sequences; leave one of them out")
+
     @property
     def targets(self) -> str:
         return self.objective.unit

@@ -101,7 +101,8 @@ class Routers:
     def loss(self, labels: Tensor, documents: Documents | None) -> Tensor:
         """The losses since `begin`, a scalar to add to the sum of the targets' losses; labels [batch, length].
 
-        A rank of `group` returns the loss of whole sequences, with the gradients of its part.
+        A rank of `group`, or of the documents' context, returns the loss of whole sequences, with the gradients of its
+        part.
         """
         seen, self._seen = self._seen or {}, None
         weight, owner, owners = self._tokens(labels, documents)
@@ -115,9 +116,11 @@ class Routers:
         if self.counting:
             return weight.new_zeros(())
         targets, sizes = weight.sum(), weight.new_zeros(owners).index_add(0, owner, weight)
-        if self.group is not None:
-            dist.all_reduce(choices, group=self.group)
-            dist.all_reduce(sizes, group=self.group)
+        context = None if documents is None or documents.context is None else documents.context.group
+        sharing = [group for group in (self.group, context) if group is not None]
+        for group in sharing:
+            dist.all_reduce(choices, group=group)
+            dist.all_reduce(sizes, group=group)
         if self.counts_first and self._known is not None:
             choices, k = self._known[here, None].to(choices), seen[here[0]][1].shape[1]
             sizes = choices[0].sum(-1) / k
@@ -128,10 +131,9 @@ class Routers:
                 self.record(name, sums / targets.clamp(min=1), targets.expand_as(sums))
         coefficient = 0.0 if self.scope == "none" else self.coefficient
         loss = (coefficient * balance + self.z_coefficient * z).sum() / len(self.modules)
-        if self.group is None:
-            return loss
         whole = loss.detach().clone()
-        dist.all_reduce(whole, group=self.group)
+        for group in sharing:
+            dist.all_reduce(whole, group=group)
         return loss + (whole - loss.detach())
 
     def _tokens(self, labels: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor, int]:
@@ -143,6 +145,7 @@ class Routers:
             owner, owners = torch.arange(len(labels), device=labels.device)[:, None].expand_as(labels), len(labels)
         else:
             owner, owners = documents.numbers().to(labels.device) - 1, len(documents.starts) - 1
+            owner = owner if documents.context is None else documents.context.part(owner)
         if self.group is not None:
             size, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
             target, owner = target.chunk(size, 1)[rank], owner.chunk(size, 1)[rank]
@@ -156,9 +159,9 @@ class Routers:
         if not self.counting:
             self.record_load("expert_load", every)
 
-    def end_count(self, ranks: dist.ProcessGroup | None) -> None:
-        """Take what was counted by `ranks`, which see different samples, as the choices of the coming step."""
-        self._known = self._summed(ranks)
+    def end_count(self, *ranks: dist.ProcessGroup | None) -> None:
+        """Take what was counted by `ranks`, which see different samples or parts, as the choices of the coming step."""
+        self._known = self._summed(*ranks)
 
     def end_step(self, ranks: dist.ProcessGroup | None, applied: bool) -> None:
         """Move biases towards balance (Wang et al., 2024, algorithm 1) by the choices that all `ranks` made."""
@@ -168,8 +171,9 @@ class Routers:
             for module, made in zip(self.modules, choices, strict=True):
                 module.get_buffer(BIAS).add_((made.mean() - made).sign() * self.bias_rate)
 
-    def _summed(self, ranks: dist.ProcessGroup | None) -> Tensor | None:
+    def _summed(self, *ranks: dist.ProcessGroup | None) -> Tensor | None:
         choices, self._choices = self._choices, None
-        if choices is not None and ranks is not None:
-            dist.all_reduce(choices, group=ranks)
+        for group in ranks:
+            if choices is not None and group is not None:
+                dist.all_reduce(choices, group=group)
         return choices

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import cast, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
 from crosstrain.distributed.group import Group
-from crosstrain.engine.build import batch_plan, check_quantized
+from crosstrain.engine.build import batch_plan, check_held
 from crosstrain.engine.footprint import Layout, PlanContext, Sizes
 from crosstrain.engine.matrix_optimizer import MatrixOptimizer
 from crosstrain.engine.optimizer import create_state, optimizer_factory
 from crosstrain.engine.precision import DTYPES
+from crosstrain.engine.runner import context_size
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.base import Model
+from crosstrain.modeling.context import Context
 from crosstrain.planning.fake_world import fake_world
 from crosstrain.planning.memory_trace import Trace, trace
 from crosstrain.utils.errors import ConfigError, UserError, explained, first_line
@@ -84,7 +88,7 @@ class Project:
         """Estimate under the runner of `config`, a variant of the project. Raises ConfigError where it cannot train."""
         batch, mode = batch_plan(config, world_size), config.run.gradient_checkpointing
         runner = registry.get("runner", config.run.runner.name)
-        check_quantized(self.model, runner, config)
+        check_held(self.model, runner, config)
         runner.check_model(config.run.runner.options, self.model)
         with fake_world(world_size):
             found = []
@@ -105,8 +109,17 @@ class Project:
 
     def layouts(self, config: Config, world_size: int, batch: BatchPlan) -> list[Layout]:
         """Return what the runner says of each kind of rank; within `fake_world`."""
-        at = PlanContext(self.model, self.batch_of(batch.micro_batch), config.run, world_size, batch, self.device)
-        return registry.get("runner", config.run.runner.name).layouts(config.run.runner.options, at)
+        runner, options = registry.get("runner", config.run.runner.name), config.run.runner.options
+        model, sharing = self.model, context_size(options)
+        if sharing > 1:
+            model = copy.deepcopy(model)
+            model.context = Context(cast(dist.ProcessGroup, dist.new_group([*range(sharing)])))
+        inputs, replicas = self.batch_of(batch.micro_batch), batch.dp_size * sharing
+        at = PlanContext(model, inputs, config.run, world_size, batch, self.device, replicas)
+        found = runner.layouts(options, at)
+        for layout in found if sharing > 1 else []:
+            layout.model, layout.computes = layout.model or model, f"{layout.computes} {sharing}"
+        return found
 
     def batch_of(self, rows: int) -> Batch:
         """A batch of `rows` samples on the meta device."""

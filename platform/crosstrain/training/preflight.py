@@ -18,7 +18,7 @@ from crosstrain.config.schema import Component
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.splits import first_batch, is_prepared, open_split, prepare_data, training_dataset
 from crosstrain.distributed.launch.signals import sigint_kills
-from crosstrain.engine.build import batch_plan, check_fit, check_quantized, freeze, make_schedule, model_on_meta
+from crosstrain.engine.build import batch_plan, check_fit, check_held, freeze, make_schedule, model_on_meta
 from crosstrain.engine.optimizer import optimizer_factory
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling.base import Model
@@ -78,7 +78,7 @@ def preflight(config: Config, world_size: int, dry: bool = False) -> Preflight:
     with explained("the model, its data and the run do not go together"):
         if dataset is not None:
             check_fit(model, dataset)
-        check_quantized(model, runner, config)
+        check_held(model, runner, config)
         if not absent:
             weights = PretrainedWeights.of(model)
             weights.verify()

@@ -45,8 +45,11 @@ def sample_rng(seed: int, number: int) -> np.random.Generator:
     return np.random.default_rng(derive_seed(seed, "sample", number))
 
 
-def seed_everything_for(seed: int, first_sample: int) -> None:
-    """Seed torch's default generators (dropout) for the micro-batch that begins with sample `first_sample`."""
+def seed_everything_for(seed: int, first_sample: int, *more: int) -> None:
+    """Seed torch's default generators (dropout) for the micro-batch that begins with sample `first_sample`.
+
+    more: the rank, where several compute parts of it.
+    """
     import torch
 
-    torch.manual_seed(derive_seed(seed, "micro batch", first_sample))
+    torch.manual_seed(derive_seed(seed, "micro batch", first_sample, *more))

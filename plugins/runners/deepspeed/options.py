@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import BaseModel, ValidationError
 
-from crosstrain import OptionError, PositiveInt
+from crosstrain import ContextOptions, OptionError, PositiveInt
 from crosstrain.config.describe import meanings
 
 _NOT_OFFERED = {
@@ -80,7 +80,7 @@ class AsyncIO:
 
 
 @dataclass
-class _Base:
+class _Base(ContextOptions):
     stage: Literal[0, 1, 2, 3] = 1  # what is sharded: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
     wall_clock_breakdown: bool = False  # DeepSpeed's own phases among the timers of every logged step
     steps_per_print: PositiveInt | None = None  # log DeepSpeed's progress line every so many steps

@@ -97,6 +97,7 @@ def _layout(
         here = spread(len(blocks), stages, options.pipeline_layers)[stage]
         first, last = blocks[here[0]], blocks[here[-1]]
         rows, length = at.inputs["input_ids"].shape
+        length = length if model.context is None else model.context.share(length)
         parts = options.tensor_parallel if options.sequence_parallel else 1
         hidden = rows * length // parts * width_of(model, ends) * 4
         leave_out(model, ends, here, stage == 0, stage == stages - 1, tensor)
@@ -110,7 +111,7 @@ def _layout(
             last = model.get_submodule(closing[-1])
         last.register_forward_hook(tensor.set_aside)
     out = with_experts(
-        model, at.batch.dp_size, options.expert_parallel, lambda sizes, copies: _owned(options, at, sizes, copies)
+        model, at.replicas, options.expert_parallel, lambda sizes, copies: _owned(options, at, sizes, copies)
     )
     out.model = model if tensor is not None or stages > 1 or experts is not None else None
     if out.model is not None:

@@ -1,15 +1,16 @@
 """Options of the megatron runner, and the layout of ranks that follows from them."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from crosstrain import ConfigError, OptionError, PositiveInt, Text
+from crosstrain import ConfigError, ContextOptions, OptionError, PositiveInt, Text
 
 
 @dataclass
-class Options:
+class Options(ContextOptions):
     """Options of `run.runner` for megatron."""
 
     tensor_parallel: PositiveInt = 1  # ranks that share every block: each holds a part of its matrices
@@ -38,8 +39,9 @@ class Options:
 
     def copies(self, world_size: int) -> int:
         """Number of data-parallel copies on `world_size` ranks. Raises ConfigError where the layout does not fit."""
-        ranks = self.tensor_parallel * self.pipeline_parallel
-        layout = f"tensor_parallel {self.tensor_parallel} x pipeline_parallel {self.pipeline_parallel}"
+        sizes = {key: getattr(self, key) for key in ("tensor_parallel", "context_parallel", "pipeline_parallel")}
+        ranks = math.prod(sizes.values())
+        layout = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1 or key != "context_parallel")
         if self.data_parallel != "auto":
             if ranks * self.data_parallel != world_size:
                 raise ConfigError(
@@ -49,7 +51,7 @@ class Options:
         elif world_size % ranks:
             raise ConfigError(f"run.runner: {layout} = {ranks} ranks do not divide the {world_size} that there are")
         copies = world_size // ranks
-        if copies % self.expert_parallel:
+        if copies * self.context_parallel % self.expert_parallel:
             raise ConfigError(
                 f"run.runner.expert_parallel: {self.expert_parallel} does not divide the {copies} data-parallel copies "
                 f"of {layout} on {world_size} ranks"

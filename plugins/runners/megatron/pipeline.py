@@ -44,7 +44,7 @@ class Stage(nn.Module):
             batch = self.batch(number)
             if not self.is_first:
                 hidden, state = received
-                self.received = hidden[:, : batch["input_ids"].shape[1] // self.part]
+                self.received = hidden[:, : self.tokens(batch) // self.part]
                 self.rng.set_state(state.cpu())
             with self.autocast():
                 out = self.model(**batch)
@@ -55,6 +55,11 @@ class Stage(nn.Module):
             out = out.float() if out.requires_grad else out.float().requires_grad_()
             out = nn.functional.pad(out, (0, 0, 0, self.length - out.shape[1]))
             return out, self.rng.state().to(out.device)
+
+    def tokens(self, batch: Batch) -> int:
+        """Tokens of a row that the ranks of this stage that share blocks compute."""
+        context, length = self.model.context, batch["input_ids"].shape[1]
+        return length if context is None or "labels" not in batch else context.share(length)
 
     def take_received(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Hook before this stage's first block: replace the stubs' output by the received hidden states."""
@@ -135,10 +140,10 @@ class Pipeline:
 
     def evaluate(self, batch: Batch) -> Tensor:
         """The model's output for a batch, on every rank of the pipeline."""
-        shape = batch["input_ids"].shape
         stage, group, rank = self.stage, self.group.process_group, self.group.rank
         if not stage.is_first:
-            stage.received = torch.empty(*shape, self.width, device=self.device)
+            shape = len(batch["input_ids"]), stage.tokens(batch), self.width
+            stage.received = torch.empty(shape, device=self.device)
             dist.recv(stage.received, group=group, group_src=rank - 1)
         with stage.autocast():
             out = stage.model(**batch).float().contiguous()

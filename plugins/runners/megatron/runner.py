@@ -32,7 +32,6 @@ from crosstrain import (
     registry,
     without_padding,
 )
-from crosstrain.utils.rng import seed_everything_for
 
 from .data_parallel import (
     DDPStrategy,
@@ -63,9 +62,10 @@ def _group(mesh: DeviceMesh) -> Group:
 class MegatronRunner(Runner):
     """Megatron's tensor, sequence, pipeline and expert parallelism, and data parallelism, over unmodified models.
 
-    Ranks form a mesh [pipeline, data, tensor]. Consecutive ranks share blocks, because they exchange most. With expert
-    parallelism the dimension data is [expert_data, expert]: ranks along `expert` hold different experts, and those
-    along `expert_data` the same ones, whose gradients they sum.
+    Ranks form a mesh [pipeline, data, tensor]. Consecutive ranks share blocks, because they exchange most. Those along
+    `data` have or share the same parameters; with context parallelism, neighbours among them share sequences. With
+    expert parallelism the dimension data is [expert_data, expert]: ranks along `expert` hold different experts, and
+    those along `expert_data` the same ones, whose gradients they sum.
     """
 
     Options = Options
@@ -94,6 +94,8 @@ class MegatronRunner(Runner):
             raise ConfigError("run.runner.tensor_parallel: parts of the model (dora) need whole weights; leave it out")
         if options.tensor_parallel > 1:
             shard_specs(model, plan, options.tensor_parallel)
+            if options.context_parallel > 1:
+                model.check_context(options.tensor_parallel * options.context_parallel)
         if options.sequence_parallel:
             ends_of(model, "sequence_parallel")
         if options.pipeline_parallel > 1:
@@ -107,14 +109,15 @@ class MegatronRunner(Runner):
         return layouts(options, at)
 
     def setup(self) -> None:
-        super().setup()
         options: Options = self.options
-        copies = options.copies(self.world.size)
-        shape = (options.pipeline_parallel, copies, options.tensor_parallel)
-        self.mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("pipeline", "data", "tensor"))
+        super().setup()
+        self.mesh = init_device_mesh(self.device.type, self._shape(), mesh_dim_names=("pipeline", "data", "tensor"))
         if (ranks := options.expert_parallel) > 1:
-            self.expert_mesh = self.mesh._unflatten("data", (copies // ranks, ranks), ("expert_data", "expert"))
-        self.dp, self.stages = _group(self.mesh["data"]), _group(self.mesh["pipeline"])
+            sizes = self.mesh["data"].size() // ranks, ranks
+            self.expert_mesh = self.mesh._unflatten("data", sizes, ("expert_data", "expert"))
+        self.copies, self.stages = _group(self.mesh["data"]), _group(self.mesh["pipeline"])
+        if options.context_parallel == 1:
+            self.dp = self.copies
         self.rng = RngTracker(self.device, self.mesh.get_local_rank("tensor"))
         if options.tensor_parallel > 1:
             group = self.mesh.get_group("tensor")
@@ -123,6 +126,14 @@ class MegatronRunner(Runner):
         if options.pipeline_parallel > 1:
             ends = [[int(column[0]), int(column[-1])] for column in self.mesh.mesh.flatten(1).T]
             self.tied_group, _ = dist.new_subgroups_by_enumeration(ends)
+
+    def _shape(self) -> tuple[int, int, int]:
+        options, size = self.options, self.world.size
+        copies = options.copies(size) * options.context_parallel
+        return options.pipeline_parallel, copies, options.tensor_parallel
+
+    def replicas(self) -> list[list[int]]:
+        return torch.arange(self.world.size).view(self._shape()).mT.flatten(0, 1).tolist()
 
     # ---- building
 
@@ -203,13 +214,13 @@ class MegatronRunner(Runner):
         style = self.options.data_parallel_style
         self.offloads = self.options.offload == "cpu"
         if self.options.offload == "auto" and self.device.type == "cuda" and style in (None, "fsdp"):
-            numel = sum(local(p).numel() for p in model.parameters()) // (self.dp.size if style == "fsdp" else 1)
+            numel = sum(local(p).numel() for p in model.parameters()) // (self.copies.size if style == "fsdp" else 1)
             self.offloads = needs_host_memory(numel, free_memory(self.device))
         if style == "fsdp" or self.offloads:
             experts = self.expert_mesh["expert_data"] if self.options.expert_parallel > 1 else None
             shard_parameters(model, self.mesh["data"], experts, self.offloads)
-            return FSDPStrategy(self.dp, model)
-        return (ZeRO1Strategy if style == "zero1" else DDPStrategy)(self.dp, self.options.bucket_mb)
+            return FSDPStrategy(self.copies, model)
+        return (ZeRO1Strategy if style == "zero1" else DDPStrategy)(self.copies, self.options.bucket_mb)
 
     def _hook_blocks(self, model: Model) -> None:
         """Hook this rank's first and last blocks; ahead of FSDP's own pre-hook, which looks at inputs."""
@@ -255,18 +266,17 @@ class MegatronRunner(Runner):
 
     def _through_pipeline(self, pipeline: Pipeline, micro_batches: list[MicroBatch], num_targets: int) -> float:
         def batch(number: int) -> Batch:
-            seed_everything_for(self.run.seed, micro_batches[number].first_sample)
+            self.seed_for(micro_batches[number])
             return self.to_device(micro_batches[number].data)
 
-        shapes = [micro_batch.data["input_ids"].shape for micro_batch in micro_batches]
-        rows, length = max(shapes)
+        stage = pipeline.stage
         if self.tensor is not None and self.tensor.splits_sequence:
-            pipeline.stage.part = self.tensor.size
-            length //= self.tensor.size
+            stage.part = self.tensor.size
+        rows, length = max((len(m.data["input_ids"]), stage.tokens(m.data) // stage.part) for m in micro_batches)
         weight = self.precision.scaler.scale / num_targets
         losses = pipeline.train((rows, length), len(micro_batches), batch, weight, self._before_backward)
-        self.micro_losses = list(losses) if pipeline.stage.is_last else []
-        mine = losses.sum().item() / self.options.tensor_parallel  # whose ranks all have it
+        self.micro_losses = list(losses) if stage.is_last else []
+        mine = losses.sum().item() / (self.options.tensor_parallel * self.context.size)  # whose ranks all have it
         with self.timers("allreduce"):
             return self.world.all_reduce_sum(mine)[0] / num_targets
 

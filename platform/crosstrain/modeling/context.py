@@ -1,0 +1,101 @@
+"""Context parallelism: ranks share sequences, and each computes a part of every row.
+
+Everything in a block but attention looks at tokens one by one. For attention, ranks exchange parts of the sequence for
+heads and back (DeepSpeed-Ulysses, Jacobs et al., 2023), so each computes some heads over whole rows, where masks,
+documents and dropout are as in one process.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from crosstrain.utils.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Context:
+    """The ranks that share each row of a batch, whose end is padded so that their parts are equally long."""
+
+    group: dist.ProcessGroup
+
+    def __deepcopy__(self, memo: Any) -> Context:
+        return self
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    def share(self, length: int) -> int:
+        """Tokens of a row of `length` that a rank has."""
+        return -(-length // self.size)
+
+    def padded(self, x: Tensor, value: int) -> Tensor:
+        """Pad [batch, length] at the end with `value`."""
+        return nn.functional.pad(x, (0, self.share(x.shape[1]) * self.size - x.shape[1]), value=value)
+
+    def part(self, x: Tensor, padding: int = 0) -> Tensor:
+        """This rank's part [batch, share] of [batch, length]."""
+        share = self.share(x.shape[1])
+        return self.padded(x, padding).narrow(1, dist.get_rank(self.group) * share, share)
+
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Parts of the sequence for whole sequences of some heads; [batch, heads, share, width] -> [.., length, ..].
+
+        Heads of keys and values that are fewer than the ranks are repeated. Raises ConfigError where the heads of
+        queries cannot be dealt evenly.
+        """
+        heads, keys = query.shape[1], key.shape[1]
+        if heads % self.size:
+            raise ConfigError(
+                f"run.runner.context_parallel: {self.size} ranks cannot share {heads} heads of attention evenly"
+            )
+        times = math.lcm(keys, self.size) // keys
+        if times > 1:
+            key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+        query, key, value = (_AllToAll.apply(x, self.group, 1, 2) for x in (query, key, value))
+        return query, key, value
+
+    def to_parts(self, x: Tensor) -> Tensor:
+        """The inverse, of attention's output [batch, length, heads, width]."""
+        return _AllToAll.apply(x, self.group, 1, 2)
+
+    def total(self, loss: Tensor) -> Tensor:
+        """The sum over the ranks of the losses of their parts; backward, each has the gradient of its own."""
+        return _Sum.apply(loss, self.group)
+
+
+def _exchange(x: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tensor:
+    """Cut dimension `cut` into a part for each rank, and join what comes from them along `join`."""
+    parts = torch.stack(x.chunk(dist.get_world_size(group), cut))
+    out = torch.empty_like(parts)
+    dist.all_to_all_single(out, parts, group=group)
+    return torch.cat(out.unbind(), join)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tensor:
+        ctx.group, ctx.cut, ctx.join = group, cut, join
+        return _exchange(x, group, cut, join)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(grad, ctx.group, ctx.join, ctx.cut), None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = loss.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
