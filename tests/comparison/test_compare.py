@@ -10,8 +10,9 @@ import pytest
 from conftest import Workspace
 from crosstrain.comparison.diagnosis import diagnose
 from crosstrain.comparison.tolerance import Tolerance
+from fixtures_families import tiny
 from fixtures_ranks import mostly_slow
-from fixtures_training import compare
+from fixtures_training import compare, project
 
 FOUND = {
     "dropout": "random numbers (dropout) differ",
@@ -51,6 +52,17 @@ def test_planted_bugs_are_named_and_healthy_runners_pass(workspace: Workspace, b
         assert FOUND[bug] in results[wrong[bug]]["finding"]["sentence"], bug
 
 
+@pytest.mark.slow
+def test_a_balance_of_micro_batches_is_named(workspace: Workspace) -> None:
+    config = tiny("qwen3_moe") | {"vocab_size": 320, "num_experts": 4, "initializer_range": 0.2}
+    project(workspace, {"arch": "causal_lm", "config": config, "router_loss_coef": 0.1})
+    done = compare(workspace, "ddp@1", "unbalanced@2", wrong := "{name: unbalanced, micro_batches: true}@2")
+    results = json.loads((workspace.path / "compare.json").read_text())
+    assert results["unbalanced@2"].get("finding", "") is None, done.stdout + done.stderr
+    said = results[wrong]["finding"]["sentence"]
+    assert "from equal logits: a mean over other tokens" in said
+
+
 def record(gradient: float) -> dict[str, Any]:
     """A step of a model with the parameters a and b, where b's gradient has this number."""
     row = {"step": 1, "samples": 4, "loss": 1.0, "grad_norm": 1.0}
@@ -58,6 +70,7 @@ def record(gradient: float) -> dict[str, Any]:
     gradients = empty | {"products": {"a": [0.0, 0.0, 1.0], "b": [gradient**2, 0.0, 0.0]}}
     step = {
         "gradients": gradients, "weights": empty, "data": {}, "rates": [0.1], "activations": {}, "training": True,
+        "routing": {"near": {}, "loss": None},
         "projections": {},
     }  # fmt: skip
     return {

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from crosstrain.comparison.routing import flipped, nearly_tied
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import OptionError
 from crosstrain.modeling import activation_checkpointing
@@ -169,3 +170,13 @@ def test_arithmetic_counts_the_experts_that_a_token_uses() -> None:
     assert model.idle_parameters == experts * 6 // 8  # 2 of 8 are chosen
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1 and "embed" not in name)
     assert model.flops_per_token(16) == 6 * (matrices - model.idle_parameters) + 12 * 2 * 32 * 16
+
+
+def test_a_choice_that_a_tie_flips_is_told_with_its_margin() -> None:
+    logits = torch.tensor([[3.0, 1.0, 1.0 - 1e-5, 0.0], [1.0, 5.0, 3.0, 2.0]])
+    found = [nearly_tied({7: (logits, torch.tensor([[0, last], [2, 1]]))}, 1e-3) for last in (1, 2)]
+    theirs, mine = ({f"{layer} 16 {token}": near for (layer, token), near in each.items()} for each in found)
+    assert list(theirs) == ["7 16 0"], "the other token's choice is clear"
+    said = flipped(mine, theirs)
+    assert "at layer 7, token 0 of sample 16, by a margin of 1.0e-05:" in str(said)
+    assert flipped(theirs, theirs) is None

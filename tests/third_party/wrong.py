@@ -94,3 +94,24 @@ class Wrong(Runner):
         if self.options.bug == "stale" and self.world.rank == 1:
             self.model.lm.transformer.ln_f.weight.data.copy_(before)
         return result
+
+
+@registry.register_runner("unbalanced")
+class Unbalanced(Runner):
+    """Data parallel by hand, or a balance of experts in each micro batch, as transformers has it."""
+
+    @dataclass
+    class Options:
+        micro_batches: bool = False
+
+    def prepare(self, model, make_optimizer):
+        super().prepare(model, make_optimizer)
+        for routers in model.all_routers() if self.options.micro_batches else []:
+            routers.scope = "micro_batch"
+
+    def forward_backward(self, micro_batches, num_targets):
+        loss = super().forward_backward(micro_batches, num_targets)
+        for p in self.model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= self.dp.size
+        return loss

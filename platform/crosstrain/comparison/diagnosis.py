@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from crosstrain.comparison import causes
+from crosstrain.comparison import causes, routing
 from crosstrain.comparison.tolerance import Gap, Record, Tolerance, difference, steps_of
 
 Phase = Literal[
@@ -178,6 +178,9 @@ class _Judge:
         same = not self._wrong(number, step, expected) and not self._lacking(step, expected)
         place, names = ("look at what forward_backward returns", []) if same else self._place(number, step, expected)
         cause = None
+        if routed := self._routing(number, step, expected):
+            yield self._finding("forward", said, routed)
+            return
         if same:
             said += ", although its gradients agree"
             usual = causes.usual_scale((loss or math.inf) / (theirs["loss"] or math.inf), self.record)
@@ -198,6 +201,19 @@ class _Judge:
             said += ", although in evaluation mode the losses agree and nothing is random"
             place = f"compute_loss and forward_backward, the mask or the targets that training alone sees; {place}"
         yield self._finding("forward", said, cause or place, () if cause else names)
+
+    def _routing(self, number: int, step: Record, expected: Record) -> str | None:
+        """Choices of experts that a tie flips, or the balance of routers that all modules' outputs do not explain."""
+        mine, theirs = step["routing"], expected["routing"]
+        if flipped := routing.flipped(mine["near"], theirs["near"]):
+            return flipped
+        alike = self._place(number, step, expected)[0].startswith("no module")
+        if not alike or not self._differs(mine["loss"], theirs["loss"]):
+            return None
+        return (
+            f"the routers' balance loss is {mine['loss']} instead of {theirs['loss']}, from equal logits: a mean over "
+            f"other tokens, such as a micro batch's"
+        )
 
     # ---- gradients
 
@@ -271,6 +287,7 @@ class _Judge:
             cause = f"a forward with about the same loss, or one that the backward repeats with other dropout; {place}"
         elif abs(2 * worst.dr + worst.dd) < 1e-3 * worst.dd:
             cause = "it has the same numbers in other places: a matrix that is cut or put together otherwise"
+        cause = self._routing(number, step, expected) or cause
         yield self._finding("gradients", f"{said}{by}", cause, wrong, off)
 
     def _mixture(self, number: int, step: Record, expected: Record) -> str | None:

@@ -18,6 +18,7 @@ from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.folders import step_folder
 from crosstrain.comparison.activations import Activations
+from crosstrain.comparison.routing import Routing
 from crosstrain.comparison.tolerance import Record
 from crosstrain.data.loader import MicroBatch
 from crosstrain.engine.matrix_optimizer import MatrixOptimizer
@@ -41,7 +42,7 @@ class Probe(Callback):
         super().__init__(None, trainer)
         self.runner, self.write, self.disturbs, self.step = trainer.runner, write, disturb, trainer.state.step
         self.group = self.runner.new_group()
-        self.activations = Activations(self.runner.model, self.group)
+        self.activations, self.routing = Activations(self.runner.model, self.group), Routing(self.runner)
         self._restore: Callable[[], None] = lambda: None
         self.steps: list[dict[str, Any]] = []
         self._files = {
@@ -52,6 +53,7 @@ class Probe(Callback):
 
     def before_step(self) -> None:
         self.activations.clear()
+        self.routing.clear()
         if self.disturbs:
             self._restore = self._disturb()
 

@@ -78,7 +78,7 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
         probe.after_update(moments=job.uneven or number in (1, job.steps))
         kept = {key: getattr(metrics, key) for key in ("step", "loss", "grad_norm", "lr", "samples", "skipped_steps")}
         rows.append(kept)
-        probe.steps[-1]["data"] = _by_sample(runner, step_)
+        probe.steps[-1] |= {"data": _by_sample(runner, step_), "routing": probe.routing.record(batch)}
         if number == job.evaluate_after:
             record["later_loss"] = _evaluate(runner, step)[0]
             if job.save:

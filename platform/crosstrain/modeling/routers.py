@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 # Tokens of a balance loss: a document's, those of the whole step, or of a micro batch on one rank.
 Scope = Literal["sequence", "batch", "micro_batch", "none"]
 
+Choices = dict[int, tuple[Tensor, Tensor]]  # of a micro batch, by layer: logits [tokens, E] and choices [tokens, k]
+
 BIAS = "e_score_correction_bias"  # of the choice alone (Wang et al., 2024); families with it have sigmoid scores
 
 
@@ -68,7 +70,8 @@ class Routers:
     record_load: Callable[[str, Tensor], None]  # `Model.record_load`
     group: dist.ProcessGroup | None = None  # ranks that each see a part of every sequence; set by a runner
     counting: bool = False  # True before a step whose choices have to be known
-    _seen: dict[int, tuple[Tensor, Tensor]] | None = field(default=None, init=False)
+    observe: Callable[[Choices], None] | None = None  # called with each micro batch's, in training
+    _seen: Choices | None = field(default=None, init=False)
     _choices: Tensor | None = field(default=None, init=False)  # since the step began [layers, E], fp64
     _known: Tensor | None = field(default=None, init=False)  # of the whole step
 
@@ -115,6 +118,8 @@ class Routers:
         self._count(here, choices.sum(1))
         if self.counting:
             return weight.new_zeros(())
+        if self.observe is not None:
+            self.observe(seen)
         targets, sizes = weight.sum(), weight.new_zeros(owners).index_add(0, owner, weight)
         context = None if documents is None or documents.context is None else documents.context.group
         sharing = [group for group in (self.group, context) if group is not None]

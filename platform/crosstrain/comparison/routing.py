@@ -1,0 +1,74 @@
+"""Choices of experts that are nearly ties, by which a choice that rounding flips is told from a wrong gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crosstrain.data.loader import MicroBatch
+from crosstrain.engine.runner import Runner
+from crosstrain.modeling.routers import Choices
+
+Near = dict[str, Any]  # "layer sample token" -> [margin, choices]: sample is a micro batch's first, token a place in it
+
+_NEAR = {torch.bfloat16: 2.0**-4, torch.float16: 2.0**-7}  # margin between logits; of fp32 the default
+_DEFAULT = 1e-3  # far above rounding: in later steps weights differ, too
+
+
+class Routing:
+    """Observer of a runner's routers."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self._near = _NEAR.get(runner.precision.dtype, _DEFAULT)
+        self._seen: list[dict[str, Any]] = []  # by micro batch
+        for routers in runner.model.all_routers():
+            if routers.group is None:  # else a rank sees parts of sequences
+                routers.observe = self._add
+
+    def clear(self) -> None:
+        self._seen = []
+        self.runner.model.take_recorded()
+
+    def _add(self, seen: Choices) -> None:
+        self._seen.append(nearly_tied(seen, self._near))
+
+    def record(self, step: Iterable[MicroBatch]) -> dict[str, Any]:
+        """The near ties of a step, and its balance loss, if the model has routers. Collective."""
+        numbers = [micro_batch.first_sample for micro_batch in step]
+        mine = {
+            f"{layer} {number} {token}": found
+            for number, near in zip(numbers, self._seen, strict=False) for (layer, token), found in near.items()
+        }  # fmt: skip
+        near = {key: found for held in self.runner.world.all_gather(mine) for key, found in held.items()}
+        loss = self.runner.means(self.runner.model.take_recorded()).get("load_balancing_loss")
+        return {"near": near, "loss": loss}
+
+
+def nearly_tied(seen: Choices, near: float) -> dict[tuple[int, int], list[Any]]:
+    """Margin and choices, by (layer, token), of tokens whose least chosen logit is `near` the best of the others."""
+    found = {}
+    for layer, (logits, chosen) in seen.items():
+        logits = logits.detach().float()
+        others: Tensor = logits.scatter(1, chosen, -torch.inf).amax(1)
+        margins = logits.gather(1, chosen).amin(1) - others
+        for token in (margins.abs() < near).nonzero().flatten().tolist():
+            found[layer, token] = [margins[token].item(), sorted(chosen[token].tolist())]
+    return found
+
+
+def flipped(mine: Near, theirs: Near) -> str | None:
+    """Describe the first choice, by layer, that differs between two steps on a near tie; None if there is none."""
+    keys = [key for key, (_, chosen) in theirs.items() if key in mine and mine[key][1] != chosen]
+    if not keys:
+        return None
+    layer, sample, token = min(tuple(map(int, key.split())) for key in keys)
+    margin = abs(theirs[f"{layer} {sample} {token}"][0])
+    more = f" and for {len(keys) - 1} more tokens" if len(keys) > 1 else ""
+    return (
+        f"routing differs at layer {layer}, token {token} of sample {sample}, by a margin of {margin:.1e}{more}: a tie "
+        f"that rounding decides, not a wrong gradient"
+    )
