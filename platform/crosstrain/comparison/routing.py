@@ -24,7 +24,7 @@ class Routing:
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self._near = _NEAR.get(runner.precision.dtype, _DEFAULT)
-        self._seen: list[dict[str, Any]] = []  # by micro batch
+        self._seen: list[dict[tuple[int, int], list[Any]]] = []  # by micro batch
         for routers in runner.model.all_routers():
             if routers.group is None:  # else a rank sees parts of sequences
                 routers.observe = self._add
