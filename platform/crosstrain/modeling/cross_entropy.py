@@ -236,15 +236,23 @@ def _losses_and_gradient(logits: Tensor, targets: Tensor, lift: float | None, ro
     logits [n, V]; targets [n, 1], each in range(V); `rows` go through the softmax at once.
     """
     losses = []
+    # On a CPU one small buffer stays in the cache, and reading bf16 once is faster than reducing it.
+    buffer = torch.empty_like(logits[:rows], dtype=_exact(logits)) if logits.device.type == "cpu" else None
     for x, target in zip(logits.split(rows), targets.split(rows), strict=True):
-        p = torch.softmax(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        given = x if buffer is None else buffer[: len(x)].copy_(x)
+        highest = given.amax(-1)
+        p = torch.softmax(given, dim=-1, dtype=_exact(logits), out=None if buffer is None else given)
         # The largest probability is never tiny, so its logarithm gives the log-sum-exp without another pass of exp.
-        log_sum_exp = x.amax(-1) - p.amax(-1).log()
+        log_sum_exp = highest - p.amax(-1).log()
         losses.append(log_sum_exp - x.gather(1, target)[:, 0])
         if lift is not None:
             p.scatter_add_(1, target, p.new_full(target.shape, -1.0))
             x.copy_(p if lift == 1.0 else p.mul_(lift))
     return torch.cat(losses)
+
+
+def _exact(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _losses_and_gradient_of_share(
@@ -254,7 +262,7 @@ def _losses_and_gradient_of_share(
 
     logits [n, V/P]; targets [n, 1], relative to this share's first column, and so outside of it on all ranks but one.
     """
-    exact = torch.promote_types(logits.dtype, torch.float32)
+    exact = _exact(logits)
     here = (targets >= 0) & (targets < logits.shape[1])
     columns = targets.masked_fill(~here, 0)
     log_sums = torch.cat([x.to(exact).logsumexp(-1) for x in logits.split(rows)])
