@@ -105,7 +105,7 @@ def test_a_mode_that_the_runner_refuses_is_impossible(tmp_path: Path) -> None:
 def test_other_runners_are_in_the_order_of_what_they_cost(project: Path) -> None:
     made = crosstrain.plan(project, ["run.global_batch_size=32"], world_size=2, device_memory="30MiB")
     rows = str(made).partition("other runners")[2].partition("what fits first")[0].splitlines()[1:-1]
-    found = [made.presets[row[:33].strip()] for row in rows if row[:33].strip() in made.presets]
+    found = [made.presets[row[:37].strip()] for row in rows if row[:37].strip() in made.presets]
     assert len(found) == len(made.presets)
     possible = [e for e in found if not isinstance(e, str)]
     assert found[: len(possible)] == possible

@@ -5,8 +5,9 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
@@ -138,8 +139,8 @@ def global_norm(tensors: list[Tensor]) -> float:
         square = _square(group)
         if spread is not None:
             mesh, placements = spread
-            parts = [Replicate() if placement.is_replicate() else Partial() for placement in placements]
-            square = DTensor.from_local(square, mesh, parts).full_tensor()
+            for dim in (n for n, placement in enumerate(placements) if not placement.is_replicate()):
+                dist.all_reduce(square, group=mesh.get_group(dim))
         total += square.item()
     return total**0.5
 

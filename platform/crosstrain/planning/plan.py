@@ -153,9 +153,9 @@ class Plan:
         out += ["", f"{'gradient checkpointing':<24}{'activations':>14}{'device':>14}{'host':>14}"]
         out += [f"  {mode:<21} {self._mode_row(estimate)}" for mode, estimate in self.modes.items()]
         if self.presets:
-            out += ["", f"{'other runners':<34}{'device':>14}{'host':>14}{'sent per step':>16}{'parameters held':>18}"]
+            out += ["", f"{'other runners':<38}{'device':>14}{'host':>14}{'sent per step':>16}{'parameters held':>18}"]
             ranked = sorted(self.presets.items(), key=lambda preset: self._rank(preset[1]))
-            out += [f"  {name:<31} {self._runner_row(estimate)}" for name, estimate in ranked]
+            out += [f"  {name:<35} {self._runner_row(estimate)}" for name, estimate in ranked]
             out.append("  what fits first, then what offloads nothing, then by traffic; without pipelines' bubbles")
         if self.formulas:
             out += ["", "formulas of others, for comparison"]
