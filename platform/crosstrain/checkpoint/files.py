@@ -241,8 +241,8 @@ class Reader:
 
         Raises CheckpointError for a tensor that is missing or has another shape.
         """
+        shards = sorted(shards, key=lambda shard: (shard.kind, shard.name))  # as in the files, which disks like
         if self._headers:
-            shards = list(shards)
             self._fetch(self.chunks(shards))
         with ExitStack() as stack:
             opened: dict[Path, _File] = {}
