@@ -4,14 +4,15 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from transformers.pytorch_utils import Conv1D
 
 from crosstrain import (
     ConfigError,
@@ -32,6 +33,19 @@ from crosstrain import (
     registry,
 )
 from crosstrain.engine.footprint import fully_sharded, with_experts
+from crosstrain.engine.precision import DTYPES
+
+
+def gathers_half(options: Any, run: RunOptions, model: Model) -> bool:
+    """True where linear layers are gathered in bf16: nothing but products in bf16 may read their weights."""
+    reads = model.reads_across or model.quantized() or run.compile != "none" or options.expert_parallel > 1
+    return (options.param_dtype, run.amp.dtype) == ("amp", "bf16") and not reads
+
+
+def unrounded(block: nn.Module) -> list[nn.Module]:
+    """Modules of a block with parameters that autocast may use as they are, such as norms."""
+    own = [module for module in block.modules() if next(module.parameters(recurse=False), None) is not None]
+    return [module for module in own if not isinstance(module, (nn.Linear, Conv1D))]
 
 
 @registry.register_runner("fsdp")
@@ -47,6 +61,9 @@ class FSDPRunner(Runner):
         cpu_offload: bool = False  # shards and optimizer live in host memory
         sync_each_micro_batch: bool = False  # reduce gradients after every micro batch: slower, but no full gradients
         expert_parallel: PositiveInt = 1  # ranks that share the experts: each holds some of them, sharded over the rest
+        # type in which blocks' linear layers are gathered; amp: bf16 under run.amp=bf16, which computes in it anyway
+        param_dtype: Literal["amp", "fp32"] = "amp"
+        reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # type in which gradients of what is gathered in bf16 are summed
 
     needs_process_group = True
     saves_memory: ClassVar = ("sync_each_micro_batch=true",)
@@ -69,6 +86,8 @@ class FSDPRunner(Runner):
     def check(cls, options: Any, run: RunOptions) -> None:
         if run.compile != "none" and options.expert_parallel > 1:
             raise ConfigError("run.compile: experts wait for other ranks' numbers of tokens; use none")
+        if options.reduce_dtype == "bf16" and (options.param_dtype, run.amp.dtype) != ("amp", "bf16"):
+            raise ConfigError("run.runner.reduce_dtype: bf16 is for what is gathered in it, with run.amp=bf16")
 
     @classmethod
     def check_model(cls, options: Any, model: Model) -> None:
@@ -77,15 +96,25 @@ class FSDPRunner(Runner):
 
     @classmethod
     def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
+        ranks, experts, model = options.shard_size or at.world_size, options.expert_parallel, at.model
+        if half := gathers_half(options, at.run, model):
+            model = copy.deepcopy(model)
+            for block in model.blocks():
+                apart = {id(p) for module in unrounded(block) for p in module.parameters()}
+                for p in block.parameters():
+                    p.data = p.data if id(p) in apart else p.data.bfloat16()
+
         def layout(sizes: Sizes, ranks: int) -> Layout:
             return fully_sharded(
                 sizes, at, ranks, regather=options.reshard_after_forward, offload=options.cpu_offload,
-                every=options.sync_each_micro_batch,
+                every=options.sync_each_micro_batch, gathered=Sizes.of(model) if half else None,
+                half_sums=options.reduce_dtype == "bf16",
             )  # fmt: skip
 
-        ranks, experts = options.shard_size or at.world_size, options.expert_parallel
         if experts == 1:
-            return [layout(Sizes.of(at.model), ranks)]
+            out = layout(Sizes.of(at.model), ranks)
+            out.model, out.computes = (model, "linear layers in bf16") if half else (None, "")
+            return [out]
         model = copy.deepcopy(at.model)
         ExpertParallel(cast(dist.ProcessGroup, dist.new_group(list(range(experts))))).shard(model)
         out = with_experts(model, ranks, experts, layout)
@@ -115,8 +144,13 @@ class FSDPRunner(Runner):
             raise ConfigError(f"run.runner: fsdp cannot cut {scalars[0]}, a scalar, into shards; use another runner")
         if self.options.expert_parallel > 1:
             self._shard_experts(model, options)
+        in_blocks = options | {"reshard_after_forward": self.options.reshard_after_forward}
+        half = MixedPrecisionPolicy(torch.bfloat16, DTYPES[self.options.reduce_dtype], cast_forward_inputs=False)
         for block in model.blocks():
-            fully_shard(block, reshard_after_forward=self.options.reshard_after_forward, **options)
+            apart = unrounded(block) if gathers_half(self.options, self.run, model) else [block]
+            if apart and block not in apart:
+                fully_shard(apart, **in_blocks)
+            fully_shard(block, **in_blocks | ({} if block in apart else {"mp_policy": half}))
         # What is outside the blocks, the embedding and the head among it, is needed again as soon as backward begins.
         fully_shard(model, reshard_after_forward=False, **options)
         materialize(model, torch.device("cpu") if self.options.cpu_offload else self.device)

@@ -143,30 +143,35 @@ def replicated(sizes: Sizes, ranks: int, once: bool) -> Layout:
     )
 
 
-def fully_sharded(sizes: Sizes, at: PlanContext, ranks: int, *, regather: bool, offload: bool, every: bool) -> Layout:
+def fully_sharded(
+    sizes: Sizes, at: PlanContext, ranks: int, *, regather: bool, offload: bool, every: bool,
+    gathered: Sizes | None = None, half_sums: bool = False,
+) -> Layout:  # fmt: skip
     """Layout of torch's FSDP2 with `ranks` ranks to a copy of the model.
 
     While a block computes, the next one is gathered; parameters outside of blocks stay gathered. `regather`: blocks are
     freed after their forward. `every`: gradients are reduced after every micro batch, not only after the last.
+    `gathered`: the model as it is gathered and computes; `half_sums`: gradients are summed in its types.
     """
     mine, trained = share(sizes.parameters, ranks), share(sizes.trainable, ranks)
-    rounds = at.batch.accumulation
+    rounds, whole = at.batch.accumulation, gathered or sizes
     block, outside = min(sizes.largest_block, sizes.trainable), min(sizes.outside_blocks, sizes.trainable)
-    gathered = sizes.outside_blocks + 2 * sizes.largest_block if regather else sizes.parameters
+    most = whole.outside_blocks + 2 * whole.largest_block if regather else whole.parameters
     waits = rounds > 1 and not every  # all gradients, whole, for the last micro batch
     shares = 0 if offload else trained
     copies = at.replicas // ranks
-    sent = scattered(sizes.parameters, ranks) * rounds + scattered(sizes.trainable, ranks) * (rounds if every else 1)
+    sent = scattered(whole.parameters, ranks) * rounds
+    sent += scattered(whole.trainable if half_sums else sizes.trainable, ranks) * (rounds if every else 1)
     if regather:
-        sent += scattered(sizes.parameters - sizes.outside_blocks, ranks) * rounds
+        sent += scattered(whole.parameters - whole.outside_blocks, ranks) * rounds
     return Layout(
         parameters=0 if offload else mine,
         held=share(sizes.elements, ranks),
         updated=share(sizes.trainable_elements, ranks),
         gradients=sizes.trainable if waits else shares if every else 0,
-        retained_grad_fraction=shares / max(sizes.trainable, 1) if not waits and not every else 0.0,
+        retained_grad_fraction=shares / max(whole.trainable, 1) if not waits and not every else 0.0,
         retained_grad_fraction_outside=0.0 if waits else 1.0,  # which are summed last
-        gathered=gathered,
+        gathered=most,
         # A block's gradients are copied before they are sent, while the next block makes its own. When the rest is
         # summed, the shares of all are there.
         gradient_buffers=2 * block,
