@@ -48,7 +48,9 @@ class Layout:
     sent: int = 0  # in a step, beside the exchanges within forward and backward, which are traced
     host: dict[str, int] = field(default_factory=dict)  # host memory by purpose, without optimizer state
     optimizer: Literal["device", "host", "disk"] = "device"  # place of the optimizer state
-    in_flight: int = 1  # micro batches whose activations are kept at once
+    in_flight: float = 1  # micro batches whose activations are kept at once
+    steady: bool = True  # once as many are in flight, each micro batch makes the exchanges of the one before
+    bubble: float = 0.0  # part of the step in which ranks wait for each other's stages
     model: Model | None = None  # the rank's part of the model, on the meta device; None: all of it
     computes: str = ""  # key of the trace: layouts with equal keys are traced once
     kind: str = ""  # name of this kind of rank, such as a pipeline stage
@@ -120,7 +122,7 @@ def with_experts(
     sizes = Sizes.of(model, set(model.parameters()) - experts), Sizes.of(model, experts)
     rest, theirs = describe(sizes[0], copies), describe(sizes[1], copies // expert_parallel)
     for one in fields(Layout):
-        if one.type == "int" and one.name != "in_flight":
+        if one.type == "int":
             setattr(rest, one.name, getattr(rest, one.name) + getattr(theirs, one.name))
     part = sizes[1].trainable / max(sizes[0].trainable + sizes[1].trainable, 1)
     rest.retained_grad_fraction += part * (theirs.retained_grad_fraction - rest.retained_grad_fraction)

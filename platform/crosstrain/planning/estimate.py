@@ -65,6 +65,7 @@ class Estimate:
     memory: Memory  # of the fullest rank
     others: list[Memory]  # of other kinds of rank
     sent: int  # bytes by a rank
+    bubble: float  # part of the step in which ranks of a pipeline wait
 
 
 class Project:
@@ -91,12 +92,13 @@ class Project:
         check_held(self.model, runner, config)
         runner.check_model(config.run.runner.options, self.model)
         with fake_world(world_size):
-            found = []
-            for layout in self.layouts(config, world_size, batch):
+            found, layouts = [], self.layouts(config, world_size, batch)
+            for layout in layouts:
                 traced = self.trace_of(layout, batch.micro_batch, mode)
                 found.append((self._memory(layout, traced, mode), layout.sent + traced.exchanged * batch.accumulation))
         memories = sorted((memory for memory, _ in found), key=lambda memory: -memory.total)
-        return Estimate(world_size, batch, mode, memories[0], memories[1:], max(sent for _, sent in found))
+        sent, bubble = max(sent for _, sent in found), max(layout.bubble for layout in layouts)
+        return Estimate(world_size, batch, mode, memories[0], memories[1:], sent, bubble)
 
     def check_layouts(self, batch: BatchPlan, world_size: int) -> None:
         """Raise ConfigError where the model computes on its own, but not as the runner spreads it over ranks."""
@@ -153,14 +155,15 @@ class Project:
         retained, outside = layout.retained_grad_fraction, layout.retained_grad_fraction_outside
         outside = retained if outside is None else outside
         compute, made, exchanged = traced.peak(retained, outside, layout.gradient_buffers)
-        more = layout.in_flight - 1
+        all_kept = int(traced.kept * layout.in_flight)
+        compute += all_kept - traced.kept
         # The highest moment may be one when the backward has let go of some of it.
-        kept = min(traced.kept * layout.in_flight, compute + more * traced.kept - made - exchanged)
-        inputs = traced.inputs * layout.in_flight if mode == "offload" else 0
+        kept = min(all_kept, compute - made - exchanged)
+        inputs = int(traced.inputs * layout.in_flight) if mode == "offload" else 0
         update = int(layout.updated * self.state_bytes(layout.model or self.model))
         state = layout.masters + update
         always = {"parameters": layout.parameters, "optimizer": state if layout.optimizer == "device" else 0}
-        workspace = compute + more * traced.kept - made - exchanged - kept
+        workspace = compute - made - exchanged - kept
         logits = min(traced.logits, workspace)
         computing = always | {
             "gathered parameters": layout.gathered,

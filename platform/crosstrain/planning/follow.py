@@ -8,6 +8,7 @@ then until two in a row make the same calls: those that are left out make them a
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -117,8 +118,11 @@ def follow(project: Project, world_size: int) -> list[Program]:
     """The programs of all ranks. Raises what the runner raises."""
     batch, last = batch_plan(project.config, world_size), world_size - 1
     with fake_world(world_size):
-        flying = max(layout.in_flight for layout in project.layouts(project.config, world_size, batch))
-    found, left, count = list[Program](), list(range(world_size)), min(flying + 3, batch.accumulation)
+        layouts = project.layouts(project.config, world_size, batch)
+    count = batch.accumulation
+    if all(layout.steady for layout in layouts):
+        count = min(math.ceil(max(layout.in_flight for layout in layouts)) + 3, count)
+    found, left = list[Program](), list(range(world_size))
     while left:
         program = _follow(project, world_size, left[0], batch, count)
         program.ranks = [rank for rank in program.ranks if rank in left]

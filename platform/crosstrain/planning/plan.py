@@ -91,6 +91,7 @@ class Plan:
             "batch": asdict(chosen.batch),
             "checkpoint_bytes": self.project.checkpoint_bytes,
             "bytes_sent_per_step_by_a_rank": chosen.sent,
+            "pipeline_bubble": chosen.bubble,
             "runners": {name: self._memory_json(e) for name, e in self.presets.items()},
             "formulas": self.formulas,
             "advice": asdict(self.advice) if self.advice else None,
@@ -139,6 +140,8 @@ class Plan:
             f"traffic           {show_bytes(chosen.sent)} sent by a rank per step",
             f"checkpoint        {show_bytes(project.checkpoint_bytes)}",
         ]
+        if chosen.bubble:
+            out.append(f"pipeline bubble   {chosen.bubble:.1%} of a step, if all stages take the same time")
         if self.steps is not None:
             days = self.days()
             time = f", {days:,.2f} days" if days is not None else "; --throughput or --tokens-per-second gives days"

@@ -17,16 +17,17 @@ from crosstrain.engine.footprint import fully_sharded, replicated, scattered, sh
 
 from .data_parallel import MIB
 from .options import Options
-from .pipeline_stages import ends_of, leave_out, spread, width_of
+from .pipeline_stages import StubHead, ends_of, replace_modules, spread, stubs, width_of
 from .plan import resolve
 from .rng_tracker import RngTracker
+from .schedules import rank_of, simulate, stages_of
 from .shard_model import shard_model
 from .tensor_parallel import TensorParallel, local
 from .vocabulary import ParallelHead
 
 
 def layouts(options: Options, at: PlanContext) -> list[Layout]:
-    """One layout for the first and one for the last stage: these hold the most activations, and the head."""
+    """One layout for a pipeline's first rank and one for its last: these hold the most activations, or the head."""
     tensor = mesh = None
     if options.tensor_parallel > 1:
         group = dist.new_group(list(range(options.tensor_parallel)))
@@ -34,8 +35,8 @@ def layouts(options: Options, at: PlanContext) -> list[Layout]:
     experts = None
     if options.expert_parallel > 1:
         experts = ExpertParallel(dist.new_group(list(range(options.expert_parallel))))
-    stages = dict.fromkeys((0, options.pipeline_parallel - 1))
-    return [_layout(options, at, experts, tensor, mesh, stage) for stage in stages]
+    ranks = dict.fromkeys((0, options.pipeline_parallel - 1))
+    return [_layout(options, at, experts, tensor, mesh, rank) for rank in ranks]
 
 
 class _NoRng(RngTracker):
@@ -76,10 +77,11 @@ class _Head(ParallelHead):
 
 def _layout(
     options: Options, at: PlanContext, experts: ExpertParallel | None, tensor: TensorParallel | None,
-    mesh: DeviceMesh | None, stage: int,
+    mesh: DeviceMesh | None, rank: int,
 ) -> Layout:  # fmt: skip
-    model, stages = copy.deepcopy(at.model), options.pipeline_parallel
-    hidden = 0
+    model, stages = copy.deepcopy(at.model), options.stages
+    mine, hidden = stages_of(rank, options), 0
+    is_first, is_last = 0 in mine, stages - 1 in mine
     if experts is not None:
         experts.shard(model)
     if tensor is not None:
@@ -94,20 +96,23 @@ def _layout(
     first, last = model.blocks()[0], model.blocks()[-1]
     if stages > 1:
         ends, blocks = ends_of(model, "pipeline_parallel"), model.blocks()
-        here = spread(len(blocks), stages, options.pipeline_layers)[stage]
+        ranges = spread(len(blocks), stages, options.pipeline_layers)
+        here = [number for stage in mine for number in ranges[stage]]
         first, last = blocks[here[0]], blocks[here[-1]]
         rows, length = at.inputs["input_ids"].shape
         length = length if model.context is None else model.context.share(length)
         parts = options.tensor_parallel if options.sequence_parallel else 1
         hidden = rows * length // parts * width_of(model, ends) * 4
-        leave_out(model, ends, here, stage == 0, stage == stages - 1, tensor)
-        if stage > 0:
+        replace_modules(model, stubs(model, ends, here, is_first, is_last, counts=True))
+        if not is_last:
+            model.head = StubHead(tensor)
+        if not is_first:
             first.register_forward_pre_hook(_receive(parts), prepend=True)
     if tensor is not None and options.sequence_parallel:
-        if stage == 0:
+        if is_first:
             first.register_forward_pre_hook(lambda _, x: (tensor.split_sequence(x[0]), *x[1:]), prepend=True)
         closing = ends_of(at.model, "sequence_parallel").last[:-1]
-        if closing and stage == stages - 1:
+        if closing and is_last:
             last = model.get_submodule(closing[-1])
         last.register_forward_hook(tensor.set_aside)
     out = with_experts(
@@ -116,10 +121,10 @@ def _layout(
     out.model = model if tensor is not None or stages > 1 or experts is not None else None
     if out.model is not None:
         cut = options.tensor_parallel, options.expert_parallel, options.sequence_parallel, options.plan
-        out.computes = repr((*cut, stage, stages, options.pipeline_layers))
+        out.computes = repr((*cut, mine, stages, options.pipeline_layers))
     if stages > 1:
-        out.kind = f"stage {stage + 1} of {stages}"
-        _pass(out, options, at, stage, hidden)
+        out.kind = f"stage {' and '.join(str(stage + 1) for stage in mine)} of {stages}"
+        _pass(out, options, at, rank, hidden)
     return out
 
 
@@ -160,11 +165,16 @@ def _owned(options: Options, at: PlanContext, sizes: Sizes, copies: int) -> Layo
     return out
 
 
-def _pass(out: Layout, options: Options, at: PlanContext, stage: int, hidden: int) -> None:
+def _pass(out: Layout, options: Options, at: PlanContext, rank: int, hidden: int) -> None:
     """Add a pipeline's micro batches in flight and its traffic; torch has a buffer for each micro batch."""
-    count, stages = at.batch.accumulation, options.pipeline_parallel
-    one_f_one_b = options.pipeline_schedule == "1f1b" and count >= stages
-    out.in_flight = min(count, stages - stage) if one_f_one_b else count
-    neighbours = (stage > 0) + (stage < stages - 1)
+    count, ranks, chunks = at.batch.accumulation, options.pipeline_parallel, options.pipeline_chunks
+    out.bubble, in_flight = simulate(options.pipeline_schedule, ranks, chunks, count)
+    out.in_flight = in_flight[rank]
+    out.steady = chunks == 1 and not options.splits_backward
+    neighbours = sum(
+        0 <= other < options.stages and rank_of(other, options) != rank
+        for stage in stages_of(rank, options)
+        for other in (stage - 1, stage + 1)
+    )
     out.buffers += neighbours * count * hidden
     out.sent += neighbours * count * hidden

@@ -14,13 +14,15 @@ class Options(ContextOptions):
     """Options of `run.runner` for megatron."""
 
     tensor_parallel: PositiveInt = 1  # ranks that share every block: each holds a part of its matrices
-    pipeline_parallel: PositiveInt = 1  # stages, each a run of consecutive blocks on its own ranks
+    pipeline_parallel: PositiveInt = 1  # ranks that share the blocks, each with stages: runs of consecutive blocks
     expert_parallel: PositiveInt = 1  # data-parallel copies that share the experts: each holds some of them
     data_parallel: PositiveInt | Literal["auto"] = "auto"  # copies of all that; auto: what the number of ranks allows
     sequence_parallel: bool = False  # between the matrices, tensor-parallel ranks share the sequence too
     data_parallel_style: Literal["allreduce", "zero1", "fsdp"] | None = None  # None: allreduce; with offload fsdp
     bucket_mb: Annotated[int, Interval(ge=1, le=2**20)] = 25  # gradients are exchanged in buckets of this many MiB
-    pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"  # order of micro batches; gpipe: forwards first
+    pipeline_chunks: PositiveInt = 1  # stages of each of these ranks: more of them, shorter, wait less and send more
+    # Order of micro batches; gpipe: forwards first; zero_bubble, zbv: gradients of weights fill what 1f1b leaves idle.
+    pipeline_schedule: Literal["1f1b", "gpipe", "zero_bubble", "zbv"] = "1f1b"
     pipeline_layers: list[PositiveInt] | None = None  # blocks of each stage; None: as even as it goes
     offload: Literal["none", "cpu", "auto"] = "none"  # cpu: parameters and optimizer state are in host memory
     plan: dict[Text, Text] = field(default_factory=dict)  # pattern of parameter names -> style, over the model's own
@@ -29,13 +31,31 @@ class Options(ContextOptions):
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise OptionError("sequence_parallel", "tensor-parallel ranks share the sequence, and there are none")
         layers = self.pipeline_layers
-        if layers is not None and len(layers) != self.pipeline_parallel:
+        if layers is not None and len(layers) != self.stages:
             raise OptionError(
-                "pipeline_layers",
-                f"{layers} must say for each of the {self.pipeline_parallel} stages how many blocks it has",
+                "pipeline_layers", f"{layers} must say for each of the {self.stages} stages how many blocks it has"
             )
+        if self.pipeline_chunks > 1 and self.pipeline_parallel == 1:
+            raise OptionError("pipeline_chunks", "a pipeline's ranks have several stages, and there is no pipeline")
+        chunks = {"zero_bubble": 1, "zbv": 2}.get(self.pipeline_schedule, self.pipeline_chunks)
+        if self.pipeline_chunks != chunks:
+            raise OptionError("pipeline_schedule", f"{self.pipeline_schedule} takes pipeline_chunks {chunks}")
+        gathers = self.data_parallel_style == "fsdp" or self.offload != "none"
+        if gathers and (self.pipeline_chunks > 1 or self.splits_backward):
+            key = "pipeline_chunks" if self.pipeline_chunks > 1 else "pipeline_schedule"
+            raise OptionError(key, "fsdp and offload take one stage on each rank, under 1f1b or gpipe")
         if self.offload == "cpu" and self.data_parallel_style not in (None, "fsdp"):
             raise OptionError("offload", f"data_parallel_style {self.data_parallel_style} keeps parameters on devices")
+
+    @property
+    def stages(self) -> int:
+        """Stages of the whole pipeline."""
+        return self.pipeline_parallel * self.pipeline_chunks
+
+    @property
+    def splits_backward(self) -> bool:
+        """True for schedules that compute the gradients of weights later than those of inputs."""
+        return self.pipeline_schedule in ("zero_bubble", "zbv")
 
     def copies(self, world_size: int) -> int:
         """Number of data-parallel copies on `world_size` ranks. Raises ConfigError where the layout does not fit."""

@@ -1,5 +1,6 @@
 """Run micro batches through pipeline stages by torch's schedules; evaluation runs one stage after the other."""
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -7,16 +8,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage
+from transformers import Cache
 
 from crosstrain import Batch, Group, Model, Timers
 
-from .pipeline_stages import StubHead
+from .options import Options
+from .pipeline_stages import StubHead, replace_modules
 from .rng_tracker import RngTracker
+from .schedules import make_schedule, rank_of
+from .tensor_parallel import TensorParallel
 
 
 class Stage(nn.Module):
-    """This rank's stage as torch's schedules call it.
+    """A stage of this rank as torch's schedules call it: the model, with stubs for this rank's other stages.
 
     Every rank of a pipeline reads the micro batch itself. Between stages go hidden states [batch, length, width] in
     fp32, padded to the longest micro batch of the step, and the state of the generator of random numbers, so that
@@ -24,20 +29,19 @@ class Stage(nn.Module):
     """
 
     def __init__(
-        self,
-        model: Model,
-        group: Group,
-        rng: RngTracker,
-        autocast: Callable[[], AbstractContextManager[Any]],
-        timers: Timers,
-    ) -> None:
+        self, model: Model, number: int, count: int, stubs: dict[str, nn.Module], rng: RngTracker,
+        tensor: TensorParallel | None, autocast: Callable[[], AbstractContextManager[Any]], timers: Timers,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.model, self.group, self.rng, self.autocast, self.timers = model, group, rng, autocast, timers
-        self.is_first, self.is_last = group.rank == 0, group.rank == group.size - 1
+        self.model, self.number, self.rng, self.autocast, self.timers = model, number, rng, autocast, timers
+        self.is_first, self.is_last = number == 0, number == count - 1
+        self.head = model.head if self.is_last else StubHead(tensor)
+        self._stubs = stubs  # of this rank's other stages, by name
         self.received: Tensor | None = None
         self.length = 0  # of what goes between stages
         self.part = 1  # ranks that share a sequence between blocks
         self.batch: Callable[[int], Batch]  # the micro batch of a number; on the first stage, seeds for it
+        self.before_backward: Callable[[bool], None]  # is told if it is the step's last
 
     def forward(self, *received: Tensor, number: int) -> Tensor | tuple[Tensor, Tensor]:
         with self.timers("forward"):
@@ -46,9 +50,7 @@ class Stage(nn.Module):
                 hidden, state = received
                 self.received = hidden[:, : self.tokens(batch) // self.part]
                 self.rng.set_state(state.cpu())
-            with self.autocast():
-                out = self.model(**batch)
-            self.received = None
+            out = self.compute(batch)
             if self.is_last:
                 return out
             # Frozen stages hand on what the next stage, as of any other, sends a gradient for.
@@ -61,100 +63,124 @@ class Stage(nn.Module):
         context, length = self.model.context, batch["input_ids"].shape[1]
         return length if context is None or "labels" not in batch else context.share(length)
 
+    def compute(self, batch: Batch) -> Tensor:
+        """The model's forward, without this rank's other stages."""
+        before, head = replace_modules(self.model, self._stubs), self.model.head
+        self.model.head = self.head
+        try:
+            with self.autocast():
+                return self.model(**batch)
+        finally:
+            replace_modules(self.model, before)
+            self.model.head, self.received = head, None
+
     def take_received(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Hook before this stage's first block: replace the stubs' output by the received hidden states."""
         return (self.received, *inputs[1:])
 
 
 class _TorchStage(PipelineStage):
-    """torch's stage with a callback before each backward, told if it is the step's last."""
+    """torch's stage, which announces each backward.
 
-    before_backward: Callable[[bool], None]
-    timers: Timers
+    The loss has computed its gradients in its forward and gives them once, so the last stage's backward is not halved.
+    """
+
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **more: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward or self.is_last, **more)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if not self.is_last:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict, last_backward: bool = False) -> Any:
-        self.before_backward(last_backward)
-        with self.timers("backward"):
+        stage: Any = self.submod
+        stage.before_backward(last_backward)
+        with stage.timers("backward"):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
 
 class Pipeline:
-    """The stages of one pipeline, seen from this rank's."""
+    """One pipeline, seen from this rank's stages."""
 
-    def __init__(self, stage: Stage, schedule: str, width: int, device: torch.device) -> None:
-        self.stage, self.schedule_name, self.width, self.device = stage, schedule, width, device
-        self.group = stage.group
+    def __init__(self, stages: list[Stage], group: Group, options: Options, width: int, device: torch.device) -> None:
+        self.stages, self.group, self.options, self.width, self.device = stages, group, options, width, device
+        self.has_last = stages[-1].is_last
         self._schedules: dict[tuple[int, int, int], Any] = {}
         self._weight = 0.0
 
     def train(
-        self,
-        shape: tuple[int, int],
-        count: int,
-        batch: Callable[[int], Batch],
-        weight: float,
+        self, shape: tuple[int, int], count: int, batch: Callable[[int], Batch], weight: float,
         last: Callable[[bool], None],
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Forward and backward of `count` micro batches with hidden states of `shape` [batch, length].
 
         `batch(number)` gives a micro batch, and on the first stage seeds for it. Losses are multiplied by `weight`
-        before their backward; `last` is told before each whether it is the step's last. Returns this stage's terms of
-        the losses [count], float64: the last one's, and those of routers elsewhere; empty if there are none.
+        before their backward; `last` is told before each whether it is the step's last. Returns this rank's terms of
+        the losses [count], float64: the last stage's, and those of routers in others; empty if there are none.
         """
-        head = self.stage.model.head
-        if isinstance(head, StubHead):
-            head.weight, head.losses = weight, []
-        self.stage.batch, self.stage.length, self._weight = batch, shape[1], weight
-        schedule = self._schedule(shape, count)
-        schedule._stage.before_backward = last
+        for stage in self.stages:
+            stage.batch, stage.length, stage.before_backward = batch, shape[1], last
+            if isinstance(stage.head, StubHead):
+                stage.head.weight, stage.head.losses = weight, []
+        self._weight = weight
         losses: list[Tensor] = []
-        schedule.step(
+        self._schedule(shape, count).step(
             arg_mbs=[()] * count,
             kwarg_mbs=[{"number": number} for number in range(count)],
-            target_mbs=[None] * count if self.stage.is_last else None,
-            losses=losses if self.stage.is_last else None,
+            target_mbs=[None] * count if self.has_last else None,
+            losses=losses if self.has_last else None,
             return_outputs=False,
         )
-        if isinstance(head, StubHead):
-            return torch.stack(head.losses) if head.losses else torch.empty(0, dtype=torch.float64)
-        return torch.stack(losses).detach().double() / weight
+        terms = [torch.stack(losses).detach().double() / weight] if losses else []
+        terms += [torch.stack(s.head.losses) for s in self.stages if isinstance(s.head, StubHead) and s.head.losses]
+        return sum(terms[1:], terms[0]) if terms else torch.empty(0, dtype=torch.float64)
 
     def _schedule(self, shape: tuple[int, int], count: int) -> Any:
         """torch's schedule for `count` micro batches; its buffers are made for one shape."""
         if (*shape, count) not in self._schedules:
             hidden = torch.empty(*shape, self.width, device="meta", requires_grad=True)
-            between = hidden, self.stage.rng.state().to("meta")
-            stage = _TorchStage(
-                self.stage, self.group.rank, self.group.size, self.device,
-                input_args=() if self.stage.is_first else between,
-                output_args=hidden.new_empty(()) if self.stage.is_last else between,
-                group=self.group.process_group,
-            )  # fmt: skip
-            stage.timers = self.stage.timers
-            # With fewer micro batches than stages 1F1B is GPipe, and torch's takes no fewer.
-            one_f_one_b = self.schedule_name == "1f1b" and count >= self.group.size
-            kind = Schedule1F1B if one_f_one_b else ScheduleGPipe
-            schedule = kind(stage, count, loss_fn=lambda loss, _: loss * self._weight, scale_grads=False)
-            self._schedules[(*shape, count)] = schedule
-        return self._schedules[(*shape, count)]
+            between = hidden, self.stages[0].rng.state().to("meta")
+            stages = [
+                _TorchStage(
+                    stage, stage.number, self.options.stages, self.device,
+                    input_args=() if stage.is_first else between,
+                    output_args=hidden.new_empty(()) if stage.is_last else between,
+                    group=self.group.process_group,
+                )
+                for stage in self.stages
+            ]  # fmt: skip
+            name, loss = self.options.pipeline_schedule, lambda loss, _: loss * self._weight
+            self._schedules[*shape, count] = make_schedule(name, stages, count, loss_fn=loss, scale_grads=False)
+        return self._schedules[*shape, count]
 
     def evaluate(self, batch: Batch) -> Tensor:
         """The model's output for a batch, on every rank of the pipeline."""
-        stage, group, rank = self.stage, self.group.process_group, self.group.rank
-        if not stage.is_first:
-            shape = len(batch["input_ids"]), stage.tokens(batch), self.width
-            stage.received = torch.empty(shape, device=self.device)
-            dist.recv(stage.received, group=group, group_src=rank - 1)
-        with stage.autocast():
-            out = stage.model(**batch).float().contiguous()
-        stage.received = None
-        if not stage.is_last:
-            dist.send(out, group=group, group_dst=rank + 1)
+        group, mine = self.group.process_group, {stage.number: stage for stage in self.stages}
+        out = torch.empty(0, device=self.device)
+        cache = batch.get("cache")
+        # Models read the number of earlier tokens from the first layer, which every stage has to find as the first did.
+        layers: list[Any] = cache.layers if isinstance(cache, Cache) else []
+        found = [copy.copy(layer) for layer in layers[:1]]
+        for number, stage in mine.items():
+            kept = layers[:1]
+            if stage is not self.stages[0]:
+                layers[:1] = [copy.copy(layer) for layer in found]
+            if not stage.is_first:
+                stage.received = out
+                if number - 1 not in mine:
+                    shape = len(batch["input_ids"]), stage.tokens(batch), self.width
+                    stage.received = torch.empty(shape, device=self.device)
+                    dist.recv(stage.received, group=group, group_src=rank_of(number - 1, self.options))
+            out = stage.compute(batch).float().contiguous()
+            layers[:1] = kept
+            if not stage.is_last and number + 1 not in mine:
+                dist.send(out, group=group, group_dst=rank_of(number + 1, self.options))
         # A loss, or numbers of each row.
+        last = rank_of(self.options.stages - 1, self.options)
         extents = torch.tensor([out.ndim, *out.shape, *[0] * (3 - out.ndim)], device=self.device)
-        dist.broadcast(extents, group=group, group_src=self.group.size - 1)
-        if not stage.is_last:
+        dist.broadcast(extents, group=group, group_src=last)
+        if not self.has_last:
             dims, *extent = extents.tolist()
             out = out.new_empty(extent[:dims])
-        dist.broadcast(out, group=group, group_src=self.group.size - 1)
+        dist.broadcast(out, group=group, group_src=last)
         return out

@@ -4,6 +4,7 @@ So every stage runs the model's own forward, which makes masks and positions its
 tensor without memory; before this stage's first block, a hook replaces it by what the previous stage has sent.
 """
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -108,24 +109,36 @@ def tied_names(model: Model, ends: Ends) -> set[str]:
     return {name for name, p in model.named_parameters() if id(p) in last & uses}
 
 
-def leave_out(
-    model: Model, ends: Ends, here: range, is_first: bool, is_last: bool, tensor: TensorParallel | None
-) -> None:
-    """Replace the modules on other stages by stubs; this stage has the blocks `here`."""
+def stubs(
+    model: Model, ends: Ends, here: Container[int], is_first: bool, is_last: bool, counts: bool
+) -> dict[str, nn.Module]:
+    """Stubs, by name, for the modules outside of a part of the model with the blocks `here`, where there are none yet.
+
+    is_first, is_last: this part has the modules before the blocks, and after them. counts: the first block's stub
+    counts the tokens in a cache.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     kept = {id(p) for name in ends.last for p in model.get_submodule(name).parameters()} if is_last else set()
-    for number, block in enumerate(model.blocks()):
-        if number not in here:
-            model.set_submodule(names[id(block)], StubBlock() if number else StubFirstBlock())
+    found: dict[str, nn.Module] = {
+        names[id(block)]: StubFirstBlock() if counts and number == 0 else StubBlock()
+        for number, block in enumerate(model.blocks())
+        if number not in here
+    }
     for name in [] if is_first else ends.first:
         module = model.get_submodule(name)
         tied = isinstance(module, nn.Embedding) and id(module.weight) in kept
-        stand_in = StubEmbedding(module, tied) if isinstance(module, nn.Embedding) else StubBlock()
-        model.set_submodule(name, stand_in)
+        found[name] = StubEmbedding(module, tied) if isinstance(module, nn.Embedding) else StubBlock()
     for name in [] if is_last else ends.last:
-        model.set_submodule(name, StubBlock())
-    if not is_last:
-        model.head = StubHead(tensor)
+        found[name] = StubBlock()
+    return {n: stub for n, stub in found.items() if not isinstance(model.get_submodule(n), StubBlock | StubEmbedding)}
+
+
+def replace_modules(model: Model, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Put modules in the places of others, by name; returns those."""
+    before = {name: model.get_submodule(name) for name in modules}
+    for name, module in modules.items():
+        model.set_submodule(name, module)
+    return before
 
 
 def width_of(model: Model, ends: Ends) -> int:

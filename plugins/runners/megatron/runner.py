@@ -46,9 +46,10 @@ from .data_parallel import (
 from .footprint import layouts
 from .options import Options
 from .pipeline import Pipeline, Stage
-from .pipeline_stages import ends_of, leave_out, spread, tied_names, width_of
+from .pipeline_stages import ends_of, replace_modules, spread, stubs, tied_names, width_of
 from .plan import resolve, shard_specs
 from .rng_tracker import RngTracker
+from .schedules import rank_of, stages_of
 from .shard_model import shard_model
 from .shard_spec import ShardSpec
 from .tensor_parallel import TensorParallel, local
@@ -84,6 +85,8 @@ class MegatronRunner(Runner):
     def check(cls, options: Options, run: RunOptions) -> None:
         if run.compile == "model":
             raise ConfigError("run.compile: ranks talk between blocks under the megatron runner; compile blocks")
+        if run.compile != "none" and options.splits_backward:
+            raise ConfigError(f"run.compile: torch halves no compiled backward, as {options.pipeline_schedule} would")
         if run.compile != "none" and options.expert_parallel > 1:
             raise ConfigError("run.compile: experts wait for other ranks' numbers of tokens; use none")
 
@@ -100,7 +103,7 @@ class MegatronRunner(Runner):
             ends_of(model, "sequence_parallel")
         if options.pipeline_parallel > 1:
             ends_of(model, "pipeline_parallel")
-            spread(len(model.blocks()), options.pipeline_parallel, options.pipeline_layers)
+            spread(len(model.blocks()), options.stages, options.pipeline_layers)
         if options.expert_parallel > 1:
             check_experts(model, options.expert_parallel)
 
@@ -197,18 +200,23 @@ class MegatronRunner(Runner):
         return {name for name, p in model.named_parameters() if id(p) in there and name not in cuts}
 
     def _keep_own_stage(self, model: Model) -> set[str]:
-        """Replace other stages' modules by stubs; returns the names of parameters that two stages have."""
-        self.first_block, self.last_block = model.blocks()[0], model.blocks()[-1]
-        if self.options.pipeline_parallel == 1:
+        """Replace other ranks' modules by stubs; returns the names of parameters that two ranks of a pipeline have."""
+        blocks, options = model.blocks(), self.options
+        if options.pipeline_parallel == 1:
+            self.spans = [(blocks[0], blocks[-1])]
             return set()
-        ends = ends_of(model, "pipeline_parallel")
-        blocks, tied = model.blocks(), tied_names(model, ends)
-        here = spread(len(blocks), self.stages.size, self.options.pipeline_layers)[self.stages.rank]
-        self.first_block, self.last_block, width = blocks[here[0]], blocks[here[-1]], width_of(model, ends)
-        stage = Stage(model, self.stages, self.rng, self.precision.autocast, self.timers)
-        leave_out(model, ends, here, stage.is_first, stage.is_last, self.tensor)
-        self.pipeline = Pipeline(stage, self.options.pipeline_schedule, width, self.device)
-        return tied
+        ends, last = ends_of(model, "pipeline_parallel"), options.stages - 1
+        ranges = spread(len(blocks), options.stages, options.pipeline_layers)
+        tied, width = tied_names(model, ends), width_of(model, ends)
+        mine = stages_of(self.stages.rank, options)
+        here = {number for stage in mine for number in ranges[stage]}
+        replace_modules(model, stubs(model, ends, here, 0 in mine, last in mine, counts=True))
+        self.spans = [(blocks[ranges[stage][0]], blocks[ranges[stage][-1]]) for stage in mine]
+        others = {stage: stubs(model, ends, ranges[stage], stage == 0, stage == last, counts=False) for stage in mine}
+        more = self.rng, self.tensor, self.precision.autocast, self.timers
+        stages = [Stage(model, stage, options.stages, others[stage], *more) for stage in mine]
+        self.pipeline = Pipeline(stages, self.stages, options, width, self.device)
+        return tied if rank_of(last, options) > 0 else set()
 
     def _choose_strategy(self, model: Model) -> DDPStrategy:
         style = self.options.data_parallel_style
@@ -223,18 +231,19 @@ class MegatronRunner(Runner):
         return (ZeRO1Strategy if style == "zero1" else DDPStrategy)(self.copies, self.options.bucket_mb)
 
     def _hook_blocks(self, model: Model) -> None:
-        """Hook this rank's first and last blocks; ahead of FSDP's own pre-hook, which looks at inputs."""
-        if self.pipeline is not None and not self.pipeline.stage.is_first:
-            self.first_block.register_forward_pre_hook(self.pipeline.stage.take_received, prepend=True)
-        elif self.tensor is not None and self.options.sequence_parallel:
-            split = self.tensor.split_sequence
-            self.first_block.register_forward_pre_hook(lambda _, x: (split(x[0]), *x[1:]), prepend=True)
-        if self.tensor is not None and self.options.sequence_parallel:
-            last = self.last_block
-            closing = ends_of(model, "sequence_parallel").last[:-1]  # without the head
-            if closing and (self.pipeline is None or self.pipeline.stage.is_last):
-                last = model.get_submodule(closing[-1])
-            last.register_forward_hook(self.tensor.set_aside)
+        """Hook the first and last blocks of this rank's stages; ahead of FSDP's own pre-hook, which looks at inputs."""
+        stages: list[Any] = [None] if self.pipeline is None else self.pipeline.stages
+        split = self.tensor if self.options.sequence_parallel else None
+        for stage, (first, last) in zip(stages, self.spans, strict=True):
+            if stage is not None and not stage.is_first:
+                first.register_forward_pre_hook(stage.take_received, prepend=True)
+            elif split is not None:
+                first.register_forward_pre_hook(lambda _, x: (split.split_sequence(x[0]), *x[1:]), prepend=True)
+            if split is not None:
+                closing = ends_of(model, "sequence_parallel").last[:-1]  # without the head
+                if closing and (stage is None or stage.is_last):
+                    last = model.get_submodule(closing[-1])
+                last.register_forward_hook(split.set_aside)
 
     def copies_group(self) -> Group:
         if self.stages.size == 1:
@@ -269,13 +278,13 @@ class MegatronRunner(Runner):
             self.seed_for(micro_batches[number])
             return self.to_device(micro_batches[number].data)
 
-        stage = pipeline.stage
-        if self.tensor is not None and self.tensor.splits_sequence:
-            stage.part = self.tensor.size
-        rows, length = max((len(m.data["input_ids"]), stage.tokens(m.data) // stage.part) for m in micro_batches)
+        part = self.tensor.size if self.tensor is not None and self.tensor.splits_sequence else 1
+        for stage in pipeline.stages:
+            stage.part = part
+        rows, length = max((len(m.data["input_ids"]), stage.tokens(m.data) // part) for m in micro_batches)
         weight = self.precision.scaler.scale / num_targets
         losses = pipeline.train((rows, length), len(micro_batches), batch, weight, self._before_backward)
-        self.micro_losses = list(losses) if stage.is_last else []
+        self.micro_losses = list(losses) if pipeline.has_last else []
         mine = losses.sum().item() / (self.options.tensor_parallel * self.context.size)  # whose ranks all have it
         with self.timers("allreduce"):
             return self.world.all_reduce_sum(mine)[0] / num_targets
