@@ -89,7 +89,7 @@ PROJECT = {
         ("run.save_steps=5", "what Hugging Face's Trainer calls so is run.save_interval"),
         ("run.per_device_train_batch_size=5", "calls so is run.micro_batch_size"),
         ("run.train_micro_batch_size_per_gpu=5", "what DeepSpeed calls so is run.micro_batch_size"),
-        ("run.runner={name: megatron, expert_parallel: 2}", "expert parallelism is not there"),
+        ("run.runner={name: megatron, expert_model_parallel_size: 2}", "calls so is run.runner.expert_parallel"),
         ("model.freeze_vit=true", "what LAVIS calls so is model.vision.freeze"),
         ("run.resume_ckpt_load_dir=x", "what LAVIS calls so is run.resume_from"),
         (
