@@ -31,7 +31,7 @@ def test_every_requirement_has_a_lower_bound_which_the_lowest_environment_takes(
     for requirement in chain(declared["dependencies"], *declared["optional-dependencies"].values()):
         if requirement.startswith("crosstrain["):
             continue
-        found = re.match(r"([\w.-]+)(?:\[\w+\])?>=([\d.]+)(?:; |$)", requirement)
+        found = re.match(r"([\w.-]+)(?:\[\w+\])?>=([\d.]+)(?:,<[\d.]+)?(?:; |$)", requirement)
         assert found, requirement
         assert f"{found[1]}=={found[2]}\n" in lowest
 
