@@ -50,6 +50,10 @@ def test_every_schedule_trains_as_one_process_with_its_dropout(one: Any, name: s
     workspace, settings, kept = one
     size, runner = PIPELINES[name]
     options = (*COMMON, *settings, *SIZES, *MORE.get(name, ()))
+    if "model.n_layer=8" in options and settings is SETTINGS["adamw"]:
+        # Eight layers amplify rounding with a rate of 1e-2: pp4 without chunks is off by 1e-3 in one step's norm, where
+        # the first gradients are equal to 1e-7.
+        options += ("run.init_lr=3e-3",)
     if options not in kept:
         kept[options] = follow(workspace, "ddp@1", *options, label=f"one{len(kept)}")
         losses = kept[options].column("loss")
