@@ -125,8 +125,9 @@ class Mixture(VqaDataset):
         return part.get(inner, rng)
 
     def announce(self, indices: Sequence[int]) -> None:
+        places = [self._place(index) for index in indices]
         for part in self.parts:
-            part.announce([inner for owner, inner in map(self._place, indices) if owner is part])
+            part.announce([inner for owner, inner in places if owner is part])
 
     def training_index(self, seed: int, number: int) -> int:
         k, n = self.order.place(number)

@@ -23,9 +23,9 @@ class Group:
     """Ranks that work together. One process needs no process group and gets none."""
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        self.process_group = process_group
         self.rank = dist.get_rank(process_group) if process_group else 0
         self.size = dist.get_world_size(process_group) if process_group else 1
+        self.process_group = process_group if self.size > 1 else None
 
     def all_gather(self, value: T) -> list[T]:
         """Return every rank's value, in rank order. For small Python objects, not for tensors."""

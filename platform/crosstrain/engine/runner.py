@@ -111,7 +111,7 @@ class Runner(HeldState):
                 **alone,
             )
             watchdog.install(self.run.collective_timeout)
-        self.world = self.dp = Group(dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None)
+        self.world = self.dp = Group(dist.group.WORLD if dist.is_initialized() else None)
         self.precision = Precision(self.run.amp, self.device.type)
         self.share_sequences(self.replicas())
 

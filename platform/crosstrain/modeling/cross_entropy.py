@@ -152,7 +152,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
         """Sum the tokens' losses times `factors`; with `each`, which cannot be differentiated, return all [n]."""
         ctx.lift = _FP16_LIFT if dtype == torch.float16 else 1.0
         ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype
-        exact = torch.promote_types(dtype, torch.float32)  # of the softmax and of sums
+        exact = _exact(dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             low_hidden, low_weight = hidden.to(dtype), weight.to(dtype)
             ignored = labels == IGNORE_INDEX
@@ -237,11 +237,11 @@ def _losses_and_gradient(logits: Tensor, targets: Tensor, lift: float | None, ro
     """
     losses = []
     # On a CPU one small buffer stays in the cache, and reading bf16 once is faster than reducing it.
-    buffer = torch.empty_like(logits[:rows], dtype=_exact(logits)) if logits.device.type == "cpu" else None
+    buffer = torch.empty_like(logits[:rows], dtype=_exact(logits.dtype)) if logits.device.type == "cpu" else None
     for x, target in zip(logits.split(rows), targets.split(rows), strict=True):
         given = x if buffer is None else buffer[: len(x)].copy_(x)
         highest = given.amax(-1)
-        p = torch.softmax(given, dim=-1, dtype=_exact(logits), out=None if buffer is None else given)
+        p = torch.softmax(given, dim=-1, dtype=_exact(logits.dtype), out=None if buffer is None else given)
         # The largest probability is never tiny, so its logarithm gives the log-sum-exp without another pass of exp.
         log_sum_exp = highest - p.amax(-1).log()
         losses.append(log_sum_exp - x.gather(1, target)[:, 0])
@@ -251,8 +251,9 @@ def _losses_and_gradient(logits: Tensor, targets: Tensor, lift: float | None, ro
     return torch.cat(losses)
 
 
-def _exact(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """The type of a softmax, and of sums, where products are of `dtype`."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _losses_and_gradient_of_share(
@@ -262,7 +263,7 @@ def _losses_and_gradient_of_share(
 
     logits [n, V/P]; targets [n, 1], relative to this share's first column, and so outside of it on all ranks but one.
     """
-    exact = _exact(logits)
+    exact = _exact(logits.dtype)
     here = (targets >= 0) & (targets < logits.shape[1])
     columns = targets.masked_fill(~here, 0)
     log_sums = torch.cat([x.to(exact).logsumexp(-1) for x in logits.split(rows)])
@@ -290,5 +291,5 @@ def _exact_mm(a: Tensor, b: Tensor) -> Tensor:
 def _exact_addmm(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """total + a @ b, summed in at least fp32; `total`, unless it is None, is overwritten."""
     if total is None:
-        return _exact_mm(a, b).to(torch.promote_types(a.dtype, torch.float32))
+        return _exact_mm(a, b).to(_exact(a.dtype))
     return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(_exact_mm(a, b))

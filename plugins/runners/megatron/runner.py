@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from crosstrain import (
     Batch,
@@ -53,10 +53,6 @@ from .schedules import rank_of, stages_of
 from .shard_model import shard_model
 from .shard_spec import ShardSpec
 from .tensor_parallel import TensorParallel, local
-
-
-def _group(mesh: DeviceMesh) -> Group:
-    return Group(mesh.get_group() if mesh.size() > 1 else None)
 
 
 @registry.register_runner("megatron")
@@ -118,7 +114,7 @@ class MegatronRunner(Runner):
         if (ranks := options.expert_parallel) > 1:
             sizes = self.mesh["data"].size() // ranks, ranks
             self.expert_mesh = self.mesh._unflatten("data", sizes, ("expert_data", "expert"))
-        self.copies, self.stages = _group(self.mesh["data"]), _group(self.mesh["pipeline"])
+        self.copies, self.stages = (Group(self.mesh.get_group(name)) for name in ("data", "pipeline"))
         if options.context_parallel == 1:
             self.dp = self.copies
         self.rng = RngTracker(self.device, self.mesh.get_local_rank("tensor"))
@@ -159,8 +155,10 @@ class MegatronRunner(Runner):
             routers.group = self.tensor.group
         tied = self._keep_own_stage(model)
         self.data_parallel = self._choose_strategy(model)
-        of_experts = self.data_parallel.over(_group(self.expert_mesh["expert_data"])) if experts else self.data_parallel
-        self.strategies = [self.data_parallel, of_experts] if experts else [self.data_parallel]
+        of_experts, self.strategies = self.data_parallel, [self.data_parallel]
+        if experts:
+            of_experts = self.data_parallel.over(Group(self.expert_mesh.get_group("expert_data")))
+            self.strategies.append(of_experts)
         materialize(model, torch.device("cpu") if self.offloads else self.device)
         self._hook_blocks(model)
         self.shares: dict[nn.Parameter, Share] = {}
