@@ -14,9 +14,10 @@ Save: both in processes of their own, of which one stands still while the other 
 without saves. The platform's are on disk, hashed and flushed, when the clock stops; what DeepSpeed's `save_checkpoint`
 wrote is still in memory.
 
-Bandwidth: `Checkpointer.save` and `wait` against one file per rank with as many bytes, written at once and flushed;
-`load_shards` against `readinto` of as many bytes as each rank holds, both from the page cache and after eviction from
-it (which does not reach the cache of a host below a virtual machine).
+Bandwidth: `Checkpointer.save` and `wait` against one file per rank with as many bytes, written at once, flushed and
+renamed to replace the one before, as the next checkpoint replaces the last; `load_shards` against `readinto` of as many
+bytes as each rank holds, both from the page cache and after eviction from it (which does not reach the cache of a host
+below a virtual machine).
 """
 
 from __future__ import annotations

@@ -49,9 +49,12 @@ def storage(line: Line, project: str, options: list[str]) -> None:
         keeper.wait()
 
     def write() -> None:
-        with open(plain[rank], "xb", buffering=0) as file:
+        """Write a new file, which then takes the place of the one before: a save keeps that until it is done, too."""
+        new = plain[rank].with_suffix(".new")
+        with open(new, "xb", buffering=0) as file:
             _move(file.write, content)
             os.fsync(file.fileno())
+        os.replace(new, plain[rank])
 
     def load() -> None:
         load_shards(Reader.open(checkpoint), runner.shards())
@@ -75,10 +78,8 @@ def storage(line: Line, project: str, options: list[str]) -> None:
     while (order := line.order()) is not None:
         if order == "save":
             step += 1
-        elif order == "write":
-            plain[rank].unlink(missing_ok=True)
-            if not content:
-                content = memoryview(np.random.default_rng(rank).bytes(round(saved / size)))
+        elif order == "write" and not content:
+            content = memoryview(np.random.default_rng(rank).bytes(round(saved / size)))
         runner.world.barrier()
         started = time.perf_counter()
         actions[order]()
