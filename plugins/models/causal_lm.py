@@ -86,11 +86,12 @@ class CausalLM(TransformersModel):
     def route(self, options: Options) -> None:
         """Watch the model's routers, if it has any."""
         given = {"router_aux_loss_coef": options.router_loss_coef, "router_z_loss_coef": options.router_z_loss_coef}
-        coefficients = [getattr(self.config, key, 0) or 0 if own is None else own for key, own in given.items()]
+        balance, z = (getattr(self.config, key, 0) or 0 if own is None else own for key, own in given.items())
         if modules := routers_of(self.lm):
             self.lm.config.output_router_logits = False  # hooks give them
+            scope, balance = options.router_loss, balance * (options.router_loss != "none")
             self.routers = Routers(
-                modules, options.router_loss, *coefficients, options.router_bias_rate, self.record, self.record_load
+                modules, scope, balance, z, options.router_bias_rate, self.record, self.record_load
             )
         elif any(given.values()):
             raise ConfigError(f"model.router_loss_coef: {self.config.model_type} has no routers that this can balance")

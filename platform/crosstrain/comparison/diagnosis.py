@@ -47,8 +47,7 @@ class _Judge:
         self.steps, self.mine = steps_of(reference), steps_of(record)
         self.order = {name: place for place, name in enumerate(record["names"])}
         self.first = record["rows"][0]["step"]
-        # True if the reference's loss differs between training and evaluation, as by dropout.
-        self.random = self._differs(reference["rows"][0]["loss"], reference["plain_loss"])
+        self.random = tolerance.random(reference)
 
     def findings(self) -> Iterator[Finding]:
         """All differences, the first one first."""
@@ -211,7 +210,7 @@ class _Judge:
         if not alike or not self._differs(mine["loss"], theirs["loss"]):
             return None
         return (
-            f"the routers' balance loss is {mine['loss']} instead of {theirs['loss']}, from equal logits: a mean over "
+            f"the routers' losses are {mine['loss']} instead of {theirs['loss']}, from equal logits: means over "
             f"other tokens, such as a micro batch's"
         )
 

@@ -37,15 +37,15 @@ class Routing:
         self._seen.append(nearly_tied(seen, self._near))
 
     def record(self, step: Iterable[MicroBatch]) -> dict[str, Any]:
-        """The near ties of a step, and its balance loss, if the model has routers. Collective."""
+        """The near ties of a step, and what routers add to its loss. Collective."""
         numbers = [micro_batch.first_sample for micro_batch in step]
         mine = {
             f"{layer} {number} {token}": found
             for number, near in zip(numbers, self._seen, strict=False) for (layer, token), found in near.items()
         }  # fmt: skip
         near = {key: found for held in self.runner.world.all_gather(mine) for key, found in held.items()}
-        loss = self.runner.means(self.runner.model.take_recorded()).get("load_balancing_loss")
-        return {"near": near, "loss": loss}
+        means = self.runner.means(self.runner.model.take_recorded())
+        return {"near": near, "loss": sum(routers.added(means) for routers in self.runner.model.all_routers())}
 
 
 def nearly_tied(seen: Choices, near: float) -> dict[tuple[int, int], list[Any]]:

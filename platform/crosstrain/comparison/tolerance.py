@@ -110,6 +110,11 @@ class Tolerance:
         found = 0.0 if noise is None else max(number_difference(noise, reference, k) for k in ("loss", "grad_norm"))
         return Tolerance(max(least, min(_FACTOR * found, most)), floor, shows, noise)
 
+    def random(self, reference: Record) -> bool:
+        """True if a loss differs between training and evaluation by more than routers add, as by dropout."""
+        loss, added = reference["rows"][0]["loss"], reference["steps"][0]["routing"]["loss"]
+        return difference(None if loss is None else loss - added, reference["plain_loss"]) > self.numbers
+
     def tensors(self, step: int, what: str, kind: str | None = None) -> Noise:
         """The noise of a group of tensors in or after a step."""
         recorded = {} if self.noise is None else steps_of(self.noise)[step].get(what, {})

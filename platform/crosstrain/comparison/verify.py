@@ -169,9 +169,8 @@ class _Acceptance:
         return "measured", f"{peak:.0f} MiB on the fullest rank, some tens the process's own; {plan:.0f} MiB planned"
 
     def _rest(self) -> tuple[str, str]:
-        losses = self.reference["rows"][0]["loss"], self.reference["plain_loss"]
         rest = ["several machines", f"precisions other than {self.plain.run.amp.dtype}", "later steps"]
         rest += ["GPUs"] * (self.plain.run.device == "cpu" or not torch.cuda.is_available())
-        rest += ["dropout, as nothing here is random"] * (difference(*losses) <= self.tolerance.numbers)
+        rest += ["dropout, as nothing here is random"] * (not self.tolerance.random(self.reference))
         rest += ["gradient accumulation, as a rank has one micro batch"] * (self.record["accumulation"] == 1)
         return "not tried", "; ".join(rest)

@@ -13,7 +13,7 @@ as the targets' losses do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -63,7 +63,7 @@ class Routers:
 
     modules: list[nn.Module]  # of all layers; those on other pipeline stages are never called
     scope: Scope
-    coefficient: float  # of the balance loss
+    coefficient: float  # of the balance loss; 0 for the scope none
     z_coefficient: float  # of the mean squared log-sum-exp of the logits (Zoph et al., 2022, equation 5)
     bias_rate: float  # by which a step moves the biases of the choice
     record: Callable[..., None]  # `Model.record`
@@ -81,7 +81,7 @@ class Routers:
 
     @property
     def has_loss(self) -> bool:
-        return (self.scope != "none" and self.coefficient != 0) or self.z_coefficient != 0
+        return self.coefficient != 0 or self.z_coefficient != 0
 
     @property
     def watching(self) -> bool:
@@ -91,6 +91,11 @@ class Routers:
     def counts_first(self) -> bool:
         """True if a step's choices have to be counted, in a pass of its own, before the first backward."""
         return self.scope == "batch" and self.coefficient != 0
+
+    def added(self, means: Mapping[str, float]) -> float:
+        """The losses, times their coefficients, by the means of what was recorded."""
+        balance, z = (means.get(name, 0.0) for name in ("load_balancing_loss", "router_z_loss"))
+        return self.coefficient * balance + self.z_coefficient * z
 
     def begin(self) -> None:
         """Watch the routers until `loss`."""
@@ -134,8 +139,7 @@ class Routers:
         for name, sums in (("load_balancing_loss", balance), ("router_z_loss", z), ("router_entropy", entropy)):
             if name != "router_z_loss" or self.z_coefficient:
                 self.record(name, sums / targets.clamp(min=1), targets.expand_as(sums))
-        coefficient = 0.0 if self.scope == "none" else self.coefficient
-        loss = (coefficient * balance + self.z_coefficient * z).sum() / len(self.modules)
+        loss = (self.coefficient * balance + self.z_coefficient * z).sum() / len(self.modules)
         whole = loss.detach().clone()
         for group in sharing:
             dist.all_reduce(whole, group=group)
