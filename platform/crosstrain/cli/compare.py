@@ -9,6 +9,7 @@ from crosstrain.utils.errors import UserError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser, required=True)
+    parser.set_defaults(as_given=False)  # but with other runners
     parser.add_argument("--runners", nargs="+", required=True, metavar="RUNNER[@N]",
                         help="runners or presets and their number of workers (default: as --nproc-per-node, or 1); "
                              "the first is the reference")  # fmt: skip

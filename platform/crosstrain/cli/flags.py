@@ -50,16 +50,21 @@ def add_config(parser: argparse.ArgumentParser, *, required: bool) -> None:
     help = "override it, such as run.seed=1; may be given again"
     parser.add_argument("--options", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=help)
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="workers (default: one per GPU, else one)")
+    parser.set_defaults(as_given=True)  # the verb loads the project with these options
 
 
-def check_paths(arguments: argparse.Namespace) -> None:
-    """Raise UserError for a project file or a checkpoint that does not exist, before a verb imports torch."""
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Raise UserError for mistakes in a project file and for what does not exist, before a verb imports torch."""
     if project := getattr(arguments, "cfg_path", None):
         paths.find(project)
     place = getattr(arguments, "checkpoint", ".")
     checkpoint = Path(place)
     if not is_url(place) and not os.path.lexists(checkpoint):
         raise CheckpointError(paths.missing(checkpoint, [checkpoint]))
+    if project and getattr(arguments, "as_given", False):
+        from crosstrain.config.load import check_ahead
+
+        check_ahead(project, arguments.options)
 
 
 def add_weights(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ from itertools import takewhile
 from typing import Any, NoReturn
 
 from crosstrain import __version__
-from crosstrain.cli.flags import check_paths
+from crosstrain.cli.flags import check_arguments
 from crosstrain.utils.errors import UserError, did_you_mean, first_line, printable, refusal, sentence
 from crosstrain.utils.program import command
 
@@ -73,7 +73,7 @@ def _main(argv: Sequence[str] | None) -> int:
         debug = debug or "debug" in arguments
         if not debug:  # each of torch's warnings about a lost node has dozens of C++ frames
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        check_paths(arguments)
+        check_arguments(arguments)
         return arguments.run(arguments)
     except UserError as error:
         if debug:

@@ -17,9 +17,10 @@ from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 from annotated_types import MinLen
 
 from crosstrain.config import bounds, sources
+from crosstrain.config.ahead import AheadChecker
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import RunOptions
-from crosstrain.config.schema import Checker, Component, Key, Mistakes, defaults, options_class, to_plain
+from crosstrain.config.schema import Checker, Component, Key, Mistakes, defaults, to_plain
 from crosstrain.utils import paths
 from crosstrain.utils.errors import UserError, did_you_mean
 from crosstrain.utils.trust import Trust
@@ -73,11 +74,24 @@ def load_config(project: ProjectLike, options: sources.Overrides = ()) -> Config
     sentence with file, line and key, for anything that is wrong with it, and UserError when a component that it names
     needs a package that is not installed.
     """
+    return _builder(project, options, Checker).build()
+
+
+def check_ahead(project: ProjectLike, options: sources.Overrides = ()) -> None:
+    """Raise what `load_config` would, as far as it can be told in a second: before plugins and torch are imported."""
+    try:
+        _builder(project, options, AheadChecker).build()
+    except UserError as error:
+        if error.sentences:
+            raise
+
+
+def _builder(project: ProjectLike, options: sources.Overrides, checker: type[Checker]) -> _Builder:
     if isinstance(project, Mapping):
         base = sources.plain_layer("config", to_plain(project))
     else:
         base = sources.read_yaml(paths.find(project))
-    return _Builder(base, sources.read_options(options), presets=True).build()
+    return _Builder(base, sources.read_options(options), True, checker)
 
 
 @dataclass
@@ -92,11 +106,13 @@ class _Sections:
 class _Builder:
     """A builder that puts presets and defaults under the user's layers, resolves the result and checks it."""
 
-    def __init__(self, base: sources.Layer, overrides: sources.Layer, presets: bool) -> None:
+    def __init__(
+        self, base: sources.Layer, overrides: sources.Layer, presets: bool, checker: type[Checker] = Checker
+    ) -> None:
         self.base, self.overrides = base, overrides
         self.presets = presets  # whether names in `base` may stand for presets
         self.origins = sources.Origins([base, overrides])
-        self.check = Checker(self.origins.where)
+        self.check = checker(self.origins.where)
         self.check.over_preset = self._over_preset
         trees = copy.deepcopy([base.tree, overrides.tree])
         self.tree: dict[str, Any] = reduce(sources.merge, trees, {"run": defaults(RunOptions)})
@@ -127,12 +143,14 @@ class _Builder:
         ratios = {label: entry.pop("sample_ratio", None) for label, entry in datasets.items()}
         with mistakes:
             if "model" in tree:
-                variant, adapter = tree["model"].get("model_type"), tree["model"].get("adapter")
+                variant = tree["model"].get("model_type")
                 parts["model"] = self._model(tree["model"])
                 parts["sized"] = self._model(tree.get(_SIZED, tree["model"]))
-                at = ("model", "adapter")
-                parts["adapter"] = None if adapter is None else self.check.component("adapter", adapter, at)
                 parts["model_type"] = self.check.value(bounds.FilePath | None, variant, ("model", "model_type"))
+        with mistakes:
+            adapter = tree.get("model", {}).get("adapter")
+            at = ("model", "adapter")
+            parts["adapter"] = None if adapter is None else self.check.component("adapter", adapter, at)
         for label, entry in datasets.items():
             with mistakes:
                 parts["datasets"][label] = self.check.component("dataset", entry, ("datasets", label))
@@ -190,13 +208,12 @@ class _Builder:
         name = self.check.value(str, sources.resolve(self.tree, self.origins, at), at)
         name, presets = self._presets(key, name, dict(files))
         with self.check.located(at):
-            component = registry.get(kind, name, files)
-            default = defaults(options_class(kind, component))
+            cls = self.check.options_class(kind, name, files)
         if kind == "model":
             presets = self._model_preset(name, given)
         self.origins.layers[:0] = presets
-        below = reduce(sources.merge, [reduce(getitem, key, layer.tree) for layer in presets], default)
-        if kind == "model" and (rest := _unpublished(options_class(kind, component), below, given)) != below:
+        below = reduce(sources.merge, [reduce(getitem, key, layer.tree) for layer in presets], defaults(cls))
+        if kind == "model" and (rest := self._unpublished(cls, below, given)) != below:
             self.tree[_SIZED] = sources.merge(below | {naming: name}, given | {naming: name}, key)
             below = rest
         parent[own] = sources.merge(below | {naming: name}, given | {naming: name}, key)
@@ -228,27 +245,26 @@ class _Builder:
     def _over_preset(self, kind: str, given: dict[str, Any]) -> dict[str, Any]:
         """Put the preset that a component of another one's options names under its own options."""
         name, presets = self._presets((), given["name"], files := preset_files(kind))
-        registry.get(kind, name, files)  # which names them beside the components
+        self.check.options_class(kind, name, files)  # which names them beside the components
         return reduce(sources.merge, [*(layer.tree for layer in presets), {**given, "name": name}])
+
+    def _unpublished(self, cls: type, below: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Put defaults back in `below` for options that the pretrained folders in `given` decide."""
+        out = dict(below)
+        if given.get("pretrained"):
+            out |= {key: value for key, value in defaults(cls).items() if key in getattr(cls, "published", ())}
+        for name, hint in get_type_hints(cls, include_extras=True).items():
+            if isinstance(inner := given.get(name), dict) and isinstance(out.get(name), dict):
+                kind, named = get_args(hint)[1:], inner.get("name", out[name].get("name"))
+                if kind and named in registry.names(kind[0]):
+                    hint = self.check.options_class(kind[0], named)
+                if isinstance(hint, type) and is_dataclass(hint):
+                    out[name] = self._unpublished(hint, out[name], inner)
+        return out
 
     def _preset_files(self, kind: str, key: Key) -> dict[str, Path]:
         """Return the presets that the name of the component at `key` may stand for."""
         return preset_files(kind) if self.presets or sources.names_component(self.overrides.tree, key) else {}
-
-
-def _unpublished(cls: type, below: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Put defaults back in `below` for options that the pretrained folders in `given` decide."""
-    out = dict(below)
-    if given.get("pretrained"):
-        out |= {key: value for key, value in defaults(cls).items() if key in getattr(cls, "published", ())}
-    for name, hint in get_type_hints(cls, include_extras=True).items():
-        if isinstance(inner := given.get(name), dict) and isinstance(out.get(name), dict):
-            kind, named = get_args(hint)[1:], inner.get("name", out[name].get("name"))
-            if kind and named in registry.names(kind[0]):
-                hint = options_class(kind[0], registry.get(kind[0], named))
-            if isinstance(hint, type) and is_dataclass(hint):
-                out[name] = _unpublished(hint, out[name], inner)
-    return out
 
 
 def preset_files(kind: str) -> dict[str, Path]:

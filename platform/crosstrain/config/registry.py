@@ -141,7 +141,7 @@ class Registry:
             return
         self._finished = True
         for point in sorted(metadata.entry_points(group=ENTRY_POINTS), key=lambda p: (p.name, p.value)):
-            spec = _find_without_importing(point.module)
+            spec = find_without_importing(point.module)
             if spec is None:
                 self.broken[Path(point.name)] = f"the entry point names the module {point.module}, which is not there"
             elif spec.submodule_search_locations:
@@ -235,7 +235,7 @@ def _identity(component: Any) -> tuple[Path, str]:
     return Path(file), getattr(component, "__qualname__", "")
 
 
-def _find_without_importing(module: str) -> ModuleSpec | None:
+def find_without_importing(module: str) -> ModuleSpec | None:
     """Find a module's spec; unlike `importlib.util.find_spec`, import no parent package."""
     search: list[str] | None = None
     spec: ModuleSpec | None = None

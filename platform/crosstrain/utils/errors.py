@@ -37,7 +37,7 @@ class ConfigErrors(ConfigError):
 
     @property
     def sentences(self) -> list[str]:
-        return str(self).split("\n")
+        return [text for text in str(self).split("\n") if text]
 
 
 class DataError(UserError):

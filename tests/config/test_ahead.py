@@ -1,0 +1,201 @@
+"""Mistakes in a project file are told before torch is imported, in the words of the full check."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT
+from crosstrain.config.load import check_ahead
+from crosstrain.config.registry import registry
+from crosstrain.utils.errors import ConfigError
+from fixtures_plugins import isolate, write
+
+# As first lines: nothing of these can be imported.
+NOTHING_HEAVY = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        assert name not in ("torch", "transformers", "deepspeed", "numpy"), f"{name} was imported"
+
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+def python(code: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+EXPLODES = "raise RuntimeError('this file was imported')"
+MISTAKES = {
+    "gpt2_345m": ["run.max_iter=3", "run.seed=-1", "model.nheads=3", "run.runner.overlap_com=true"],
+    "gpt2_chat_dpo": ["run.objective.beta=true", "run.callbacks=[emaa]", "model.adapter.rnk=3"],
+    "llama3_8b_sft": ["run.save_steps=3", "model.adapter={name: lora, rank: half}", "run.runner=fsd"],
+    "qwen3_30b_a3b": ["run.optimizer={name: muon, adamw: {beta: 1}}", "run.runner.expert_parallel=0"],
+    "blip2_qwen7b_instruct": ["model.vision.depht=3", "datasets.mixed.seq_len=3", "run.runner.stage=5"],
+    "blip2_qwen_shapes": ["run.trackers=[wandb, 3]", "run.metrics=[acuracy]", "run.runner={name: fsdp, offload: 1}"],
+}
+
+
+def test_every_verb_tells_a_mistake_before_torch_is_imported(tmp_path: Path) -> None:
+    project = tmp_path / "my.yaml"
+    project.write_text((ROOT / "projects/quickstart.yaml").read_text().replace("max_iters", "max_iter"))
+    main = "\nfrom crosstrain.cli.main import main\nprint(*(main([*words.split(), *sys.argv[1:]]) for words in WORDS))"
+    verbs = ["train", "train --dry-run", "plan", "samples", "verify", "launch --to slurm"]
+    code = f"WORDS = {verbs}{NOTHING_HEAVY}sys.stderr = sys.stdout{main}"
+    told = python(code, "--cfg-path", str(project)).splitlines()
+    error = f"error: {project}:23: run.max_iter: unknown key; did you mean run.max_iters?"
+    assert told == [error] * len(verbs) + [" ".join("1" * len(verbs))]
+
+
+def test_what_is_told_ahead_is_what_the_full_check_tells() -> None:
+    code = """
+import json, sys
+from crosstrain.config.load import check_ahead, load_config
+from crosstrain.utils.errors import UserError
+
+def told(check):
+    found = {}
+    for name, options in json.loads(sys.argv[1]).items():
+        try:
+            check(f"projects/{name}.yaml", options)
+        except UserError as error:
+            found[name] = error.sentences
+    return found
+
+ahead = told(check_ahead)
+assert "torch" not in sys.modules
+print(json.dumps([ahead, told(load_config)]))
+"""
+    ahead, full = json.loads(python(code, json.dumps(MISTAKES)))
+    assert ahead == full
+    assert {name: len(sentences) for name, sentences in ahead.items()} == {n: len(o) for n, o in MISTAKES.items()}
+
+
+def test_the_options_of_every_component_are_read_as_they_are_imported() -> None:
+    code = """
+import sys
+from crosstrain.config.ahead import AheadChecker
+from crosstrain.config.describe import options
+from crosstrain.config.registry import KINDS, registry
+from crosstrain.config.schema import Checker
+
+def described(checker):
+    classes = {(kind, name): checker(str).options_class(kind, name) for kind in KINDS for name in registry.names(kind)}
+    return {key: [(o.name, o.type, o.required, str(o.default)) for o in options(cls)] for key, cls in classes.items()}
+
+ahead = described(AheadChecker)
+assert "torch" not in sys.modules
+assert ahead == described(Checker)
+print(len(ahead), sum(map(len, ahead.values())))
+"""
+    components, options = map(int, python(code).split())
+    assert components > 50
+    assert options > 250
+
+
+# ---- plugins of others
+
+HELPER = """
+import torch
+from crosstrain import NonNegativeInt, OptionError
+
+HEAVY = torch.ones(3)
+LIMIT = Most = 7
+Length = NonNegativeInt | None
+
+class Base(torch.nn.Module):
+    def weigh(self, tensor: torch.Tensor = None) -> torch.Tensor: ...
+    class Options:
+        pass
+"""
+MINE = """
+import heavy
+from dataclasses import dataclass
+from typing import Annotated
+from annotated_types import Le
+from crosstrain import Dataset, Split, registry
+{imports}
+
+@dataclass
+class Common:
+    length: Length = LIMIT
+
+    def __post_init__(self) -> None:
+        if self.length == 3:
+            raise OptionError("length", "3 is taken")
+        if self.length == 4:
+            heavy.compute()
+
+class Middle(Dataset):
+    @dataclass
+    class Options(Common):
+        kind: Annotated[int, Le(Most)] = 1
+
+@registry.register_dataset("mine")
+class Mine(Middle):
+    def __init__(self, options: Middle.Options, split: Split, how: heavy.Tensor) -> None: ...
+"""
+PROJECT = "model: {arch: none}\ndatasets: {it: {name: mine, %s}}\nrun: {output_dir: out, max_iters: 1}"
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    monkeypatch.setitem(sys.modules, "heavy", None)  # to import it is an ImportError
+    yield from isolate(monkeypatch, tmp_path)
+
+
+def told(home: Path, options: str) -> list[str]:
+    """Return what is told about the dataset; there is no model, and no runner."""
+    (home / "my.yaml").write_text(PROJECT % options)
+    with pytest.raises(ConfigError) as caught:
+        check_ahead("my.yaml")
+    return [text for text in caught.value.sentences if "datasets" in text]
+
+
+@pytest.mark.parametrize("packaged", [False, True])
+def test_a_plugin_of_others_is_read_too(home: Path, monkeypatch: pytest.MonkeyPatch, packaged: bool) -> None:
+    files = {"sub/mine.py": MINE.format(imports="from ..helper import LIMIT, Length, Most, OptionError"),
+             "helper.py": HELPER, "sub/__init__.py": EXPLODES, "__init__.py": EXPLODES}  # fmt: skip
+    if packaged:
+        write(home / "site", {f"theirs/{name}": text for name, text in files.items()})
+        write(home / "site", {"theirs-1.dist-info/METADATA": "Name: theirs\nVersion: 1",
+                              "theirs-1.dist-info/entry_points.txt": "[crosstrain.plugins]\nit = theirs"})  # fmt: skip
+        monkeypatch.syspath_prepend(home / "site")
+    else:
+        write(home / "plugins", files)
+    where = "my.yaml:2: datasets.it"
+    assert told(home, "lenght: 1") == [f"{where}.lenght: unknown key; did you mean datasets.it.length?"]
+    assert told(home, "length: x") == [f"{where}.length: expected a whole number or null, got the text 'x'"]
+    assert told(home, "length: -1") == [f"{where}.length: expected a whole number of at least 0, got -1"]
+    assert told(home, "kind: 8") == [f"{where}.kind: expected a whole number of at most 7, got 8"]
+    assert told(home, "length: 3") == [f"{where}.length: 3 is taken"]
+    assert told(home, "length: 4") == told(home, "length: 5, kind: 7") == []  # what needs heavy waits for the import
+
+
+UNREADABLE = {
+    "its base is another library's": "import heavy\n@REGISTER\nclass Mine(heavy.Dataset): ...",
+    "another decorator": "def more(cls): return cls\n@REGISTER\n@more\nclass Mine: ...",
+    "options that are set later": "@REGISTER\ndef mine(): ...\nmine.Options = 3",
+    "a type of another library": "import heavy\n@REGISTER\nclass Mine:\n @dataclass\n class Options:\n  it: heavy.Int",
+}
+
+
+@pytest.mark.parametrize("reason", UNREADABLE)
+def test_a_plugin_that_cannot_be_read_is_imported(home: Path, reason: str) -> None:
+    text = UNREADABLE[reason].replace("REGISTER", 'registry.register_dataset("mine")')
+    code = f"from dataclasses import dataclass\nfrom crosstrain import registry\n{text}\nimport nowhere"
+    write(home / "plugins", {"mine.py": code})
+    (said,) = told(home, "lenght: 1")
+    assert "needs the package" in said or "importing it failed" in said
+    assert registry.broken
