@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +111,11 @@ def test_a_mode_that_the_runner_refuses_is_impossible(tmp_path: Path) -> None:
 
 def test_other_runners_are_in_the_order_of_what_they_cost(project: Path) -> None:
     made = crosstrain.plan(project, ["run.global_batch_size=32"], world_size=2, device_memory="30MiB")
-    rows = str(made).partition("other runners")[2].partition("what fits first")[0].splitlines()[1:-1]
-    found = [made.presets[row[:37].strip()] for row in rows if row[:37].strip() in made.presets]
-    assert len(found) == len(made.presets)
-    possible = [e for e in found if not isinstance(e, str)]
-    assert found[: len(possible)] == possible
+    rows, _, refused = str(made).partition("other runners")[2].partition("what fits first")
+    possible = [made.presets[row[:37].strip()] for row in rows.splitlines()[1:-1]]
+    assert len(possible) == sum(not isinstance(e, str) for e in made.presets.values())
+    names = re.sub(r"\s+", " ", refused.partition("says why): ")[2].partition("\n\n")[0]).split(", ")
+    assert names == list(dict.fromkeys(n.split()[0] for n, e in made.presets.items() if isinstance(e, str)))
     reached = [(not made.fits(e), bool(e.memory.host.keys() - {HOST_COPY}), e.sent) for e in possible]
     assert reached == sorted(reached)
     assert {wrong for wrong, _, _ in reached} == {False, True}

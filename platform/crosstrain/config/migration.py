@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
-from functools import reduce
+from functools import cache, reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -49,19 +49,23 @@ class _Tree(dict[str, Any]):
         return UNKNOWN if isinstance(value, str) and "${" in value else value  # which means nothing here
 
 
+@cache
+def _templates(folder: Path) -> Any:
+    jinja2 = require("jinja2", "crosstrain migrate")
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder), undefined=jinja2.ChainableUndefined, trim_blocks=True,
+        lstrip_blocks=True, extensions=["jinja2.ext.do"],
+        finalize=lambda value: json.dumps(value, default=lambda _: None),  # JSON is YAML; null where nothing is said
+    )  # fmt: skip
+
+
 def migrate(path: Path, origin: Origin, count: Count = lambda *files: None) -> tuple[str, list[str], int | None]:
     """Return the configuration at `path` as a project file, notes of what it lacks, and the ranks that it is for.
 
     Every setting is in the project or in a note. `count` returns the ids of a tokenizer's files, None if it cannot.
     Raises ConfigError for a configuration that cannot be read.
     """
-    jinja2 = require("jinja2", "crosstrain migrate")
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(origin.file.parent), undefined=jinja2.ChainableUndefined, trim_blocks=True,
-        lstrip_blocks=True, extensions=["jinja2.ext.do"],
-        finalize=lambda value: json.dumps(value, default=lambda _: None),  # JSON is YAML; null where nothing is said
-    )  # fmt: skip
-    template = environment.get_template(f"{origin.file.stem}.jinja")
+    template = _templates(origin.file.parent).get_template(f"{origin.file.stem}.jinja")
     tree = read_foreign(path, origin.calls)
 
     def located(name: Any, there: Callable[[Path], bool] = Path.is_file) -> str | None:
@@ -122,7 +126,7 @@ def migrate(path: Path, origin: Origin, count: Count = lambda *files: None) -> t
         if read:
             if end < len(key) or answer is _UNHEARD or not value or said & {".".join(key), *key}:
                 continue
-            with suppress(jinja2.TemplateError, TypeError, ValueError):
+            with suppress(require("jinja2", "crosstrain migrate").TemplateError, TypeError, ValueError):
                 other = f"?{value}" if isinstance(value, str) else value is not True and value + value
                 if rendered({key: other})[0] == made:  # the template makes nothing of it
                     notes.append(note)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from crosstrain.config.load import Config
@@ -157,9 +158,13 @@ class Plan:
         out += [f"  {mode:<21} {self._mode_row(estimate)}" for mode, estimate in self.modes.items()]
         if self.presets:
             out += ["", f"{'other runners':<38}{'device':>14}{'host':>14}{'sent per step':>16}{'parameters held':>18}"]
-            ranked = sorted(self.presets.items(), key=lambda preset: self._rank(preset[1]))
+            possible = {name: other for name, other in self.presets.items() if isinstance(other, Estimate)}
+            ranked = sorted(possible.items(), key=lambda preset: self._rank(preset[1]))
             out += [f"  {name:<35} {self._runner_row(estimate)}" for name, estimate in ranked]
             out.append("  what fits first, then what offloads nothing, then by traffic; without pipelines' bubbles")
+            if refused := {name.split()[0]: None for name in self.presets if name not in possible}:
+                why = f"impossible here (--options run.runner=NAME says why): {', '.join(refused)}"
+                out += wrap(why, 100, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
         if self.formulas:
             out += ["", "formulas of others, for comparison"]
             out += [f"  {show_bytes(size):>12}  {name}" for name, size in self.formulas.items()]
@@ -177,10 +182,8 @@ class Plan:
     def _verdict(self, estimate: Estimate) -> str:
         return {None: "", True: "  fits", False: "  does not fit"}[self.fits(estimate)]
 
-    def _rank(self, estimate: Estimate | str) -> tuple[int, ...]:
-        if isinstance(estimate, str):
-            return (True,)
-        return False, self.fits(estimate) is False, bool(estimate.memory.host.keys() - {HOST_COPY}), estimate.sent
+    def _rank(self, estimate: Estimate) -> tuple[int, ...]:
+        return self.fits(estimate) is False, bool(estimate.memory.host.keys() - {HOST_COPY}), estimate.sent
 
     def _mode_row(self, estimate: Estimate | str) -> str:
         if isinstance(estimate, str):
@@ -188,9 +191,7 @@ class Plan:
         sizes = estimate.memory.device.get("activations", 0), estimate.memory.total, estimate.memory.on_host
         return "".join(f"{show_bytes(size):>14}" for size in sizes) + self._verdict(estimate)
 
-    def _runner_row(self, estimate: Estimate | str) -> str:
-        if isinstance(estimate, str):
-            return f"impossible: {estimate}"
+    def _runner_row(self, estimate: Estimate) -> str:
         memory = estimate.memory
         return (
             f"{show_bytes(memory.total):>14}{show_bytes(memory.on_host):>14}{show_bytes(estimate.sent):>16}"
