@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from conftest import TEXTS
 from crosstrain.corpus.options import PrepareOptions
 from crosstrain.corpus.prepare import prepare
-from crosstrain.data.tokenizer import cached_folder, load_gpt2, load_tokenizer, train_bpe
+from crosstrain.data.tokenizer import cached_folder, load_cached, load_gpt2, load_tokenizer, train_bpe
 from crosstrain.utils.errors import DataError
 
 
@@ -103,8 +103,9 @@ def test_tokenizers_that_cannot_be_used_are_refused(tokenizer: Path, tmp_path: P
 
 
 def test_a_tokenizer_that_transformers_would_rebuild_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     train_bpe(["on 12345 mats"] * 50, 290).save(tmp_path / "t")  # Qwen's class would cut numbers into digits
     config = json.loads((tmp_path / "t" / "tokenizer_config.json").read_text())
     (tmp_path / "a.txt").write_text("on 12345 mats")
@@ -112,3 +113,9 @@ def test_a_tokenizer_that_transformers_would_rebuild_is_warned_of(
         (tmp_path / "t" / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": name}))
         prepare(PrepareOptions(input=str(tmp_path / "a.txt"), tokenizer=str(tmp_path / "t")), tmp_path / name)
         assert ("makes another tokenizer" in caplog.text) == warned, name
+        caplog.clear()
+        load_cached.cache_clear()
+        for _ in range(2):  # as datasets of conversations do; once
+            load_cached(str(tmp_path / "t"))
+            load_cached.cache_clear()
+        assert caplog.text.count("makes another tokenizer") == warned, name

@@ -29,7 +29,7 @@ from crosstrain.corpus.stages import FilterStage, TokenizeStage
 from crosstrain.corpus.stats import BINS, Counts, histogram, write_report
 from crosstrain.data.indexed_dataset import TokenWriter, best_dtype
 from crosstrain.data.prepared import FORMAT_VERSION, Summary, hash_of
-from crosstrain.data.tokenizer import TextTokenizer, is_rebuilt, load_tokenizer, train_bpe
+from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe, warn_if_rebuilt
 from crosstrain.utils.errors import DataError
 
 _SMALL = 16 << 20  # bytes of input for which starting processes takes longer than working
@@ -49,10 +49,7 @@ class _Pipeline:
         self.filters = [to_plain(component) for component in options.clean]
         make_filters(self.filters)  # so that a mistake shows before any work
         self.given = load_tokenizer(options.tokenizer) if options.tokenizer is not None else None
-        if options.tokenizer is not None and is_rebuilt(options.tokenizer):
-            text = "transformers makes another tokenizer of %s than its tokenizer.json, which is used here; "
-            text += "it reads the file where tokenizer_config.json says tokenizer_class: TokenizersBackend"
-            _log.warning(text, options.tokenizer)
+        warn_if_rebuilt(options.tokenizer or "")
         self.sources = sources(options.input, {"text_key": options.text_key, "separator": options.separator})
         self.shards: list[CorpusShard] = []  # of filtered documents, in the order of the input
 

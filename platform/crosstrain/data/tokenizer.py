@@ -6,6 +6,7 @@ Encoding needs only the `tokenizers` library. `transformers`, slow to import, se
 
 import hashlib
 import json
+import logging
 import os
 import re
 import tempfile
@@ -23,6 +24,8 @@ from crosstrain.utils.assets import TOKENIZER_FILES, copy_files, plain_files
 from crosstrain.utils.errors import DataError, first_line, os_errors_as
 from crosstrain.utils.files import cache_folder, last_checkpoint, read_regular, write_json
 from crosstrain.utils.trust import check_source
+
+_log = logging.getLogger(__name__)
 
 # Files in a tokenizer's folder, and in a model's.
 TOKENIZER, CONFIG, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -108,8 +111,15 @@ def load_tokenizer(spec: str | Path) -> TextTokenizer:
     return _from_transformers(str(path))
 
 
-def is_rebuilt(spec: str) -> bool:
-    """Tell whether transformers' class for a tokenizer's folder encodes otherwise than the tokenizer.json in it."""
+def warn_if_rebuilt(spec: str) -> None:
+    """Warn of a tokenizer's folder for which transformers' class encodes otherwise than the tokenizer.json in it."""
+    if spec and _is_rebuilt(spec):
+        text = "transformers makes another tokenizer of %s than its tokenizer.json, which is used here; "
+        text += "it reads the file where tokenizer_config.json says tokenizer_class: TokenizersBackend"
+        _log.warning(text, spec)
+
+
+def _is_rebuilt(spec: str) -> bool:
     path = Path(spec).expanduser()
     config = _read_json(path / CONFIG) if (path / CONFIG).is_file() and (path / TOKENIZER).is_file() else {}
     if config.get("tokenizer_class") in (None, "PreTrainedTokenizerFast", "TokenizersBackend"):  # which read the file
@@ -206,8 +216,11 @@ def vocabulary(path: Path) -> dict[str, int]:
     return _backend(path).get_vocab(with_added_tokens=True)
 
 
-def cached_folder(tokenizer: TextTokenizer) -> Path:
-    """Save the tokenizer in a folder under $XDG_CACHE_HOME/crosstrain, named by the content of its files."""
+def cached_folder(tokenizer: TextTokenizer, spec: str = "") -> Path:
+    """Save the tokenizer in a folder under $XDG_CACHE_HOME/crosstrain, named by the content of its files.
+
+    The first time, `warn_if_rebuilt` looks at `spec`, from which it was loaded.
+    """
     cache = cache_folder("tokenizers")
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as partial:
@@ -223,6 +236,8 @@ def cached_folder(tokenizer: TextTokenizer) -> Path:
         except OSError:
             if not folder.exists():  # otherwise it was saved before, with the same content
                 raise
+        else:
+            warn_if_rebuilt(spec)
     return folder
 
 
@@ -232,7 +247,7 @@ def load_cached(spec: str, chat_template: str | None = None) -> tuple[TextTokeni
     tokenizer = load_tokenizer(spec)
     if chat_template is not None:
         tokenizer = replace(tokenizer, chat_template=chat_template)
-    return tokenizer, cached_folder(tokenizer)
+    return tokenizer, cached_folder(tokenizer, spec)
 
 
 def _byte_level(tokenizer: Tokenizer) -> TextTokenizer:
