@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import fixtures_flash
 from conftest import Workspace
 from crosstrain.config.registry import registry
+from crosstrain.modeling import activation_checkpointing
+from crosstrain.modeling import attention as attention_module
+from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.base import Model
 from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.types import IGNORE_INDEX
+from fixtures_qwen import use
 from fixtures_ranks import mostly_slow
-from fixtures_training import TOLERANCE, assert_equal_training, follow
+from fixtures_training import PLUGINS, TOLERANCE, assert_equal_training, follow
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -29,6 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "causal_lm", {"config": {"model_type": "gemma3_text", "head_dim": 8, "sliding_window": 8, **SIZES}},
     ),
 }  # fmt: skip
+FLASH_2, FLASH_3 = "kernels-community/flash-attn2", "kernels-community/flash-attn3"
 LENGTHS = [[13, 27, 24], [30, 34]]  # documents of two rows
 
 
@@ -69,11 +77,27 @@ def gradients(model: Model, batches: list[dict[str, Tensor]]) -> tuple[float, di
     }
 
 
+@pytest.fixture
+def kernels() -> Iterator[None]:
+    """A machine that has the kernels: their arguments decide what is computed."""
+    with ExitStack() as stack:
+        for patched in fixtures_flash.on_cpu():
+            stack.enter_context(patched)
+        yield
+
+
 @pytest.mark.parametrize(
     ("name", "attention"),
-    [*((name, "sdpa") for name in MODELS), *((name, "eager") for name in ("gpt2", "qwen", "llama"))],
+    [
+        *((name, "sdpa") for name in MODELS),
+        *((name, "eager") for name in ("gpt2", "qwen", "llama")),
+        *((name, "flex_attention") for name in ("qwen", "llama")),
+        *((name, kernel) for name in ("qwen", "llama", "windows", "some windows") for kernel in (FLASH_2, FLASH_3)),
+    ],
 )
-def test_a_packed_loss_and_its_gradients_are_those_of_the_documents_apart(name: str, attention: str) -> None:
+def test_a_packed_loss_and_its_gradients_are_those_of_the_documents_apart(
+    name: str, attention: str, kernels: None
+) -> None:
     model = build(name, attention=attention)
     model.check_documents()
     loss, gradient = gradients(model, [packed()])
@@ -82,6 +106,98 @@ def test_a_packed_loss_and_its_gradients_are_those_of_the_documents_apart(name: 
     largest = max(value.norm() for value in expected_gradient.values())
     for parameter, value in expected_gradient.items():  # fp32 sums in another order; keys' biases have no gradient
         assert (gradient[parameter] - value).norm() <= 5e-6 * value.norm() + 1e-7 * largest, parameter
+
+
+@pytest.mark.parametrize("length", [1, 37, 64])
+@pytest.mark.parametrize("attention", ["flex_attention", FLASH_2, FLASH_3])
+def test_whole_rows_have_the_loss_and_gradients_of_sdpa(attention: str, length: int, kernels: None) -> None:
+    batch = {key: value[:, :length] for key, value in packed().items() if key != "position_ids"}
+    loss, gradient = gradients(build("qwen", attention=attention), [batch])
+    expected, expected_gradient = gradients(build("qwen"), [batch])
+    assert loss == pytest.approx(expected, rel=1e-6)
+    largest = max(value.norm() for value in expected_gradient.values())
+    for parameter, value in expected_gradient.items():  # fp32 sums in another order; keys' biases have no gradient
+        assert (gradient[parameter] - value).norm() <= 5e-6 * value.norm() + 1e-7 * largest, parameter
+
+
+def test_kernels_are_told_of_documents_and_dropout(kernels: None) -> None:
+    model = build("qwen", attention=FLASH_2, attention_dropout=0.25)
+    (calls := fixtures_flash.CALLS).clear()
+    model(**packed())
+    model.eval()
+    model(**packed())
+    told = {"cu_seqlens": [0, 13, 40, 64, 94, 128], "longest": 34}
+    assert calls == [told | {"dropout_p": 0.25}] * 3 + [told | {"dropout_p": 0.0}] * 3
+
+
+@pytest.mark.parametrize("attention", ["flex_attention", FLASH_3])
+def test_kernels_without_dropout_refuse_it(attention: str, kernels: None) -> None:
+    model = build("qwen", attention=attention, attention_dropout=0.25)
+    with pytest.raises(ConfigError, match=r"has no dropout, and the model's is 0\.25; set it to 0"):
+        model(**packed())
+
+
+@pytest.mark.parametrize("attention", ["flex_attention", FLASH_2])
+def test_padded_batches_are_left_to_sdpa(attention: str, kernels: None) -> None:
+    ids, seen = packed()["input_ids"], torch.ones(2, 64, dtype=torch.long)
+    seen[0, :20] = 0  # padding on the left, as in a batch that generates
+    given = {"input_ids": ids, "attention_mask": seen, "position_ids": (seen.cumsum(1) - 1).clamp(min=0)}
+    logits = [build("qwen", attention=name).eval()(**given) for name in (attention, "sdpa")]
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("attention", ["flex_attention", FLASH_2])
+def test_blocks_that_are_computed_again_have_the_same_gradients(attention: str, mode: Mode, kernels: None) -> None:
+    expected, expected_gradient = gradients(build("qwen", attention=attention), [packed()])
+    model = build("qwen", attention=attention)
+    activation_checkpointing.apply(model.blocks(), mode, nullcontext)
+    loss, gradient = gradients(model, [packed()])
+    assert loss == expected
+    for parameter, value in expected_gradient.items():
+        torch.testing.assert_close(gradient[parameter], value, rtol=0, atol=0, msg=parameter)
+
+
+@pytest.mark.parametrize(
+    ("attention", "package"),
+    [("flash_attention_2", "flash-attn"), ("flash_attention_3", "flash-attn-3"), (FLASH_2, "kernels")],
+)
+def test_what_is_missing_is_said(attention: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=f"{attention} needs a CUDA GPU and the package {package}; use sdpa"):
+        build("qwen", attention=attention)
+
+
+def test_a_kernel_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_module, "_missing", lambda flash: None)
+    with pytest.raises(ConfigError, match=r"vllm-flash-attn3 cannot be loaded \(.+\); use sdpa"):
+        build("qwen", attention="kernels-community/vllm-flash-attn3")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "runner"),
+    [
+        ("flex_attention", "ddp@2/2"),
+        *(
+            pytest.param(kernel, runner, marks=pytest.mark.slow)
+            for kernel in ("flex_attention", FLASH_2)
+            for runner in ("ddp@4/2", "fsdp@2/2", "zero3@2/1", "megatron_tp2@4/2", "megatron_pp2@2/1")
+        ),
+    ],
+)
+def test_kernels_train_as_sdpa_does_in_one_process(workspace: Workspace, kernel: str, runner: str) -> None:
+    layout, _, sharing = runner.partition("/")
+    options = (
+        f"run.plugins=[{PLUGINS}]", "datasets.tiny.document_mask=true", "datasets.tiny.seq_length=31",
+        "run.max_iters=6", "run.micro_batch_size=2", "run.global_batch_size=8", "run.amp=fp32",
+        "run.optimizer={name: sgd, momentum: 0.9}", "run.init_lr=0.03", "run.grad_norm_clip=0",
+    )  # fmt: skip
+    use(workspace, **(SIZES | {"vocab_size": 320}))
+    one = follow(workspace, "ddp@1", *options)
+    name = "qwen" if kernel == "flex_attention" else "qwen_flash_on_cpu"
+    use(workspace, **(SIZES | {"vocab_size": 320, "arch": name, "attention": kernel}))
+    sharing = f"run.runner.context_parallel={sharing}"
+    assert_equal_training(one, follow(workspace, layout, *options, sharing, label="kernel"), TOLERANCE)
 
 
 @pytest.mark.parametrize("name", MODELS)

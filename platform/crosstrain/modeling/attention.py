@@ -1,31 +1,39 @@
 """Attention implementations of transformers, and attention within documents that share a sequence.
 
-transformers' attention functions get the documents' boundaries as keyword arguments of the model's forward. Its flash
-attention reads `cu_seq_lens_q` and its like; the functions `sdpa` and `eager` do not, so `sdpa` is replaced here by one
-that does. Nothing is left to transformers' detection of restarting positions alone, which an attention mask or a cache
-switches off without a word.
+transformers' attention functions get the documents' boundaries as keyword arguments of the model's forward: flash
+attention as `cu_seq_lens_q` and its like, flex attention as a block mask. `sdpa` knows none, so it is called for each
+document. All but `eager` are wrapped here: they note which blocks have kept to the documents, and ranks that share
+sequences exchange parts around them. Nothing is left to transformers' detection of restarting positions alone, which an
+attention mask or a cache switches off without a word.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention import flex_attention as torch_flex
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations import flex_attention as transformers_flex
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
 
 from crosstrain.modeling.context import Context
 from crosstrain.modeling.meta_init import has_values
 from crosstrain.utils.errors import ConfigError
 
-Attention = Literal["sdpa", "eager", "flash_attention_2", "flex_attention"]
+Attention = Literal[
+    "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2",
+    "kernels-community/flash-attn3", "kernels-community/vllm-flash-attn3",
+]  # fmt: skip
 
 
 def choose_attention(asked: Attention | None, model: type[PreTrainedModel], config: PreTrainedConfig) -> Attention:
@@ -34,20 +42,37 @@ def choose_attention(asked: Attention | None, model: type[PreTrainedModel], conf
     Raises ConfigError, which says what is missing.
     """
     capped = bool(getattr(config, "attn_logit_softcapping", None))  # which transformers' sdpa refuses
-    has: dict[Attention, bool] = {
-        "sdpa": model._supports_sdpa and not capped, "eager": True, "flash_attention_2": model._supports_flash_attn,
-        "flex_attention": model._supports_flex_attn,
+    has = {
+        "sdpa": model._supports_sdpa and not capped, "eager": True, "flex_attention": model._supports_flex_attn,
+        "flash attention": model._supports_flash_attn,
     }  # fmt: skip
     if asked is None:
         return "sdpa" if has["sdpa"] else "eager"
-    if not has[asked]:
+    flash = is_flash(asked)
+    if not has["flash attention" if flash else asked]:
         there = ", ".join(name for name, has_it in has.items() if has_it)
         raise ConfigError(f"model.attention: {model.__name__} has no {asked}, but {there}")
-    if asked == "flash_attention_2" and not is_flash_attn_2_available():
-        raise ConfigError("model.attention: flash_attention_2 needs a CUDA GPU and the package flash-attn; use sdpa")
-    if asked == "flex_attention" and not torch.cuda.is_available():
-        raise ConfigError("model.attention: flex_attention has no backward on CPUs; use sdpa")
+    if flash:
+        if missing := _missing(asked):
+            raise ConfigError(f"model.attention: {asked} needs a CUDA GPU and the package {missing}; use sdpa")
+        try:
+            lazy_import_flash_attention(asked)
+        except Exception as error:  # of a kernel that was built for another torch, or cannot be downloaded
+            raise ConfigError(f"model.attention: {asked} cannot be loaded ({error}); use sdpa") from None
     return asked
+
+
+def is_flash(attention: str) -> bool:
+    return "flash" in attention
+
+
+def _missing(flash: str) -> str | None:
+    """The package of flash attention, if it or a GPU is missing."""
+    package, there = {
+        "flash_attention_2": ("flash-attn", is_flash_attn_2_available),
+        "flash_attention_3": ("flash-attn-3", is_flash_attn_3_available),
+    }.get(flash, ("kernels", is_kernels_available))
+    return None if torch.cuda.is_available() and there() else package
 
 
 @dataclass
@@ -95,6 +120,17 @@ class Documents:
         numbers = self.numbers()
         return (numbers[:, :, None] == numbers[:, None]).tril()[:, None]
 
+    def blocks(self, device: torch.device) -> Any:
+        """The same as flex attention's block mask."""
+        numbers = self.numbers().to(device)
+
+        def within(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (query >= key) & (numbers[row, query] == numbers[row, key])
+
+        make: Any = torch_flex.create_block_mask
+        make = torch.compile(make) if device.type == "cuda" else make  # else it holds integers for each pair
+        return make(within, self.rows, None, self.length, self.length, device=device.type)
+
     def arguments(self, attention: str, uniform: bool, device: torch.device) -> dict[str, Any]:
         """Arguments of a transformers model's forward. `uniform`: every block attends to the whole past."""
         if attention == "sdpa":
@@ -106,16 +142,13 @@ class Documents:
         if attention == "eager":
             return {"attention_mask": self.mask().to(device)}
         if attention == "flex_attention":
-            numbers = self.numbers().to(device)
-
-            def within(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                return (query >= key) & (numbers[row, query] == numbers[row, key])
-
-            blocks = create_block_mask(within, self.rows, None, self.length, self.length, device=device.type)
-            return {"attention_mask": blocks}
+            return {"documents": self, "attention_mask": self.blocks(device)}
         starts = torch.tensor(self.starts, dtype=torch.int32, device=device)
         longest = max(place.stop - place.start for _, place in self)
-        return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+        return {
+            "documents": self, "cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest,
+            "max_length_k": longest,
+        }  # fmt: skip
 
     def check_seen(self, blocks: Iterable[nn.Module]) -> None:
         """Raise ConfigError for a block with parameters none of whose modules has kept to the documents."""
@@ -128,23 +161,20 @@ class Documents:
                 )
 
 
-_sdpa: Callable[..., tuple[Tensor, None]] = sdpa_attention_forward
+Compute = Callable[..., tuple[Tensor, Any]]
+_sdpa: Compute = sdpa_attention_forward
 
 
-def _attention(
+def _each_apart(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     documents: Documents | None = None, position_bias: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """transformers' sdpa attention, applied to each document by itself; [batch, length, heads, width].
-
-    With a context, `length` is that of this rank's part, of the tensors that come and of the one that goes.
-    """
+    """transformers' sdpa attention, applied to each document by itself; [batch, length, heads, width]."""
     if documents is None:
         return _sdpa(module, query, key, value, attention_mask, position_bias=position_bias, **kwargs)
-    documents.seen.add(id(module))
     mask = attention_mask if attention_mask is not None and attention_mask.shape[-1] else None
-    if (context := documents.context) is not None:
-        query, key, value = context.to_heads(query, key, value)
+    if len(documents.starts) == documents.rows + 1:
+        return _sdpa(module, query, key, value, mask, position_bias=position_bias, **kwargs)
 
     def within(tensor: Tensor | None, row: int, place: slice, both: bool) -> Tensor | None:
         if tensor is None:
@@ -152,18 +182,65 @@ def _attention(
         own = tensor[row : row + 1] if tensor.shape[0] > 1 else tensor
         return own[..., place, place] if both else own[:, :, place]
 
-    if len(documents.starts) == documents.rows + 1:
-        out = _sdpa(module, query, key, value, mask, position_bias=position_bias, **kwargs)[0]
-    else:
-        outputs = [
-            _sdpa(
-                module, *(within(tensor, row, place, False) for tensor in (query, key, value)),
-                within(mask, row, place, True), position_bias=within(position_bias, row, place, True), **kwargs,
-            )[0]
-            for row, place in documents
-        ]  # fmt: skip
-        out = torch.cat(outputs, 1).view(query.shape[0], query.shape[2], *outputs[0].shape[2:])
-    return out if context is None else context.to_parts(out), None
+    outputs = [
+        _sdpa(
+            module, *(within(tensor, row, place, False) for tensor in (query, key, value)),
+            within(mask, row, place, True), position_bias=within(position_bias, row, place, True), **kwargs,
+        )[0]
+        for row, place in documents
+    ]  # fmt: skip
+    return torch.cat(outputs, 1).view(query.shape[0], query.shape[2], *outputs[0].shape[2:]), None
 
 
-ALL_ATTENTION_FUNCTIONS.register("sdpa", _attention)
+def _flex(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    """transformers' flex attention; on a CPU by the operator's plain form, which is slow.
+
+    torch refuses gradients there, because compiled kernels have no backward; the plain form has one (seen with 2.14).
+    """
+    if args[1].device.type != "cpu":
+        return transformers_flex.flex_attention_forward(*args, **kwargs)
+
+    def plain(*args: Any, training: bool = False, **kwargs: Any) -> Any:
+        return torch_flex.flex_attention(*args, **kwargs)
+
+    with (
+        patch.object(torch_flex, "_validate_device", lambda *_: None),
+        patch.object(transformers_flex, "compile_friendly_flex_attention", plain),
+    ):
+        return transformers_flex.flex_attention_forward(*args, **kwargs)
+
+
+def keep_documents(name: str) -> None:
+    """Have transformers' attention function `name` note documents, and exchange parts of sequences around it."""
+    theirs: Any = ALL_ATTENTION_FUNCTIONS.get(name)
+    if theirs is None or hasattr(theirs, "keeps_documents"):
+        return
+    compute: Compute = {"sdpa": _each_apart, "flex_attention": _flex}.get(name, theirs)
+    drops = name != "flex_attention"
+    if is_flash(name):
+        drops = "dropout_p" in inspect.signature(lazy_import_flash_attention(name)[0][1]).parameters
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
+        documents: Documents | None = None, **kwargs: Any,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
+        """With a context, `length` is that of this rank's part, of the tensors that come and of the one that goes."""
+        if (dropout := kwargs.get("dropout")) and not drops:
+            raise ConfigError(f"model.attention: {name} has no dropout, and the model's is {dropout}; set it to 0")
+        if is_flash(name) and query.is_cuda and query.dtype == torch.float32 and not torch.is_autocast_enabled("cuda"):
+            raise ConfigError(f"model.attention: {name} computes in bf16 or fp16; choose one as run.amp, or use sdpa")
+        if documents is None:
+            return compute(module, query, key, value, attention_mask, **kwargs)
+        documents.seen.add(id(module))
+        if name == "sdpa":
+            kwargs["documents"] = documents
+        if (context := documents.context) is not None:
+            query, key, value = context.to_heads(query, key, value)
+        out = compute(module, query, key, value, attention_mask, **kwargs)[0]
+        return out if context is None else context.to_parts(out), None
+
+    attend.keeps_documents = True  # type: ignore[attr-defined]
+    ALL_ATTENTION_FUNCTIONS.register(name, attend)
+
+
+keep_documents("sdpa")

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 from crosstrain.modeling import hf_internals
 from crosstrain.modeling.activation_checkpointing import Mode
-from crosstrain.modeling.attention import Documents
+from crosstrain.modeling.attention import Documents, choose_attention, keep_documents
 from crosstrain.modeling.base import Ends, LanguageModel
 from crosstrain.modeling.cross_entropy import Logits
 from crosstrain.modeling.meta_init import has_values
@@ -91,7 +91,10 @@ class TransformersModel(LanguageModel):
         if source is not None:
             with suppress(DataError):  # a link to elsewhere stays there; the model itself is sound
                 self._generation = plain_files(source, {GENERATION_CONFIG})
-        self.attention = lm.config._attn_implementation
+        self.attention = self._under_masks = lm.config._attn_implementation
+        if self.attention not in ("sdpa", "eager"):  # which alone take masks of batches that generate
+            self._under_masks = choose_attention(None, type(lm), lm.config)
+        keep_documents(self.attention)
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         windows = [getattr(config, key, None) for key in ("sliding_window", "attention_chunk_size")]
         self._sees_all = kinds == {"full_attention"} and not any(windows)  # every block attends to the whole past
@@ -117,21 +120,29 @@ class TransformersModel(LanguageModel):
             position_ids = context.padded(position_ids, 1)
             input_ids, labels = context.part(input_ids), context.part(labels, IGNORE_INDEX)
         more: dict[str, Any] = {"inputs_embeds": inputs_embeds, "position_ids": position_ids}
-        documents = None
+        documents, attention = None, self.attention
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if attention_mask is not None or cache is not None or (given is not None and not has_values(given)):
+            attention = self._under_masks  # in a plan also, which knows no other kernels than torch's
         if attention_mask is not None:
             more["attention_mask"] = attention_mask
         elif position_ids is not None and cache is None and (documents := Documents.of(position_ids, context)):
-            more |= documents.arguments(self.attention, self._sees_all, position_ids.device)
+            more |= documents.arguments(attention, self._sees_all, position_ids.device)
             if context is not None:
                 more["position_ids"] = context.part(position_ids)
+        elif attention == "flex_attention" and self._sees_all and given is not None:
+            rows, length = given.shape[:2]  # transformers' own mask takes a minute to compile on a CPU
+            whole = Documents(rows, length, [*range(0, rows * length + 1, length)])
+            more["attention_mask"] = whole.blocks(given.device)
         if "attention_mask" in more:
-            more["attention_mask"] = self._mask(more["attention_mask"])
-        given = {key: value for key, value in more.items() if value is not None}  # not every model knows all of them
+            more["attention_mask"] = self._mask(more["attention_mask"], attention)
+        more = {key: value for key, value in more.items() if value is not None}  # not every model knows all of them
         routers = None if labels is None else self.routers
         if routers is not None and (self.training or routers.counting):
             routers.begin()
-        out = self.lm.base_model(input_ids, past_key_values=cache, use_cache=cache is not None, **given)
-        if documents is not None and self.attention == "sdpa" and has_values(out.last_hidden_state):  # not so in a plan
+        hf_internals.attend_by(self.lm, attention)
+        out = self.lm.base_model(input_ids, past_key_values=cache, use_cache=cache is not None, **more)
+        if documents is not None and attention != "eager" and has_values(out.last_hidden_state):  # not so in a plan
             documents.check_seen(self.blocks())
         head = self.lm.get_output_embeddings()
         logits = Logits(head.bias, self.scale, self.softcap)
@@ -142,9 +153,9 @@ class TransformersModel(LanguageModel):
             return result
         return self.head.add(result, routers.loss(labels, documents))
 
-    def _mask(self, seen: Tensor) -> Tensor:
+    def _mask(self, seen: Any, attention: str) -> Any:
         """A mask [batch, 1, length, past + length] in the form that the attention implementation takes."""
-        if self.attention == "sdpa" or seen.dtype != torch.bool or seen.ndim != 4:
+        if attention != "eager" or seen.dtype != torch.bool or seen.ndim != 4:
             return seen
         device = seen.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
@@ -168,8 +179,8 @@ class TransformersModel(LanguageModel):
                 f"run.runner.context_parallel: ranks can share sequences where every block attends to all of the past "
                 f"and the model takes positions, and {family} is another; leave it out"
             )
-        if self.attention != "sdpa":
-            raise ConfigError(f"model.attention: {self.attention} wants whole sequences; context_parallel needs sdpa")
+        if self.attention == "eager":
+            raise ConfigError("model.attention: eager wants whole sequences; context_parallel needs sdpa or a kernel")
         if heads % ranks:
             raise ConfigError(
                 f"run.runner.context_parallel: {ranks} ranks cannot share the {heads} heads of attention evenly; "

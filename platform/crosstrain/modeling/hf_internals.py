@@ -34,6 +34,12 @@ def padded(
     return config
 
 
+def attend_by(lm: PreTrainedModel, attention: str) -> None:
+    """Have blocks call the attention function of this name, from now on: a backward may compute a forward again."""
+    if lm.config._attn_implementation != attention:
+        lm.config._attn_implementation = attention
+
+
 def routers_of(lm: PreTrainedModel) -> list[nn.Module]:
     """The routers of a mixture of experts, which return logits, weights and choices."""
     recorders = getattr(lm, "_can_record_outputs", None)
