@@ -121,15 +121,20 @@ class Base(torch.nn.Module):
 """
 MINE = """
 import heavy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 from annotated_types import Le
 from crosstrain import Dataset, Split, registry
 {imports}
 
+@registry.register_lr_scheduler("flat")
+def flat() -> heavy.Tensor:
+    return 1
+
 @dataclass
 class Common:
     length: Length = LIMIT
+    shape: int = field(default_factory=flat)
 
     def __post_init__(self) -> None:
         if self.length == 3:
@@ -181,6 +186,7 @@ def test_a_plugin_of_others_is_read_too(home: Path, monkeypatch: pytest.MonkeyPa
     assert told(home, "kind: 8") == [f"{where}.kind: expected a whole number of at most 7, got 8"]
     assert told(home, "length: 3") == [f"{where}.length: 3 is taken"]
     assert told(home, "length: 4") == told(home, "length: 5, kind: 7") == []  # what needs heavy waits for the import
+    assert not registry._objects  # what was run is no component
 
 
 UNREADABLE = {

@@ -91,7 +91,7 @@ class _Source(dict[str, Any]):
     def component(self, line: int) -> Any:
         """Return a stand-in for the component that is defined at a line."""
         name, definition = next((n, s) for n, found in self.statements.items() for s in found if s.lineno == line)
-        if len(getattr(definition, "decorator_list", ())) > 1:  # another one may change the options
+        if not all(map(_registers, getattr(definition, "decorator_list", ()))):  # another one may change the options
             raise Unread
         return SimpleNamespace(Options=self.options(name), __module__=self.module, __qualname__=name)
 
@@ -127,12 +127,14 @@ class _Source(dict[str, Any]):
         return self.globals[name]
 
     def _run(self, statement: ast.stmt, names: dict[str, Any]) -> dict[str, Any]:
-        """Run a statement, without the types of functions; returns `names`, with what it defines."""
+        """Run a statement without functions' types, and register nothing; returns `names`, with what it defines."""
         for node in ast.walk(statement):
             if isinstance(node, ast.arg):
                 node.annotation = None
-            elif isinstance(node, ast.FunctionDef):
-                node.returns = None
+            elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+                node.decorator_list = [each for each in node.decorator_list if not _registers(each)]
+                if isinstance(node, ast.FunctionDef):
+                    node.returns = None
         code = compile(ast.Module([statement], []), self.file, "exec", dont_inherit=True)
         exec(code, self.globals, names)
         return names
@@ -164,6 +166,10 @@ class _Source(dict[str, Any]):
         from_here = relpath(name.replace(".", "/"), self.package.replace(".", "/"))
         path = self.file.parent / from_here  # as a folder of plugins is not on Python's path
         return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _registers(decorator: ast.expr) -> bool:
+    return "registry.register_" in ast.unparse(decorator)
 
 
 def _own_options(node: ast.ClassDef) -> ast.stmt | None:
