@@ -76,6 +76,7 @@ class Gate(StopRequest):
     trainer: Trainer
     clock: Clock | None = None
     rival: Bare | None = None
+    ended = False  # no order is left
 
     def __init__(self, line: Line) -> None:
         self.received = None
@@ -103,9 +104,9 @@ class Gate(StopRequest):
         trainer.reporter.paused = timed  # type: ignore[method-assign]
 
     def __bool__(self) -> bool:
-        if self.left:
+        if self.ended or self.left:
             self.left -= 1
-            return False
+            return self.ended
         if self.clock is not None:
             self.trainer.checkpointer.wait()
             self.result["seconds"] = self.clock.stop()
@@ -119,6 +120,7 @@ class Gate(StopRequest):
             watchdog.install(self.trainer.run.collective_timeout)
             self.line.report(result)
         if order is None:
+            self.ended = True
             return True
         self.trainer.run.save_interval = order.every
         self.left = order.steps - 1

@@ -1,20 +1,31 @@
-"""Validation loss of a mixture of experts and of a dense model with as many parameters active for a token.
+"""A mixture of experts beside a dense model: does it learn more? And expert parallelism beside FSDP: is it as fast?
 
-    python benchmarks/experts.py
+    python benchmarks/experts.py            # validation losses, some minutes for each run
+    python benchmarks/experts.py --speed    # time of a step on two ranks
 
-Trains projects/qwen3_moe_tiny.yaml, with and without its router loss, and the same model with MLPs in place of experts,
-as wide as those that a token uses together; the same samples, steps and learning rate for all. Some minutes each.
+Losses: projects/qwen3_moe_tiny.yaml, with and without its router loss, and the same model with MLPs in place of
+experts, as wide as those that a token uses together; the same samples, steps and learning rate for all.
+
+Speed: a larger one on two ranks with one thread each, under `fsdp` and under expert parallelism. All are alive at once
+and take turns of a step, in changing order. Given are the median of the ratios of neighbouring turns, with its 95 %
+confidence interval, and the time of a step.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from common import ROOT, interval, table
+from engines import Order, platform
+from plan_memory import MIXTURE, project_of
+from turns import Contestant, race
+
 PROJECT = ROOT / "projects" / "qwen3_moe_tiny.yaml"
 DENSE = [
     "model.config.mlp_only_layers=[0, 1, 2, 3]", "model.config.intermediate_size=384", "model.router_loss_coef=null",
@@ -30,7 +41,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("output/experts"), help="where the runs are written")
     parser.add_argument("--options", nargs="*", default=[], help="KEY=VALUE for all runs, such as run.max_iters=100")
+    parser.add_argument("--speed", action="store_true", help="time steps of expert parallelism")
+    parser.add_argument("--pairs", type=int, default=30, help="turns that are timed")
     arguments = parser.parse_args()
+    if arguments.speed:
+        return print(speed(arguments.options, arguments.pairs))
     print(f"{'model':<28}{'step':>6}{'val loss':>10}{'busiest expert / mean':>24}")
     for number, (name, options) in enumerate(RUNS.items()):
         folder = arguments.folder / str(number)
@@ -42,6 +57,26 @@ def main() -> None:
         for row in (row for row in rows if "val_loss" in row):
             load = f"{loads[row['step']]:.2f}" if loads else ""
             print(f"{name:<28}{row['step']:>6}{row['val_loss']:>10.4f}{load:>24}", flush=True)
+
+
+def speed(options: list[str], turns: int) -> str:
+    """The table of step times."""
+    with tempfile.TemporaryDirectory() as folder:
+        project = project_of(Path(folder), MIXTURE | {"runner": "fsdp"})
+
+        def side(runner: str) -> Contestant:
+            given = [f"run.runner={runner}", f"run.output_dir={folder}/{runner}", "run.max_iters=1000000", *options]
+            given.append("run.collective_timeout=1e6")  # a rank may be stopped for as long as others take
+            env = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+            return Contestant(platform, str(project), given, ranks=2, env=env)
+
+        seconds = race(((name, side(name)) for name in ("fsdp", "fsdp_ep2", "megatron_ep2")), Order(1), turns)
+    rows = [
+        [name, f"{statistics.median(times):.3f} s",
+         interval([a / b for a, b in zip(times, seconds["fsdp"], strict=True)])]
+        for name, times in seconds.items()
+    ]  # fmt: skip
+    return table(["two ranks", "step", "this / fsdp"], rows)
 
 
 if __name__ == "__main__":

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
 from common import ROOT, Sizes, interval, table, write_project
 from engines import Order, platform
-from turns import Contestant
+from turns import Contestant, race
 
-WARM_UP = 2  # turns
 QUICK = {"layers": 2, "hidden": 64, "heads": 2, "length": 32, "vocabulary": 512, "micro_batch": 2, "pairs": 2}
 
 
@@ -54,32 +52,20 @@ def measure(arguments: argparse.Namespace, folder: Path) -> str:
         "megatron_tp2": ("megatron_tp2", 2),
         "DTensor styles": ("dtensor_styles", 2),
     }
-    sides: list[Contestant] = []
-    seconds: dict[str, list[float]] = {name: [] for name in field}
-    try:
-        for i, (runner, ranks) in enumerate(field.values()):
-            options = [f"run.runner={runner}", f"run.output_dir={folder}/{i}", "model.dropout=0"]
-            env = {"OMP_NUM_THREADS": str(2 // ranks), "DS_ACCELERATOR": "cpu"}
-            sides.append(Contestant(platform, str(project), options, ranks=ranks, env=env))
-        order = Order(arguments.turn)
-        for number in range(WARM_UP + arguments.pairs):
-            turns = list(zip(field, sides, strict=True))
-            results = {name: side.turn(order) for name, side in (turns if number % 2 else turns[::-1])}
-            losses = [result["loss"] for result in results.values()]
-            if max(losses) / min(losses) > 1.001:
-                raise SystemExit(f"they do not train the same: losses {losses}")
-            for name, result in results.items():
-                if number >= WARM_UP:
-                    seconds[name].append(result["seconds"] / arguments.turn)
-            print({name: round(result["seconds"], 3) for name, result in results.items()}, file=sys.stderr, flush=True)
-    finally:
-        for side in sides:
-            side.close()
+
+    def side(name: str) -> Contestant:
+        runner, ranks = field[name]
+        options = [f"run.runner={runner}", f"run.output_dir={folder}/{runner}", "model.dropout=0"]
+        env = {"OMP_NUM_THREADS": str(2 // ranks), "DS_ACCELERATOR": "cpu"}
+        return Contestant(platform, str(project), options, ranks=ranks, env=env)
+
+    seconds = race(((name, side(name)) for name in field), Order(arguments.turn), arguments.pairs)
     ours = seconds["megatron_tp2"]
     rows = [
-        [name, f"{statistics.median(times):.3f} s", interval([a / b for a, b in zip(ours, times, strict=True)])]
+        [name, f"{statistics.median(times) / arguments.turn:.3f} s",
+         interval([a / b for a, b in zip(ours, times, strict=True)])]
         for name, times in seconds.items()
-    ]
+    ]  # fmt: skip
     return table(["two cores", "step", "megatron_tp2 / this"], rows)
 
 

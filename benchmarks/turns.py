@@ -13,7 +13,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 from unittest.mock import patch
@@ -107,6 +108,26 @@ class Contestant:
         for process in self._processes:
             process.kill()
             process.join()
+
+
+def race(sides: Iterable[tuple[str, Contestant]], order: Any, turns: int, warm_up: int = 2) -> dict[str, list[float]]:
+    """Seconds of each one's turns behind the first `warm_up`, in changing order; `sides` makes them, and all end."""
+    line: list[tuple[str, Contestant]] = []
+    seconds: dict[str, list[float]] = defaultdict(list)
+    try:
+        line.extend(sides)
+        for number in range(warm_up + turns):
+            results = {name: side.turn(order) for name, side in (line[::-1] if number % 2 else line)}
+            losses = [result["loss"] for result in results.values()]
+            if max(losses) / min(losses) > 1.001:
+                raise SystemExit(f"they do not train the same: losses {losses}")
+            for name, result in results.items():
+                seconds[name] += [result["seconds"]] * (number >= warm_up)
+            print({name: round(result["seconds"], 3) for name, result in results.items()}, file=sys.stderr, flush=True)
+    finally:
+        for _, side in line:
+            side.close()
+    return seconds
 
 
 def _rank(connection: Connection, work: Callable[..., None], args: tuple[Any, ...]) -> None:

@@ -64,7 +64,6 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     from crosstrain.distributed.group import Group
     from crosstrain.engine.expert_parallel import (
         ExpertParallel,
-        check_experts,
         fully_shard_experts,
         local_forward,
     )

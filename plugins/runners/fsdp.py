@@ -26,7 +26,6 @@ from crosstrain import (
     Runner,
     RunOptions,
     Sizes,
-    check_experts,
     fully_shard_experts,
     materialize,
     parameters_on_meta,
@@ -84,15 +83,9 @@ class FSDPRunner(Runner):
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
-        if run.compile != "none" and options.expert_parallel > 1:
-            raise ConfigError("run.compile: experts wait for other ranks' numbers of tokens; use none")
+        super().check(options, run)
         if options.reduce_dtype == "bf16" and (options.param_dtype, run.amp.dtype) != ("amp", "bf16"):
             raise ConfigError("run.runner.reduce_dtype: bf16 is for what is gathered in it, with run.amp=bf16")
-
-    @classmethod
-    def check_model(cls, options: Any, model: Model) -> None:
-        if options.expert_parallel > 1:
-            check_experts(model, options.expert_parallel)
 
     @classmethod
     def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:

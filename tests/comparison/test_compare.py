@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -61,6 +62,18 @@ def test_a_balance_of_micro_batches_is_named(workspace: Workspace) -> None:
     assert results["unbalanced@2"].get("finding", "") is None, done.stdout + done.stderr
     said = results[wrong]["finding"]["sentence"]
     assert "from equal logits: means over other tokens" in said
+
+
+@pytest.mark.slow
+def test_a_tie_of_experts_that_a_rounding_flips_is_named(workspace: Workspace) -> None:
+    config = tiny("qwen3_moe") | {"vocab_size": 320, "num_experts": 4, "initializer_range": 0.2}
+    project(workspace, {"arch": "causal_lm", "config": config})
+    done = compare(workspace, "tied@1", "{name: tied, rounded: true}@1")
+    results = json.loads((workspace.path / "compare.json").read_text())
+    said = results["{name: tied, rounded: true}@1"]["finding"]["sentence"]
+    assert done.returncode == 1
+    assert re.search(r"routing differs at layer 0, token \d+ of sample \d+, by a margin of \d\.\de[-+]\d+", said), said
+    assert said.endswith("a tie that rounding decides, not a wrong gradient")
 
 
 def record(gradient: float) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 
 from crosstrain import Runner, registry
@@ -115,3 +116,19 @@ class Unbalanced(Runner):
             dist.all_reduce(p.grad)
             p.grad /= self.dp.size
         return loss
+
+
+@registry.register_runner("tied")
+class Tied(Runner):
+    """Plain torch with routers that cannot tell the first two experts apart, but for a rounding."""
+
+    @dataclass
+    class Options:
+        rounded: bool = False
+
+    def forward_backward(self, micro_batches, num_targets):
+        for routers in self.model.all_routers():
+            for module in routers.modules:
+                first, second = module.weight.data[:2]
+                second.copy_(first.nextafter(first.new_tensor(torch.inf)) if self.options.rounded else first)
+        return super().forward_backward(micro_batches, num_targets)

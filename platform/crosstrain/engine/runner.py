@@ -15,6 +15,7 @@ from crosstrain.config.run_options import RunOptions
 from crosstrain.data.loader import MicroBatch
 from crosstrain.distributed.group import Group, choose_device, world
 from crosstrain.distributed.watchdog import watchdog
+from crosstrain.engine.expert_parallel import check_experts
 from crosstrain.engine.footprint import Layout, PlanContext, data_parallel
 from crosstrain.engine.held_state import HeldState
 from crosstrain.engine.matrix_optimizer import MatrixOptimizer
@@ -87,10 +88,14 @@ class Runner(HeldState):
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
         """Raise ConfigError for settings of the run that exclude each other here; called before a worker exists."""
+        if run.compile != "none" and getattr(options, "expert_parallel", 1) > 1:
+            raise ConfigError("run.compile: experts wait for other ranks' numbers of tokens; use none")
 
     @classmethod
     def check_model(cls, options: Any, model: Model) -> None:
         """Raise ConfigError for a model, on the meta device, that cannot be laid out so; before a worker exists."""
+        if (ranks := getattr(options, "expert_parallel", 1)) > 1:
+            check_experts(model, ranks)
 
     @classmethod
     def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:

@@ -137,9 +137,10 @@ class TransformersModel(LanguageModel):
         if "attention_mask" in more:
             more["attention_mask"] = self._mask(more["attention_mask"], attention)
         more = {key: value for key, value in more.items() if value is not None}  # not every model knows all of them
-        routers = None if labels is None else self.routers
-        if routers is not None and (self.training or routers.counting):
+        if (routers := self.routers) is not None and labels is not None and (self.training or routers.counting):
             routers.begin()
+        else:
+            routers = None
         hf_internals.attend_by(self.lm, attention)
         out = self.lm.base_model(input_ids, past_key_values=cache, use_cache=cache is not None, **more)
         if documents is not None and attention != "eager" and has_values(out.last_hidden_state):  # not so in a plan
@@ -149,7 +150,7 @@ class TransformersModel(LanguageModel):
         result = self.head(out.last_hidden_state, head.weight, labels, self.vocab_size, logits)
         if context is not None and result.ndim == 0:  # not so where another stage has the head
             result = context.total(result)
-        if labels is None or routers is None or not routers.watching:
+        if labels is None or routers is None:
             return result
         return self.head.add(result, routers.loss(labels, documents))
 

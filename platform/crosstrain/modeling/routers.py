@@ -84,10 +84,6 @@ class Routers:
         return self.coefficient != 0 or self.z_coefficient != 0
 
     @property
-    def watching(self) -> bool:
-        return self._seen is not None
-
-    @property
     def counts_first(self) -> bool:
         """True if a step's choices have to be counted, in a pass of its own, before the first backward."""
         return self.scope == "batch" and self.coefficient != 0

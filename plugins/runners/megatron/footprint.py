@@ -32,11 +32,8 @@ def layouts(options: Options, at: PlanContext) -> list[Layout]:
     if options.tensor_parallel > 1:
         group = dist.new_group(list(range(options.tensor_parallel)))
         tensor, mesh = _FakeTensorParallel(group, options.sequence_parallel), DeviceMesh.from_group(group, "cpu")
-    experts = None
-    if options.expert_parallel > 1:
-        experts = ExpertParallel(dist.new_group(list(range(options.expert_parallel))))
     ranks = dict.fromkeys((0, options.pipeline_parallel - 1))
-    return [_layout(options, at, experts, tensor, mesh, rank) for rank in ranks]
+    return [_layout(options, at, tensor, mesh, rank) for rank in ranks]
 
 
 class _NoRng(RngTracker):
@@ -76,14 +73,13 @@ class _Head(ParallelHead):
 
 
 def _layout(
-    options: Options, at: PlanContext, experts: ExpertParallel | None, tensor: TensorParallel | None,
-    mesh: DeviceMesh | None, rank: int,
-) -> Layout:  # fmt: skip
+    options: Options, at: PlanContext, tensor: TensorParallel | None, mesh: DeviceMesh | None, rank: int
+) -> Layout:
     model, stages = copy.deepcopy(at.model), options.stages
     mine, hidden = stages_of(rank, options), 0
     is_first, is_last = 0 in mine, stages - 1 in mine
-    if experts is not None:
-        experts.shard(model)
+    if (experts := options.expert_parallel) > 1:
+        ExpertParallel(dist.new_group(list(range(experts)))).shard(model)
     if tensor is not None:
         assert mesh is not None
         plan = resolve(model, options.plan)
@@ -115,12 +111,10 @@ def _layout(
         if closing and is_last:
             last = model.get_submodule(closing[-1])
         last.register_forward_hook(tensor.set_aside)
-    out = with_experts(
-        model, at.replicas, options.expert_parallel, lambda sizes, copies: _owned(options, at, sizes, copies)
-    )
-    out.model = model if tensor is not None or stages > 1 or experts is not None else None
+    out = with_experts(model, at.replicas, experts, lambda sizes, copies: _owned(options, at, sizes, copies))
+    out.model = model if tensor is not None or stages > 1 or experts > 1 else None
     if out.model is not None:
-        cut = options.tensor_parallel, options.expert_parallel, options.sequence_parallel, options.plan
+        cut = options.tensor_parallel, experts, options.sequence_parallel, options.plan
         out.computes = repr((*cut, mine, stages, options.pipeline_layers))
     if stages > 1:
         out.kind = f"stage {' and '.join(str(stage + 1) for stage in mine)} of {stages}"

@@ -25,7 +25,6 @@ from crosstrain import (
     RunOptions,
     StepResult,
     check_elementwise,
-    check_experts,
     global_norm,
     materialize,
     parameters_on_meta,
@@ -79,15 +78,15 @@ class MegatronRunner(Runner):
 
     @classmethod
     def check(cls, options: Options, run: RunOptions) -> None:
+        super().check(options, run)
         if run.compile == "model":
             raise ConfigError("run.compile: ranks talk between blocks under the megatron runner; compile blocks")
         if run.compile != "none" and options.splits_backward:
             raise ConfigError(f"run.compile: torch halves no compiled backward, as {options.pipeline_schedule} would")
-        if run.compile != "none" and options.expert_parallel > 1:
-            raise ConfigError("run.compile: experts wait for other ranks' numbers of tokens; use none")
 
     @classmethod
     def check_model(cls, options: Options, model: Model) -> None:
+        super().check_model(options, model)
         plan = resolve(model, options.plan)
         if options.tensor_parallel > 1 and model.reads_across:
             raise ConfigError("run.runner.tensor_parallel: parts of the model (dora) need whole weights; leave it out")
@@ -100,8 +99,6 @@ class MegatronRunner(Runner):
         if options.pipeline_parallel > 1:
             ends_of(model, "pipeline_parallel")
             spread(len(model.blocks()), options.stages, options.pipeline_layers)
-        if options.expert_parallel > 1:
-            check_experts(model, options.expert_parallel)
 
     @classmethod
     def layouts(cls, options: Options, at: PlanContext) -> list[Layout]:
