@@ -84,7 +84,9 @@ def kill_at(number: int, pid: Path, served: bool) -> Answer:
         if left[0] != 0:
             return None
         left[0] = -1
-        environ["wsgi.input"] = BytesIO(environ["wsgi.input"].read())  # it has arrived
+        # It has arrived. Reading on, a server would wait for the next request, which comes after the answer to this one.
+        size = environ.get("CONTENT_LENGTH")
+        environ["wsgi.input"] = BytesIO(environ["wsgi.input"].read(int(size) if size else -1))
         os.kill(int(pid.read_text()), signal.SIGKILL)
         return None if served else ("503 Slow Down", "SlowDown")
 

@@ -18,4 +18,7 @@ with contextlib.suppress(ImportError):
 with contextlib.suppress(ImportError):
     import webdataset  # noqa: F401
 
+with contextlib.suppress(ImportError):
+    import s3fs  # noqa: F401
+
 transformers.logging.set_verbosity_error()
