@@ -84,7 +84,7 @@ def kill_at(number: int, pid: Path, served: bool) -> Answer:
         if left[0] != 0:
             return None
         left[0] = -1
-        # It has arrived. Reading on, a server would wait for the next request, which comes after the answer to this one.
+        # It has arrived. Reading on would be waiting for the next request, which comes after the answer to this one.
         size = environ.get("CONTENT_LENGTH")
         environ["wsgi.input"] = BytesIO(environ["wsgi.input"].read(int(size) if size else -1))
         os.kill(int(pid.read_text()), signal.SIGKILL)

@@ -96,6 +96,9 @@ def test_flags_are_in_the_manifest_or_refused() -> None:
 def test_what_cannot_run_is_no_manifest() -> None:
     refused = said("--to", "job", "--nodes", "3", "--cfg-path", "projects/gpt2_345m_8gpu.yaml", code=1)
     assert refused.startswith("error: run.global_batch_size: 64 is not a multiple of 96")
+    ranks = said("--to", "job", "--nodes", "3", "--cfg-path", "projects/gpt3_175b.yaml", code=1)
+    assert "128 ranks do not divide the 24 that there are" in ranks
+    assert "--world-size" not in ranks  # a flag of plan
     assert "did you mean trainjob?" in said("--to", "trainjobs", *TINY, code=1)
 
 

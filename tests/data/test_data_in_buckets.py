@@ -16,6 +16,7 @@ import pytest
 from pyarrow import parquet
 
 from conftest import Workspace, json_lines
+from crosstrain.cli.main import main
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.registry import registry
 from crosstrain.corpus.options import PrepareOptions
@@ -29,6 +30,7 @@ from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.utils import storage
 from crosstrain.utils.errors import DataError
 from fixtures_bucket import Bucket, slow
+from fixtures_chat import SHAPES, write_tokenizer
 from fixtures_shards import jpeg, module_of, write_shard
 
 TextDataset = registry.get("dataset", "text")
@@ -130,7 +132,9 @@ def test_memory_holds_a_bounded_part(memory: str, monkeypatch: pytest.MonkeyPatc
     assert source.read(7, 7) == b""
 
 
-def test_a_recipe_reads_a_bucket_and_writes_one(memory: str, home: Path) -> None:
+def test_a_recipe_reads_a_bucket_and_writes_one(
+    memory: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     texts = [f"text number {n} has some words" for n in range(40)]
     local = home / "in"
     (local / "more").mkdir(parents=True)
@@ -156,10 +160,39 @@ def test_a_recipe_reads_a_bucket_and_writes_one(memory: str, home: Path) -> None
     assert TextDataset.is_prepared(made)
     assert storage.read(memory + "/made/tokens.bin") == storage.read(memory + "/out/tokens.bin")
     merge([memory + "/out", str(home / "near")], home / "both")
+    given = [memory + "/out", str(home / "near"), "--output", memory + "/both"]
+    assert main(["prepare", "merge", *given]) == 0
+    assert main(["prepare", "merge", *given]) == 1
+    assert "memory://bucket/both is not empty: overwrite it" in capsys.readouterr().err
+    assert storage.read(memory + "/both/tokens.bin") == (home / "both" / "tokens.bin").read_bytes()
+    split = ["prepare", "split", memory + "/both", "--shares", "3", "1", "--output", memory + "/parts"]
+    assert main(split) == 0
+    assert [opened(f"{memory}/parts/part-{n}").file.num_documents for n in (0, 1)] == [60, 20]
     assert "80 documents" in inspect(str(home / "both"))
     assert "40 documents" in inspect(memory + "/out")
     with pytest.raises(DataError, match="memory://bucket/none/ holds no file that a reader reads"):
         prepare(PrepareOptions(input=memory + "/none/", train_tokenizer=300), home / "x", False)
+
+
+def test_conversations_come_from_a_bucket(memory: str, home: Path) -> None:
+    tokenizer = write_tokenizer(home / "tokenizer", SHAPES["chatml"].template)
+    Chat = registry.get("dataset", "chat")
+
+    def given(path: str) -> list[list[int]]:
+        data = Chat(Chat.Options(path=path, tokenizer=str(tokenizer), seq_length=512), "train")
+        return [data.get(n, np.random.default_rng(0))["input_ids"].tolist() for n in range(len(data))]
+
+    for name, words in (("a.jsonl", "hello"), ("more/b.json", "the cat")):
+        (file := home / "chats" / name).parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"prompt": words, "completion": f"{words} sat"}))
+    put(home / "chats", memory + "/chats")
+    assert given(memory + "/chats") == given(str(home / "chats"))
+    assert given(memory + "/chats/a.jsonl") == given(str(home / "chats" / "a.jsonl"))
+    storage.write(memory + "/chats/a.jsonl", json.dumps({"prompt": "on", "completion": "the mat"}).encode())
+    storage.remove(memory + "/chats/more")
+    assert given(memory + "/chats") == given(memory + "/chats/a.jsonl") != given(str(home / "chats" / "a.jsonl"))
+    with pytest.raises(DataError, match=r"the input memory://bucket/none.jsonl does not exist"):
+        given(memory + "/none.jsonl")
 
 
 def test_shards_come_from_a_bucket(memory: str, home: Path) -> None:

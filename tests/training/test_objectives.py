@@ -25,6 +25,8 @@ from crosstrain.data.dataset import Dataset
 from crosstrain.data.splits import open_split
 from crosstrain.engine.build import build_model, check_fit, model_on_meta
 from crosstrain.engine.runner import Runner
+from crosstrain.training.reference import add_reference
+from crosstrain.utils import storage
 from crosstrain.utils.errors import ConfigError, DataError
 from crosstrain.utils.types import IGNORE_INDEX, Batch
 from fixtures_chat import SHAPES, conversation, write_tokenizer
@@ -245,6 +247,19 @@ def test_a_reference_of_other_weights_or_data_is_not_taken(workspace: Workspace)
     refused = workspace.train("run", *OPTIONS, fails=True)
     assert refused.code == 1
     assert "reference_train.bin: damaged, or of other data" in refused.err
+
+
+def test_a_reference_is_read_from_the_bucket_of_an_earlier_run(workspace: Workspace, home: Path) -> None:
+    runner, data = built(project(workspace, "dpo"))
+    given = data, runner, runner.model.objective, None, 2, 0
+    add_reference(*given, home / "first", None)
+    measured = data.reference
+    storage.write("memory://bucket/run/reference_train.bin", (home / "first").read_bytes())
+    with torch.no_grad():
+        runner.model.lm.lm_head.weight.mul_(2)
+    add_reference(*given, home / "own", storage.local("memory://bucket/run") / "reference_train.bin")
+    assert np.array_equal(data.reference, measured)
+    assert (home / "own").read_bytes() == (home / "first").read_bytes()
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def plan(
     try:
         registry.get("runner", config.run.runner.name).data_parallel_size(config.run.runner.options, size)
     except ConfigError as error:
-        raise ConfigError(f"{error}; --world-size N plans for N ranks") from error
+        raise ConfigError(f"{error}" if world_size else f"{error}; --world-size N plans for N ranks") from error
     ready = preflight(config, size, dry=True) if check else dry_run(config, size)
     planned = Project(config, ready.model, ready.sample, ready.absent)
     made = make_plan(planned, budget, size, alternatives(project, options, planned, size, presets))

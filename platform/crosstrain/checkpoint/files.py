@@ -16,6 +16,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from io import BufferedReader
@@ -227,8 +228,8 @@ class Reader:
             bucket.check_sizes(self.folder, self.files)
             small = self.files.keys() - self._headers.keys()
             return self._fetch({c for name in small for c in bucket.chunks(name, 0, self.files[name]["bytes"])})
-        for name, expected in self.files.items():
-            check_file(self.folder / name, expected)
+        with ThreadPoolExecutor(8, "verify") as threads:  # reading and hashing do without the interpreter's lock
+            list(threads.map(check_file, map(self.folder.joinpath, self.files), self.files.values()))
 
     def whole(self, name: str) -> Tensor:
         """Read a parameter in fp32; raises as `fill` does."""
@@ -245,12 +246,11 @@ class Reader:
         if self._headers:
             self._fetch(self.chunks(shards))
         with ExitStack() as stack:
-            opened: dict[Path, _File] = {}
+            opened: dict[str, _File] = {}
             for piece, where, dtype, common in self._overlaps(shards):
-                path = self.folder / where.file
-                if path not in opened:
-                    opened[path] = stack.enter_context(_File(path))
-                opened[path].read(where, dtype, common, piece.data[common.slices_in(piece.box)])
+                if where.file not in opened:
+                    opened[where.file] = stack.enter_context(_File(self.folder / where.file))
+                opened[where.file].read(where, dtype, common, piece.part(common))
 
     def _overlaps(self, shards: Iterable[Shard]) -> Iterator[tuple[Piece, StoredBox, str, Box]]:
         """Yield each piece with the stored boxes that it shares elements with, their type, and those elements."""

@@ -30,7 +30,7 @@ def steps(root: Path) -> list[int]:
     """Return the steps of the checkpoints under `root`, also damaged ones. CheckpointError if it cannot be read."""
     try:
         if (url := storage.origin(root)) is not None:
-            names = [name for name in storage.listing(url) if _STEP.fullmatch(name) and has_manifest(root / name)]
+            names = [name.removesuffix(f"/{MANIFEST}") for name in storage.files(url) if name.endswith(f"/{MANIFEST}")]
         else:
             names = os.listdir(root)
     except (FileNotFoundError, NotADirectoryError):
@@ -45,8 +45,9 @@ def remove_partial(root: Path) -> None:
     for path in root.glob(".*.tmp"):
         remove(path)
     if (url := storage.origin(root)) is not None:
+        whole = steps(root)
         for name in storage.listing(url):
-            if _STEP.fullmatch(name) and not has_manifest(root / name):
+            if (match := _STEP.fullmatch(name)) and int(match[1]) not in whole:
                 storage.remove(storage.join(url, name))
 
 

@@ -7,6 +7,7 @@ folders. The hashes tell whether these are the weights that the run started from
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +130,7 @@ def _as_published(shard: Shard, place: Place) -> Iterator[Shard]:
                 pieces = [
                     Piece(
                         Box((c.offset[1] - box.offset[1], *c.offset[2:]), c.shape[1:]),
-                        p.data[c.slices_in(p.box)].squeeze(0),
+                        p.part(c).squeeze(0),
                     )
                     for p, c in common
                 ]
@@ -198,6 +199,8 @@ def _check_used(reader: Reader, extra: set[str]) -> None:
 def _check_shared(reader: Reader, shards: list[Shard]) -> None:
     """Raise CheckpointError where a runner keeps one number for parameters whose numbers differ in the checkpoint."""
     scalars = [s for s in shards if s.kind != "param" and s.shape == () and s.pieces]
+    users = Counter(s.pieces[0].data.data_ptr() for s in scalars)
+    scalars = [s for s in scalars if users[s.pieces[0].data.data_ptr()] > 1]
     values = [torch.zeros_like(s.pieces[0].data, device="cpu") for s in scalars]
     copies = [Shard(s.kind, s.name, (), whole_pieces(v, ())) for s, v in zip(scalars, values, strict=True)]
     reader.fill([copy for copy in copies if copy.name not in reader.frozen])

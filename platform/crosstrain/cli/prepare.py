@@ -105,13 +105,12 @@ def _existing(arguments: argparse.Namespace) -> int:
         raise UserError("prepare merge: name two prepared folders or more")
     if verb == "split" and (len(given) != 1 or not arguments.shares):
         raise UserError("prepare split: name one prepared folder, and --shares such as 90 10")
-    output = Path(_output(arguments))
-    if is_url(arguments.output):
-        raise UserError(f"prepare {verb}: --output is a folder here; copy it to the bucket afterwards")
-    if verb == "merge":
-        made = [(output, tools.merge(given, output, overwrite=arguments.overwrite))]
-    else:
+    name = _output(arguments)
+    output = name if is_url(name) else Path(name)
+    if verb == "split":
         made = tools.split(given[0], output, arguments.shares)
+    else:
+        made = [(output, tools.merge(given, output, overwrite=arguments.overwrite))]
     for folder, summary in made:
         print(f"{folder}: {summary.documents:,} documents, {summary.tokens:,} tokens")
     return 0

@@ -21,6 +21,7 @@ from crosstrain.corpus.pool import CorpusStage, WorkerPool, cores
 from crosstrain.corpus.prepare import new_folder, output_lock
 from crosstrain.data.chat_template import ChatError, ChatTemplate, TrainOn
 from crosstrain.data.indexed_dataset import TokenWriter
+from crosstrain.utils import storage
 from crosstrain.utils.errors import DataError, first_line
 from crosstrain.utils.files import cache_folder, write_json
 from crosstrain.utils.resource_limits import OutOfTime, timed
@@ -111,7 +112,7 @@ def _write(folder: Path, source: ChatSource) -> None:
     size = sum(entry[1] for path in source.paths for entry in _state(path))
     workers = cores() if size > _WORTH_WORKERS else 1
     with TokenWriter(folder / "tokens", "int32") as writer, WorkerPool(workers) as pool:
-        given = rows(source.paths)
+        given = rows(map(_near, source.paths))
         for results in pool.run(_Encode(source), iter(lambda: tuple(islice(given, _AT_ONCE)), ())):
             for place, found in results:
                 if not isinstance(found, str):
@@ -146,6 +147,27 @@ def _state(path: str) -> list[list[Any]]:
     """Names, sizes and times of the files at a path; of `docstrings`, Python's version."""
     if path == "docstrings":
         return [[sys.version, 0, 0]]
+    if storage.is_url(path):
+        try:
+            return [[url, storage.size(url), storage.version(url)] for url in _objects(path)]
+        except FileNotFoundError:
+            raise DataError(f"the input {path} does not exist") from None
     root = Path(path).expanduser()
     files = sorted(file for file in root.rglob("*") if file.is_file()) if root.is_dir() else [root]
     return [[str(file), *(lambda s: (s.st_size, s.st_mtime_ns))(file.stat())] for file in files if file.exists()]
+
+
+def _objects(url: str) -> dict[str, Path]:
+    """URLs of the objects at or below a URL, with the places of their copies on this machine."""
+    copy = storage.local(url)
+    return {storage.join(url, name): copy / name for name in sorted(storage.files(url))} or {url: copy}
+
+
+def _near(path: str) -> str:
+    """Copy what a URL names to this machine; returns its path there, or any other path as it is."""
+    if not storage.is_url(path):
+        return path
+    for url, copy in _objects(path).items():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        storage.download(url, copy)
+    return str(storage.local(path))

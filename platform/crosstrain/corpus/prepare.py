@@ -63,18 +63,21 @@ def prepare(
 def _prepare_remote(options: PrepareOptions, url: str, progress: bool, overwrite: bool, wait: bool) -> Summary:
     place = cache_folder("prepared") / key_of(url, options.plain)
     with output_lock(place, wait=wait):
-        there = storage.listing(url)
-        if wait and "dataset.json" in there and (folder := locate(url)[1]):
+        if wait and "dataset.json" in storage.listing(url) and (folder := locate(url)[1]):
             return Summary.read(folder)
-        if there and not overwrite:
-            raise DataError(f"{url} is not empty: overwrite it explicitly or choose another output")
+        check_output(url, overwrite)
         summary = prepare(options, place / "made", progress, overwrite=True)
-        paths = [path for path in (place / "made").rglob("*") if path.is_file()]
-        for path in sorted(paths, key=lambda path: path.name == "dataset.json"):  # which makes it a prepared folder
-            storage.upload(path, storage.join(url, path.relative_to(place / "made").as_posix()))
+        put(place / "made", url)
         shutil.rmtree(place)
-        locate_remote.cache_clear()
         return summary
+
+
+def put(folder: Path, url: str) -> None:
+    """Copy a prepared folder to a bucket."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    for path in sorted(paths, key=lambda path: path.name == "dataset.json"):  # which makes it a prepared folder
+        storage.upload(path, storage.join(url, path.relative_to(folder).as_posix()))
+    locate_remote.cache_clear()
 
 
 @contextmanager
@@ -93,8 +96,12 @@ def output_lock(output: Path, *, wait: bool = False) -> Iterator[None]:
         raise DataError(f"{output} cannot be made ({error.strerror}{where})") from None
 
 
-def check_output(output: Path, overwrite: bool) -> None:
+def check_output(output: str | Path, overwrite: bool) -> None:
     """Raise DataError unless `output` is free, or a prepared dataset that may be overwritten."""
+    if isinstance(output, str):
+        if storage.listing(output) and not overwrite:
+            raise DataError(f"{output} is not empty: overwrite it explicitly or choose another output")
+        return
     if not os.path.lexists(output) or (output.is_dir() and not any(output.iterdir())):
         return
     if not (output / "dataset.json").exists():

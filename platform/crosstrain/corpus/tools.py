@@ -4,15 +4,18 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from crosstrain.corpus.prepare import check_output, new_folder, output_lock
+from crosstrain.corpus.prepare import check_output, new_folder, output_lock, put
 from crosstrain.corpus.stats import BINS, bins, histogram
 from crosstrain.data.indexed_dataset import TokenFile, TokenWriter
 from crosstrain.data.prepared import Summary, locate
 from crosstrain.data.tokenizer import load_tokenizer
+from crosstrain.utils import storage
 from crosstrain.utils.errors import DataError
+from crosstrain.utils.files import cache_folder
 
 _SHOWN = 200  # tokens of a document
 _CHUNK = 1 << 20
@@ -58,7 +61,7 @@ def inspect(path: str, document: int = 0, tokenizer: str | None = None) -> str:
     return "\n".join(lines)
 
 
-def merge(given: list[str], output: Path, *, overwrite: bool = False) -> Summary:
+def merge(given: list[str], output: str | Path, *, overwrite: bool = False) -> Summary:
     """Write the documents of several prepared folders, one after another, into a new one.
 
     Raises DataError if they have different tokenizers, or `output` cannot be made.
@@ -78,7 +81,7 @@ def merge(given: list[str], output: Path, *, overwrite: bool = False) -> Summary
     return _make(output, folder, joined, [(file, 0, file.num_documents) for file in files], overwrite)
 
 
-def split(path: str, output: Path, shares: list[float]) -> list[tuple[Path, Summary]]:
+def split(path: str, output: str | Path, shares: list[float]) -> list[tuple[str | Path, Summary]]:
     """Write folders output/part-0, part-1, ... with these shares of the documents of a prepared folder, in order.
 
     Raises DataError if a part would have no document, or cannot be made.
@@ -95,10 +98,11 @@ def split(path: str, output: Path, shares: list[float]) -> list[tuple[Path, Summ
                 f"part {number} would be empty: {shares[number]:g} of {sum(shares):g} shares of {file.num_documents} "
                 f"documents come to none; give it at least {sum(shares) / max(file.num_documents, 1):.3g}"
             )
-    made = []
+    made = list[tuple[str | Path, Summary]]()
     for number, (start, stop) in enumerate(bounds):
         options = {"split": summary.options, "documents": [start, stop]}
-        target = output / f"part-{number}"
+        name = f"part-{number}"
+        target = storage.join(output, name) if isinstance(output, str) else output / name
         part = replace(summary, options=options, dropped=0, text_bytes=0)
         made.append((target, _make(target, folder, part, [(file, start, stop)], False)))
     return made
@@ -114,10 +118,16 @@ def _open(path: str) -> tuple[str | Path, Path, Summary]:
 
 
 def _make(
-    output: Path, like: Path, summary: Summary, parts: list[tuple[TokenFile, int, int]], overwrite: bool
+    output: str | Path, like: Path, summary: Summary, parts: list[tuple[TokenFile, int, int]], overwrite: bool
 ) -> Summary:
     """Make a folder of parts (file, first document, end) with the tokenizer of `like`, complete or not at all."""
     check_output(output, overwrite)
+    if isinstance(output, str):
+        (cache := cache_folder("prepared")).mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=cache) as place:
+            summary = _make(Path(place, "made"), like, summary, parts, False)
+            put(Path(place, "made"), output)
+        return summary
     with output_lock(output), new_folder(output) as made:
         shutil.copytree(like / "tokenizer", made / "tokenizer")
         with TokenWriter(made / "tokens", np.dtype(summary.dtype)) as writer:

@@ -17,6 +17,7 @@ from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import evaluation_batches
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling.objective import Objective
+from crosstrain.utils import storage
 from crosstrain.utils.errors import TrainingError
 from crosstrain.utils.files import cache_folder, read_regular, write_atomically
 from crosstrain.utils.logging import log
@@ -76,7 +77,8 @@ def _measure(
 
 def _read(path: Path, digest: str) -> np.ndarray | None:
     try:
-        data = read_regular(path, _MOST_BYTES)
+        url = None if path.exists() else storage.origin(path)  # of a run in a bucket, perhaps of another machine's
+        data = storage.read(url) if url else read_regular(path, _MOST_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:

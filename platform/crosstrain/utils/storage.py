@@ -77,6 +77,11 @@ def size(url: str) -> int:
     return _tried(url, lambda fs, path: fs.info(path)["size"])
 
 
+def version(url: str) -> str:
+    """Return a text that is another one when an object was written again."""
+    return str(_tried(url, lambda fs, path: fs.checksum(path)))
+
+
 def read(url: str, first: int = 0, last: int | None = None) -> bytes:
     """Read the bytes [first, last) of an object, or all from `first` on."""
     return _tried(url, lambda fs, path: fs.cat_file(path, start=first, end=last))
