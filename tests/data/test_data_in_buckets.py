@@ -180,6 +180,8 @@ def test_conversations_come_from_a_bucket(memory: str, home: Path) -> None:
 
     def given(path: str) -> list[list[int]]:
         data = Chat(Chat.Options(path=path, tokenizer=str(tokenizer), seq_length=512), "train")
+        assert data.location(0).startswith(path.removeprefix("memory://"))
+        assert not (data.folder / "copies").exists()
         return [data.get(n, np.random.default_rng(0))["input_ids"].tolist() for n in range(len(data))]
 
     for name, words in (("a.jsonl", "hello"), ("more/b.json", "the cat")):
@@ -190,6 +192,7 @@ def test_conversations_come_from_a_bucket(memory: str, home: Path) -> None:
     assert given(memory + "/chats/a.jsonl") == given(str(home / "chats" / "a.jsonl"))
     storage.write(memory + "/chats/a.jsonl", json.dumps({"prompt": "on", "completion": "the mat"}).encode())
     storage.remove(memory + "/chats/more")
+    assert len(given(memory + "/chats")) == 1
     assert given(memory + "/chats") == given(memory + "/chats/a.jsonl") != given(str(home / "chats" / "a.jsonl"))
     with pytest.raises(DataError, match=r"the input memory://bucket/none.jsonl does not exist"):
         given(memory + "/none.jsonl")

@@ -9,6 +9,7 @@ report.json             how many were kept and dropped, and why
 import hashlib
 import json
 import logging
+import shutil
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstrain.corpus.conversations import Row, conversation, preferences, rows
+from crosstrain.corpus.download import download
 from crosstrain.corpus.pool import CorpusStage, WorkerPool, cores
 from crosstrain.corpus.prepare import new_folder, output_lock
 from crosstrain.data.chat_template import ChatError, ChatTemplate, TrainOn
@@ -109,12 +111,14 @@ def prepare_chat(source: ChatSource) -> Path:
 
 def _write(folder: Path, source: ChatSource) -> None:
     reasons, named, places, answers = Counter[str](), list[str](), list[str](), bytearray()
+    copies = folder / "copies"
     size = sum(entry[1] for path in source.paths for entry in _state(path))
     workers = cores() if size > _WORTH_WORKERS else 1
     with TokenWriter(folder / "tokens", "int32") as writer, WorkerPool(workers) as pool:
-        given = rows(map(_near, source.paths))
+        given = rows(_near(path, copies) for path in source.paths)
         for results in pool.run(_Encode(source), iter(lambda: tuple(islice(given, _AT_ONCE)), ())):
-            for place, found in results:
+            for where, found in results:
+                place = where.removeprefix(f"{copies}/")
                 if not isinstance(found, str):
                     for tokens, good in found:
                         writer.add([tokens])
@@ -126,6 +130,7 @@ def _write(folder: Path, source: ChatSource) -> None:
                 reasons[found] += 1
                 if len(named) < _NAMED:
                     named.append(f"{place}: {found}")
+    shutil.rmtree(copies, ignore_errors=True)
     dropped = reasons.total()
     if not places:
         where = " and ".join(source.paths)
@@ -157,17 +162,14 @@ def _state(path: str) -> list[list[Any]]:
     return [[str(file), *(lambda s: (s.st_size, s.st_mtime_ns))(file.stat())] for file in files if file.exists()]
 
 
-def _objects(url: str) -> dict[str, Path]:
-    """URLs of the objects at or below a URL, with the places of their copies on this machine."""
-    copy = storage.local(url)
-    return {storage.join(url, name): copy / name for name in sorted(storage.files(url))} or {url: copy}
+def _objects(url: str) -> list[str]:
+    return [storage.join(url, name) for name in sorted(storage.files(url))] or [url]
 
 
-def _near(path: str) -> str:
-    """Copy what a URL names to this machine; returns its path there, or any other path as it is."""
+def _near(path: str, folder: Path) -> str:
+    """Copy what a URL names to a folder; returns its path there, or any other path as it is."""
     if not storage.is_url(path):
         return path
-    for url, copy in _objects(path).items():
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        storage.download(url, copy)
-    return str(storage.local(path))
+    for url in _objects(path):
+        download(url, folder, False)
+    return str(folder / path.partition("://")[2])
