@@ -72,8 +72,8 @@ def bare(steps: int, precision: str, device: str) -> Result:
     """The loop that anyone would write."""
     import torch
 
-    model = reference_model().to(device).train()
     clock = Clock()
+    model = reference_model().to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
     data = torch.as_tensor(SIZES.samples())
     autocast = torch.autocast(device, torch.bfloat16, enabled=precision == "bf16")
@@ -96,8 +96,8 @@ def hf_trainer(steps: int, precision: str, device: str) -> Result:
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    model = reference_model()
     clock = Clock()
+    model = reference_model()
 
     class Stamp(TrainerCallback):
         def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:

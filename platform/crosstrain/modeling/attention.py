@@ -26,6 +26,7 @@ from transformers.modeling_flash_attention_utils import lazy_import_flash_attent
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
 
+from crosstrain.modeling import dropped_attention
 from crosstrain.modeling.context import Context
 from crosstrain.modeling.meta_init import has_values
 from crosstrain.utils.errors import ConfigError
@@ -162,7 +163,21 @@ class Documents:
 
 
 Compute = Callable[..., tuple[Tensor, Any]]
-_sdpa: Compute = sdpa_attention_forward
+def _sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
+    position_bias: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """transformers' sdpa attention, with a kernel of our own where torch has none."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    plain = causal and attention_mask is None and position_bias is None and query.shape == key.shape == value.shape
+    if dropout and plain and dropped_attention.has_no_kernel(query.device):
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return dropped_attention.dropped_attention(query, key, value, scale, dropout).transpose(1, 2).contiguous(), None
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
+        position_bias=position_bias, **kwargs,
+    )  # fmt: skip
 
 
 def _each_apart(
@@ -176,19 +191,15 @@ def _each_apart(
     if len(documents.starts) == documents.rows + 1:
         return _sdpa(module, query, key, value, mask, position_bias=position_bias, **kwargs)
 
-    def within(tensor: Tensor | None, row: int, place: slice, both: bool) -> Tensor | None:
-        if tensor is None:
-            return None
-        own = tensor[row : row + 1] if tensor.shape[0] > 1 else tensor
-        return own[..., place, place] if both else own[:, :, place]
+    def within(mask: Tensor | None, row: int, place: slice) -> Tensor | None:
+        return None if mask is None else (mask[row : row + 1] if mask.shape[0] > 1 else mask)[..., place, place]
 
-    outputs = [
-        _sdpa(
-            module, *(within(tensor, row, place, False) for tensor in (query, key, value)),
-            within(mask, row, place, True), position_bias=within(position_bias, row, place, True), **kwargs,
-        )[0]
-        for row, place in documents
-    ]  # fmt: skip
+    outputs = []
+    for row, place in documents:
+        part = slice(row, row + 1), slice(None), place
+        bias = within(position_bias, row, place)
+        own = query[part], key[part], value[part], within(mask, row, place)
+        outputs.append(_sdpa(module, *own, position_bias=bias, **kwargs)[0])
     return torch.cat(outputs, 1).view(query.shape[0], query.shape[2], *outputs[0].shape[2:]), None
 
 

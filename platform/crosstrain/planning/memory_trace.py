@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from crosstrain.modeling import activation_checkpointing
+from crosstrain.modeling import activation_checkpointing, dropped_attention
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.cross_entropy import CPU_SOFTMAX_ROWS
@@ -154,6 +154,7 @@ def _measure(
         if device == "cuda":
             attention = partial(_fused_attention, nn.functional.scaled_dot_product_attention)
             stack.enter_context(patch.object(nn.functional, "scaled_dot_product_attention", attention))
+            stack.enter_context(patch.object(dropped_attention, "has_no_kernel", lambda _: False))
         for chain, blocks in left_out.items():  # which the copy shares with the model
             for block in blocks:
                 stack.enter_context(patch.object(block, "forward", partial(_pass_on, tracker, chain)))
