@@ -108,7 +108,14 @@ def test_files_and_precision_of_lavis(tmp_path: Path, monkeypatch: pytest.Monkey
         assert re.search(rf"^not carried over: (\S+, )*{re.escape(key)}[:,]", said, re.MULTILINE), key
     assert "not known" not in said
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
-    assert lost(tmp_path, "lavis", settings)[0]["run"]["runner"]["stage"] == 3
+    settings["run"] |= {"weight_decay": 0.03, "grad_norm_clip": 1.0}
+    settings["datasets"]["other"] = {"sample_ratio": 3}
+    tree, notes, _ = lost(tmp_path, "lavis", settings)
+    assert tree["run"]["runner"]["stage"] == 3
+    assert [tree["datasets"][name]["sample_ratio"] for name in ("mine", "other")] == [1, 3]
+    # DeepSpeed's optimizer has its own decay; without one it is given LAVIS's. Its clipping is its own.
+    assert (tree["run"]["weight_decay"], tree["run"]["grad_norm_clip"]) == (0.03, 0)
+    assert [n.split(": ")[1] for n in notes if "deepspeed_config" in n and "carried" in n] == ["run.grad_norm_clip"]
     settings["run"] |= {"use_deepspeed": False, "deepspeed_config": {"zero_optimization": {"stage": 3}}}
     tree, notes, _ = lost(tmp_path, "lavis", settings)
     assert tree["run"]["runner"] == "ddp"
@@ -367,6 +374,14 @@ def test_settings_of_megatron_that_mean_something_else_here(tmp_path: Path) -> N
     assert "resume_from" not in tree["run"]
     assert any("load: Megatron-LM's checkpoints are not imported" in note for note in notes)
     assert ranks == 2
+    moe = {"num_experts": 4, "moe_router_topk": 2, "num_layers": 6, "swiglu": True, "disable_bias_linear": True}
+    moe |= {"moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001, "moe_router_load_balancing_type": "aux_loss"}
+    tree, notes, _ = lost(tmp_path, "megatron_lm", sizes | moe)
+    # Megatron-LM divides a layer's loss by the choices and adds layers, where the mean over layers is taken here.
+    model = tree["model"]
+    assert (model["router_loss"], model["router_loss_coef"]) == ("micro_batch", pytest.approx(0.01 * 6 / 2))
+    assert model["router_z_loss_coef"] == pytest.approx(0.006)
+    assert "moe_" not in "\n".join(notes)
 
 
 NUMBERS = re.compile(r"(^run\.\w*(iters|steps?|interval|epoch|lr|decay|clip|fraction|workers|last|every)|size|length)$")
