@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 
 from conftest import Workspace
+from crosstrain import registry
+from crosstrain.comparison.activations import Activations
 from crosstrain.comparison.diagnosis import diagnose
 from crosstrain.comparison.tolerance import Tolerance
+from crosstrain.distributed.group import Group
+from crosstrain.modeling import activation_checkpointing
 from fixtures_families import tiny
 from fixtures_ranks import mostly_slow
 from fixtures_training import compare, project
@@ -108,6 +114,23 @@ def test_losses_of_routers_are_not_random() -> None:
     assert tolerance.random(reference)
     reference["steps"][0]["routing"]["loss"] = 0.25
     assert not tolerance.random(reference)
+
+
+def test_activations_of_two_micro_batches_are_measured_under_selective_checkpointing() -> None:
+    found = []
+    kind = registry.get("model", "gpt2")
+    for mode in ("none", "selective"):
+        torch.manual_seed(0)
+        model = kind(kind.Options(n_layer=1, n_embd=16, n_head=2, vocab_size=32, n_positions=8, dropout=0.0))
+        activation_checkpointing.apply(model.blocks(), mode, nullcontext)
+        seen = Activations(model, Group())
+        for _ in range(2):
+            tokens = torch.arange(8).view(1, 8)
+            model(input_ids=tokens, labels=tokens).backward()
+        found.append(seen.means())
+    assert found[1].keys() == found[0].keys()
+    for name, means in found[0].items():
+        assert found[1][name] == pytest.approx(means)
 
 
 @pytest.mark.slow

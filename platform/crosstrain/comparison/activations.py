@@ -26,11 +26,12 @@ class Activations:
     def _add(self, place: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        sums = self._sums.setdefault(place, [0.0, 0, 0.0, 0])
+        sums = self._sums.setdefault(place, [[], [], [], []])
         for at, values in ((0, (*args, *kwargs.values())), (2, output if isinstance(output, tuple) else (output,))):
             if (tensor := next((v for v in values if isinstance(v, Tensor)), None)) is not None:
-                sums[at] += tensor.detach().double().square().sum()
-                sums[at + 1] += tensor.numel()
+                # Not added up: selective checkpointing refuses operators that only the second forward calls.
+                sums[at].append(tensor.detach().double().square().sum())
+                sums[at + 1].append(tensor.numel())
 
     def clear(self) -> None:
         self._sums = {}
@@ -40,7 +41,7 @@ class Activations:
 
         A mean is the same whether ranks hold parts or copies, and however often a forward is computed again.
         """
-        mine = {place: [float(value) for value in sums] for place, sums in self._sums.items()}
+        mine = {place: [float(sum(of)) for of in sums] for place, sums in self._sums.items()}
         total: dict[str, list[float]] = {}
         for held in self.group.all_gather(mine):
             for place, sums in held.items():
