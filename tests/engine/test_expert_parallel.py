@@ -170,6 +170,19 @@ def test_tokens_are_sent_as_planned(layout: str, tmp_path: Path, dataset: Path) 
         assert exchanged == sum(call.sent for call in calls[0])
 
 
+@pytest.mark.parametrize("layout", ["megatron_tp2_sp@2", "megatron_tp2_pp2_sp@4", "megatron_tp2_ep2@4"])
+def test_mixtures_on_split_sequences_are_planned(layout: str, workspace: Workspace) -> None:
+    runner, size = sized(layout)
+    options = (*COMMON, f"run.runner={runner}", "run.runner.sequence_parallel=true")
+    config = load_config(project(workspace, mixture("qwen3_moe")).project, options)
+    ready = dry_run(config, size)
+    traced, plan = Project(config, ready.model, ready.sample), batch_plan(config, size)
+    traced.check_layouts(plan, size)
+    with fake_world(size):
+        shared = traced.trace_of(traced.layouts(config, size, plan)[0], 1, "none")
+    assert shared.exchanged > 0
+
+
 # ---- mistakes
 
 

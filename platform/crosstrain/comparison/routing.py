@@ -26,7 +26,7 @@ class Routing:
         self._near = _NEAR.get(runner.precision.dtype, _DEFAULT)
         self._seen: list[dict[tuple[int, int], list[Any]]] = []  # by micro batch
         for routers in runner.model.all_routers():
-            if routers.group is None and runner.context.size == 1:  # else a rank sees parts of sequences
+            if routers.parts is None and runner.context.size == 1:  # else a rank sees parts of sequences
                 routers.observe = self._add
 
     def clear(self) -> None:

@@ -26,6 +26,7 @@ from crosstrain.utils.types import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from crosstrain.modeling.attention import Documents
+    from crosstrain.modeling.context import Context
 
 # Tokens of a balance loss: a document's, those of the whole step, or of a micro batch on one rank.
 Scope = Literal["sequence", "batch", "micro_batch", "none"]
@@ -68,7 +69,7 @@ class Routers:
     bias_rate: float  # by which a step moves the biases of the choice
     record: Callable[..., None]  # `Model.record`
     record_load: Callable[[str, Tensor], None]  # `Model.record_load`
-    group: dist.ProcessGroup | None = None  # ranks that each see a part of every sequence; set by a runner
+    parts: Context | None = None  # ranks whose routers each see a part of every sequence; set by a runner
     counting: bool = False  # True before a step whose choices have to be known
     observe: Callable[[Choices], None] | None = None  # called with each micro batch's, in training
     _seen: Choices | None = field(default=None, init=False)
@@ -105,7 +106,7 @@ class Routers:
     def loss(self, labels: Tensor, documents: Documents | None) -> Tensor:
         """The losses since `begin`, a scalar to add to the sum of the targets' losses; labels [batch, length].
 
-        A rank of `group`, or of the documents' context, returns the loss of whole sequences, with the gradients of its
+        A rank of `parts`, or of the documents' context, returns the loss of whole sequences, with the gradients of its
         part.
         """
         seen, self._seen = self._seen or {}, None
@@ -122,8 +123,8 @@ class Routers:
         if self.observe is not None:
             self.observe(seen)
         targets, sizes = weight.sum(), weight.new_zeros(owners).index_add(0, owner, weight)
-        context = None if documents is None or documents.context is None else documents.context.group
-        sharing = [group for group in (self.group, context) if group is not None]
+        context = None if documents is None else documents.context
+        sharing = [ranks.group for ranks in (self.parts, context) if ranks is not None]
         for group in sharing:
             dist.all_reduce(choices, group=group)
             dist.all_reduce(sizes, group=group)
@@ -151,9 +152,8 @@ class Routers:
         else:
             owner, owners = documents.numbers().to(labels.device) - 1, len(documents.starts) - 1
             owner = owner if documents.context is None else documents.context.part(owner)
-        if self.group is not None:
-            size, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-            target, owner = target.chunk(size, 1)[rank], owner.chunk(size, 1)[rank]
+        if self.parts is not None and not self.counting:  # evaluation's sequences are whole
+            target, owner = self.parts.part(target), self.parts.part(owner)
         return target.float().flatten(), owner.flatten(), owners
 
     def _count(self, here: list[int], choices: Tensor) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from crosstrain import ExpertParallel, Layout, Model, PlanContext, Sizes
 from crosstrain.engine.footprint import fully_sharded, replicated, scattered, share, with_experts
+from crosstrain.modeling.context import Context
 
 from .data_parallel import MIB
 from .options import Options
@@ -105,6 +106,8 @@ def _layout(
         if not is_first:
             first.register_forward_pre_hook(_receive(parts), prepend=True)
     if tensor is not None and options.sequence_parallel:
+        for routers in model.all_routers():
+            routers.parts = Context(tensor.group)
         if is_first:
             first.register_forward_pre_hook(lambda _, x: (tensor.split_sequence(x[0]), *x[1:]), prepend=True)
         closing = ends_of(at.model, "sequence_parallel").last[:-1]

@@ -31,6 +31,7 @@ from crosstrain import (
     registry,
     without_padding,
 )
+from crosstrain.modeling.context import Context
 
 from .data_parallel import (
     DDPStrategy,
@@ -149,7 +150,7 @@ class MegatronRunner(Runner):
             cuts = shard_model(model, plan, self.tensor, self.mesh["tensor"])
         summed = plan.summed | self._on_split_sequences(model, cuts)
         for routers in model.all_routers() if self.options.sequence_parallel and self.tensor else []:
-            routers.group = self.tensor.group
+            routers.parts = Context(self.tensor.group)
         tied = self._keep_own_stage(model)
         self.data_parallel = self._choose_strategy(model)
         of_experts, self.strategies = self.data_parallel, [self.data_parallel]
