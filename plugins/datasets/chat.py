@@ -21,6 +21,7 @@ from crosstrain import (
     Sample,
     Split,
     Text,
+    of_split,
     registry,
 )
 from crosstrain.corpus.chat import ChatSource, prepare_chat
@@ -41,6 +42,8 @@ class ConversationOptions:
     unusable: Literal["drop", "error"] = "drop"  # rows that are malformed, too long or without a target
     # shares of train, val, test, in file order
     split: list[Annotated[float, Interval(ge=0, le=10**12)]] = field(default_factory=lambda: [1.0, 0.0, 0.0])
+    val: FilePath | list[FilePath] | None = None  # files of the split, in place of a share of `path`
+    test: FilePath | list[FilePath] | None = None  # files of the split
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.split) <= 3 or not sum(self.split):
@@ -62,7 +65,8 @@ class ConversationDataset(Dataset):
     @classmethod
     def prepare(cls, options: Any) -> None:
         """Render and tokenize the conversations once, in a folder of the cache."""
-        cls.prepared(options)
+        for split in (split for split in SPLITS if split == "train" or getattr(options, split)):
+            cls.prepared(of_split(options, split)[0])
 
     @classmethod
     def prepared(cls, options: Any) -> Path:
@@ -72,16 +76,18 @@ class ConversationDataset(Dataset):
 
     def __init__(self, options: Any, split: Split) -> None:
         super().__init__(options, split)
+        options, share = of_split(options, split)
         tokenizer, self.tokenizer_path = load_cached(options.tokenizer, options.chat_template)
         self.vocab_size, self.sequence_length = tokenizer.vocab_size, options.seq_length
         self.folder = self.prepared(options)
         self.file = TokenFile(self.folder / "tokens")
         total = self.file.num_documents // self.row_documents
-        k, shares = SPLITS.index(split), [*options.split, 0.0, 0.0][:3]
+        k, shares = SPLITS.index(share), [*options.split, 0.0, 0.0][:3]
         start, stop = (round(sum(shares[:n]) / sum(shares) * total) for n in (k, k + 1))
         if start == stop:
             raise EmptySplit(
-                f"the {split} split of {options.path} has none of its {total} rows", f"change split={options.split}"
+                f"the {split} split of {options.path} has none of its {total} rows",
+                f"change split={options.split}" + (f", or name files as {split}" if split != "train" else ""),
             )
         first = range(min(self.file.num_documents, 1000))
         special = [number for number, t in tokenizer.backend.get_added_tokens_decoder().items() if t.special]

@@ -21,6 +21,7 @@ from crosstrain import (
     OptionError,
     Sample,
     Split,
+    of_split,
     registry,
 )
 from crosstrain.corpus.options import PrepareOptions
@@ -52,6 +53,8 @@ class TextDataset(Dataset):
         seq_length: Annotated[int, Interval(ge=1, le=2**30)]  # tokens per sample
         # shares of train, val, test, by documents; of a single document, by tokens
         split: list[Annotated[float, Interval(ge=0, le=10**12)]] = field(default_factory=lambda: [949.0, 50.0, 1.0])
+        val: FilePath | None = None  # as `path`, for the split, in place of a share of `path`
+        test: FilePath | None = None  # as `path`, for the split
         document_mask: bool = False  # True: documents of a sample do not see each other
         tokenizer: FilePath | None = None  # a name or a path; a prepared folder has its own
         vocab_file: FilePath | None = None  # GPT-2's vocab.json, with merge_file instead of `tokenizer`
@@ -75,6 +78,8 @@ class TextDataset(Dataset):
         if not cls.is_prepared(options):
             assert options.prepare is not None
             prepare(options.prepare, options.path, wait=True)
+        for own in filter(None, (options.val, options.test)):
+            locate(own)
         _, folder = locate(options.path)
         made = Summary.read(folder) if folder is not None and options.prepare is not None else None
         if made is not None and options.prepare is not None and (changed := options.prepare.changed_from(made.options)):
@@ -103,7 +108,8 @@ class TextDataset(Dataset):
     def __init__(self, options: Options, split: Split) -> None:
         super().__init__(options, split)
         self.sequence_length, self.documents = options.seq_length, options.document_mask
-        prefix, folder = locate(options.path)
+        self.options, share = of_split(options, split)
+        prefix, folder = locate(self.options.path)
         self.file = TokenFile(prefix)
         self.far = self.file.remote
         self.eod_id: int | None = None
@@ -115,7 +121,8 @@ class TextDataset(Dataset):
         if override := _tokenizer_folder(options.tokenizer, options.vocab_file, options.merge_file):
             self.tokenizer_path, self.vocab_size, self.eod_id = override
         self._num_ids = np.uint64(self.vocab_size or 2**63)
-        self.start, self.stop = self._range(split)
+        self.start, self.stop = self._range(share)
+        self._given = options
         if len(self) < 1:
             raise self._empty(split)
 
@@ -130,6 +137,8 @@ class TextDataset(Dataset):
     def _empty(self, split: Split) -> EmptySplit:
         k, tokens = SPLITS.index(split), self.stop - self.start
         advice = f"make the {('first', 'second', 'third')[k]} number of split={self.options.split} larger"
+        if self._given is not self.options:
+            advice = "give it more text"
         if tokens > 1:
             advice += f" or seq_length at most {tokens - 1}"
         return EmptySplit(
@@ -188,7 +197,8 @@ class TextDataset(Dataset):
         """
         if self.vocab_size is None:
             return {}
-        seen = self._counts(*self._range("train"))
+        train = TextDataset(self._given, "train") if self._given is not self.options else self
+        seen = train._counts(*train._range("train"))
         targets = self._counts(self.start + 1, self.start + len(self) * self.options.seq_length + 1)
         log_probability = np.log((seen + 1) / (seen.sum() + self.vocab_size))
         unigram = float(np.exp(-(targets * log_probability).sum() / targets.sum()))

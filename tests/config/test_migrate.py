@@ -41,7 +41,8 @@ def to_give(tree: Any, key: str = "") -> list[str]:
 
 
 def loaded(project: Path, tree: dict[str, Any]) -> Config:
-    return load_config(project, [f"{key}={512 if key.endswith('_size') else 'given'}" for key in to_give(tree)])
+    values = {key: 512 if key.endswith("_size") else "[9,1]" if key.endswith("split") else "given" for key in to_give(tree)}
+    return load_config(project, [f"{key}={value}" for key, value in values.items()])
 
 
 @pytest.mark.parametrize("name", FOREIGN)
@@ -349,6 +350,28 @@ def test_literal_arguments_of_a_python_script_are_settings(tmp_path: Path, monke
     Path("a.py").write_text("import os\nseed = 1")
     with pytest.raises(ConfigError, match="no settings in it; a script's are the arguments of TrainingArguments, SFT"):
         migrate(Path("a.py"), origins()["transformers"])
+
+
+@pytest.mark.parametrize(("script", "path", "val", "split"), [
+    ('train = load_dataset("json", data_files="chat.jsonl")\nval = load_dataset("json", data_files="val.jsonl")',
+     "chat.jsonl", "val.jsonl", None),
+    ('val = load_dataset("json", data_files="val.jsonl")["train"]\nd = load_dataset("json", data_files="chat.jsonl")\n'
+     'd = d.shuffle(1)\ntrain = d.map(f)\nd = 1', "chat.jsonl", "val.jsonl", None),
+    ('d = load_dataset("json", data_files={"train": "chat.jsonl", "validation": "val.jsonl"})\n'
+     'train, val = d["train"], d["validation"]', "chat.jsonl", "val.jsonl", None),
+    ('d = load_dataset("json", data_files="chat.jsonl").train_test_split(0.1)\ntrain = d["train"]\nval = d["test"]',
+     "chat.jsonl", None, "???"),
+    ('val = load_dataset("json", data_files="val.jsonl")\ntrain = Dataset.from_list(rows)', "???", "val.jsonl", None),
+])  # fmt: skip
+def test_the_datasets_that_a_trainer_is_given_are_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, path: str, val: str | None, split: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("chat.jsonl", "val.jsonl"):
+        Path(name).write_text("{}")
+    Path("a.py").write_text(f'{script}\nSFTTrainer("m", train_dataset=train, eval_dataset=val)\n')
+    data = yaml.safe_load(migrate(Path("a.py"), origins()["transformers"])[0])["datasets"]["data"]
+    assert (data["path"], data.get("val"), data.get("split")) == (path, val, split)
 
 
 def test_a_file_of_another_program_is_named(tmp_path: Path) -> None:

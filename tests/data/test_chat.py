@@ -245,3 +245,16 @@ def test_a_run_stopped_within_an_epoch_of_packs_resumes_exactly_on_other_ranks(
     parts = workspace.train("parts", *options, "run.max_iters=6")
     assert parts.column("samples") == whole.column("samples")
     assert parts.column("loss") == pytest.approx(whole.column("loss"), rel=TOLERANCE)
+
+
+@pytest.mark.usefixtures("home")
+def test_a_split_has_files_of_its_own(tmp_path: Path, chatml: Path) -> None:
+    for name, rows in {"train": 5, "val": 3}.items():
+        lines = ({"messages": [*TURNS[:1], {"role": "assistant", "content": f"{name} {i}"}]} for i in range(rows))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    own = {"val": str(tmp_path / "val.jsonl")}
+    train, val = (chat(tmp_path / "train.jsonl", chatml, split, **own) for split in ("train", "val"))
+    assert (len(train), len(val)) == (5, 3)
+    assert "val.jsonl" in val.location(0)
+    with pytest.raises(DataError, match="name files as test"):
+        chat(tmp_path / "train.jsonl", chatml, "test", **own)

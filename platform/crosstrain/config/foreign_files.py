@@ -63,14 +63,61 @@ def _arguments(text: str, calls: Mapping[str, str]) -> dict[str, Any]:
     """Read the arguments of calls in a Python script, and their names under `calls`; UNKNOWN for what is computed."""
     found = dict[str, Any]()
     known = {"torch": {name: name for name in ("bfloat16", "float16", "float32")}} | _assignments(text)
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (name := ast.unparse(node.func).rpartition(".")[2]) in calls:
             for word in (*(ast.keyword(calls[name], value) for value in node.args[:1]), *node.keywords):
                 value = _value(ast.unparse(word.value), known)
                 if word.arg and ast.unparse(word.value) != "None" and (value != UNKNOWN or word.arg not in found):
                     found[word.arg] = value
             found["calls"] = f"{found.get('calls', '')} {name}"
+    return found | (_data_files(tree, known) if "load_dataset" in calls else {})
+
+
+def _data_files(tree: ast.Module, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the files of the datasets that a trainer is given; UNKNOWN where they cannot be followed."""
+    variables, given, loads = list[tuple[int, str, ast.expr]](), dict[str, ast.expr](), list[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            both = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+            pairs = zip(target.elts, node.value.elts, strict=False) if both else [(target, node.value)]  # type: ignore[attr-defined]
+            variables += [(node.end_lineno or 0, ast.unparse(name), value) for name, value in pairs]
+        elif isinstance(node, ast.Call):
+            loads += [ast.unparse(node)] if ast.unparse(node.func).endswith("load_dataset") else []
+            for word in node.keywords:
+                if word.arg in ("train_dataset", "eval_dataset") and ast.unparse(word.value) != "None":
+                    given[word.arg] = word.value
+    if len({*loads}) < 2 and not given:
+        return {}
+    found = {name: _loaded(value, variables, known) for name, value in given.items()}
+    found["data_files"] = found.pop("train_dataset", UNKNOWN)
     return found
+
+
+def _loaded(node: ast.expr, variables: list[tuple[int, str, ast.expr]], known: Mapping[str, Any]) -> Any:
+    """Follow an expression to the file of its load_dataset, through variables, methods, parts and first arguments."""
+    part: Any = None
+    for _ in range(99):
+        if isinstance(node, ast.Name):
+            earlier = [each for each in variables if each[1] == node.id and each[0] < node.lineno]
+            if not earlier:
+                break
+            node = max(earlier, key=lambda each: each[0])[2]
+        elif isinstance(node, ast.Subscript):
+            part, node = part or _value(ast.unparse(node.slice), known), node.value
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("load_dataset"):
+            words = {word.arg: _value(ast.unparse(word.value), known) for word in node.keywords}
+            name = _value(ast.unparse(node.args[0]), known) if node.args else words.get("path", UNKNOWN)
+            files = words.get("data_files", words.get("data_dir", name))
+            return files.get(part or words.get("split"), UNKNOWN) if isinstance(files, dict) else files
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            node = node.func.value
+        elif isinstance(node, ast.Call) and node.args:
+            node = node.args[0]
+        else:
+            break
+    return UNKNOWN
 
 
 def _command_line(text: str) -> dict[str, Any]:

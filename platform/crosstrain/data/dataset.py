@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,12 @@ class ReadContext:
     start: int  # number of the run's first sample: not 0 after a resume
     rank: int  # of the data-parallel ranks
     size: int
+
+
+def of_split(options: Any, split: Split) -> tuple[Any, Split]:
+    """Return the options and the share to read for a split, which may have a path of its own: all of that is read."""
+    own = getattr(options, split, None)
+    return (replace(options, path=own, split=[1.0], val=None, test=None), "train") if own else (options, split)
 
 
 class Dataset(ABC):
