@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import re
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from conftest import Workspace
 from crosstrain import registry
 from crosstrain.comparison.activations import Activations
+from crosstrain.comparison.compare import make_contestants
 from crosstrain.comparison.diagnosis import diagnose
 from crosstrain.comparison.tolerance import Tolerance
 from crosstrain.distributed.group import Group
@@ -142,6 +145,14 @@ def test_a_warmup_hides_nothing(workspace: Workspace) -> None:
     problems = [result.get("problem") for result in json.loads((workspace.path / "compare.json").read_text()).values()]
     assert "weight decay: other parameters decay" in problems.pop()
     assert set(problems) == {None}
+
+
+def test_a_runner_in_braces_takes_nothing_from_the_projects(workspace: Workspace, tmp_path: Path) -> None:
+    text = yaml.safe_load(workspace.project.read_text())
+    text["run"] |= {"runner": {"name": "megatron", "pipeline_parallel": 2}, "global_batch_size": 4}
+    loaded = make_contestants(text, (), ("megatron@2", "{name: megatron, tensor_parallel: 2}@2"), 1, tmp_path)
+    found = [config.run.runner.options for _, _, config in loaded]
+    assert [(each.tensor_parallel, each.pipeline_parallel) for each in found] == [(1, 2), (2, 1)]
 
 
 @pytest.mark.slow

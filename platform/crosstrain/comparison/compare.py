@@ -72,7 +72,10 @@ def make_contestants(
     sized = [_sized(text, nproc) for text in runners]
 
     def load(runner: str, more: Mapping[str, Any]) -> Config:
-        return load_config(project, [*pairs([*pairs(options), f"run.runner={runner}"]), *more.items()])
+        ((key, value),) = pairs([f"run.runner={runner}"])
+        whole = isinstance(value, Mapping) and "name" in value  # else a name, which keeps the project's options of it
+        without = ("run", "runner") if whole else ()
+        return load_config(project, [*pairs(options), (key, value), *more.items()], without)
 
     loaded = [load(runner, {}) for runner, _ in sized]
     plans = [batch_plan(config, size) for config, (_, size) in zip(loaded, sized, strict=True)]

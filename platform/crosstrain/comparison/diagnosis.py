@@ -195,7 +195,10 @@ class _Judge:
         elif self.random:
             said += ", although in evaluation mode the losses agree"
             if names and "behind the batch" not in place:  # dropout comes later
-                place = f"random numbers (dropout) differ; a runner must not seed them, by rank for example; {place}"
+                shared = any(r["dp_size"] < r["world_size"] for r in (self.record, self.reference))
+                why = "ranks that share samples may draw their own, so compare with the model's dropout set to 0" \
+                    if shared else "a runner must not seed them, by rank for example"  # fmt: skip
+                place = f"random numbers (dropout) differ; {why}; {place}"
         else:
             said += ", although in evaluation mode the losses agree and nothing is random"
             place = f"compute_loss and forward_backward, the mask or the targets that training alone sees; {place}"

@@ -67,14 +67,14 @@ class Config:
 ProjectLike = str | os.PathLike[str] | Mapping[str, Any]  # a project file, or its content
 
 
-def load_config(project: ProjectLike, options: sources.Overrides = ()) -> Config:
+def load_config(project: ProjectLike, options: sources.Overrides = (), without: Key = ()) -> Config:
     """Load the configuration of a project: a file, or a dict with the same sections; `options` overrides its keys.
 
     `options`: `key=value` texts as on the command line, or a dict of values by dotted key. Raises ConfigError, one
     sentence with file, line and key, for anything that is wrong with it, and UserError when a component that it names
-    needs a package that is not installed.
+    needs a package that is not installed. The project's own value at `without` is left out.
     """
-    return _builder(project, options, Checker).build()
+    return _builder(project, options, Checker, without).build()
 
 
 def check_ahead(project: ProjectLike, options: sources.Overrides = ()) -> None:
@@ -86,11 +86,15 @@ def check_ahead(project: ProjectLike, options: sources.Overrides = ()) -> None:
             raise
 
 
-def _builder(project: ProjectLike, options: sources.Overrides, checker: type[Checker]) -> _Builder:
+def _builder(
+    project: ProjectLike, options: sources.Overrides, checker: type[Checker], without: Key = ()
+) -> _Builder:
     if isinstance(project, Mapping):
         base = sources.plain_layer("config", to_plain(project))
     else:
         base = sources.read_yaml(paths.find(project))
+    if without:
+        base = sources.without(base, without)
     return _Builder(base, sources.read_options(options), True, checker)
 
 

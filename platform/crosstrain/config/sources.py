@@ -1,5 +1,6 @@
 """Sources of configuration: read, merge and resolve them, and remember the origin of every key."""
 
+import copy
 import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -120,6 +121,14 @@ def _parse_option(option: str) -> tuple[str, Any]:
 def plain_layer(label: str, tree: dict[str, Any]) -> Layer:
     """Return a layer without lines."""
     return Layer(label, tree, {key: None for key, _ in _walk(tree)})
+
+
+def without(layer: Layer, key: Key) -> Layer:
+    """Return the layer without the value at `key`."""
+    tree = copy.deepcopy(layer.tree)
+    if isinstance(parent := _value(tree, key[:-1]), dict):
+        parent.pop(key[-1], None)
+    return Layer(layer.label, tree, {at: line for at, line in layer.lines.items() if at[: len(key)] != key})
 
 
 def merge(lower: Any, upper: Any, key: Key = (), *, names_replace: bool = True) -> Any:
