@@ -41,8 +41,8 @@ def to_give(tree: Any, key: str = "") -> list[str]:
 
 
 def loaded(project: Path, tree: dict[str, Any]) -> Config:
-    values = {key: 512 if key.endswith("_size") else "[9,1]" if key.endswith("split") else "given" for key in to_give(tree)}
-    return load_config(project, [f"{key}={value}" for key, value in values.items()])
+    values = {"size": "512", "split": "[9,1]"}
+    return load_config(project, [f"{key}={values.get(re.split('[._]', key)[-1], 'given')}" for key in to_give(tree)])
 
 
 @pytest.mark.parametrize("name", FOREIGN)
@@ -543,3 +543,18 @@ def test_of_two_lengths_of_a_warmup_one_is_carried_over(tmp_path: Path) -> None:
     assert run["optimizer"]["betas"] == [0.9, 0.98]
     assert "not needed here: run.warmup_ratio: run.warmup_steps says it, which alone LAVIS reads" in notes
     assert not any("beta2" in note for note in notes)
+
+
+@pytest.mark.parametrize(("rest", "val", "split"), [
+    ("eval_dataset: held", "data/held.json", None), ("eval_dataset: other", "???", None), ("", None, "???"),
+])  # fmt: skip
+def test_validation_of_llama_factory_has_its_file_or_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest: str, val: str | None, split: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/held.json").write_text("[]")
+    Path("data/dataset_info.json").write_text('{"held": {"file_name": "held.json"}}')
+    Path("a.yaml").write_text(f"dataset: mine\neval_strategy: steps\neval_steps: 5\n{rest}\n")
+    data = yaml.safe_load(migrate(Path("a.yaml"), origins()["llama_factory"])[0])["datasets"]["data"]
+    assert (data.get("val"), data.get("split")) == (val, split)
