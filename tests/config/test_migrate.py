@@ -558,3 +558,11 @@ def test_validation_of_llama_factory_has_its_file_or_is_asked_for(
     Path("a.yaml").write_text(f"dataset: mine\neval_strategy: steps\neval_steps: 5\n{rest}\n")
     data = yaml.safe_load(migrate(Path("a.yaml"), origins()["llama_factory"])[0])["datasets"]["data"]
     assert (data.get("val"), data.get("split")) == (val, split)
+
+
+def test_early_stopping_of_a_script_keeps_its_patience(tmp_path: Path) -> None:
+    call = "EarlyStoppingCallback(3, early_stopping_threshold=0.1)"
+    (tmp_path / "a.py").write_text(f"Trainer(model, callbacks=[{call}])\nTrainingArguments('o', eval_strategy='steps')")
+    text, notes, _ = migrate(tmp_path / "a.py", origins()["transformers"])
+    assert yaml.safe_load(text)["run"]["callbacks"] == [{"name": "early_stopping", "patience": 3, "min_delta": 0.1}]
+    assert not [note for note in notes if "early_stopping" in note]
