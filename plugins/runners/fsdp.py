@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from transformers.pytorch_utils import Conv1D
 
 from crosstrain import (
     ConfigError,
@@ -32,19 +31,18 @@ from crosstrain import (
     registry,
 )
 from crosstrain.engine.footprint import fully_sharded, with_experts
-from crosstrain.engine.precision import DTYPES
+from crosstrain.engine.precision import DTYPES, computes_in_half, is_linear, linear_weights
 
 
 def gathers_half(options: Any, run: RunOptions, model: Model) -> bool:
-    """True where linear layers are gathered in bf16: nothing but products in bf16 may read their weights."""
-    reads = model.reads_across or model.quantized() or run.compile != "none" or options.expert_parallel > 1
-    return (options.param_dtype, run.amp.dtype) == ("amp", "bf16") and not reads
+    """True where linear layers are gathered in bf16."""
+    return options.param_dtype == "amp" and options.expert_parallel == 1 and computes_in_half(run, model)
 
 
 def unrounded(block: nn.Module) -> list[nn.Module]:
     """Modules of a block with parameters that autocast may use as they are, such as norms."""
     own = [module for module in block.modules() if next(module.parameters(recurse=False), None) is not None]
-    return [module for module in own if not isinstance(module, (nn.Linear, Conv1D))]
+    return [module for module in own if not is_linear(module)]
 
 
 @registry.register_runner("fsdp")
@@ -92,10 +90,8 @@ class FSDPRunner(Runner):
         ranks, experts, model = options.shard_size or at.world_size, options.expert_parallel, at.model
         if half := gathers_half(options, at.run, model):
             model = copy.deepcopy(model)
-            for block in model.blocks():
-                apart = {id(p) for module in unrounded(block) for p in module.parameters()}
-                for p in block.parameters():
-                    p.data = p.data if id(p) in apart else p.data.bfloat16()
+            for p in linear_weights(model):
+                p.data = p.data.bfloat16()
 
         def layout(sizes: Sizes, ranks: int) -> Layout:
             return fully_sharded(

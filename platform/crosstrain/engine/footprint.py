@@ -52,6 +52,7 @@ class Layout:
     steady: bool = True  # once as many are in flight, each micro batch makes the exchanges of the one before
     bubble: float = 0.0  # part of the step in which ranks wait for each other's stages
     model: Model | None = None  # the rank's part of the model, on the meta device; None: all of it
+    autocast: bool = True  # False: the rank's part computes in its own type
     computes: str = ""  # key of the trace: layouts with equal keys are traced once
     kind: str = ""  # name of this kind of rank, such as a pipeline stage
 

@@ -38,19 +38,21 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Two groups of the trainable parameters: matrices decay, biases and norms (fewer than two dimensions) do not.
 
-    Where `lr_scale` differs, there are two for each of its values. Parameters whose names are in `matrices` are in
-    groups of their own, which list their canonical names.
+    Where `lr_scale` or the type differs, there are two for each, fp32 first. Parameters whose names are in `matrices`
+    are in groups of their own, which list their canonical names.
     """
-    groups: dict[tuple[float, bool, bool], list[tuple[str, nn.Parameter]]] = {}
+    groups: dict[tuple[int, float, bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, p in parameters:
         if p.requires_grad:
-            key = lr_scale(name), len(shape_of(p)) < 2, name in matrices and len(shape_of(p)) in (2, 3)
+            matrix = name in matrices and len(shape_of(p)) in (2, 3)
+            key = -p.element_size(), lr_scale(name), len(shape_of(p)) < 2, matrix
             groups.setdefault(key, []).append((name, p))
     return [
-        {"params": [p for _, p in groups[key]], "weight_decay": 0.0 if key[1] else weight_decay}
-        | ({"lr_scale": key[0]} if key[0] != 1.0 else {})
-        | ({"matrices": [matrices[name] for name, _ in groups[key]]} if key[2] else {})
+        {"params": [p for _, p in groups[key]], "weight_decay": 0.0 if vector else weight_decay}
+        | ({"lr_scale": scale} if scale != 1.0 else {})
+        | ({"matrices": [matrices[name] for name, _ in groups[key]]} if matrix else {})
         for key in sorted(groups)
+        for _, scale, vector, matrix in [key]
     ]
 
 

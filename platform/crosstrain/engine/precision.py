@@ -9,8 +9,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
-from crosstrain.config.run_options import AmpOptions
+from crosstrain.config.run_options import AmpOptions, RunOptions
+from crosstrain.modeling.base import Model
 from crosstrain.utils.errors import CheckpointError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -68,13 +70,14 @@ class Precision:
         self.options = options
         self.dtype = DTYPES[options.dtype]
         self.device_type = device_type
+        self.in_parameters = False  # True: parameters have the type that computes, so that nothing is cast
         dynamic = options.loss_scale is None and options.dtype == "fp16"
         adapting = (options.initial_scale, options.window, options.hysteresis, options.min_scale)
         self.scaler = LossScaler(*adapting) if dynamic else LossScaler(options.loss_scale or 1.0)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of every forward, in training, evaluation and generation alike."""
-        if self.dtype == torch.float32:
+        if self.dtype == torch.float32 or self.in_parameters:
             return nullcontext()
         return torch.autocast(self.device_type, self.dtype)
 
@@ -87,3 +90,20 @@ class Precision:
         """Adapt the loss scale after a step; one that was refused for its loss does not count."""
         if attempted and (applied or self.overflows):
             self.scaler.update(overflow=not applied)
+
+
+def linear_weights(model: Model) -> list[nn.Parameter]:
+    """Parameters of the linear layers of blocks, which autocast rounds before each use."""
+    layers = [module for block in model.blocks() for module in block.modules() if is_linear(module)]
+    return [parameter for layer in layers for parameter in layer.parameters(recurse=False)]
+
+
+def is_linear(module: nn.Module) -> bool:
+    from transformers.pytorch_utils import Conv1D  # here, because a runner is named without a model
+
+    return isinstance(module, (nn.Linear, Conv1D))
+
+
+def computes_in_half(run: RunOptions, model: Model) -> bool:
+    """True where only products in bf16 read the weights of linear layers, so that they may be rounded before."""
+    return run.amp.dtype == "bf16" and run.compile == "none" and not (model.reads_across or model.quantized())

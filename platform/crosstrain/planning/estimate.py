@@ -138,7 +138,8 @@ class Project:
         if self.problem is None and key not in self._traces:
             try:
                 model = layout.model or self.model
-                self._traces[key] = trace(model, self.batch_of(rows), self.dtype, mode, self.device)
+                dtype = self.dtype if layout.autocast else torch.float32
+                self._traces[key] = trace(model, self.batch_of(rows), dtype, mode, self.device)
             except Exception as error:  # whatever a model does that needs values
                 reason = first_line(error)[:120]
                 if layout.model is not None:

@@ -1,16 +1,32 @@
-"""Memory and traffic of a rank under ZeRO, for the plan.
+"""Memory and traffic of a rank under ZeRO, for the plan, and the types in which it gathers and sends.
 
 The stages are those of Rajbhandari et al., 2020 (ZeRO), section 5. DeepSpeed keeps the optimizer's fp32 parameters as a
 copy of their own also where parameters are fp32 already, as they are here.
 """
 
+import copy
 from typing import Any
 
-from crosstrain import Layout, PlanContext, Sizes
+from torch import nn
+
+from crosstrain import Layout, Model, PlanContext, RunOptions, Sizes
 from crosstrain.engine.footprint import all_reduced, data_parallel, scattered, share
+from crosstrain.engine.precision import computes_in_half, linear_weights
 
 _FP32 = 4
 _STAGE_0_BUCKET = 500_000_000  # elements that DeepSpeed's engine sums at once without ZeRO
+
+
+def half_weights(options: Any, run: RunOptions, model: Model) -> list[nn.Parameter]:
+    """Weights that ZeRO gathers in bf16, because autocast rounds them, and their gradients, anyway.
+
+    Not biases, which DeepSpeed's own linear layers do not round, nor what is frozen and never gathered.
+    """
+    whole = options.stage == 0 or options.stage3_use_all_reduce_for_fetch_params
+    if options.param_dtype != "amp" or whole or not computes_in_half(run, model):
+        return []
+    weights = [p for p in linear_weights(model) if len(getattr(p, "ds_shape", p.shape)) > 1]
+    return [p for p in weights if options.stage == 3 or p.requires_grad]
 
 
 def layout(options: Any, at: PlanContext) -> Layout:
@@ -19,42 +35,54 @@ def layout(options: Any, at: PlanContext) -> Layout:
         plain = data_parallel(at)
         plain.step_buffers = min(Sizes.of(at.model).trainable, _STAGE_0_BUCKET * _FP32)
         return plain
-    return (_stage3 if options.stage == 3 else _stage12)(options, at)
+    model, all_half = copy.deepcopy(at.model), options.param_dtype == "bf16"
+    lowered = list(model.parameters()) if all_half else half_weights(options, at.run, model)
+    for p in lowered:
+        p.data = p.data.bfloat16()
+    in_memory = bool(lowered) and (all_half or options.stage < 3)  # amp at stage 3 lowers what is sent alone
+    describe = _stage3 if options.stage == 3 else _stage12
+    out = describe(options, at, Sizes.of(model if in_memory else at.model), Sizes.of(model))
+    if in_memory:
+        out.model, out.computes, out.autocast = model, f"weights in bf16, {options.param_dtype}", not all_half
+    return out
 
 
-def _stage12(options: Any, at: PlanContext) -> Layout:
-    sizes, ranks, rounds = Sizes.of(at.model), at.world_size, at.batch.accumulation
-    part, elements = share(sizes.trainable, ranks), share(sizes.trainable_elements, ranks)
-    partitioned = options.stage == 2
-    sums = scattered(sizes.trainable, ranks) if options.reduce_scatter else all_reduced(sizes.trainable, ranks)
+def _stage12(options: Any, at: PlanContext, sizes: Sizes, sent: Sizes) -> Layout:
+    ranks, rounds, elements = at.world_size, at.batch.accumulation, sizes.trainable_elements
+    gradients, masters = elements * _width(options), share(elements * _FP32, ranks)
+    part, partitioned = share(gradients, ranks), options.stage == 2
+    half = sent.trainable < elements * _FP32
+    once = options.reduce_scatter and (half or not options.use_multi_rank_bucket_allreduce)
+    sums = scattered(gradients, ranks) if once else all_reduced(gradients, ranks)
     # Of a gradient that is in the bucket this rank keeps its part; stage 1 sums after the last micro batch alone.
-    waiting = 0 if rounds == 1 else part if partitioned else sizes.trainable
-    bucket = _buckets(options, sizes, at, 2 if options.overlap_comm else 1)
+    waiting = 0 if rounds == 1 else part if partitioned else gradients
+    bucket = _buckets(options, gradients, at, 2 if options.overlap_comm else 1)
     # It is there until the step; on a CPU, from when something is written to it.
     always = at.device != "cpu" or (partitioned and rounds > 1)
     offloads = options.offloads_optimizer
     out = Layout(
         parameters=sizes.parameters,
         held=sizes.elements,
-        updated=elements,
+        updated=share(elements, ranks),
         gradients=0 if partitioned and offloads else waiting,
         retained_grad_fraction=1 / ranks if rounds == 1 and not offloads else 0.0,
-        masters=part,
+        masters=masters,
         buffers=bucket if always else 0,
         gradient_buffers=0 if always else bucket,
         # Gradients in the bucket and flattened, and what the optimizer makes of one flat tensor on its way.
-        step_buffers=bucket + (0 if offloads else 2 * part),
-        sent=sums * (rounds if partitioned else 1) + scattered(sizes.trainable, ranks),
+        step_buffers=bucket + (0 if offloads else part + masters),
+        sent=sums * (rounds if partitioned else 1) + scattered(sent.trainable, ranks),
     )
     if offloads:
-        out.optimizer, out.host = "host", {"gradients": part}
+        out.optimizer, out.host = "host", {"gradients": masters}
     return out
 
 
-def _stage3(options: Any, at: PlanContext) -> Layout:
-    sizes, ranks, rounds = Sizes.of(at.model), at.world_size, at.batch.accumulation
-    mine, part = share(sizes.parameters, ranks), share(sizes.trainable, ranks)
+def _stage3(options: Any, at: PlanContext, sizes: Sizes, sent: Sizes) -> Layout:
+    ranks, rounds, mine = at.world_size, at.batch.accumulation, share(sizes.parameters, at.world_size)
     elements = share(sizes.trainable_elements, ranks)
+    part, whole = elements * _width(options), sizes.trainable_elements * _width(options)
+    sums = sent.trainable if options.communication_data_type == "bf16" else whole
     # Gathered parameters stay while fewer than this many are, because they are used again soon.
     live = min(sizes.parameters, int(options.stage3_max_live_parameters) * _FP32)
     offloads, where = options.offloads_optimizer, "device"
@@ -66,11 +94,11 @@ def _stage3(options: Any, at: PlanContext) -> Layout:
         held=share(sizes.elements, ranks),
         updated=elements,
         gradients=0 if offloads else part,
-        masters=part,
+        masters=elements * _FP32,
         gathered=live,
-        buffers=_buckets(options, sizes, at, 1),
+        buffers=_buckets(options, whole, at, 1),
         # Parameters are gathered for the forward and, unless they stayed, for the backward.
-        sent=rounds * (2 * scattered(sizes.parameters, ranks) + scattered(sizes.trainable, ranks)),
+        sent=rounds * (2 * scattered(sent.parameters, ranks) + scattered(sums, ranks)),
         optimizer=where,  # type: ignore[arg-type]
     )
     if parameters == "cpu":
@@ -80,7 +108,12 @@ def _stage3(options: Any, at: PlanContext) -> Layout:
     return out
 
 
-def _buckets(options: Any, sizes: Sizes, at: PlanContext, count: int) -> int:
+def _width(options: Any) -> int:
+    """Bytes of an element of gradients that wait."""
+    return 2 if options.param_dtype == "bf16" else _FP32
+
+
+def _buckets(options: Any, gradients: int, at: PlanContext, count: int) -> int:
     """Bytes of `count` gradient buckets; on a CPU, pages that are never written take no memory."""
-    buckets = count * int(options.reduce_bucket_size) * _FP32
-    return min(buckets, sizes.trainable) if at.device == "cpu" else buckets
+    buckets = count * int(options.reduce_bucket_size) * _width(options)
+    return min(buckets, gradients) if at.device == "cpu" else buckets

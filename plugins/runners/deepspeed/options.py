@@ -82,6 +82,10 @@ class AsyncIO:
 @dataclass
 class _Base(ContextOptions):
     stage: Literal[0, 1, 2, 3] = 1  # what is sharded: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
+    # amp: what run.amp=bf16 rounds anyway is gathered and sent in bf16; bf16: all parameters and gradients are bf16
+    param_dtype: Literal["amp", "fp32", "bf16"] = "amp"
+    # type in which stage 3 sends gradients of what it gathers in bf16 for run.amp; sums are fp32
+    communication_data_type: Literal["fp32", "bf16"] = "fp32"
     wall_clock_breakdown: bool = False  # DeepSpeed's own phases among the timers of every logged step
     steps_per_print: PositiveInt | None = None  # log DeepSpeed's progress line every so many steps
     dump_state: bool = False  # log DeepSpeed's whole configuration when the engine is made
@@ -93,6 +97,10 @@ class _Base(ContextOptions):
                 raise OptionError(key, f"ZeRO stage {self.stage} ignores it; remove it, or choose another stage")
         if self.allgather_bucket_size % 2:
             raise OptionError("allgather_bucket_size", f"expected an even number, got {self.allgather_bucket_size}")
+        if self.param_dtype == "bf16" and (self.stage == 0 or self.nvme_paths):
+            raise OptionError("param_dtype", "bf16 needs ZeRO stage 1, 2 or 3, without nvme")
+        if self.communication_data_type == "bf16" and (self.stage, self.param_dtype) != (3, "amp"):
+            raise OptionError("communication_data_type", "bf16 is for ZeRO stage 3 with param_dtype amp")
         for key in ("offload_optimizer", "offload_param"):
             offload = getattr(self, key)
             if offload is None or offload.device != "nvme":

@@ -5,13 +5,14 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from torch import Tensor, nn
 
@@ -37,7 +38,8 @@ from crosstrain import (
 )
 from crosstrain.config.batch import BatchPlan
 
-from .footprint import layout
+from .exchange import reduce_scatter
+from .footprint import half_weights, layout
 from .nvme import SwapFolder, SwappedStage3
 from .options import Options
 from .partition import Partition, Stage3, Stage12
@@ -47,8 +49,8 @@ from .partition import Partition, Stage3, Stage12
 class DeepSpeedRunner(Runner):
     """DeepSpeed's engine, ZeRO stages 0 to 3, with offloading to host memory and NVMe.
 
-    Parameters stay fp32 and the forward runs under the platform's own autocast and loss scale, as under every other
-    runner; DeepSpeed's precision modes, schedules and batch arithmetic are not used.
+    The optimizer's parameters stay fp32 and the forward runs under the platform's own autocast and loss scale, as under
+    every other runner; DeepSpeed's schedules and batch arithmetic are not used, its bf16 mode where an option says so.
     """
 
     Options = Options
@@ -57,9 +59,12 @@ class DeepSpeedRunner(Runner):
     takes_quantized = False
     engine: Any = None  # None: nothing is sharded, because stages below 3 shard nothing that evaluation needs
     partition: Partition | None = None  # None: this rank holds everything
+    half = False  # True: some parameters are gathered, or are, in bf16
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
+        if options.param_dtype == "bf16" and run.amp.dtype != "bf16":
+            raise ConfigError("run.runner.param_dtype: bf16 needs run.amp=bf16")
         if options.stage == 3 and run.gradient_checkpointing == "selective":
             raise ConfigError(
                 "run.gradient_checkpointing: selective and ZeRO stage 3 exclude each other, because the second forward "
@@ -70,6 +75,8 @@ class DeepSpeedRunner(Runner):
     def check_model(cls, options: Any, model: Model) -> None:
         if options.stage == 3 and model.reads_across:
             raise ConfigError("run.runner.stage: parts of the model (dora) need whole weights; use stage 2 or fsdp")
+        if options.param_dtype == "bf16" and not all(p.requires_grad for p in model.parameters()):
+            raise ConfigError("run.runner.param_dtype: bf16 would round frozen parameters for good; use amp")
 
     @classmethod
     def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
@@ -113,6 +120,7 @@ class DeepSpeedRunner(Runner):
         if make_optimizer is not None:
             if self.options.stage > 0:
                 check_elementwise(make_optimizer)
+            self._lower(model)
             self.optimizer = self.bound(make_optimizer(model.named_parameters(), self.full_shape))
             plan = BatchPlan.of(self.run, self.dp.size)
             if self.options.nvme_paths and isinstance(self.optimizer, MatrixOptimizer):
@@ -122,6 +130,7 @@ class DeepSpeedRunner(Runner):
             return
         self._autocast_inside(model)
         config = self._config(plan.micro_batch, plan.accumulation) if plan else self._config(1, 1)
+        torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # which DeepSpeed keeps of another engine
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=config)
         self.module = self.engine
         zero = self.engine.optimizer
@@ -132,12 +141,33 @@ class DeepSpeedRunner(Runner):
             self.partition = stage3(zero, self.optimizer)
         elif self.options.stage > 0:
             self.partition = Stage12(zero)
+            if self.half:
+                # Gradients are added up in fp32, over micro batches and ranks; those not finite are found in any type.
+                zero.use_grad_accum_attribute = self.options.param_dtype == "amp"
+                zero.check_grad_overflow |= zero.dtype == torch.bfloat16
         if self.optimizer is not None:
             self.partition.create_state() if self.partition else create_state(self.optimizer)
         if self.options.offloads_optimizer and self.optimizer is not None:
             self._watch_use()
         if self.options.dump_state:
             _log_configuration(self.engine)
+
+    def _lower(self, model: Model) -> None:
+        """Give parameters the types in which ZeRO gathers them; the optimizer's copies are fp32."""
+        lowered = half_weights(self.options, self.run, model)
+        if self.options.param_dtype == "bf16":
+            lowered, self.precision.in_parameters = list(model.parameters()), True
+        for parameter in lowered:
+            if self.options.stage == 3 and self.options.param_dtype == "amp":
+                parameter.comm_dtype = torch.bfloat16  # DeepSpeed's own attribute
+                continue
+            parameter.data = parameter.data.bfloat16()
+            if self.options.stage == 3:
+                parameter.ds_tensor.data = parameter.ds_tensor.data.bfloat16()
+        self.half = bool(lowered)
+
+    def _sends_half(self) -> bool:
+        return self.half and self.options.communication_data_type == "bf16"
 
     def _autocast_inside(self, model: Model) -> None:
         """Enter autocast within the forward, because the engine's forward leaves whatever is around it."""
@@ -152,11 +182,17 @@ class DeepSpeedRunner(Runner):
     def _config(self, micro_batch: int, accumulation: int) -> dict[str, Any]:
         """DeepSpeed's configuration: what the platform says elsewhere, translated, and this runner's options."""
         zero = self.options.stage > 0
+        section = self.options.zero(lambda device: SwapFolder(device, self.run.output_dir).path)
+        if self.half and self.options.stage < 3:  # an all-reduce would send twice as much
+            section["use_multi_rank_bucket_allreduce"] = False
         return {
+            "bf16": {"enabled": self.half and self.options.param_dtype == "bf16"},
+            # `_lower` marks the weights.
+            "torch_autocast": {"enabled": self._sends_half(), "dtype": "bfloat16", "lower_precision_safe_modules": []},
             "train_micro_batch_size_per_gpu": micro_batch,
             "gradient_accumulation_steps": accumulation,
             "gradient_clipping": (self.run.grad_norm_clip or 0.0) if zero else 0.0,  # else `optimizer_step` clips
-            "zero_optimization": self.options.zero(lambda device: SwapFolder(device, self.run.output_dir).path),
+            "zero_optimization": section,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "wall_clock_breakdown": self.options.wall_clock_breakdown,
@@ -183,7 +219,8 @@ class DeepSpeedRunner(Runner):
     def backward(self, loss: Tensor) -> None:
         if self.partition is not None:
             loss = loss / self.gradient_scale  # by which ZeRO multiplies it
-        with self.timers("backward"):
+        ours = patch("deepspeed.runtime.zero.stage3.reduce_scatter_coalesced", reduce_scatter)
+        with self.timers("backward"), ours if self._sends_half() else nullcontext():
             self.engine.backward(loss, scale_wrt_gas=False)
         if self.options.offloads_optimizer:
             self._check_all_used()
