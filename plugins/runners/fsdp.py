@@ -82,7 +82,9 @@ class FSDPRunner(Runner):
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
         super().check(options, run)
-        if options.reduce_dtype == "bf16" and (options.param_dtype, run.amp.dtype) != ("amp", "bf16"):
+        if options.reduce_dtype == "bf16" and (options.param_dtype, run.amp.dtype, run.amp.linear) != (
+            "amp", "bf16", None
+        ):
             raise ConfigError("run.runner.reduce_dtype: bf16 is for what is gathered in it, with run.amp=bf16")
 
     @classmethod

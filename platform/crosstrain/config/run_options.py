@@ -25,6 +25,7 @@ class AmpOptions:
     switches: ClassVar[dict[bool, str]] = {True: "fp16", False: "fp32"}  # `amp: true` is torch's and LAVIS's fp16
 
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # of the forward under autocast; masters and moments stay fp32
+    linear: Literal["float8"] | None = None  # products of the blocks' linear layers in training; None: as dtype
     loss_scale: Scale | None = None  # a fixed scale, in any precision; None: dynamic for fp16, else 1
     initial_scale: Scale = 2.0**32  # where a dynamic scale starts
     window: PositiveInt = 1000  # steps without overflow before the scale doubles
@@ -33,6 +34,8 @@ class AmpOptions:
     max_skipped: PositiveInt = 50  # consecutive skipped steps after which training gives up
 
     def __post_init__(self) -> None:
+        if self.linear is not None and self.dtype != "bf16":
+            raise OptionError("linear", f"{self.linear} needs a forward in bf16, and dtype is {self.dtype}")
         if self.min_scale > self.initial_scale:
             raise OptionError("min_scale", f"{self.min_scale:g} is above initial_scale, {self.initial_scale:g}")
 

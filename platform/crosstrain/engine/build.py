@@ -23,6 +23,7 @@ from crosstrain.config.registry import registry
 from crosstrain.config.schema import Component, OptionError
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.tokenizer import TOKENIZER, vocabulary
+from crosstrain.engine.float8 import check_float8, convert
 from crosstrain.engine.optimizer import optimizer_factory
 from crosstrain.engine.runner import Runner, context_size
 from crosstrain.modeling import activation_checkpointing
@@ -157,6 +158,10 @@ def check_held(model: Model, runner: type[Runner], config: Config) -> None:
     if model.quantized() and not runner.takes_quantized:
         adapter, name = config.adapter and config.adapter.name, config.run.runner.name
         raise ConfigError(f"model.adapter: {adapter} keeps weights in few bits, which {name} cannot; use ddp or fsdp")
+    if config.run.amp.linear == "float8":
+        if not runner.takes_float8:
+            raise ConfigError(f"run.amp.linear: {config.run.runner.name} cannot train in float8; use ddp or fsdp")
+        check_float8(model)
 
 
 def freeze(model: Model, patterns: list[str]) -> None:
@@ -184,6 +189,8 @@ def construct_model(config: Config, runner: Runner, make: Callable[[], Model], f
         model.context = Context(runner.context.process_group)
     if for_training:
         freeze(model, config.run.freeze)
+        if config.run.amp.linear == "float8":
+            convert(model, runner.device)
         for blocks, mode in model.checkpointing(config.run.gradient_checkpointing):
             activation_checkpointing.apply(blocks, mode, runner.precision.autocast)
     return model

@@ -58,6 +58,7 @@ class Runner(HeldState):
 
     needs_process_group = False  # True: the engine needs torch's process group even for a single process
     takes_quantized = True  # False: a model with parameters in few bits (`Model.quantized`) is refused
+    takes_float8 = True  # False: `run.amp.linear: float8`, which exchanges modules within the blocks, is refused
     saves_memory: ClassVar[tuple[str, ...]] = ()  # settings of options, option=value, that a plan tries as well
     cuts_models = False  # True: a rank may compute with a part of the model, which `layouts` describes
 

@@ -15,6 +15,7 @@ EXTRAS = {  # module -> extra
         "serve": "uvicorn starlette pydantic",
         "report": "plotly jinja2 matplotlib",
         "eval": "lm_eval",
+        "float8": "torchao",
         "offload": "fairscale",
         "parquet": "pyarrow",
         "s3": "s3fs",

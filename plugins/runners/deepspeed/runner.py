@@ -57,6 +57,7 @@ class DeepSpeedRunner(Runner):
 
     needs_process_group = True
     takes_quantized = False
+    takes_float8 = False
     engine: Any = None  # None: nothing is sharded, because stages below 3 shard nothing that evaluation needs
     partition: Partition | None = None  # None: this rank holds everything
     half = False  # True: some parameters are gathered, or are, in bf16

@@ -69,6 +69,7 @@ class MegatronRunner(Runner):
 
     needs_process_group = True
     takes_quantized = False
+    takes_float8 = False
     cuts_models = True
     pipeline: Pipeline | None = None
     tensor: TensorParallel | None = None

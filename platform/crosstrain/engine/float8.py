@@ -1,0 +1,48 @@
+"""Linear layers whose products are computed in float8 in training, by torchao."""
+
+import logging
+
+import torch
+from torch import nn
+
+from crosstrain.modeling.base import Model
+from crosstrain.utils.errors import ConfigError
+from crosstrain.utils.logging import log
+from crosstrain.utils.optional_deps import require
+
+_MULTIPLE = 16  # of both sizes of a layer, for the kernels of GPUs
+
+
+def fits(module: nn.Module) -> bool:
+    """True for a linear layer that float8 can compute; subclasses, as of weights in few bits, compute in their way."""
+    return type(module) is nn.Linear and not (module.in_features % _MULTIPLE or module.out_features % _MULTIPLE)
+
+
+def check_float8(model: Model) -> None:
+    """Raise ConfigError for a model without a layer that float8 can compute."""
+    if not any(fits(module) for block in model.blocks() for module in block.modules()):
+        raise ConfigError(
+            f"run.amp.linear: the model's blocks have no linear layer (torch.nn.Linear) whose sizes are multiples of "
+            f"{_MULTIPLE}; leave the key out, or choose another model"
+        )
+
+
+def convert(model: Model, device: torch.device) -> None:
+    """Exchange the linear layers within the blocks for torchao's, which have the same parameters under the same names.
+
+    Devices without float8 products emulate them: float8 values, multiplied in higher precision.
+    """
+    logger = logging.getLogger("torch.utils._pytree")  # warns of a class that torchao registers twice
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        float8 = require("torchao.float8", "run.amp.linear: float8")
+    finally:
+        logger.setLevel(level)
+    emulate = device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)
+    config = float8.Float8LinearConfig(emulate=emulate, pad_inner_dim=True)  # any number of tokens
+    for block in model.blocks():
+        float8.convert_to_float8_training(block, config=config, module_filter_fn=lambda module, _: fits(module))
+    layers = [module for block in model.blocks() for module in block.modules() if isinstance(module, nn.Linear)]
+    count = sum(isinstance(layer, float8.float8_linear.Float8Linear) for layer in layers)
+    log.info("%d of %d linear layers in the blocks compute in float8%s", count, len(layers), ", emulated" * emulate)
