@@ -85,7 +85,7 @@ class FSDPRunner(Runner):
         if options.reduce_dtype == "bf16" and (options.param_dtype, run.amp.dtype, run.amp.linear) != (
             "amp", "bf16", None
         ):
-            raise ConfigError("run.runner.reduce_dtype: bf16 is for what is gathered in it, with run.amp=bf16")
+            raise ConfigError("run.runner.reduce_dtype: bf16 is for what run.amp=bf16 gathers in it, without float8")
 
     @classmethod
     def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:

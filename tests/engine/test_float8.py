@@ -83,7 +83,7 @@ def test_runners_train_alike_and_checkpoints_are_as_ever(workspace: Workspace, l
         ((MODEL, FLOAT8, "run.runner={name: megatron, tensor_parallel: 2}"), "megatron cannot train in float8"),
         ((MODEL, FLOAT8, "run.runner=zero2"), "deepspeed cannot train in float8; use ddp or fsdp"),
         ((FLOAT8,), "blocks have no linear layer"),  # GPT-2's Conv1D
-        ((MODEL, "run.amp={dtype: fp16, linear: float8}"), "linear: float8 needs a forward in bf16, and dtype is fp16"),
+        ((MODEL, "run.amp={dtype: fp16, linear: float8}"), "linear: float8 needs dtype=bf16, not fp16"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_worker_starts(

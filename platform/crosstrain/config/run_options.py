@@ -34,8 +34,6 @@ class AmpOptions:
     max_skipped: PositiveInt = 50  # consecutive skipped steps after which training gives up
 
     def __post_init__(self) -> None:
-        if self.linear is not None and self.dtype != "bf16":
-            raise OptionError("linear", f"{self.linear} needs a forward in bf16, and dtype is {self.dtype}")
         if self.min_scale > self.initial_scale:
             raise OptionError("min_scale", f"{self.min_scale:g} is above initial_scale, {self.initial_scale:g}")
 

@@ -159,6 +159,8 @@ def check_held(model: Model, runner: type[Runner], config: Config) -> None:
         adapter, name = config.adapter and config.adapter.name, config.run.runner.name
         raise ConfigError(f"model.adapter: {adapter} keeps weights in few bits, which {name} cannot; use ddp or fsdp")
     if config.run.amp.linear == "float8":
+        if config.run.amp.dtype != "bf16":
+            raise ConfigError(f"run.amp.linear: float8 needs dtype=bf16, not {config.run.amp.dtype}")
         if not runner.takes_float8:
             raise ConfigError(f"run.amp.linear: {config.run.runner.name} cannot train in float8; use ddp or fsdp")
         check_float8(model)

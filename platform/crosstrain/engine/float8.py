@@ -1,7 +1,5 @@
 """Linear layers whose products are computed in float8 in training, by torchao."""
 
-import logging
-
 import torch
 from torch import nn
 
@@ -32,13 +30,7 @@ def convert(model: Model, device: torch.device) -> None:
 
     Devices without float8 products emulate them: float8 values, multiplied in higher precision.
     """
-    logger = logging.getLogger("torch.utils._pytree")  # warns of a class that torchao registers twice
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        float8 = require("torchao.float8", "run.amp.linear: float8")
-    finally:
-        logger.setLevel(level)
+    float8 = require("torchao.float8", "run.amp.linear: float8")
     emulate = device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)
     config = float8.Float8LinearConfig(emulate=emulate, pad_inner_dim=True)  # any number of tokens
     for block in model.blocks():
