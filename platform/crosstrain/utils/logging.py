@@ -22,7 +22,7 @@ warnings.filterwarnings(
     "ignore", r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", FutureWarning
 )
 for _name in ("bitsandbytes", "torch.utils._pytree"):
-    logging.getLogger(_name).addFilter(lambda record: record.levelno >= logging.ERROR)  # torch sets levels anew
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 class _Handler(logging.Handler):
