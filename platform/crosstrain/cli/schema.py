@@ -10,7 +10,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the schema; returns the exit code."""
-    import crosstrain.utils.logging  # noqa: F401 - silences libraries before plugins import them
     from crosstrain.config.json_schema import project_schema
 
     print(json.dumps(project_schema(), indent=1))

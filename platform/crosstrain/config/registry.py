@@ -21,7 +21,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
-from crosstrain.utils import paths
+from crosstrain.utils import (
+    logging,  # noqa: F401 - silences libraries before plugins import them
+    paths,
+)
 from crosstrain.utils.errors import ConfigError, UserError, did_you_mean
 from crosstrain.utils.optional_deps import absent_package, missing
 
