@@ -23,7 +23,8 @@ def test_resumes_as_in_the_release_that_wrote_it(tmp_path: Path, written: str) -
     project = Path(shutil.copy(FOLDER / "format_1" / "project.yaml", tmp_path))
     shutil.copytree(FOLDER / written, tmp_path / "out" / "checkpoints" / "step_000004")
     version, runner = written.split("/")
-    run = train(project, "out", f"run.runner={runner}", size=RANKS[written])
+    # `eager` draws the masks of attention's dropout as torch's own sdpa does on a CPU, which those releases used.
+    run = train(project, "out", f"run.runner={runner}", "model.attention=eager", size=RANKS[written])
     expected = json.loads((FOLDER / version / "expected.json").read_text())[runner]
     # To the bit on one machine; another processor, or release of torch, rounds matrix products differently.
     assert [{key: row[key] for key in expected[0]} for row in run.rows] == [

@@ -46,13 +46,12 @@ class _DroppedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, rate: int) -> Tensor:
         """Arguments [heads, length, width]; of 2**16 elements `rate` are dropped."""
-        future = torch.ones(_QUERIES, _QUERIES, dtype=torch.bool).triu(1)
         out, signed = torch.empty_like(query), []
         for heads, queries, seen in _blocks(query.shape):
-            scores = torch.bmm(query[heads, queries], key[heads, seen].mT)
-            count = scores.shape[1]
-            scores[..., -count:].masked_fill_(future[:count, :count], -torch.inf)
-            p = torch.softmax(scores, -1)
+            q, k = query[heads, queries], key[heads, seen].mT
+            future = q.new_full((q.shape[1], k.shape[2]), -torch.inf).triu(queries.start + 1)
+            # Selective checkpointing keeps what bmm returns, so it is not what a softmax is taken of.
+            p = torch.softmax(torch.baddbmm(future, q, k), -1)
             draws = torch.empty(-(-p.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
             dropped = draws[: p.numel()].view(p.shape) < rate - 2**15
             out[heads, queries] = torch.bmm(p.masked_fill(dropped, 0.0), value[heads, seen])
