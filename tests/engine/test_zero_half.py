@@ -118,7 +118,8 @@ def _loaded(workspace: Workspace, size: int, runner: str, checkpoint: Any) -> di
     return whole
 
 
-@pytest.mark.parametrize("runner", mostly_slow(ZERO, ["zero3"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", ZERO)
 def test_checkpoints_hold_the_fp32_masters(workspace: Workspace, runner: str) -> None:
     half = f"{{{ZERO[runner]}, param_dtype: bf16}}"
     options = (*OPTIONS, "run.lr_decay_iters=6")

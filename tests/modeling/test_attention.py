@@ -174,17 +174,9 @@ def test_a_kernel_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyPatch
         build("qwen", attention="kernels-community/vllm-flash-attn3")
 
 
-@pytest.mark.parametrize(
-    ("kernel", "runner"),
-    [
-        ("flex_attention", "ddp@2/2"),
-        *(
-            pytest.param(kernel, runner, marks=pytest.mark.slow)
-            for kernel in ("flex_attention", FLASH_2)
-            for runner in ("ddp@4/2", "fsdp@2/2", "zero3@2/1", "megatron_tp2@4/2", "megatron_pp2@2/1")
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["flex_attention", FLASH_2])
+@pytest.mark.parametrize("runner", ["ddp@4/2", "fsdp@2/2", "zero3@2/1", "megatron_tp2@4/2", "megatron_pp2@2/1"])
 def test_kernels_train_as_sdpa_does_in_one_process(workspace: Workspace, kernel: str, runner: str) -> None:
     layout, _, sharing = runner.partition("/")
     options = (
