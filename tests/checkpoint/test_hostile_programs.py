@@ -20,12 +20,13 @@ from crosstrain.cli.main import main
 from crosstrain.inference.encoding import open_tokenizer
 from crosstrain.utils.errors import CheckpointError
 from crosstrain.utils.logging import log, set_up_logging
+from fixtures_ranks import train
 from fixtures_tampering import FEW, STEERING, entry, frugal, mutated, plant, raw, seal
 
 
 @pytest.fixture(scope="module")
 def trained(shared_workspace: Workspace) -> Path:
-    return shared_workspace.train("out", "run.max_iters=1").checkpoint(1)
+    return train(shared_workspace.project, "out", "run.max_iters=1").checkpoint(1)
 
 
 @pytest.fixture

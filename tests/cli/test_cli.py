@@ -12,6 +12,7 @@ import yaml
 
 from conftest import ENVIRONMENT, ROOT, Workspace, write_text
 from crosstrain.cli.main import main
+from fixtures_ranks import train
 from fixtures_tampering import seal
 
 
@@ -111,7 +112,7 @@ def test_a_path_that_does_not_exist_is_told_before_torch_is_imported(tmp_path: P
 
 
 def test_a_checkpoint_cannot_make_evaluation_import_code(workspace: Workspace) -> None:
-    workspace.train("out", "run.max_iters=1")
+    train(workspace.project, "out", "run.max_iters=1")
     plugins = workspace.path / "trap"
     plugins.mkdir()
     (plugins / "trap.py").write_text(
@@ -224,7 +225,7 @@ def test_conversation_ends_at_stop(workspace: Workspace) -> None:
 
     from conftest import ENVIRONMENT, ROOT
 
-    workspace.train("out", "run.max_iters=2")
+    train(workspace.project, "out", "run.max_iters=2")
     done = subprocess.run(
         [sys.executable, str(ROOT / "evaluate.py"), "--checkpoint", "out", "--interactive", "--max-new-tokens", "4"],
         input="ban\n" + "ban " * 200 + "\nstop\nnot read\n", cwd=workspace.path, env=ENVIRONMENT,

@@ -6,21 +6,23 @@ import os
 import signal
 import socket
 import subprocess
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from conftest import ENVIRONMENT, Run, Workspace, kill, logged_step, wait_until
 from fixtures_kill import INTERVALS, assert_same_weights, dying, numbers, workers
-from fixtures_ranks import mostly_slow
+from fixtures_ranks import mostly_slow, train
 
 SENTENCE = "; all ranks started again (restart {number} of {most}) and go on from step {step}"
 
 
 @pytest.fixture(scope="module")
-def undisturbed(shared_workspace: Workspace) -> dict[int, Run]:
-    """By number of workers."""
-    return {nproc: shared_workspace.train(f"undisturbed{nproc}", *INTERVALS, nproc=nproc) for nproc in (1, 2)}
+def undisturbed(shared_workspace: Workspace) -> Callable[[int], Run]:
+    """The run of as many workers."""
+    return cache(lambda nproc: train(shared_workspace.project, f"undisturbed{nproc}", *INTERVALS, size=nproc))
 
 
 def assert_undisturbed(run: Run, undisturbed: Run) -> None:
@@ -31,14 +33,14 @@ def assert_undisturbed(run: Run, undisturbed: Run) -> None:
 @pytest.mark.parametrize("nproc", mostly_slow([1, 2], [1]))
 @pytest.mark.parametrize("how", mostly_slow(["kill", "raise"], ["kill"]))
 def test_a_dead_worker_is_replaced(
-    shared_workspace: Workspace, undisturbed: dict[int, Run], tmp_path: Path, nproc: int, how: str
+    shared_workspace: Workspace, undisturbed: Callable[[int], Run], tmp_path: Path, nproc: int, how: str
 ) -> None:
     rank = nproc - 1
     # The first start ends at its fourth step, before anything is saved; the second at its tenth.
     deaths = dying(tmp_path, f"4:{rank}:{how}", f"10:{rank}:{how}")
     options = (*INTERVALS, "run.max_restarts=2", "run.save_in_background=false", *deaths)
     run = shared_workspace.train(f"{how}{nproc}", *options, nproc=nproc)
-    assert_undisturbed(run, undisturbed[nproc])
+    assert_undisturbed(run, undisturbed(nproc))
     what = "was killed by SIGKILL" if how == "kill" else "failed with ZeroDivisionError: a bug in a plugin"
     told = [line for line in (run.folder / "log.txt").read_text().splitlines() if "started again" in line]
     assert [line.split(" ", 2)[2] for line in told] == [
@@ -94,7 +96,7 @@ class Late(Callback):
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["save", "exit", "end", "close"])
 def test_a_worker_that_dies_in_the_last_seconds_loses_nothing(
-    shared_workspace: Workspace, undisturbed: dict[int, Run], tmp_path: Path, when: str
+    shared_workspace: Workspace, undisturbed: Callable[[int], Run], tmp_path: Path, when: str
 ) -> None:
     (tmp_path / "late.py").write_text(LATE)
     late = f"run.callbacks=[{{name: late, when: {when}, grave: {tmp_path}/grave}}]"
@@ -109,8 +111,8 @@ def test_a_worker_that_dies_in_the_last_seconds_loses_nothing(
     again = shared_workspace.train(name, *options, nproc=2)
     assert "open next:" in again.out
     assert ("resuming" in again.out) == saved
-    assert numbers(run) == numbers(undisturbed[2])
-    assert_same_weights(run.checkpoint(20), undisturbed[2].checkpoint(20))
+    assert numbers(run) == numbers(undisturbed(2))
+    assert_same_weights(run.checkpoint(20), undisturbed(2).checkpoint(20))
 
 
 @pytest.mark.slow
@@ -183,7 +185,7 @@ def test_a_stop_while_workers_start(workspace: Workspace, number: signal.Signals
 
 
 @pytest.mark.slow
-def test_a_worker_killed_again_and_again(shared_workspace: Workspace, undisturbed: dict[int, Run]) -> None:
+def test_a_worker_killed_again_and_again(shared_workspace: Workspace, undisturbed: Callable[[int], Run]) -> None:
     """From outside and at any moment, also while the others are being started."""
     process = shared_workspace.start("again", *INTERVALS, "run.max_restarts=6", nproc=2)
     folder = shared_workspace.path / "again"
@@ -193,4 +195,4 @@ def test_a_worker_killed_again_and_again(shared_workspace: Workspace, undisturbe
     out = process.communicate(timeout=240)[0]
     assert process.returncode == 0, out
     assert out.count("started again") >= 4
-    assert_undisturbed(Run(folder), undisturbed[2])
+    assert_undisturbed(Run(folder), undisturbed(2))

@@ -33,7 +33,7 @@ def reference(shared_workspace: Workspace) -> Run:
 def test_it_trains_like_ddp_and_shards_the_optimizer(
     shared_workspace: Workspace, sharded: tuple[str, ...], reference: Run
 ) -> None:
-    run = shared_workspace.train("sharded", *SCHEDULE, *sharded, nproc=2)
+    run = train(shared_workspace.project, "sharded", *SCHEDULE, *sharded, size=2)
     assert run.column("loss") == pytest.approx(reference.column("loss"), rel=TOLERANCE)
     assert run.column("grad_norm") == pytest.approx(reference.column("grad_norm"), rel=TOLERANCE)
 

@@ -25,7 +25,7 @@ from crosstrain.config.load import load_config
 from crosstrain.engine.build import build_model
 from crosstrain.engine.runner import Runner
 from crosstrain.utils.errors import UserError
-from fixtures_ranks import mostly_slow
+from fixtures_ranks import mostly_slow, train
 from fixtures_training import SETTINGS, TOLERANCE, Followed, assert_equal_training, follow, project
 
 GPT2 = {"arch": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32, "vocab_size": 320}
@@ -64,7 +64,7 @@ def pretrained(workspace: Workspace, model: str) -> Path:
     """A folder of pretrained weights, a checkpoint of full training; the project then begins with them."""
     if not (workspace.path / "base").exists():
         project(workspace, MODELS[model])
-        workspace.train("base", "run.max_iters=2")
+        train(workspace.project, "base", "run.max_iters=2")
     folder = workspace.path / "base" / "checkpoints" / "step_000002"
     sizes = {"dropout": 0.0} if model == "gpt2" else {}
     project(workspace, {"arch": MODELS[model]["arch"], "pretrained": str(folder), **sizes})
@@ -133,14 +133,8 @@ def test_every_runner_trains_and_saves_the_same_adapter(
 def trained(shared_workspace: Workspace) -> Workspace:
     """A run of two ranks that trained an adapter, in the folder `tuned`."""
     pretrained(shared_workspace, "gpt2")
-    shared_workspace.train(
-        "tuned",
-        "run.max_iters=8",
-        "run.init_lr=0.05",
-        "model.adapter={name: lora, rank: 4}",
-        "run.runner=fsdp",
-        nproc=2,
-    )
+    options = ("run.max_iters=8", "run.init_lr=0.05", "model.adapter={name: lora, rank: 4}", "run.runner=fsdp")
+    train(shared_workspace.project, "tuned", *options, size=2)
     return shared_workspace
 
 

@@ -19,6 +19,7 @@ from crosstrain.engine.runner import Runner
 from crosstrain.modeling.meta_init import construct, parameters_on_meta
 from crosstrain.utils.errors import CheckpointError
 from fixtures_gpt2 import build
+from fixtures_ranks import train
 
 
 def test_345m_has_the_published_number_of_parameters() -> None:
@@ -66,7 +67,7 @@ def test_initial_values_depend_on_seed_name_and_shape_alone() -> None:
 
 
 def test_trained_weights_open_in_transformers_with_equal_logits(workspace: Workspace) -> None:
-    run = workspace.train("out", "run.max_iters=3", nproc=2)
+    run = train(workspace.project, "out", "run.max_iters=3", size=2)
     folder = run.checkpoint(3)
     theirs = GPT2LMHeadModel.from_pretrained(folder).eval()
     assert theirs.config.vocab_size == 320
@@ -125,7 +126,7 @@ def test_constructing_draws_no_random_numbers() -> None:
 @pytest.mark.slow
 def test_data_of_another_tokenizer_than_the_weights_is_refused(workspace: Workspace) -> None:
     """Whether training begins from a folder of weights or goes on from a run."""
-    weights = workspace.train("first", "run.max_iters=1").checkpoint(1)
+    weights = train(workspace.project, "first", "run.max_iters=1").checkpoint(1)
     begins = {"second": f"model.pretrained={weights}", "third": f"run.resume_from={weights}"}
     workspace.train("same", begins["second"], "run.max_iters=1")
     texts = [" ".join(f"other{i}" for i in range(k, k + 60)) for k in range(30)]

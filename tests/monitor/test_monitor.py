@@ -12,6 +12,7 @@ from conftest import Workspace
 from crosstrain.config.registry import registry
 from crosstrain.monitor.tracker import TrackedRun
 from crosstrain.utils.timers import Timers
+from fixtures_ranks import train
 
 
 def test_metrics_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
@@ -37,11 +38,12 @@ def test_timers_add_up_and_start_anew() -> None:
 
 
 def test_tensorboard_has_curves_timers_and_the_configuration(workspace: Workspace) -> None:
-    run = workspace.train("out", "run.max_iters=6", "run.eval_interval=3", "run.eval_iters=1", "run.save_interval=3")
+    validated = ("run.eval_interval=3", "run.eval_iters=1")
+    run = train(workspace.project, "out", *validated, "run.max_iters=6", "run.save_interval=3")
     (
         run.folder / "checkpoints" / "latest"
     ).unlink()  # a pointer is a convenience: the folders themselves are what counts
-    workspace.train("out", "run.max_iters=9", "run.eval_interval=3", "run.eval_iters=1")
+    train(workspace.project, "out", *validated, "run.max_iters=9")
 
     events = EventAccumulator(str(run.folder / "tensorboard"))
     events.Reload()

@@ -17,7 +17,7 @@ from fixtures_ranks import mostly_slow, train
 
 @pytest.fixture(scope="module")
 def uninterrupted(shared_workspace: Workspace) -> Run:
-    return shared_workspace.train("uninterrupted", *INTERVALS)
+    return train(shared_workspace.project, "uninterrupted", *INTERVALS)
 
 
 def test_killed_at_several_points(shared_workspace: Workspace, uninterrupted: Run) -> None:
@@ -109,7 +109,7 @@ def test_a_stop_signal_saves_and_leaves(workspace: Workspace, number: signal.Sig
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(workspace: Workspace) -> None:
     options = ("run.max_iters=8", "run.save_interval=4", "run.lr_decay_iters=12")
-    run = workspace.train("out", *options)
+    run = train(workspace.project, "out", *options)
     damaged = run.checkpoint(8) / "model.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
@@ -122,7 +122,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(workspace: Wor
 
 
 def test_fresh_starts_over_and_keeps_what_was_there(workspace: Workspace) -> None:
-    workspace.train("out", "run.max_iters=2")
+    train(workspace.project, "out", "run.max_iters=2")
     again = workspace.train("out", "run.max_iters=3", flags=("--fresh",))
     assert again.column("step") == [1, 2, 3]
     assert (workspace.path / "out.1" / "checkpoints" / "step_000002").is_dir()

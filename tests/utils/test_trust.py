@@ -45,6 +45,7 @@ from fixtures_hostile import (
     put,
     setting,
 )
+from fixtures_ranks import train
 from fixtures_shards import module_of
 from fixtures_tampering import frugal, seal
 
@@ -55,7 +56,7 @@ read_shard = module_of("image_text", "streaming").read_shard
 
 @pytest.fixture(scope="module")
 def trained(shared_workspace: Workspace) -> Path:
-    return shared_workspace.train("out", "run.max_iters=1").checkpoint(1)
+    return train(shared_workspace.project, "out", "run.max_iters=1").checkpoint(1)
 
 
 def reported(name: str, kind: str) -> Case:
