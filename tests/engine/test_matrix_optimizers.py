@@ -15,12 +15,14 @@ from conftest import ROOT, Workspace
 from crosstrain import Box, Group, Shard, registry, whole_pieces
 from crosstrain.engine.matrix_optimizer import Holdings, assign_owners
 from fixtures_docs import blocks, is_plugin
+from fixtures_moe import mixture
 from fixtures_ranks import make_trainer, mostly_slow, run_ranks
-from fixtures_training import compare, sized
+from fixtures_training import compare, project, sized
 
 # Widths of 18 and 9 on ranks, which fill no vector register, and ranges of ZeRO that begin within a row.
-OPTIONS = ("model.n_embd=36", "model.dropout=0", "run.max_iters=3", "run.min_lr=5e-3", "run.micro_batch_size=1",
-           "run.global_batch_size=12", "run.grad_norm_clip=0")  # fmt: skip
+GPT2 = ("model.n_embd=36", "model.dropout=0")
+OPTIONS = ("run.max_iters=3", "run.min_lr=5e-3", "run.micro_batch_size=1", "run.global_batch_size=12",
+           "run.grad_norm_clip=0")  # fmt: skip
 MUON = "run.optimizer={name: muon, adamw_lr_scale: 0.5, ns_dtype: %s}"
 Tensors = dict[str, np.ndarray]
 
@@ -81,7 +83,7 @@ def whole(ranks: list[Any]) -> Tensors:
 
 def trained(workspace: Workspace, name: str, *options: str) -> tuple[Tensors, Tensors, list[float]]:
     runner, size = sized(name)
-    folder = f"run.output_dir={workspace.path}/{name}{zlib.crc32(str(options).encode())}"
+    folder = f"run.output_dir={workspace.path}/{zlib.crc32(f'{name}{options}'.encode())}"
     ranks = run_ranks(size, _train, str(workspace.project), (folder, f"run.runner={runner}", *OPTIONS, *options))
     return whole([before for before, _, _ in ranks]), whole([after for _, after, _ in ranks]), ranks[0][2]
 
@@ -89,34 +91,52 @@ def trained(workspace: Workspace, name: str, *options: str) -> tuple[Tensors, Te
 @pytest.fixture(scope="module", params=mostly_slow(["bf16", "fp32"], ["bf16"]))
 def one_process(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Any:
     workspace = Workspace(tmp_path_factory.mktemp("muon"), dataset)
-    options = MUON % request.param
-    return workspace, options, trained(workspace, "ddp@1", options)
+    options = (MUON % request.param, *GPT2)
+    return workspace, options, trained(workspace, "ddp@1", *options)
+
+
+@pytest.fixture(scope="module")
+def one_process_of_a_mixture(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Any:
+    workspace = project(Workspace(tmp_path_factory.mktemp("mixture"), dataset), mixture("qwen3_moe"))
+    options = (MUON % "bf16",)
+    return workspace, options, trained(workspace, "ddp@1", *options)
 
 
 LAYOUTS = [
     "ddp@2", "fsdp@2", "fsdp@3", "zero1@2", "zero2@2", "zero3@2", "zero2_offload@2", "zero3_offload@2",
     "megatron_tp2@2", "megatron_pp2@2", "megatron_tp2_zero1@4", "megatron_tp2_fsdp@4", "megatron_tp2_pp2@4",
+    "megatron_cp2@2", "{name: fsdp, context_parallel: 2}@2",
 ]  # fmt: skip
+EXPERTS = ["ddp@2", "megatron_ep2@2", "fsdp_ep2@2", "zero3@2", "megatron_tp2_ep2@4", "megatron_ep2_zero1@4"]
 
 
 @pytest.mark.parametrize("layout", mostly_slow(LAYOUTS, ["fsdp@2", "megatron_tp2_zero1@4"]))
 def test_muon_updates_alike_to_the_bit_under_every_layout(one_process: Any, layout: str) -> None:
-    workspace, options, (before, after, rates) = one_process
-    there, now, same = trained(workspace, layout, options)
+    assert_equal_updates(*one_process, layout, matrices=8)
+
+
+@pytest.mark.parametrize("layout", mostly_slow(EXPERTS, ["megatron_ep2@2"]))
+def test_experts_are_updated_alike_to_the_bit_wherever_they_are(one_process_of_a_mixture: Any, layout: str) -> None:
+    assert_equal_updates(*one_process_of_a_mixture, layout, matrices=14)
+
+
+def assert_equal_updates(workspace: Workspace, options: Any, one: Any, layout: str, matrices: int) -> None:
+    before, after, rates = one
+    there, now, same = trained(workspace, layout, *options)
     assert sorted({*same}) == sorted({*rates})
     assert (there.keys(), now.keys()) == (before.keys(), after.keys())
     assert all(np.array_equal(there[name], before[name]) for name in before)
     other = [name for name in after if not np.array_equal(now[name], after[name])]
-    matrices = {name.partition(" ")[2] for name in after if name.startswith("momentum_buffer")}
-    assert len(matrices) == 8
-    assert [name for name in other if name.partition(" ")[2] in matrices] == []
+    by_muon = {name.partition(" ")[2] for name in after if name.startswith("momentum_buffer")}
+    assert len(by_muon) == matrices
+    assert [name for name in other if name.partition(" ")[2] in by_muon] == []
     for name in other:  # AdamW's kernel rounds the last elements of a tensor, which fill no register, otherwise
         np.testing.assert_allclose(now[name], after[name], rtol=1e-5, atol=1e-8, err_msg=name)
 
 
 def test_muon_is_torchs_own_to_the_bit(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, options, (before, after, rates) = one_process
-    if "fp32" in options:  # for which torch has no option
+    if "fp32" in options[0]:  # for which torch has no option
         monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     names = sorted(name.partition(" ")[2] for name in after if name.startswith("momentum_buffer"))
     weights = [torch.nn.Parameter(torch.from_numpy(before[f"param {name}"].copy())) for name in names]
@@ -135,11 +155,11 @@ def test_muon_is_torchs_own_to_the_bit(one_process: Any, monkeypatch: pytest.Mon
 def test_a_run_that_each_step_resumes_under_another_layout_is_the_same_to_the_bit(one_process: Any) -> None:
     workspace, options, _ = one_process
     layouts = ["zero1@2", "fsdp@3", "megatron_tp2_zero1@4", "zero3@2", "ddp@2", "megatron_tp2_pp2@4", "zero2@2"]
-    _, after, _ = trained(workspace, "ddp@1", options, "run.max_iters=8")
-    folder = f"run.output_dir={workspace.path}/wandering{zlib.crc32(options.encode())}"
+    _, after, _ = trained(workspace, "ddp@1", *options, "run.max_iters=8")
+    folder = f"run.output_dir={workspace.path}/wandering{zlib.crc32(str(options).encode())}"
     for step, layout in enumerate([*layouts, "ddp@1"], 1):
         runner, size = sized(layout)
-        more = (*OPTIONS, options, f"run.max_iters={step}", "run.lr_decay_iters=8")
+        more = (*OPTIONS, *options, f"run.max_iters={step}", "run.lr_decay_iters=8")
         ranks = run_ranks(size, _train, str(workspace.project), (folder, f"run.runner={runner}", *more))
     now = whole([parts for _, parts, _ in ranks])
     assert now.keys() == after.keys()
@@ -159,7 +179,7 @@ def test_a_plugin_with_state_of_whole_matrices_updates_alike(tmp_path: Path, dat
     workspace = Workspace(tmp_path, dataset)
     (shown,) = [b for b in blocks("python", page=ROOT / "docs" / "plugins.md") if is_plugin(b) and "Matrix" in b.text]
     (tmp_path / "shown.py").write_text(shown.text)
-    options = ("run.optimizer=shampoo", f"run.plugins=[{tmp_path}/shown.py]")
+    options = (*GPT2, "run.optimizer=shampoo", f"run.plugins=[{tmp_path}/shown.py]")
     (before, after, _), (there, now, _) = (trained(workspace, name, *options) for name in ("ddp@1", layout))
     assert (there.keys(), now.keys()) == (before.keys(), after.keys())
     assert after["left transformer.h.0.mlp.c_fc.weight"].shape == (36, 36)
