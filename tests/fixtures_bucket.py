@@ -1,4 +1,8 @@
-"""A real S3 server on loopback (moto's), which counts requests and can be told to fail them or to slow them down."""
+"""A real S3 server on loopback (moto's), which counts requests and can be told to fail them or to slow them down.
+
+The variable S3_SERVER, such as http://key:secret@127.0.0.1:8333, names another server to run the same tests against;
+how to start one stands in docs/buckets.md.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from http.client import HTTPConnection
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 import pytest
 
@@ -26,6 +32,8 @@ class Bucket:
     """A server with one bucket. `interfere` is called with the environment of each request before it is served."""
 
     address: str
+    key: str = "id"
+    secret: str = "secret"
     requests: list[tuple[str, str]] = field(default_factory=list)  # method, path with query
     sent: Counter[str] = field(default_factory=Counter)  # bytes of the bodies of answers, by AWS_SDK_UA_APP_ID
     interfere: Answer = lambda environ: None
@@ -38,7 +46,7 @@ class Bucket:
     def environment(self) -> dict[str, str]:
         """The variables by which S3's libraries find the server."""
         return {
-            "AWS_ENDPOINT_URL": self.address, "AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_ENDPOINT_URL": self.address, "AWS_ACCESS_KEY_ID": self.key, "AWS_SECRET_ACCESS_KEY": self.secret,
             "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1", "AWS_EC2_METADATA_DISABLED": "true",
         }  # fmt: skip
 
@@ -97,12 +105,30 @@ def slow(seconds: float, method: str = "") -> Answer:
     return lambda environ: time.sleep(seconds) if environ["REQUEST_METHOD"].startswith(method) else None
 
 
+def _forward(server: SplitResult) -> Callable[[dict[str, Any], Any], list[bytes]]:
+    """Return an application that passes each request on to a server, and its answer back."""
+
+    def app(environ: dict[str, Any], start: Any) -> list[bytes]:
+        headers = {n[5:].replace("_", "-"): value for n, value in environ.items() if n.startswith("HTTP_")}
+        headers |= {n.replace("_", "-"): environ[n] for n in ("CONTENT_TYPE", "CONTENT_LENGTH") if environ.get(n)}
+        body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        with closing(HTTPConnection(server.hostname or "", server.port, timeout=60)) as connection:
+            connection.request(environ["REQUEST_METHOD"], environ["RAW_URI"], body, headers)
+            answer = connection.getresponse()
+            passed = [(n, v) for n, v in answer.getheaders() if n.lower() not in ("transfer-encoding", "connection")]
+            start(f"{answer.status} {answer.reason}", passed)
+            return [answer.read()]
+
+    return app
+
+
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[Bucket]:
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
-    s3 = DomainDispatcherApplication(create_backend_app)
+    other = urlsplit(os.environ.get("S3_SERVER", ""))
+    s3 = _forward(other) if other.hostname else DomainDispatcherApplication(create_backend_app)
     found: list[Bucket] = []
 
     def app(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
@@ -120,7 +146,8 @@ def s3_server() -> Iterator[Bucket]:
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = make_server("127.0.0.1", 0, app, threaded=True)
-    found.append(Bucket(f"http://127.0.0.1:{server.server_port}"))
+    address = f"http://127.0.0.1:{server.server_port}"
+    found.append(Bucket(address, other.username or "id", other.password or "secret"))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield found[0]
     server.shutdown()

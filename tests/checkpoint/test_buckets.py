@@ -20,6 +20,7 @@ import fixtures_ranks
 from crosstrain.checkpoint import folders, writer
 from crosstrain.checkpoint.boxes import Shard, whole_pieces
 from crosstrain.checkpoint.manifest import CHUNK
+from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.cli.main import main
 from crosstrain.utils import storage
 from crosstrain.utils.errors import CheckpointError, UserError
@@ -159,6 +160,16 @@ def test_one_of_several_that_find_a_killed_writer_wins(bucket: Bucket, monkeypat
     won = [writer for writer in found if isinstance(writer, str)]
     assert len(won) == 1, found
     writer.check(RUN, won[0])
+
+
+def test_a_server_on_which_two_could_write_is_refused(bucket: Bucket, machines: Iterator[Machine]) -> None:
+    RunFolder(RUN).check()
+    with (
+        bucket.interfered(lambda environ: environ.pop("HTTP_IF_NONE_MATCH", None) and None),
+        pytest.raises(UserError, match=rf"the server of {RUN} ignores the condition of a put \(If-None-Match\)"),
+    ):
+        RunFolder(RUN).check()
+    assert storage.files(RUN) == {}
 
 
 @pytest.mark.slow

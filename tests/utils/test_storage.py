@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from crosstrain.utils import storage
 from crosstrain.utils.errors import StorageError, UserError
@@ -50,6 +53,15 @@ def test_one_of_several_creators_wins(bucket: Bucket) -> None:
     assert storage.read(url) == b"%d" % won.index(True)
 
 
+def test_a_folder_is_renamed_with_all_below_it(bucket: Bucket) -> None:
+    root = storage.join(bucket.url, "run")
+    for name in ("a/x", "a/b/y", "ab"):
+        storage.write(storage.join(root, name), name.encode())
+    storage.rename(storage.join(root, "a"), storage.join(root, "a.damaged"))
+    assert storage.files(root) == {"a.damaged/x": 3, "a.damaged/b/y": 5, "ab": 2}
+    assert storage.read(storage.join(root, "a.damaged", "b", "y")) == b"a/b/y"
+
+
 def test_what_passes_is_tried_again(bucket: Bucket) -> None:
     url = storage.join(bucket.url, "x")
     with bucket.interfered(refuse(2, "503 Slow Down", "SlowDown", "PUT")):
@@ -80,6 +92,43 @@ def test_what_does_not_pass_is_one_sentence(bucket: Bucket, monkeypatch: pytest.
         storage.read("s4://bucket/x")
     with pytest.raises(FileNotFoundError):
         storage.write("s3://no-such-bucket/x", b"")
+
+
+class _Failing(MemoryFileSystem):
+    """A service whose errors have a status, as Azure's have, and whose library takes its time to give up."""
+
+    protocol = "failing"
+    cachable = False
+    status, seconds, attempts = 503, 0.0, 0
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)
+        if not self.status:
+            raise ValueError("Must provide an account")
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: object) -> bytes:
+        type(self).attempts += 1
+        time.sleep(self.seconds)
+        error = RuntimeError("what the service says")
+        error.status_code = self.status  # type: ignore[attr-defined]
+        raise error
+
+
+def test_errors_of_other_services_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.register_implementation("failing", f"{__name__}._Failing", clobber=True)
+    monkeypatch.setattr(storage, "_PATIENCE", 0.2)
+    monkeypatch.setattr(_Failing, "seconds", 0.3)
+    for status, kind, words, attempts in (
+        (403, StorageError, r"the credentials were refused.* \(what the service says\)", 1),
+        (404, FileNotFoundError, "what the service says", 1),
+        (503, StorageError, r"no success in 2 attempt\(s\) \(what the service says\)", 2),
+        (0, StorageError, r"failing://bucket/x: cannot be opened \(Must provide an account\)", 0),
+    ):
+        monkeypatch.setattr(_Failing, "status", status)
+        monkeypatch.setattr(_Failing, "attempts", 0)
+        with pytest.raises(kind, match=words):
+            storage.read("failing://bucket/x")
+        assert _Failing.attempts == attempts
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,11 +80,19 @@ class RunFolder:
     def check(self) -> None:
         """Raise UserError where the folder could not be made or written to; leaves nothing behind."""
         if storage.is_url(self.address):
+            probe = storage.join(self.address, f".writable-{uuid.uuid4().hex}")  # which no other start removes
             try:
-                storage.write(probe := storage.join(self.address, ".writable"), b"")
-                return storage.remove(probe)
+                storage.write(probe, b"")
+                replaced = storage.create(probe, b"again")
+                storage.remove(probe)
             except FileNotFoundError as error:
                 raise UserError(f"run.output_dir: {self.address} cannot be written to ({error})") from None
+            if replaced:
+                raise UserError(
+                    f"run.output_dir: the server of {self.address} ignores the condition of a put (If-None-Match), so "
+                    f"two runs could write there at once; use a newer server, or a folder on a disk"
+                )
+            return
         with self._written():
             path = self.path.absolute()
             tempfile.TemporaryFile(dir=next(p for p in (path, *path.parents) if p.exists())).close()

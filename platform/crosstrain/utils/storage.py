@@ -23,7 +23,8 @@ T = TypeVar("T")
 
 _URL = re.compile(r"([a-z][a-z0-9+.\-]*)://")
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
-_ATTEMPTS = 8  # with pauses of 25 s together; libraries begin single requests again, too
+_ATTEMPTS = 8  # with pauses of 25 s together
+_PATIENCE = 60.0  # seconds after which the second attempt is the last: libraries begin single requests again, too
 _GAP = 1 << 16  # bytes that are read in vain rather than asking twice: what arrives during a request's latency
 _LARGEST = 1 << 24  # bytes of a request for several ranges
 # What libraries call the errors of credentials that are absent, wrong or expired.
@@ -155,7 +156,13 @@ def remove(url: str) -> None:
 
 def rename(url: str, other: str) -> None:
     """Copy everything below `url` to another place, then delete it."""
-    _tried(url, lambda fs, path: fs.mv(path, fs._strip_protocol(other), recursive=True))
+
+    def action(fs: Any, path: str) -> None:
+        found = fs.find(path)  # objects alone: adlfs cannot copy what it lists as a folder
+        fs.copy(found, [fs._strip_protocol(other) + name.removeprefix(path) for name in found])
+        fs.rm(path, recursive=True)
+
+    _tried(url, action)
 
 
 def _below(url: str, find: Callable[[Any, str], dict[str, Any]]) -> dict[str, int | None]:
@@ -176,16 +183,18 @@ def _below(url: str, find: Callable[[Any, str], dict[str, Any]]) -> dict[str, in
 
 def _tried(url: str, action: Callable[[Any, str], T]) -> T:
     """Do something with the file system and the path of a URL, again while it fails for reasons that may pass."""
-    fs = _file_system(url)
+    fs, began = _file_system(url), time.monotonic()
     for attempt in count(1):
         try:
             return action(fs, fs._strip_protocol(url))
         except FileNotFoundError:
             raise
         except Exception as error:
-            if any(_CREDENTIALS.search(type(e).__name__) for e in (error, error.__cause__)):
+            if (status := getattr(error, "status_code", None)) == 404:  # Azure's, where the container is missing
+                raise FileNotFoundError(_words(error)) from error
+            if status in (401, 403) or any(_CREDENTIALS.search(type(e).__name__) for e in (error, error.__cause__)):
                 reason = "the credentials were refused, are missing or have expired"
-            elif attempt < _ATTEMPTS:
+            elif attempt < (_ATTEMPTS if time.monotonic() < began + _PATIENCE else 2):
                 time.sleep(min(2.0**attempt / 8, 8.0) * (0.5 + random()))  # not all ranks at once
                 continue
             else:
@@ -207,11 +216,11 @@ def _file_system(url: str) -> Any:
         if (package := _PACKAGES.get(match[1])) is None:
             raise StorageError(f"{url}: {_words(error)}") from error
         raise missing(url, package) from error
-    except ValueError:
+    except Exception as error:
+        if match[1] in fsspec.available_protocols():  # a library that looks for credentials at once
+            raise StorageError(f"{url}: cannot be opened ({_words(error)})") from error
         known = ", ".join(f"{name}://" for name in _PACKAGES)
         raise StorageError(f"{url}: there is no protocol {match[1]}; known are {known} and others of fsspec") from None
-    except Exception as error:  # a library that looks for credentials at once
-        raise StorageError(f"{url}: cannot be opened ({_words(error)})") from error
 
 
 def _words(error: Exception) -> str:
