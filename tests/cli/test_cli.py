@@ -71,6 +71,10 @@ def test_mistakes_in_options(
     ("arguments", "expected"),
     [
         (["train"], "--cfg-path"),
+        (["train", "x.yaml", "--dry-run"], "--cfg-path x.yaml; see "),
+        (["compare", "--runners", "ddp", "zero2", "--options", "run.seed=1", "x.yml"], "--cfg-path x.yml; see "),
+        (["evaluate", "--checkpoint", "out", "x.yaml"], "--cfg-path x.yaml; see "),
+        (["prepare", "x.yaml"], "--cfg-path x.yaml; see "),
         (["train", "--cfg-path", "projects/quikstart.yaml"], "quickstart.yaml"),
         (["trian", "--cfg-path", "x.yaml"], "did you mean train?; see "),
         (["train", "--cfg-paht", "x.yaml"], "there is no flag --cfg-paht; did you mean --cfg-path?; see "),
@@ -92,6 +96,31 @@ def test_mistakes_on_the_command_line(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     assert expected in complaint(capsys, *arguments)
+
+
+def test_keys_that_another_name_leaves_behind_are_told(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workspace.path)
+    options = ["datasets.tiny.name=chat", "run.callbacks=[]", "run.runner=fsdp", "model.n_layer=1"]
+    assert main(["train", "--cfg-path", "project.yaml", "--nproc-per-node", "1", "--options", *options]) == 1
+    note, *errors = capsys.readouterr().err.splitlines()
+    left = [part.rpartition(" ")[2] for part in note.split(";")]
+    assert note.startswith("note: --options name other components, which leave behind project.yaml:")
+    assert left == [f"datasets.tiny.{key}" for key in ("path", "seq_length", "split")]
+    assert all(error.startswith("error: project.yaml:") for error in errors)
+
+
+def test_a_misspelt_folder_of_weights_is_named(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workspace.path)
+    (workspace.path / "weights").mkdir()
+    words = ["train", "--cfg-path", "project.yaml", "--nproc-per-node", "1", "--options"]
+    for source in ("wieghts", str(workspace.path / "wieghts")):
+        assert "did you mean weights?" in complaint(capsys, *words, f"model.pretrained={source}")
+        assert main([words[0], "--dry-run", *words[1:], f"model.pretrained={source}"]) == 0
+        assert "not on this machine; did you mean weights?" in capsys.readouterr().out
 
 
 def test_a_path_that_does_not_exist_is_told_before_torch_is_imported(tmp_path: Path) -> None:
@@ -128,7 +157,7 @@ def test_a_checkpoint_cannot_make_evaluation_import_code(workspace: Workspace) -
 
     evaluated = workspace.evaluate("--checkpoint", "out")
     assert evaluated.code == 1
-    assert "not imported on a checkpoint's word" in evaluated.err
+    assert "not imported on a checkpoint's word; if you trust them: --cfg-path and the project" in evaluated.err
     assert "Traceback" not in evaluated.err
     assert not (workspace.path / "sprung").exists()
 

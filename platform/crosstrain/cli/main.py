@@ -132,4 +132,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         # Before argparse, which would miss a required flag where it is misspelled.
         if flag.startswith("--") and " " not in flag and not any(known.startswith(flag) for known in flags):
             asked.error("; ".join(filter(None, (f"there is no flag {flag}", did_you_mean(flag, flags)))))
-    return parser.parse_args(argv)
+    try:
+        return parser.parse_args(argv)
+    except UserError:
+        project = next((word for word in argv if word.endswith((".yaml", ".yml"))), None)
+        if project and "--cfg-path" in flags and not any(word.startswith("--cfg-path") for word in argv):
+            asked.error(f"a project file has a flag before it: --cfg-path {project}")
+        raise

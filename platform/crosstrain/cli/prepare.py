@@ -29,7 +29,7 @@ class Recipe(PrepareOptions):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dataset", nargs="?", metavar="WHAT",
+    parser.add_argument("dataset", nargs="?", metavar="WHAT", type=_what,
                         help="inspect, merge or split; or a dataset that makes files")  # fmt: skip
     parser.add_argument("paths", nargs="*", metavar="DIR", help="of inspect, merge and split: prepared folders")
     parser.add_argument("--cfg-path", metavar="FILE", help="a recipe; the other flags override it")
@@ -83,6 +83,12 @@ def _read_recipe(arguments: argparse.Namespace) -> Recipe:
     origins = Origins(layers)
     tree = reduce(merge, (layer.tree for layer in layers))
     return Checker(origins.where).dataclass(Recipe, resolve(tree, origins), ())
+
+
+def _what(text: str) -> str:
+    if text.endswith((".yaml", ".yml")):
+        raise argparse.ArgumentTypeError(f"{text} is a recipe, not a dataset")
+    return text
 
 
 def _output(arguments: argparse.Namespace) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import reduce
@@ -22,7 +23,7 @@ from crosstrain.config.registry import registry
 from crosstrain.config.run_options import RunOptions
 from crosstrain.config.schema import Checker, Component, Key, Mistakes, defaults, to_plain
 from crosstrain.utils import paths
-from crosstrain.utils.errors import UserError, did_you_mean
+from crosstrain.utils.errors import UserError, did_you_mean, sentence
 from crosstrain.utils.trust import Trust
 
 _RUN_COMPONENTS = {"runner": "runner", "optimizer": "optimizer", "lr_sched": "lr_scheduler"}
@@ -78,12 +79,22 @@ def load_config(project: ProjectLike, options: sources.Overrides = (), without: 
 
 
 def check_ahead(project: ProjectLike, options: sources.Overrides = ()) -> None:
-    """Raise what `load_config` would, as far as it can be told in a second: before plugins and torch are imported."""
+    """Raise what `load_config` would, as far as it can be told in a second: before plugins and torch are imported.
+
+    A note on standard error says which keys of the project `options` leave behind by the name of another component.
+    """
+    builder = _builder(project, options, AheadChecker)
+    left = builder.left_behind()
     try:
-        _builder(project, options, AheadChecker).build()
+        builder.build()
     except UserError as error:
         if error.sentences:
             raise
+    finally:
+        named = sources.keys(builder.tree)  # without components whose names are wrong
+        if places := [builder.origins.where(key) for key in left if key[:-1] in named]:
+            note = f"note: --options name other components, which leave behind {'; '.join(places)}"
+            print(sentence(note), file=sys.stderr)
 
 
 def _builder(
@@ -120,6 +131,12 @@ class _Builder:
         self.check.over_preset = self._over_preset
         trees = copy.deepcopy([base.tree, overrides.tree])
         self.tree: dict[str, Any] = reduce(sources.merge, trees, {"run": defaults(RunOptions)})
+
+    def left_behind(self) -> list[Key]:
+        """The project's keys that are not kept, because the overrides name another component beside them."""
+        kept = sources.keys(self.tree)
+        gone = [key for key in self.base.lines if key not in kept and key[:-1] in kept]
+        return [key for key in gone if sources.names_component(self.overrides.tree, key[:-1])]
 
     def build(self) -> Config:
         """Return the checked configuration. Raises all mistakes at once, except those that an earlier one hides."""

@@ -230,6 +230,11 @@ def _references(text: str, key: Key) -> Iterator[str]:
             yield ".".join((*key[:-up], name[up:])) if up else name
 
 
+def keys(tree: Any) -> set[Key]:
+    """Return all keys of a tree, sections included."""
+    return {key for key, _ in _walk(tree)}
+
+
 def _walk(tree: Any, at: Key = ()) -> Iterator[tuple[Key, Any]]:
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for name, value in items:

@@ -91,9 +91,9 @@ def _note_plugins(saved: dict[str, Any], checkpoint: Path) -> None:
     run = saved.get("run")
     if isinstance(run, dict) and (plugins := run.get("plugins")):
         named = ",".join(map(str, plugins)) if isinstance(plugins, list) else plugins
-        note = (
-            f"note: {checkpoint} names plugins, which are code and not imported on a checkpoint's word; if "
-            f"you trust them: --options {shlex.quote(f'run.plugins=[{named}]')}"  # somebody may paste it
+        note = (  # whose end somebody may paste
+            f"note: {checkpoint} names plugins, which are code and not imported on a checkpoint's word; if you trust "
+            f"them: --cfg-path and the project file, or --options {shlex.quote(f'run.plugins=[{named}]')}"
         )
         print(sentence(note), file=sys.stderr)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from crosstrain.utils.errors import CheckpointError, explained, first_line
 from crosstrain.utils.files import last_checkpoint, read_regular
+from crosstrain.utils.paths import near
 from crosstrain.utils.trust import check_source
 
 
@@ -74,4 +75,5 @@ def pretrained_folder(source: str) -> Path:
         return Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json", "merges.txt"]))
     except Exception as error:  # many kinds: no network, no such name, no permission
         reason = first_line(error)
-        raise CheckpointError(f"{source}: neither a folder nor a model that the hub gave ({reason})") from None
+        said = f"{source}: neither a folder nor a model that the hub gave ({reason})"
+        raise CheckpointError("; ".join(filter(None, (said, near(path))))) from None

@@ -14,6 +14,7 @@ from crosstrain.planning.estimate import HOST_COPY, MODES, Estimate, Project, wi
 from crosstrain.planning.fit import USABLE, Advice, Alternatives, nearest, needs
 from crosstrain.utils.drawing import picture
 from crosstrain.utils.errors import UserError
+from crosstrain.utils.paths import near
 from crosstrain.utils.units import show_bytes, show_number
 
 _DAY = 86400.0
@@ -172,7 +173,8 @@ class Plan:
             out += ["", f"without activations and arithmetic, because {project.problem}"]
         if project.absent:
             names = ", ".join(dict.fromkeys(project.absent))
-            out += ["", f"sizes are those that the configuration gives, because {names} is not on this machine"]
+            hint = f"; {found}" if (found := near(*map(Path, project.absent))) else ""
+            out += ["", f"sizes are those that the configuration gives, because {names} is not on this machine{hint}"]
         if self.advice is not None:
             out += ["", str(self.advice)]
         if self.collectives is not None:

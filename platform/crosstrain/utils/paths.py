@@ -36,13 +36,17 @@ def find(path: str | os.PathLike[str], named_in: str = "") -> Path:
 
 def missing(path: str | os.PathLike[str], candidates: Sequence[Path]) -> str:
     """Return the sentence for a `path` that is at none of `candidates`, with a near name from one of their folders."""
-    near = []
+    hint = near(*candidates) or "looked in " + " and ".join(str(c.absolute()) for c in candidates)
+    return f"{path}: no such file or folder; {hint}"
+
+
+def near(*candidates: Path) -> str:
+    """Return a question for a file or folder whose name one of `candidates` misspells; empty if there is none."""
     for candidate in candidates:
         with suppress(OSError, ValueError):
-            names = difflib.get_close_matches(candidate.name, sorted(os.listdir(candidate.parent)), n=1)
-            near += [show(candidate.parent / name) for name in names]
-    hint = f"did you mean {near[0]}?" if near else "looked in " + " and ".join(str(c.absolute()) for c in candidates)
-    return f"{path}: no such file or folder; {hint}"
+            for name in difflib.get_close_matches(candidate.name, sorted(os.listdir(candidate.parent)), n=1):
+                return f"did you mean {show(candidate.parent / name)}?"
+    return ""
 
 
 def show(path: Path) -> str:

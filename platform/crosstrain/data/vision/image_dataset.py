@@ -231,7 +231,7 @@ class ImageDataset(VqaDataset):
         if len(self.skipped) > self.options.max_skipped * among:
             raise DataError(
                 f"{self._name()}: {len(self.skipped)} of {among} samples cannot be used, more than the share "
-                f"max_skipped={self.options.max_skipped}; the last one: {reason}"
+                f"datasets.NAME.max_skipped={self.options.max_skipped}; the last one: {reason}"
             )
 
     def _name(self) -> str:
