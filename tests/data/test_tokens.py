@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from crosstrain.data import indexed_dataset
 from crosstrain.data.indexed_dataset import TokenFile, TokenWriter, best_dtype
 from crosstrain.utils.errors import DataError
 
@@ -94,6 +95,30 @@ def test_no_document_at_all_is_a_valid_file(tmp_path: Path) -> None:
     file = TokenFile(tmp_path / "t")
     file.verify()
     assert (file.num_documents, file.num_tokens, file.tokens(0, 0).size) == (0, 0, 0)
+
+
+@given(st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=40), st.sampled_from([1, 3, 4096]))
+def test_the_document_of_a_token_is_found_wherever_long_ones_lie(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[list[int]], near: int
+) -> None:
+    prefix = tmp_path_factory.mktemp("tokens") / "t"
+    megatron_files(prefix, [[[7] * (length**5) for length in document] for document in lengths], code=1)
+    file = TokenFile(prefix)
+    starts = np.array([file.document_start(d) for d in range(file.num_documents)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(indexed_dataset, "_NEAR", near)
+        for position in range(0, file.num_tokens, 1 + file.num_tokens // 100):
+            assert file.document_at(position) == np.flatnonzero(starts <= position)[-1]
+
+
+def test_few_reads_find_a_document_among_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "t", [[1] * (1 + n % 3) for n in range(20_000)])
+    file, read = TokenFile(tmp_path / "t"), list[int]()
+    start = file.document_start
+    monkeypatch.setattr(file, "document_start", lambda document: read.append(document) or start(document))
+    assert file.document_at(20_000) == 10_000
+    assert len(read) <= 2 + 13
+    assert max(read) - min(read) <= 2 * indexed_dataset._NEAR  # blocks of an index that lie together
 
 
 def test_asking_beyond_the_end_is_refused(tmp_path: Path) -> None:

@@ -88,10 +88,8 @@ class RunFolder:
             except FileNotFoundError as error:
                 raise UserError(f"run.output_dir: {self.address} cannot be written to ({error})") from None
             if replaced:
-                raise UserError(
-                    f"run.output_dir: the server of {self.address} ignores the condition of a put (If-None-Match), so "
-                    f"two runs could write there at once; use a newer server, or a folder on a disk"
-                )
+                problem = "ignores the condition of a put (If-None-Match), so two runs could write there at once"
+                raise UserError(f"run.output_dir: the server of {self.address} {problem}; use another, or a disk")
             return
         with self._written():
             path = self.path.absolute()

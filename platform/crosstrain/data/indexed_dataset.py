@@ -37,6 +37,7 @@ _SPOT_CHECKS = 16
 _COPY = 1 << 22  # bytes copied at once
 _DOCUMENTS = 1 << 16  # copied at once
 _CHUNK = 1 << 20  # entries of an index handled at once
+_NEAR = 1 << 12  # documents, by which one is off its share of the tokens where lengths differ by chance alone
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
@@ -140,7 +141,11 @@ class TokenFile:
 
     def document_at(self, position: int) -> int:
         """Return the document of the token at `position` among all tokens."""
-        return bisect.bisect_right(range(self.num_documents), position, key=self.document_start) - 1
+        low = max(position * self.num_documents // max(self.num_tokens, 1) - _NEAR, 0)
+        high = min(low + 2 * _NEAR, self.num_documents)
+        if not self.document_start(low) <= position < self.document_start(high):
+            low, high = 0, self.num_documents
+        return bisect.bisect_right(range(self.num_documents), position, low, high, key=self.document_start) - 1
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         """Return the positions in [start, stop), start > 0, at which documents begin."""
