@@ -155,7 +155,8 @@ class Mixture(VqaDataset):
     def examples(self, index: int) -> list[Example]:
         part, inner = self._place(index)
         found = part.examples(inner) if isinstance(part, VqaDataset) else []
-        return [replace(example, kind=f"part {self.parts.index(part)}, {example.kind}") for example in found]
+        label = f"part {self.parts.index(part)}, " if len(self.parts) > 1 else ""
+        return [replace(example, kind=f"{label}{example.kind}") for example in found]
 
     @classmethod
     def prompt_builder(cls, options: Any, tokenizer: Path) -> PromptBuilder:

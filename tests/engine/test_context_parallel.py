@@ -216,7 +216,7 @@ def test_models_that_cannot_share_sequences_are_refused(model: dict[str, Any], r
     ("options", "ranks", "sentence"),
     [
         (("run.runner={name: ddp, context_parallel: 2}",), 3, "context_parallel: 2 does not divide the 3 ranks"),
-        (("run.runner=megatron_tp2_cp2",), 6, "tensor_parallel 2 x context_parallel 2 x pipeline_parallel 1 = 4 ranks"),
+        (("run.runner=megatron_tp2_cp2",), 6, "tensor_parallel 2 x context_parallel 2 = 4 ranks"),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused(

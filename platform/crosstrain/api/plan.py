@@ -7,13 +7,14 @@ from crosstrain.config.load import Config, ProjectLike, load_config, preset_file
 from crosstrain.config.registry import registry
 from crosstrain.config.sources import Overrides, pairs
 from crosstrain.distributed.launch.launcher import Launch
+from crosstrain.engine.build import check_layout
 from crosstrain.monitor.report.read_run import read_runs
 from crosstrain.planning.collectives import Collectives
 from crosstrain.planning.estimate import Project
 from crosstrain.planning.fit import Alternatives
 from crosstrain.planning.plan import Budget, Plan, make_plan
 from crosstrain.training.preflight import dry_run, preflight
-from crosstrain.utils.errors import ConfigError, UserError
+from crosstrain.utils.errors import UserError
 from crosstrain.utils.units import read_bytes, read_number
 
 
@@ -35,10 +36,7 @@ def plan(
     speed = _tokens_per_second(tokens_per_second) if tokens_per_second else None
     budget = Budget(memory, flops, speed, read_number(tokens, "--tokens") if tokens else None)
     size = world_size or Launch.detect(None, config.run.device).world_size
-    try:
-        registry.get("runner", config.run.runner.name).data_parallel_size(config.run.runner.options, size)
-    except ConfigError as error:
-        raise ConfigError(f"{error}" if world_size else f"{error}; --world-size N plans for N ranks") from error
+    check_layout(config, size, None if world_size else lambda n: f"--world-size {n} plans for {n} ranks")
     ready = preflight(config, size, dry=True) if check else dry_run(config, size)
     planned = Project(config, ready.model, ready.sample, ready.absent)
     made = make_plan(planned, budget, size, alternatives(project, options, planned, size, presets))

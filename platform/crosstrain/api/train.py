@@ -6,16 +6,14 @@ from crosstrain.api.plan import alternatives
 from crosstrain.api.run import Run, live
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.load import Config, ProjectLike, load_config
-from crosstrain.config.registry import registry
 from crosstrain.config.sources import Overrides
 from crosstrain.distributed.launch.cluster_env import was_restarted
 from crosstrain.distributed.launch.launcher import Launch, launch
-from crosstrain.engine.build import batch_plan
+from crosstrain.engine.build import batch_plan, check_layout
 from crosstrain.planning.estimate import Project
 from crosstrain.planning.fit import check_memory, gpu_memory
 from crosstrain.training.preflight import preflight
 from crosstrain.training.worker import train_worker
-from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.processes import main_hidden
 from crosstrain.utils.units import read_bytes
 
@@ -47,10 +45,9 @@ def start_training(
 ) -> int:  # fmt: skip
     """Check everything, then start the workers; returns the exit code. `config` is what `project` says."""
     size, *larger = how.world_sizes
-    try:
-        registry.get("runner", config.run.runner.name).data_parallel_size(config.run.runner.options, size)
-    except ConfigError as error:
-        raise error if how.joined else ConfigError(f"{error}; --nproc-per-node N starts N workers") from error
+    nodes = size // how.nproc_per_node
+    hint = None if how.joined else lambda n: f"--nproc-per-node {n // nodes} starts {n // nodes} workers"
+    check_layout(config, size, hint, nodes)
     for other in larger:
         batch_plan(config, other)
     ready = preflight(config, size)

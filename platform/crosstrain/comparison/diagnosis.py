@@ -329,7 +329,8 @@ class _Judge:
         if not excess:
             return
         wrong = sorted(excess, key=lambda name: -excess[name])
-        by = f"(off by {gaps[wrong[0]].relative:.1e} of its way)"
+        worst = gaps[wrong[0]]
+        by = f"(off by {worst.relative:.1e} of its way)" if worst.rr else "(the reference's stay where they are)"
         said = f"step {number} moves {_list(wrong)} otherwise {by}, with equal gradients and rates"
         if self._unseen(number + 1, sum(weights[n][0] for n in wrong), weights):
             yield self._finding(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from crosstrain.checkpoint.boxes import CALLBACK
@@ -37,6 +38,7 @@ from crosstrain.utils.trust import limited_to
 
 _MOST_PARAMETERS = 1_000_000  # tensors: ten times those of the largest mixtures of experts
 _LONGEST_BUILD = 120.0  # seconds
+_MOST_RANKS = 2**16
 
 
 def make_runner(config: Config) -> Runner:
@@ -71,6 +73,28 @@ def model_on_meta(config: Config) -> Model:
     what = f"model: {config.model.name} cannot be built with these options"
     with explained(what), parameters_on_meta(at_most=_MOST_PARAMETERS, seconds=_LONGEST_BUILD):
         return make_model(config)
+
+
+def check_layout(config: Config, world_size: int, hint: Callable[[int], str] | None = None, step: int = 1) -> None:
+    """Raise ConfigError where the runner's layout does not fit `world_size` ranks.
+
+    It ends with the `hint` for the next larger number that fits, of those that are `step` apart.
+    """
+    size_of = partial(registry.get("runner", config.run.runner.name).data_parallel_size, config.run.runner.options)
+    try:
+        size_of(world_size)
+    except ConfigError as error:
+        for size in range(world_size + step, _MOST_RANKS, step):
+            if hint and not _is_refused(size_of, size):
+                raise ConfigError(f"{error}; {hint(size)}") from error
+        raise
+
+
+def _is_refused(size_of: Callable[[int], int], world_size: int) -> bool:
+    try:
+        return not size_of(world_size)
+    except ConfigError:
+        return True
 
 
 def batch_plan(config: Config, world_size: int) -> BatchPlan:

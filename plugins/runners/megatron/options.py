@@ -61,7 +61,7 @@ class Options(ContextOptions):
         """Number of data-parallel copies on `world_size` ranks. Raises ConfigError where the layout does not fit."""
         sizes = {key: getattr(self, key) for key in ("tensor_parallel", "context_parallel", "pipeline_parallel")}
         ranks = math.prod(sizes.values())
-        layout = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1 or key != "context_parallel")
+        layout = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1) or "tensor_parallel 1"
         if self.data_parallel != "auto":
             if ranks * self.data_parallel != world_size:
                 raise ConfigError(
