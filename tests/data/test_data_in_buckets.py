@@ -214,6 +214,7 @@ def test_shards_come_from_a_bucket(memory: str, home: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # both take 450 s one after the other at a load of 10 on two cores
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_from_a_bucket_has_the_losses_of_a_local_one(
     workspace: Workspace, dataset: Path, bucket: Bucket, workers: int
