@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from crosstrain import ConfigError, Ends, Text, TransformersModel, pretrained_folder, registry
+from crosstrain import ConfigError, Ends, PositiveFloat, Text, TransformersModel, pretrained_folder, registry
 from crosstrain.modeling.attention import Attention
 from crosstrain.modeling.hf_causal_lm import DropRate, Layers, Size, check_published
 from crosstrain.modeling.hf_internals import padded, without_initial_values
@@ -30,6 +30,7 @@ class GPT2(TransformersModel):
         n_embd: Size | None = None  # hidden size; 768
         n_layer: Layers | None = None  # blocks; 12
         n_head: Size | None = None  # heads of each block; 12
+        initializer_range: PositiveFloat | None = None  # standard deviation of initial weights; 0.02
         dropout: DropRate = 0.1  # of embeddings, residuals and attention alike
         make_vocab_size_divisible_by: Size = 128  # embedding rows are padded to this; the padding shows nowhere
         attention: Attention = "sdpa"  # transformers' attention implementation
@@ -39,6 +40,8 @@ class GPT2(TransformersModel):
         given = {key: size for key in options.published if (size := getattr(options, key)) is not None}
         if source is not None:
             check_published(GPT2Config.from_pretrained(source), given, source)
+        if options.initializer_range is not None:
+            given["initializer_range"] = options.initializer_range
         given |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), options.dropout)
         if options.vocab_size is not None:  # the end-of-text token is the last one
             given |= dict.fromkeys(("bos_token_id", "eos_token_id"), options.vocab_size - 1)
@@ -72,7 +75,7 @@ class GPT2(TransformersModel):
         }
 
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
-        """transformers' GPT2PreTrainedModel._init_weights: N(0, 0.02), residual projections / sqrt(2 n_layer)."""
+        """transformers' GPT2PreTrainedModel._init_weights: N(0, initializer_range), residual ones / sqrt(2 n_layer)."""
         if name.endswith(".bias"):
             value.zero_()
         elif ".ln_" in name:

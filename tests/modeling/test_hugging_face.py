@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,8 +42,9 @@ def test_the_other_sizes(size: str, count: int) -> None:
 
 
 def test_initial_values_have_the_distributions_of_transformers() -> None:
-    ours = build("model.n_embd=256", "model.vocab_size=4000", "model.n_layer=3").model
-    theirs = GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=256, n_head=2, n_positions=256, vocab_size=4000))
+    sizes: dict[str, Any] = {"n_embd": 256, "vocab_size": 4000, "n_layer": 3, "initializer_range": 0.01}
+    ours = build(*(f"model.{key}={value}" for key, value in sizes.items())).model
+    theirs = GPT2LMHeadModel(GPT2Config(n_head=2, n_positions=256, **sizes))
     theirs.init_weights()
     reference = dict(theirs.named_parameters())
     for name, parameter in ours.canonical_parameters().items():
