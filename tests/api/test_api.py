@@ -72,6 +72,10 @@ def test_an_opened_model_agrees_with_evaluate(
         batch = torch.tensor([[model.tokenizer.eos_token_id, *ids]])
         expected = model.loss({"input_ids": batch[:, :-1], "labels": batch[:, 1:]})
         assert model.loss("ban ban") == pytest.approx(expected)
+        with torch.no_grad():
+            logits = model.module.lm(batch[:, :-1]).logits[0, :, : model.config.model.options.vocab_size]
+        # The loss that never builds all logits adds them up in another order.
+        assert torch.nn.functional.cross_entropy(logits, batch[0, 1:]).item() == pytest.approx(expected, rel=1e-5)
         with pytest.raises(UserError, match="chat template"):
             model.chat("ban")
         with pytest.raises(UserError, match="temperature must not be negative"):

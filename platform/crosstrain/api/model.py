@@ -45,6 +45,11 @@ class OpenModel(AbstractContextManager["OpenModel"]):
     def encoders(self) -> Encoders:
         return Encoders(self.checkpoint)
 
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model, to evaluate. A language model's `lm` is transformers', maybe with rows of padding."""
+        return self.runner.model.eval()
+
     @cached_property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer, of transformers, to decode with."""
