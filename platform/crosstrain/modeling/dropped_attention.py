@@ -53,9 +53,10 @@ class _DroppedAttention(torch.autograd.Function):
             # Selective checkpointing keeps what bmm returns, so it is not what a softmax is taken of.
             p = torch.softmax(torch.baddbmm(future, q, k), -1)
             draws = torch.empty(-(-p.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
-            dropped = draws[: p.numel()].view(p.shape) < rate - 2**15
-            out[heads, queries] = torch.bmm(p.masked_fill(dropped, 0.0), value[heads, seen])
-            signed.append(torch.where(dropped, -p, p))
+            # Signs and their clamps, because torch fills by a mask of booleans one element at a time.
+            signs = draws[: p.numel()].view(p.shape).ge_(rate - 2**15).mul_(2).sub_(1).to(p.dtype)
+            signed.append(torch.copysign(p, signs))
+            out[heads, queries] = torch.bmm(signed[-1].clamp(min=0.0), value[heads, seen])
         ctx.kept = 1 - rate / 2**16
         out /= ctx.kept
         ctx.save_for_backward(query, key, value, out, *signed)
@@ -74,7 +75,8 @@ class _DroppedAttention(torch.autograd.Function):
         for (heads, queries, seen), p in zip(_blocks(query.shape), signed, strict=True):
             above = grad[heads, queries]
             grad_value[heads, seen] += torch.bmm(p.clamp(min=0.0).mT, above)
-            change = torch.bmm(above, value[heads, seen].mT).masked_fill_(p.signbit(), 0.0)
+            change = torch.bmm(above, value[heads, seen].mT)
+            change = torch.ops.aten.threshold_backward(change, p, 0.0)  # zero where p is not positive
             change.sub_(mean[heads, queries]).mul_(p.abs())
             grad_query[heads, queries] = torch.bmm(change, key[heads, seen])
             grad_key[heads, seen] += torch.bmm(change.mT, query[heads, queries])
