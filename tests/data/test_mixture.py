@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import Workspace, json_lines
+from conftest import Workspace, json_lines, write_text
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import CurriculumOptions
@@ -21,8 +22,9 @@ from crosstrain.corpus.prepare import prepare
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import training_steps
 from crosstrain.utils.errors import ConfigError
-from fixtures_ranks import train
+from fixtures_ranks import run_ranks, train
 from fixtures_shards import module_of
+from fixtures_training import evaluate
 
 mixing = module_of("mixture", "mixing")
 
@@ -160,3 +162,21 @@ def test_a_curriculum_and_a_mixture_train_alike_under_every_runner(workspace: Wo
     whole = train(workspace.project, "whole", "run.lr_decay_iters=10")
     resumed = train(workspace.project, "resumed", "run.lr_decay_iters=10")
     assert resumed.column("loss") == whole.column("loss")
+
+
+def test_a_run_validates_on_the_files_of_that_split(workspace: Workspace, dataset: Path) -> None:
+    text = write_text(workspace.path / "val.jsonl", documents=1, seed=5)
+    near = str(workspace.path / "val")
+    prepare(PrepareOptions(input=str(text), tokenizer=str(dataset / "tokenizer")), workspace.path / "val", False)
+    part = {"name": "text", "path": str(dataset), "val": near, "seq_length": 32}
+    losses = []
+    for label, datasets in {"one": {"tiny": part}, "two": {"tiny": part, "other": part | {"split": [1, 1]}}}.items():
+        workspace.config["datasets"] = datasets
+        workspace.project.write_text(yaml.safe_dump(workspace.config))
+        run = train(workspace.project, label, "run.max_iters=2", "run.eval_interval=2", "run.global_batch_size=4")
+        losses.append(run.rows[-1]["val_loss"])
+    alone = ("datasets.tiny.path=" + near, "datasets.tiny.val=null", "datasets.tiny.split=[0,1,0]")
+    ((expected, *_),) = run_ranks(1, evaluate, str(workspace.path / "one" / "checkpoints" / "step_000002"), alone)
+    assert losses[0] == pytest.approx(expected, rel=1e-6)  # batches of other sizes
+    ((of_two, *_),) = run_ranks(1, evaluate, str(workspace.path / "two" / "checkpoints" / "step_000002"), ())
+    assert losses[1] == pytest.approx(of_two, rel=1e-6)
