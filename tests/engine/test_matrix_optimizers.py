@@ -154,7 +154,9 @@ def test_muon_is_torchs_own_to_the_bit(one_process: Any, monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_a_run_that_each_step_resumes_under_another_layout_is_the_same_to_the_bit(one_process: Any) -> None:
     workspace, options, _ = one_process
-    layouts = ["zero1@2", "fsdp@3", "megatron_tp2_zero1@4", "zero3@2", "ddp@2", "megatron_tp2_pp2@4", "zero2@2"]
+    layouts = [
+        "zero1@2", "fsdp@3", "megatron_cp2@2", "megatron_tp2_zero1@4", "zero3@2", "megatron_tp2_pp2@4", "zero2@2",
+    ]  # fmt: skip
     _, after, _ = trained(workspace, "ddp@1", *options, "run.max_iters=8")
     folder = f"run.output_dir={workspace.path}/wandering{zlib.crc32(str(options).encode())}"
     for step, layout in enumerate([*layouts, "ddp@1"], 1):
