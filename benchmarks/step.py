@@ -1,6 +1,6 @@
 """Training step of the platform against a bare PyTorch loop and the Hugging Face Trainer: speed, memory, start-up.
 
-    python benchmarks/step.py [--rounds 5] [--steps 6] [--precisions fp32 bf16] [--device cpu]
+    python benchmarks/step.py [--rounds 5] [--steps 6] [--precisions fp32 bf16] [--device cpu] [--against "bare loop"]
 
 Same GPT-2, batch, precision, optimizer and data; every contestant in a process of its own, taken in turn. Tokens per
 second come from the median step after the first two; peak memory is the process's highest resident size above that
@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def hf_trainer(steps: int, precision: str, device: str) -> Result:
     return clock.result(device)
 
 
-def crosstrain(steps: int, precision: str, device: str) -> Result:
+def crosstrain(steps: int, precision: str, device: str, **options: Any) -> Result:
     """The platform, as its users run it, from the tokens on disk to the checkpoint at the end."""
     import torch  # noqa: F401 - imported before the clock starts, as by the others
     import transformers  # noqa: F401
@@ -134,7 +135,7 @@ def crosstrain(steps: int, precision: str, device: str) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         run = {
             "output_dir": f"{folder}/out", "max_iters": steps, "micro_batch_size": BATCH, "amp": precision,
-            "device": device, "log_interval": 1,
+            "device": device, "log_interval": 1, **options,
         }  # fmt: skip
         project = write_project(Path(folder), SIZES, run)
         sys.stdout, real = open(os.devnull, "w"), sys.stdout  # noqa: SIM115
@@ -144,7 +145,8 @@ def crosstrain(steps: int, precision: str, device: str) -> Result:
     return clock.result(device)
 
 
-CONTESTANTS = {"crosstrain": crosstrain, "bare loop": bare, "HF Trainer": hf_trainer}
+BASELINES = {"bare loop": bare, "HF Trainer": hf_trainer, "not compiled": crosstrain}
+CONTESTANTS = {"crosstrain": crosstrain, "compiled": partial(crosstrain, compile="blocks"), **BASELINES}
 
 
 def main() -> None:
@@ -153,6 +155,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--against", nargs="+", choices=BASELINES, default=["bare loop", "HF Trainer"])
     parser.add_argument("--contestant", choices=CONTESTANTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.contestant:
@@ -170,11 +173,11 @@ def main() -> None:
                 "--device", arguments.device, env={"BENCHMARK_STARTED": str(time.time())},
             )  # fmt: skip
 
-        results = rounds(list(CONTESTANTS), run, arguments.rounds)
-        ours = results["crosstrain"]
-        for other in ("bare loop", "HF Trainer"):
+        ours = "compiled" if "not compiled" in arguments.against else "crosstrain"
+        results = rounds([ours, *arguments.against], run, arguments.rounds)
+        for other in arguments.against:
             keys = ("tokens_per_second", "peak_mb", "startup_s")
-            rows.append([precision, other, *(ratio(ours, results[other], key) for key in keys)])
+            rows.append([precision, other, *(ratio(results[ours], results[other], key) for key in keys)])
     print(table(["precision", "against", "tokens/s", "peak memory", "start to first step"], rows))
 
 
