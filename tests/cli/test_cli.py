@@ -72,6 +72,10 @@ def test_mistakes_in_options(
     [
         (["train"], "--cfg-path"),
         (["train", "x.yaml", "--dry-run"], "--cfg-path x.yaml; see "),
+        (["serve", "output/x"], "--checkpoint output/x; see "),
+        (["export", "output/x", "--output", "y"], "--checkpoint output/x; see "),
+        (["generate", "--checkpoint", "x"], "there is no 'generate'; did you mean evaluate --generate TEXT?"),
+        (["chat", "--url", "http://127.0.0.1:1"], "serve --checkpoint FOLDER` starts a server"),
         (["compare", "--runners", "ddp", "zero2", "--options", "run.seed=1", "x.yml"], "--cfg-path x.yml; see "),
         (["evaluate", "--checkpoint", "out", "x.yaml"], "--cfg-path x.yaml; see "),
         (["prepare", "x.yaml"], "--cfg-path x.yaml; see "),

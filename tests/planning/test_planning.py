@@ -334,7 +334,7 @@ def test_large_numbers_are_read_as_people_write_them() -> None:
     assert (read_number("2.5B", "x"), read_number("150T", "x"), read_number("3e11", "x")) == (2.5e9, 150e12, 3e11)
 
 
-@pytest.mark.parametrize("text", ["much", "-1GiB", "24 parsecs", ""])
+@pytest.mark.parametrize("text", ["much", "-1GiB", "24 parsecs", "", "80"])
 def test_what_is_no_size_is_said(text: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--cfg-path", str(project), f"--device-memory={text} "]) == 1
     assert "is not a size such as 5GB or 24GiB" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from crosstrain.cli.flags import ask, positive
 from crosstrain.utils.errors import UserError, os_errors_as, printable, sentence
+from crosstrain.utils.program import command
 
 _SECONDS = 600.0  # without a word
 _HELP = "/image FILE adds an image, /new forgets what was said, /exit or Ctrl-D ends"
@@ -44,7 +45,8 @@ class Client:
             connection.request(method, f"{self._path}{path}", data, self._headers)
             response = connection.getresponse()
         except (OSError, HTTPException) as error:
-            raise UserError(f"--url: {self.url} does not answer ({error or type(error).__name__})") from None
+            what = f"--url: {self.url} does not answer ({error or type(error).__name__})"
+            raise UserError(f"{what}; `{command('serve', '--checkpoint')} FOLDER` starts a server") from None
         if response.status != 200:
             try:
                 complaint = f"{json.load(response)['error']['message']} ({response.status})"

@@ -35,6 +35,12 @@ VERBS = {
     "new": "begin a runner, model, dataset, callback, project or package",
     "schema": "a JSON Schema of project files, for editors",
 }
+_ELSEWHERE = {  # what others call it
+    "generate": "evaluate --generate TEXT", "predict": "evaluate --generate TEXT", "eval": "evaluate",
+    "test": "evaluate", "run": "train", "fit": "train", "finetune": "train", "pretrain": "train", "sft": "train",
+    "resume": "train, which goes on where the run stopped", "merge": "export", "convert": "export",
+    "tokenize": "prepare", "preprocess": "prepare", "init": "new",
+}  # fmt: skip
 _MOST_MISTAKES = 50  # of one configuration that are shown
 
 
@@ -47,7 +53,9 @@ class _Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
-            hint = did_you_mean(str(value), known, f"choose from {', '.join(known)}")
+            other = _ELSEWHERE.get(value) if action.metavar == "VERB" else None
+            hint = f"did you mean {other}?" if other else ""
+            hint = hint or did_you_mean(str(value), known, f"choose from {', '.join(known)}")
             raise argparse.ArgumentError(action, f"there is no {value!r}; {hint}")
 
     def error(self, message: str) -> NoReturn:
@@ -138,4 +146,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         project = next((word for word in argv if word.endswith((".yaml", ".yml"))), None)
         if project and "--cfg-path" in flags and not any(word.startswith("--cfg-path") for word in argv):
             asked.error(f"a project file has a flag before it: --cfg-path {project}")
+        given = argv[1:2] if "--checkpoint" in flags and "--checkpoint" not in argv else []
+        if given and not given[0].startswith("-"):
+            asked.error(f"a checkpoint has a flag before it: --checkpoint {given[0]}")
         raise

@@ -11,8 +11,12 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "B": 3, "T": 4, "P": 5}
 
 
 def read_bytes(text: str, what: str) -> int:
-    """Parse 24GiB, 80GB or a number of bytes. Raises UserError, which names `what`, for anything else."""
-    return int(_read(r"([\d.]+)\s*([KMGTP]?)(I?)B?", text, f"{what}: {text!r} is not a size such as 5GB or 24GiB"))
+    """Parse 24GiB, 80GB or bytes, from 1,000 on. Raises UserError, which names `what`, for anything else."""
+    problem = f"{what}: {text!r} is not a size such as 5GB or 24GiB"
+    size = int(_read(r"([\d.]+)\s*([KMGTP]?)(I?)B?", text, problem))
+    if size < 1000:  # without the unit that was meant
+        raise UserError(problem)
+    return size
 
 
 def read_number(text: str, what: str) -> float:
