@@ -177,6 +177,14 @@ split: [949, 50, 1] => split: [949, 50
     10: not valid YAML: expected ',' or ']', but got ':'
 dropout: 0.1 => arch: other_net
     4: not valid YAML: found duplicate key arch
+dropout: 0.1 => freeze: {*_proj: row}
+    4: not valid YAML: found undefined alias '_proj'; text that begins with * needs quotes
+dropout: 0.1 => freeze: [?_proj]
+    4: not valid YAML: text with ? between braces needs quotes
+dropout: 0.1 => freeze: a: b
+    4: not valid YAML: mapping values are not allowed here; text that holds ': ' needs quotes
+dropout: 0.1 => freeze: @block
+    4: not valid YAML: found character '@' that cannot start any token; text that begins with this character needs quotes
 output/x => ${model.model_typ}
     13: run.output_dir: ${model.model_typ} stands for no key; did you mean ${model.model_type}?
 output/x => ${oc.env:NO_SUCH_VARIABLE}
@@ -234,7 +242,9 @@ def test_a_section_that_is_missing_or_no_mapping_says_so(home: Path, section: st
 
 def test_a_tab_in_front_of_a_key_says_so(home: Path) -> None:
     edit(home, "  dropout", "\tdropout")
-    assert mistake() == "p.yaml:4: not valid YAML: found character '\\t' that cannot start any token"
+    assert mistake() == (
+        "p.yaml:4: not valid YAML: found character '\\t' that cannot start any token; indent with spaces"
+    )
 
 
 OPTION_MISTAKES = [

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--image", help="the container's (default: crosstrain)")
     group.add_argument("--claim", metavar="NAME", help="volume claim with data and output (default: crosstrain)")
     group.add_argument("--gpu", metavar="NAME", help="kind of device (default: any with memory enough)")
-    group.add_argument("--queue", metavar="NAME", help="Kueue's local queue, or SLURM's partition")
+    group.add_argument("--queue", "--partition", metavar="NAME", help="Kueue's local queue, or SLURM's partition")
     group.add_argument("--time", metavar="H:M:S", help="limit after which SLURM requeues it (default: 24:00:00)")
     group.add_argument("--grace", type=positive, metavar="SECONDS", help="for the last save (default: by its size)")
     group.add_argument("--spot", action="store_const", const=True, help="machines that the cloud may take back")

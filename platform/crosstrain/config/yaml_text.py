@@ -22,6 +22,11 @@ class Unreadable(Exception):
 
 
 class _Loader(yaml.SafeLoader):
+    def fetch_key(self) -> None:
+        if self.peek(1) not in _BLANK:  # in a flow mapping, PyYAML reads {?x: 1} as {x: 1}
+            raise yaml.MarkedYAMLError(problem="text with ? between braces needs quotes", problem_mark=self.get_mark())
+        super().fetch_key()
+
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             value = super().construct_object(node, deep)
@@ -35,6 +40,14 @@ class _Loader(yaml.SafeLoader):
         return value
 
 
+_BLANK = "\0 \t\r\n\x85\u2028\u2029"
+_ADVICE = {  # a part of PyYAML's problem -> the advice
+    r"'\t'": "indent with spaces",
+    "alias": "text that begins with * needs quotes",
+    "alphabetic or numeric": "text that begins with * or & needs quotes",
+    "cannot start any token": "text that begins with this character needs quotes",
+    "mapping values": "text that holds ': ' needs quotes",
+}
 _TAG = "tag:yaml.org,2002:"
 _Loader.yaml_constructors = {
     tag: yaml.SafeLoader.yaml_constructors[tag]
@@ -61,7 +74,9 @@ def parse(text: str) -> tuple[Any, yaml.Node | None]:
         _measure(root, {})
         return loader.construct_document(root), root
     except yaml.MarkedYAMLError as error:
-        raise Unreadable(f"not valid YAML: {error.problem}", error.problem_mark or error.context_mark) from error
+        problem = error.problem or ""
+        problem += next((f"; {advice}" for part, advice in _ADVICE.items() if part in problem), "")
+        raise Unreadable(f"not valid YAML: {problem}", error.problem_mark or error.context_mark) from error
     except yaml.YAMLError as error:  # a character that YAML may not hold
         raise Unreadable(f"not valid YAML: {error}") from error
     except RecursionError as error:
