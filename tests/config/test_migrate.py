@@ -18,7 +18,9 @@ from crosstrain.cli.main import main
 from crosstrain.config.foreign_keys import origins
 from crosstrain.config.load import Config, load_config
 from crosstrain.config.migration import migrate
+from crosstrain.config.registry import registry
 from crosstrain.data.tokenizer import load_tokenizer
+from crosstrain.modeling.meta_init import parameters_on_meta
 from crosstrain.utils.errors import ConfigError
 from fixtures_foreign import FOREIGN
 
@@ -405,6 +407,56 @@ def test_settings_of_megatron_that_mean_something_else_here(tmp_path: Path) -> N
     assert (model["router_loss"], model["router_loss_coef"]) == ("micro_batch", pytest.approx(0.01 * 6 / 2))
     assert model["router_z_loss_coef"] == pytest.approx(0.006)
     assert "moe_" not in "\n".join(notes)
+
+
+# The sizes are those of DeepSeek-V3, in NVIDIA's script for Megatron-FSDP, of Qwen3-30B-A3B and of Qwen1.5-MoE-A2.7B.
+MIXTURES = {
+    "deepseek_v3": (
+        {
+            "num_layers": 61, "hidden_size": 7168, "ffn_hidden_size": 18432, "num_attention_heads": 128,
+            "num_experts": 256, "kv_channels": 128, "multi_latent_attention": True,
+            "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64,
+            "v_head_dim": 128, "moe_layer_freq": "[0]*3+[1]*58",
+            "moe_ffn_hidden_size": 2048, "moe_shared_expert_intermediate_size": 2048, "moe_router_topk": 8,
+            "moe_router_num_groups": 8, "moe_router_group_topk": 4, "moe_router_score_function": "sigmoid",
+            "vocab_size": 129280, "qk_layernorm": True, "moe_router_pre_softmax": True,
+        },
+        671_026_404_352, "multi_latent_attention, qk_layernorm",
+    ),
+    "qwen3_moe": (
+        {
+            "num_layers": 48, "hidden_size": 2048, "ffn_hidden_size": 6144, "num_attention_heads": 32,
+            "num_experts": 128, "kv_channels": 128, "qk_layernorm": True, "num_query_groups": 4,
+            "moe_ffn_hidden_size": 768, "moe_router_topk": 8, "vocab_size": 151936,
+        },
+        30_532_122_624, "",
+    ),
+    "qwen2_moe": (
+        {
+            "num_layers": 24, "hidden_size": 2048, "ffn_hidden_size": 5632, "num_attention_heads": 16,
+            "num_experts": 60, "add_qkv_bias": True, "moe_ffn_hidden_size": 1408,
+            "moe_shared_expert_intermediate_size": 5632, "moe_router_topk": 4,
+            "moe_router_pre_softmax": True, "vocab_size": 151936,
+        },
+        14_315_784_192, "moe_shared_expert_gate: qwen2_moe has a gate",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_mixture_of_megatron_becomes_the_published_model(tmp_path: Path, family: str) -> None:
+    """Each setting is carried over, and the model has the number of parameters that its authors give."""
+    settings, parameters, said = MIXTURES[family]
+    common = {"seq_length": 128, "swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope"}
+    common |= {"disable_bias_linear": True, "untie_embeddings_and_output_weights": True, "hidden_dropout": 0}
+    tree, notes, _ = lost(tmp_path, "megatron_lm", common | settings | {"make_vocab_size_divisible_by": 1})
+    assert tree["model"]["config"]["model_type"] == family
+    assert said in (listed := "\n".join(note for note in notes if "YaRN" not in note))
+    assert "give model.config" not in listed
+    kind = registry.get("model", tree["model"].pop("arch"))
+    with parameters_on_meta():  # a layer's experts are larger than this machine's memory
+        model = kind(kind.Options(**tree["model"]))
+    assert sum(p.numel() for p in model.parameters()) == parameters
 
 
 NUMBERS = re.compile(r"(^run\.\w*(iters|steps?|interval|epoch|lr|decay|clip|fraction|workers|last|every)|size|length)$")

@@ -8,13 +8,27 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 
 M = TypeVar("M", bound=nn.Module)
+_LARGE = 2**28  # values; an address space and a small machine's memory have room for smaller ones
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Make large tensors on the meta device at once: the experts of a layer may exceed the machine's memory."""
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn):
+            sizes = args[0] if args and not isinstance(args[0], int) else args or kwargs.get("size", ())
+            if math.prod(sizes) > _LARGE:
+                kwargs = kwargs | {"device": "meta"}
+        return function(*args, **kwargs)
 
 
 @contextmanager
@@ -42,7 +56,8 @@ def parameters_on_meta(
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with _LargeOnMeta():
+            yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
