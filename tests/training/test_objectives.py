@@ -18,6 +18,7 @@ import yaml
 from torch import Tensor
 from torch.nn.functional import log_softmax, logsigmoid
 
+import crosstrain
 from conftest import Workspace
 from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
@@ -27,7 +28,7 @@ from crosstrain.engine.build import build_model, check_fit, model_on_meta
 from crosstrain.engine.runner import Runner
 from crosstrain.training.reference import add_reference
 from crosstrain.utils import storage
-from crosstrain.utils.errors import ConfigError, DataError
+from crosstrain.utils.errors import ConfigError, DataError, EmptySplit
 from crosstrain.utils.types import IGNORE_INDEX, Batch
 from fixtures_chat import SHAPES, conversation, write_tokenizer
 from fixtures_ranks import mostly_slow
@@ -381,3 +382,22 @@ def test_an_objective_and_a_dataset_that_do_not_fit(workspace: Workspace) -> Non
     for options in (["run.objective=kto"], ["run.objective=null"]):
         with pytest.raises(ConfigError, match=r"run\.objective: it takes .*, and the dataset has pairs"):
             check_fit(model_on_meta(load_config(workspace.project, options)), data)
+
+
+@pytest.mark.parametrize("objective", ["dpo", pytest.param("orpo", marks=pytest.mark.slow)])
+def test_a_run_is_evaluated_with_its_objective(workspace: Workspace, objective: str) -> None:
+    """On the numbers of training's own validation; another split has no reference."""
+    project(workspace, objective)
+    run = workspace.train("run", *OPTIONS, "run.eval_interval=6", "datasets.answers.split=[4,1,0]")
+    validated = [row["val_loss"] for row in run.rows if "val_loss" in row][-1]
+    found = crosstrain.evaluate(run.folder, ["val"])["splits"]["val"]
+    assert found["loss"] == pytest.approx(validated, rel=TOLERANCE)
+    assert found["pairs"] == PAIRS / 5
+    assert "rewards/margins" in found
+    assert "perplexity" not in found
+    with crosstrain.open(run.folder) as model:
+        assert model.config.run.objective is None
+    if objective == "dpo":
+        (run.folder / "reference_train.bin").unlink()
+        with pytest.raises(EmptySplit, match=r"run\.objective compares .*reference_train\.bin is missing"):
+            crosstrain.evaluate(run.folder, ["train"])

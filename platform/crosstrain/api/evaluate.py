@@ -12,15 +12,17 @@ from crosstrain.api.model import OpenModel
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.folders import find_checkpoint
 from crosstrain.config.load import Config, ProjectLike
+from crosstrain.config.registry import registry
 from crosstrain.config.sources import Overrides
-from crosstrain.data.dataset import Split
+from crosstrain.data.dataset import Dataset, Split
 from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.distributed.launch.launcher import launch
-from crosstrain.engine.build import check_fit
+from crosstrain.engine.build import add_objective, check_fit
 from crosstrain.inference.generation import Sampling
 from crosstrain.inference.open_checkpoint import open_on_workers
 from crosstrain.inference.perplexity import evaluate_loss
 from crosstrain.inference.vqa import answer_splits
+from crosstrain.training.reference import read_reference
 from crosstrain.utils.errors import EmptySplit, UserError
 from crosstrain.utils.logging import log, set_up_logging
 from crosstrain.utils.optional_deps import require
@@ -76,7 +78,7 @@ def start_evaluation(job: dict[str, Any], talk: Talk | None = None, *, alone: bo
         prepare_data(config)
         for split in opened:
             try:
-                open_split(config, split)
+                _open_split(config, split, checkpoint)
             except EmptySplit as error:
                 if job["splits"] is not None or split in job["answers"] or splits == [split]:
                     raise EmptySplit(f"--splits, --answers: {error.args[0]}; name others") from None
@@ -85,6 +87,14 @@ def start_evaluation(job: dict[str, Any], talk: Talk | None = None, *, alone: bo
     how = replace(how, starts_workers=how.starts_workers or apart)
     job = job | {"checkpoint": checkpoint, "trust": config.trust, "splits": splits}
     return launch(evaluate_worker, (config.plain, job, talk), how)
+
+
+def _open_split(config: Config, split: Split, checkpoint: Path) -> Dataset:
+    """Open a split, with what the checkpoint's run has measured of it for its objective."""
+    dataset, objective = open_split(config, split), config.run.objective
+    if objective is not None and registry.get("objective", objective.name).needs_reference:
+        dataset.reference = read_reference(checkpoint, dataset)
+    return dataset
 
 
 def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], talk: Talk | None) -> int:
@@ -97,14 +107,6 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], talk: Talk | Non
         results: dict[str, Any] = {"checkpoint": str(checkpoint), "splits": {}, "completions": []}
         micro_batch = config.run.micro_batch_size or _MICRO_BATCH
 
-        for split in job["splits"]:
-            dataset = open_split(config, split)
-            check_fit(runner.model, dataset)
-            metrics = evaluate_loss(runner, dataset, micro_batch, job["max_samples"], config.run.num_workers)
-            numbers = {name: finite(value) for name, value in metrics.named.items()}
-            results["splits"][split] = numbers | {metrics.unit: metrics.targets}
-            log.info("%s | %s", split, metrics.line(".6f"))
-
         if job["answers"]:
             results["answers"] = answer_splits(config, runner, model.tokenizer, job, job["sampling"], is_main)
         if job["tasks"]:
@@ -116,6 +118,15 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], talk: Talk | Non
             )
         if talk is not None:
             results["completions"] = talk(model, job)
+        if job["splits"]:  # the last, as nothing else has the objective
+            add_objective(config, runner.model)
+        for split in job["splits"]:
+            dataset = _open_split(config, split, checkpoint)
+            check_fit(runner.model, dataset)
+            metrics = evaluate_loss(runner, dataset, micro_batch, job["max_samples"], config.run.num_workers)
+            numbers = {name: finite(value) for name, value in metrics.named.items()}
+            results["splits"][split] = numbers | {metrics.unit: metrics.targets}
+            log.info("%s | %s", split, metrics.line(".6f"))
         if job["output"] and is_main:
             job["output"].write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return 0

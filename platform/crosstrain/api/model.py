@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ class OpenModel(AbstractContextManager["OpenModel"]):
     """
 
     def __init__(self, config: Config, checkpoint: Path, *, text: bool = False, weights: str | None = None) -> None:
+        config = replace(config, run=replace(config.run, objective=None))  # which is of training and its splits
         self.config, self.checkpoint = config, checkpoint
         self.runner = make_runner(config)
         self.runner.setup()

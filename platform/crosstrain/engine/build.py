@@ -52,9 +52,14 @@ def make_model(config: Config) -> Model:
         model: Model = registry.get("model", config.model.name)(config.model.options)
         if config.adapter is not None:
             add_adapter(config.adapter, model.adapted(), "model.adapter")
-        if (objective := config.run.objective) is not None:
-            set_objective(model, registry.get("objective", objective.name)(objective.options))
+        add_objective(config, model)
         return model
+
+
+def add_objective(config: Config, model: Model) -> None:
+    """Let the model's forward return the loss of the configured objective, if there is one, in place."""
+    if (objective := config.run.objective) is not None:
+        set_objective(model, registry.get("objective", objective.name)(objective.options))
 
 
 def add_adapter(adapter: Component, model: Model, key: str) -> None:

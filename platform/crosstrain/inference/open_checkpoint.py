@@ -57,7 +57,7 @@ def saved_config(checkpoint: Path, options: Overrides, trust_data: bool = False)
 
 # Options of `run` that a checkpoint decides; the others have their defaults, and unknown ones are refused.
 _FROM_ANYBODY = {"device", "amp"}
-_FROM_ITS_USER = _FROM_ANYBODY | {"runner", "micro_batch_size", "num_workers", "metrics"}
+_FROM_ITS_USER = _FROM_ANYBODY | {"runner", "micro_batch_size", "num_workers", "metrics", "objective"}
 _NO_TRAINING = {"output_dir": "none", "max_iters": 1, "accum_grad_iters": 1}  # required, and not used
 
 
@@ -69,10 +69,12 @@ def _for_evaluation(saved: dict[str, Any], checkpoint: Path, own: bool, options:
     run = saved.get("run")
     if isinstance(run, dict):
         if own and run.get("plugins") and not any(key == "run.plugins" for key, _ in pairs(options)):
-            given, known = run.get("metrics", []), registry.names("metric")
-            run = run | {"metrics": [m for m in given if m["name"] in known]}
-            if run["metrics"] != given:
+            own_parts = run.get("metrics", []), run.get("objective")
+            metrics = [m for m in own_parts[0] if m["name"] in registry.names("metric")]
+            objective = next((o for o in own_parts[1:] if o and o["name"] in registry.names("objective")), None)
+            if (metrics, objective) != own_parts:
                 _note_plugins(saved, checkpoint)
+            run = run | {"metrics": metrics, "objective": objective}
         left = {field.name for field in fields(RunOptions)} - (_FROM_ITS_USER if own else _FROM_ANYBODY)
         run = _NO_TRAINING | {key: value for key, value in run.items() if key not in left}
         if isinstance(run.get("num_workers"), int):

@@ -18,7 +18,7 @@ from crosstrain.data.loader import evaluation_batches
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling.objective import Objective
 from crosstrain.utils import storage
-from crosstrain.utils.errors import TrainingError
+from crosstrain.utils.errors import EmptySplit, TrainingError
 from crosstrain.utils.files import cache_folder, read_regular, write_atomically
 from crosstrain.utils.logging import log
 
@@ -55,6 +55,22 @@ def add_reference(
     if world.rank == 0:
         _write(own, values, dataset.digest)
     dataset.reference = values
+
+
+def reference_file(folder: Path, split: str) -> Path:
+    """The file of a run's folder that keeps a split's reference."""
+    return folder / f"reference_{split}.bin"
+
+
+def read_reference(checkpoint: Path, dataset: Dataset) -> np.ndarray:
+    """Return the reference that a checkpoint's run measured.
+
+    Raises EmptySplit where it has measured none, and TrainingError for a damaged one, or of other data.
+    """
+    path = reference_file(checkpoint.parent.parent, dataset.split)
+    if (values := _read(path, dataset.digest)) is None:
+        raise EmptySplit(f"run.objective compares with a reference that is measured in training, and {path} is missing")
+    return values
 
 
 def _measure(

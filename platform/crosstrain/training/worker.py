@@ -13,7 +13,6 @@ from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.config.schema import to_plain
-from crosstrain.data.dataset import Dataset
 from crosstrain.data.splits import open_split
 from crosstrain.data.tokenizer import TOKENIZER
 from crosstrain.distributed.group import Group
@@ -26,7 +25,7 @@ from crosstrain.monitor.profiler import Profiler
 from crosstrain.monitor.reporter import Reporter
 from crosstrain.training.bad_steps import BadSteps
 from crosstrain.training.prompt_samples import PromptSamples
-from crosstrain.training.reference import add_reference
+from crosstrain.training.reference import add_reference, reference_file
 from crosstrain.training.state import continues, restore, starting_point
 from crosstrain.training.trainer import Trainer
 from crosstrain.utils.assets import GENERATION_CONFIG, TOKENIZER_FILES, add_end_tokens, copy_files, plain_files
@@ -81,10 +80,10 @@ def build_trainer(config: Config, runner: Runner, stop: StopRequest, quiet: bool
 
     if isinstance(runner.model, ModelWithObjective) and runner.model.objective.needs_reference:
         for split in filter(None, (dataset, val_dataset)):
-            earlier = None if start is None else start.parent.parent / _reference_file(split)
+            earlier = None if start is None else reference_file(start.parent.parent, split.split)
             add_reference(
                 split, runner, runner.model.objective, (run.amp, sorted(frozen.items())), plan.micro_batch,
-                run.num_workers, folder.path / _reference_file(split), earlier,
+                run.num_workers, reference_file(folder.path, split.split), earlier,
             )  # fmt: skip
 
     tokenizer = dataset.tokenizer_path
@@ -122,10 +121,6 @@ def build_trainer(config: Config, runner: Runner, stop: StopRequest, quiet: bool
     )  # fmt: skip
     _log_setup(trainer)
     return trainer
-
-
-def _reference_file(split: Dataset) -> str:
-    return f"reference_{split.split}.bin"
 
 
 def _open_folder(config: Config, world: Group, quiet: bool) -> RunFolder:
