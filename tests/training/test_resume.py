@@ -128,11 +128,14 @@ def test_fresh_starts_over_and_keeps_what_was_there(workspace: Workspace) -> Non
     assert (workspace.path / "out.1" / "checkpoints" / "step_000002").is_dir()
 
 
-@pytest.mark.slow
-def test_a_finished_run_does_nothing_more(workspace: Workspace) -> None:
-    first = workspace.train("out", "run.max_iters=2")
+def test_a_finished_run_does_nothing_more_and_says_so(workspace: Workspace) -> None:
+    first = train(workspace.project, "out", "run.max_iters=2")
     changed = (first.checkpoint(2) / "manifest.json").stat().st_mtime_ns
     time.sleep(0.01)
-    second = workspace.train("out", "run.max_iters=2")
+    second = train(workspace.project, "out", "run.max_iters=2", "run.seed=7", "run.lr_sched=constant")
     assert (second.checkpoint(2) / "manifest.json").stat().st_mtime_ns == changed
     assert second.column("step") == [1, 2]
+    log = (second.folder / "log.txt").read_text()
+    assert log.count("changed since") == 1
+    assert 'changed since step_000002: run.seed 1234 -> 7, run.lr_sched "cosine" -> "constant"\n' in log, log
+    assert "nothing is left of 2 steps: a larger run.max_iters" in log

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import reprlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
@@ -134,6 +135,18 @@ def continues(checkpoint: Path, config: Config) -> bool:
     then, now = load_state(checkpoint)["config"], config.plain
     rules = ((c["model"], *(c["run"][key] for key in ("optimizer", "freeze", "resume_optimizer"))) for c in (then, now))
     return next(rules) == next(rules)
+
+
+def changes(then: Mapping[str, Any], now: Mapping[str, Any], at: str = "") -> Iterator[str]:
+    """Yield the keys that two plain configurations share and whose values differ: `run.seed 1 -> 2`."""
+    for name, new in now.items():
+        old, key = then.get(name, new), f"{at}{name}"
+        parts = old, new
+        if all(isinstance(part, Mapping) for part in parts) and old.get("name") == new.get("name"):
+            yield from changes(old, new, f"{key}.")
+        elif old != new:
+            was, is_now = (part.get("name", part) if isinstance(part, Mapping) else part for part in parts)
+            yield f"{key} {json.dumps(was)[:60]} -> {json.dumps(is_now)[:60]}"
 
 
 def restore(checkpoint: Path | None, runner: Runner) -> State:

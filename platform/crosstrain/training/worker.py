@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstrain.checkpoint import folders
-from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
+from crosstrain.checkpoint.checkpointer import Checkpointer, Retention, load_state
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.batch import BatchPlan
@@ -26,7 +26,7 @@ from crosstrain.monitor.reporter import Reporter
 from crosstrain.training.bad_steps import BadSteps
 from crosstrain.training.prompt_samples import PromptSamples
 from crosstrain.training.reference import add_reference, reference_file
-from crosstrain.training.state import continues, restore, starting_point
+from crosstrain.training.state import changes, continues, restore, starting_point
 from crosstrain.training.trainer import Trainer
 from crosstrain.utils.assets import GENERATION_CONFIG, TOKENIZER_FILES, add_end_tokens, copy_files, plain_files
 from crosstrain.utils.errors import ConfigError
@@ -35,6 +35,8 @@ from crosstrain.utils.program import command
 from crosstrain.utils.trust import names_command
 
 _FEW_TOKENS, _DEVIATION = 10_000, 2.5  # of a validation; the standard deviation of a token's loss in nats, about
+_MOST_CHANGES = 10  # that a line of the log lists
+_LONGER = "a larger run.max_iters or run.max_epoch goes on, --fresh starts over"
 
 
 def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
@@ -75,6 +77,8 @@ def build_trainer(config: Config, runner: Runner, stop: StopRequest, quiet: bool
     moments = run.resume_optimizer or start is None or (own and continues(start, config))
     if not moments:
         log.info("run.resume_optimizer is false: the optimizer's state in %s is left behind", start)
+    if start is not None and own and (changed := [*changes(load_state(start)["config"], config.plain)]):
+        log.info("changed since %s: %s", start.name, ", ".join(changed[:_MOST_CHANGES]))
     frozen = build_model(config, runner, start, for_training=True, moments=moments)  # the runner now holds both
     state = restore(start, runner)
 
@@ -147,10 +151,11 @@ def _log_setup(trainer: Trainer) -> None:
         f"{sum(n for _, n in parameters.values()):,}", f"{sum(n for trains, n in parameters.values() if trains):,}",
         config.run.runner.name, runner.world.size, runner.device.type, config.run.amp.dtype,
     )  # fmt: skip
+    first, last = trainer.state.step + 1, trainer.max_iters
     log.info(
-        "global batch %d = micro %d x accumulation %d x data parallel %d; %d training samples; steps %d to %d",
+        "global batch %d = micro %d x accumulation %d x data parallel %d; %d training samples; %s",
         plan.global_batch, plan.micro_batch, plan.accumulation, plan.dp_size, len(trainer.dataset),
-        trainer.state.step + 1, trainer.max_iters,
+        f"steps {first} to {last}" if first <= last else f"nothing is left of {last} steps: {_LONGER}",
     )  # fmt: skip
     if held_out is not None and held_out.sequence_length is not None:
         tokens = min(config.run.eval_iters * plan.global_batch, len(held_out)) * held_out.sequence_length
