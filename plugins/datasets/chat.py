@@ -24,7 +24,7 @@ from crosstrain import (
     of_split,
     registry,
 )
-from crosstrain.corpus.chat import ChatSource, prepare_chat
+from crosstrain.corpus.chat import ChatSource, dropped_rows, prepare_chat
 from crosstrain.data.indexed_dataset import TokenFile
 from crosstrain.data.packing import pack
 from crosstrain.data.tokenizer import load_cached
@@ -38,7 +38,7 @@ class ConversationOptions:
     path: FilePath | list[FilePath]
     tokenizer: FilePath  # a Hugging Face name or a folder: the model's
     seq_length: Annotated[int, Interval(ge=1, le=2**30)]  # most tokens of a conversation
-    chat_template: Text | None = None  # Jinja, in place of the tokenizer's own
+    chat_template: Text | None = None  # Jinja, or the file of it, in place of the tokenizer's own
     unusable: Literal["drop", "error"] = "drop"  # rows that are malformed, too long or without a target
     # shares of train, val, test, in file order
     split: list[Annotated[float, Interval(ge=0, le=10**12)]] = field(default_factory=lambda: [1.0, 0.0, 0.0])
@@ -80,6 +80,7 @@ class ConversationDataset(Dataset):
         tokenizer, self.tokenizer_path = load_cached(options.tokenizer, options.chat_template)
         self.vocab_size, self.sequence_length = tokenizer.vocab_size, options.seq_length
         self.folder = self.prepared(options)
+        self.notice = dropped_rows(self.folder)
         self.file = TokenFile(self.folder / "tokens")
         total = self.file.num_documents // self.row_documents
         k, shares = SPLITS.index(share), [*options.split, 0.0, 0.0][:3]

@@ -99,6 +99,7 @@ class Mixture(VqaDataset):
             raise DataError("preferences cannot be mixed: name all their files in one dataset")
         self.vocab_size, self.tokenizer_path = first.vocab_size, first.tokenizer_path
         self.documents, self.end_tokens = first.documents, tuple(sorted({t for p in self.parts for t in p.end_tokens}))
+        self.notice = "; ".join(filter(None, (part.notice for part in self.parts)))
         self.far = any(part.far for part in self.parts)
         self.indexed = all(part.indexed for part in self.parts)
         longest = [part.sequence_length for part in self.parts]

@@ -89,9 +89,7 @@ def test_every_layout_gives_the_same_sample(tmp_path: Path, chatml: Path, layout
 
 
 @pytest.mark.usefixtures("home")
-def test_unusable_conversations_are_dropped_and_named(
-    tmp_path: Path, chatml: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unusable_conversations_are_dropped_and_named(tmp_path: Path, chatml: Path) -> None:
     reasons = {
         "{": "it is not JSON",
         "[1]": "it is no JSON object",
@@ -120,7 +118,8 @@ def test_unusable_conversations_are_dropped_and_named(
     for number, (named, reason) in enumerate(zip(report["named"], reasons.values(), strict=True), 2):
         assert named.startswith(f"{path}:{number}: ")
         assert reason in named
-    assert f"{len(reasons)} of {len(reasons) + 2} conversations are dropped" in caplog.text
+    assert data.notice.startswith(f"{len(reasons)} of {len(reasons) + 2} conversations are dropped, 2 as {path}:")
+    assert data.notice.endswith(f"; see {data.folder / 'report.json'}")
     with pytest.raises(DataError, match=r"d\.jsonl:2: it is not JSON"):
         chat(path, chatml, unusable="error")
 
@@ -258,3 +257,14 @@ def test_a_split_has_files_of_its_own(tmp_path: Path, chatml: Path) -> None:
     assert "val.jsonl" in val.location(0)
     with pytest.raises(DataError, match="name files as test"):
         chat(tmp_path / "train.jsonl", chatml, "test", **own)
+
+
+@pytest.mark.usefixtures("home")
+def test_a_chat_template_may_be_a_file(tmp_path: Path, chatml: Path) -> None:
+    path = lines(tmp_path / "d.jsonl", [LAYOUTS["messages"]])
+    template = SHAPES["chatml"].template
+    (tmp_path / "own.jinja").write_text(template.replace("<|im_end|>", "!<|im_end|>"))
+    text, file = (chat(path, chatml, chat_template=given) for given in (template, str(tmp_path / "own.jinja")))
+    assert len(file.tokens(0)[0]) > len(text.tokens(0)[0])
+    with pytest.raises(DataError, match="chat_template: chatml is neither Jinja nor a file that can be read"):
+        chat(path, chatml, chat_template="chatml")

@@ -12,6 +12,7 @@ from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.engine.build import batch_plan
 from crosstrain.utils.errors import UserError
+from crosstrain.utils.logging import log
 from crosstrain.utils.rng import sample_rng
 
 
@@ -38,6 +39,8 @@ def samples(
     for _, number in wanted:
         if number < 0 or (split != "train" and number >= len(dataset)):
             raise UserError(f"--number: {number} is none of the {len(dataset)} samples of the {split} split, from 0 on")
+    if dataset.notice:
+        log.warning(dataset.notice)
     dataset.begin(context)
     tokenizer = None if dataset.tokenizer_path is None else load_tokenizer(dataset.tokenizer_path)
     views = []

@@ -8,7 +8,7 @@ report.json             how many were kept and dropped, and why
 
 import hashlib
 import json
-import logging
+import re
 import shutil
 import sys
 from collections import Counter
@@ -28,9 +28,7 @@ from crosstrain.utils.errors import DataError, first_line
 from crosstrain.utils.files import cache_folder, write_json
 from crosstrain.utils.resource_limits import OutOfTime, timed
 
-log = logging.getLogger(__name__)
-
-_FORMAT = 2  # of the folder; another number makes it anew
+_FORMAT = 3  # of the folder; another number makes it anew
 _SECONDS = 20  # of computing time for a row
 _AT_ONCE = 256  # rows of a worker's item
 _WORTH_WORKERS = 1 << 22  # bytes of conversations that take longer than it takes workers to start
@@ -111,6 +109,7 @@ def prepare_chat(source: ChatSource) -> Path:
 
 def _write(folder: Path, source: ChatSource) -> None:
     reasons, named, places, answers = Counter[str](), list[str](), list[str](), bytearray()
+    first = dict[str, str]()  # of each kind of reason, whose numbers may differ
     copies = folder / "copies"
     size = sum(entry[1] for path in source.paths for entry in _state(path))
     workers = cores() if size > _WORTH_WORKERS else 1
@@ -127,7 +126,9 @@ def _write(folder: Path, source: ChatSource) -> None:
                     continue
                 if not source.drop_unusable:
                     raise DataError(f"{place}: {found}")
-                reasons[found] += 1
+                kind = re.sub(r"\d+", "N", found)
+                reasons[kind] += 1
+                first.setdefault(kind, f"{place}: {found}")
                 if len(named) < _NAMED:
                     named.append(f"{place}: {found}")
     shutil.rmtree(copies, ignore_errors=True)
@@ -140,12 +141,20 @@ def _write(folder: Path, source: ChatSource) -> None:
             else "no conversation is there"
         )
         raise DataError(f"{where}: {why}")
-    if dropped:
-        log.warning("%d of %d conversations are dropped: %s", dropped, dropped + len(places), "; ".join(named[:3]))
     (folder / "places.txt").write_text("".join(f"{place}\n" for place in places), encoding="utf-8")
     (folder / "answers.bin").write_bytes(answers)
-    report = {"conversations": len(places), "dropped": dropped, "reasons": reasons.most_common(100), "named": named}
+    kinds = [[count, first[kind]] for kind, count in reasons.most_common(100)]
+    report = {"conversations": len(places), "dropped": dropped, "kinds": kinds, "named": named}
     write_json(folder / "report.json", report)
+
+
+def dropped_rows(folder: Path) -> str:
+    """Say how many conversations of a prepared folder are dropped, and why; nothing where all are there."""
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    dropped = report["dropped"]
+    why = "; ".join(f"{count} as {first}" for count, first in report["kinds"][:3])
+    total = dropped + report["conversations"]
+    return f"{dropped} of {total} conversations are dropped, {why}; see {folder / 'report.json'}" if dropped else ""
 
 
 def _state(path: str) -> list[list[Any]]:

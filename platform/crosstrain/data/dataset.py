@@ -48,6 +48,7 @@ class Dataset(ABC):
     row_layout: str | None = None  # how the rows of a sample belong together, for an objective; None: each by itself
     digest: str = ""  # of what the samples are, where an objective measures them once for all runs
     reference: np.ndarray | None = None  # measured numbers [samples, rows], which `get` then gives as "reference"
+    notice: str = ""  # a sentence on its files that a user should see at each start, such as on rows left out
     far: bool = False  # True: samples come from elsewhere, so `announce` is called before `get`
     indexed: bool = True  # False: `get` gives the next sample of a stream and ignores the index
 

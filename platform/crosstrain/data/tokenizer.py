@@ -243,9 +243,14 @@ def cached_folder(tokenizer: TextTokenizer, spec: str = "") -> Path:
 
 @lru_cache(maxsize=8)
 def load_cached(spec: str, chat_template: str | None = None) -> tuple[TextTokenizer, Path]:
-    """Load a tokenizer, with another chat template if one is given; returns it and its `cached_folder`."""
+    """Load a tokenizer, with another chat template or the file of one, and return it with its `cached_folder`."""
     tokenizer = load_tokenizer(spec)
     if chat_template is not None:
+        if "{" not in chat_template:
+            check_source(f"the chat template {chat_template}")
+            problem = f"chat_template: {chat_template} is neither Jinja nor a file that can be read"
+            with os_errors_as(DataError, problem):
+                chat_template = read_regular(Path(chat_template).expanduser(), _MAX_BYTES).decode("utf-8", "replace")
         tokenizer = replace(tokenizer, chat_template=chat_template)
     return tokenizer, cached_folder(tokenizer, spec)
 

@@ -157,6 +157,9 @@ def _log_setup(trainer: Trainer) -> None:
         plan.global_batch, plan.micro_batch, plan.accumulation, plan.dp_size, len(trainer.dataset),
         f"steps {first} to {last}" if first <= last else f"nothing is left of {last} steps: {_LONGER}",
     )  # fmt: skip
+    for notice in dict.fromkeys((trainer.dataset.notice, held_out.notice if held_out is not None else "")):
+        if notice:
+            log.warning(notice)
     if held_out is not None and held_out.sequence_length is not None:
         tokens = min(config.run.eval_iters * plan.global_batch, len(held_out)) * held_out.sequence_length
         if tokens < _FEW_TOKENS:
