@@ -263,7 +263,7 @@ def test_a_split_has_files_of_its_own(tmp_path: Path, chatml: Path) -> None:
 def test_a_chat_template_may_be_a_file(tmp_path: Path, chatml: Path) -> None:
     path = lines(tmp_path / "d.jsonl", [LAYOUTS["messages"]])
     template = SHAPES["chatml"].template
-    (tmp_path / "own.jinja").write_text(template.replace("<|im_end|>", "!<|im_end|>"))
+    (tmp_path / "own.jinja").write_text("hello " + template)
     text, file = (chat(path, chatml, chat_template=given) for given in (template, str(tmp_path / "own.jinja")))
     assert len(file.tokens(0)[0]) > len(text.tokens(0)[0])
     with pytest.raises(DataError, match="chat_template: chatml is neither Jinja nor a file that can be read"):

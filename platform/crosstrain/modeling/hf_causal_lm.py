@@ -315,5 +315,6 @@ class TransformersModel(LanguageModel):
     def save_config(self, folder: Path) -> None:
         config = copy.deepcopy(self.config)
         config.architectures = [type(self.lm).__name__]
+        config.dtype = next((p.dtype for p in self.lm.parameters() if p.requires_grad), config.dtype)  # as it is saved
         config.save_pretrained(folder)
         copy_files(self._generation, folder)
