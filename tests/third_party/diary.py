@@ -61,6 +61,7 @@ class Diary(Callback):
 
     def on_save(self, checkpoint):
         self.note(f"on_save {checkpoint.name}")
+        self.scalars["diary/saved"] = self.trainer.state.step
 
     def on_end(self):
         self.note("on_end")

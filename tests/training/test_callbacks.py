@@ -83,6 +83,8 @@ def test_an_average_of_the_weights_follows_roll_backs_resumes_and_is_used(worksp
     assert moments[-3:] == ["on_validation", saves[6], "on_end"]
     assert [row["diary/pages"] for row in run.rows if "loss" in row][-1] == len(moments) - 3
     assert run.rows[-1]["diary/val_loss"] == run.rows[-1]["val_loss"]
+    logged = {row["step"]: row for row in run.rows if "loss" in row}
+    assert all(logged[step]["diary/saved"] == step - 1 for step in (2, 6))  # in the next line
 
     for number in (5, 6):
         shutil.rmtree(run.checkpoint(number))

@@ -86,15 +86,14 @@ class Trainer:
                 if metrics is None:
                     self.stopped = not self._ends()
                     if last is not None and not self.stopped and self.reporter.tracked_step < last.step:
-                        self.reporter.track({"step": last.step} | self.reporter.log(last))
+                        self.reporter.track({"step": last.step} | self._log(last))
                     break
                 last = metrics
                 with self.reporter.paused():
                     self.profiler.write(after=self.state.step)
                 self.last_validation = None
                 self.reporter.advance(metrics)
-                metrics.recorded = self._scalars()
-                row = self.reporter.log(metrics) if self._logs(self.state.step) else {}
+                row = self._log(metrics) if self._logs(self.state.step) else {}
                 interval = self.run.eval_interval
                 # The last step has a validation, too, unless the run is too short for any, such as a smoke run.
                 if self._due(interval) or (interval is not None and interval <= self.max_iters == self.state.step):
@@ -138,6 +137,10 @@ class Trainer:
             self.state.ended_with = to_plain(self.run.callbacks)
             log.info("training ends after step %d: %s", self.state.step, reasons[0])
         return bool(reasons)
+
+    def _log(self, metrics: StepMetrics) -> Row:
+        metrics.recorded = self._scalars()
+        return self.reporter.log(metrics)
 
     def _scalars(self) -> dict[str, float]:
         return reduce(disjoint, self.callbacks.call("take_scalars"), {})
