@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from crosstrain.utils import paths
-from crosstrain.utils.errors import CheckpointError, printable
+from crosstrain.utils.errors import CheckpointError, UserError, printable, sentence
+from crosstrain.utils.program import command
 from crosstrain.utils.storage import is_url
 
 
@@ -64,7 +65,15 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if project and getattr(arguments, "as_given", False):
         from crosstrain.config.load import check_ahead
 
-        check_ahead(project, arguments.options)
+        try:
+            check_ahead(project, arguments.options)
+        except UserError:
+            from crosstrain.config.migration import looks_like
+
+            if origin := looks_like(Path(paths.find(project))):
+                makes = command("migrate", project, "--from", origin.file.stem)
+                print(sentence(f"note: this looks like a file of {origin.name}: {makes}"), file=sys.stderr)
+            raise
 
 
 def add_weights(parser: argparse.ArgumentParser) -> None:

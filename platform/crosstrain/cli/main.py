@@ -8,6 +8,7 @@ import select
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import fields
 from importlib import import_module
 from itertools import takewhile
 from typing import Any, NoReturn
@@ -41,6 +42,7 @@ _ELSEWHERE = {  # what others call it
     "resume": "train, which goes on where the run stopped", "merge": "export", "convert": "export",
     "tokenize": "prepare", "preprocess": "prepare", "init": "new",
 }  # fmt: skip
+_PROJECT_FLAGS = ("config", "cfg", "config_file", "config_path", "project", "yaml")
 _MOST_MISTAKES = 50  # of one configuration that are shown
 
 
@@ -115,6 +117,18 @@ def _unread() -> bool:
     return bool(poll.poll(0))
 
 
+def _setting(flag: str) -> str:
+    """Return a hint for a flag that is a setting of a project here, or a project; nothing for any other."""
+    from crosstrain.config.foreign_keys import foreign_hint
+    from crosstrain.config.run_options import RunOptions
+
+    name = flag.lstrip("-").replace("-", "_")
+    if name in _PROJECT_FLAGS:
+        return "a project file has the flag --cfg-path"
+    own = f"it is run.{name}" if name in {f.name for f in fields(RunOptions)} else foreign_hint(name)
+    return f"{own}; settings are in the project file, or follow --options as KEY=VALUE" if own else ""
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line; `run` of the result is the verb's function."""
     parser = _Parser(prog="crosstrain", description="Train any model with any runner, chosen in one YAML file.")
@@ -139,7 +153,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for flag in (word.partition("=")[0] for word in takewhile("--".__ne__, argv) if chosen in VERBS):
         # Before argparse, which would miss a required flag where it is misspelled.
         if flag.startswith("--") and " " not in flag and not any(known.startswith(flag) for known in flags):
-            asked.error("; ".join(filter(None, (f"there is no flag {flag}", did_you_mean(flag, flags)))))
+            hint = _setting(flag) if "--cfg-path" in flags else ""
+            asked.error("; ".join(filter(None, (f"there is no flag {flag}", hint or did_you_mean(flag, flags)))))
     try:
         return parser.parse_args(argv)
     except UserError:

@@ -25,6 +25,7 @@ from crosstrain.utils.optional_deps import require
 
 _TO_GIVE, _LOST, _NO_NEED = "to be given", "not carried over", "not needed here"
 _NEEDED = ("output_dir",), ("max_iters", "max_epoch"), ("micro_batch_size", "global_batch_size", "accum_grad_iters")
+_MANY = 4  # settings of one program
 _UNHEARD = f"{NONE}not known, and nothing here is called so"
 
 Count = Callable[..., int | None]
@@ -57,6 +58,20 @@ def _templates(folder: Path) -> Any:
         lstrip_blocks=True, extensions=["jinja2.ext.do"],
         finalize=lambda value: json.dumps(value, default=lambda _: None),  # JSON is YAML; null where nothing is said
     )  # fmt: skip
+
+
+def looks_like(path: Path) -> Origin | None:
+    """Return the program whose settings a file has, by several that are none of a project here; None for no program."""
+
+    def names(tree: dict[str, Any]) -> set[str]:
+        inner = [value for key, value in tree.items() if isinstance(value, dict) and key not in ("model", "datasets")]
+        return set(map(str, tree)).union(*map(names, inner))
+
+    with suppress(ConfigError):
+        unknown = names(read_foreign(path)) - {f.name for f in fields(RunOptions)}
+        found = {len(unknown & origin.answers.maps[0].keys()): origin for origin in origins().values()}
+        return found[max(found)] if max(found) >= _MANY else None
+    return None
 
 
 def migrate(path: Path, origin: Origin, count: Count = lambda *files: None) -> tuple[str, list[str], int | None]:

@@ -15,6 +15,7 @@ from typing import IO, Any, cast
 from crosstrain.utils.errors import DataError, first_line
 from crosstrain.utils.files import open_regular
 from crosstrain.utils.optional_deps import require
+from crosstrain.utils.paths import near
 
 _OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": None}
 _MAX_RATIO, _SMALL = 250, 64 << 20  # decompressed bytes per byte of the file, and of any file
@@ -103,7 +104,8 @@ def existing(item: str) -> Path:
     """Return the path of the file or folder that an option names. DataError if there is none."""
     path = Path(item).expanduser()
     if not path.exists():
-        raise DataError(f"the input {item} does not exist")
+        hint = near(path) or ("" if path.suffix or item[:1] in "/.~" else "data of a hub are downloaded first")
+        raise DataError(f"the input {item} does not exist{f'; {hint}' if hint else ''}")
     if not (path.is_file() or path.is_dir()):
         raise DataError(f"the input {item} is neither a file nor a folder")
     return path

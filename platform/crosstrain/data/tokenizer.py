@@ -108,6 +108,8 @@ def load_tokenizer(spec: str | Path) -> TextTokenizer:
     if all(map(Path.exists, gpt2_files)) and "GPT2" in str(config.get("tokenizer_class", "GPT2")):
         loaded = load_gpt2(*gpt2_files)
         return replace(loaded, copy=_copier(path)) if config else loaded
+    if not any((path / name).exists() for name in TOKENIZER_FILES):
+        raise DataError(f"there is no tokenizer in {path}")
     return _from_transformers(str(path))
 
 
