@@ -40,8 +40,9 @@ def eyes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         return
     folder = tmp_path_factory.mktemp("page")
     project = write_project(folder / "project.yaml", shapes(folder))
-    prepare_data(load_config(project))
-    checkpoint = train(project, "out", *options({"run.max_iters": 2})).checkpoint(2)
+    chosen = options({"run.max_iters": 2})
+    prepare_data(load_config(project, chosen))
+    checkpoint = train(project, "out", *chosen).checkpoint(2)
     with served(checkpoint, name="shapes", limits=Limits(batch=2)) as running:
         yield running
 

@@ -154,7 +154,7 @@ def _accuracies(checkpoint: Path, output: Path) -> tuple[float, float]:
 @pytest.mark.slow
 def test_a_metric_that_fails_is_named_with_the_shapes_that_it_was_given(workspace: Workspace) -> None:
     options = (f"run.plugins=[{PLUGINS}]", "run.metrics=[regression_error]", "run.max_iters=1", "run.eval_interval=1")
-    said = workspace.train("out", *options, fails=True).stderr
+    said = workspace.train("out", *options, fails=True).err
     given = "outputs [4, 320], input_ids [4, 32], labels [4, 32]"
     assert f"error: run.metrics: RegressionError failed in sums, given {given}: RuntimeError: " in said
     assert "regression_error.py:" in said
