@@ -118,7 +118,7 @@ def test_unusable_conversations_are_dropped_and_named(tmp_path: Path, chatml: Pa
     for number, (named, reason) in enumerate(zip(report["named"], reasons.values(), strict=True), 2):
         assert named.startswith(f"{path}:{number}: ")
         assert reason in named
-    assert data.notice.startswith(f"{len(reasons)} of {len(reasons) + 2} conversations are dropped, 2 as {path}:")
+    assert data.notice.startswith(f"{len(reasons)} of {len(reasons) + 2} conversations are dropped, 2 such as {path}:")
     assert data.notice.endswith(f"; see {data.folder / 'report.json'}")
     with pytest.raises(DataError, match=r"d\.jsonl:2: it is not JSON"):
         chat(path, chatml, unusable="error")

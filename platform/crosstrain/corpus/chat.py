@@ -152,7 +152,7 @@ def dropped_rows(folder: Path) -> str:
     """Say how many conversations of a prepared folder are dropped, and why; nothing where all are there."""
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     dropped = report["dropped"]
-    why = "; ".join(f"{count} as {first}" for count, first in report["kinds"][:3])
+    why = "; ".join(f"{count} such as {first}" for count, first in report["kinds"][:3])
     total = dropped + report["conversations"]
     return f"{dropped} of {total} conversations are dropped, {why}; see {folder / 'report.json'}" if dropped else ""
 
