@@ -82,7 +82,7 @@ def test_mistakes_in_options(
         (["train", "--cfg-path", "projects/quikstart.yaml"], "quickstart.yaml"),
         (["trian", "--cfg-path", "x.yaml"], "did you mean train?; see "),
         (["train", "--config", "x.yaml"], "there is no flag --config; a project file has the flag --cfg-path; see "),
-        (["train", "--learning_rate", "1"], "calls so is run.init_lr; settings are in the project file, or "),
+        (["train", "--learning_rate", "1"], "call so is run.init_lr; settings are in the project file, or "),
         (["train", "--max-iters", "1"], "there is no flag --max-iters; it is run.max_iters; settings are in "),
         (["train", "--cfg-paht", "x.yaml"], "there is no flag --cfg-paht; did you mean --cfg-path?; see "),
         (["train", "--cfg-path", "x.yaml", "--optons", "a=1"], "did you mean --options?; see "),

@@ -83,7 +83,7 @@ PROJECT = {
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("run.lr=1", "run.lr: unknown key; what Megatron-LM and torchtitan calls so is run.init_lr"),
+        ("run.lr=1", "run.lr: unknown key; what Megatron-LM and torchtitan call so is run.init_lr"),
         ("run.lr_decay_style=cosine", "run.lr_decay_style: unknown key; what Megatron-LM calls so is run.lr_sched"),
         ("run.evaluate=true", "LAVIS has it, and it is not needed here: crosstrain evaluate is a command"),
         ("run.save_steps=5", "what Hugging Face's Trainer calls so is run.save_interval"),
@@ -94,7 +94,7 @@ PROJECT = {
         ("run.resume_ckpt_load_dir=x", "what LAVIS calls so is run.resume_from"),
         (
             "run.gradient_accumulation_steps=2",
-            "what DeepSpeed and Hugging Face's Trainer calls so is run.accum_grad_iters",
+            "what DeepSpeed and Hugging Face's Trainer call so is run.accum_grad_iters",
         ),
         ("run.--clip-grad=1", "what Megatron-LM calls so is run.grad_norm_clip"),
         ("run.max_iter=5", "unknown key; did you mean run.max_iters?"),

@@ -33,6 +33,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "messages": {"messages": TURNS},
     "parts": {"messages": [{"role": t["role"], "content": [{"type": "text", "text": t["content"]}]} for t in TURNS]},
     "prompt": {"prompt": ASKED, "completion": ANSWERED},
+    "question": {"question": ASKED, "answer": ANSWERED},
+    "response": {"prompt": ASKED, "response": ANSWERED},
     "prompt of turns": {"prompt": TURNS[:1], "completion": TURNS[1:]},
     "sharegpt": {"conversations": [{"from": "human", "value": ASKED}, {"from": "gpt", "value": ANSWERED}]},
     "alpaca": {"instruction": ASKED, "input": "", "output": ANSWERED},

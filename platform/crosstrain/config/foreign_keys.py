@@ -51,5 +51,7 @@ def foreign_hint(key: str) -> str | None:
     clauses = []
     for answer, names in programs.items():
         said = _SAID.get(answer[: answer.find(" ") + 1], "what {} calls so is {}")
+        if len(names) > 1:
+            said = said.replace(" calls so", " call so").replace(" has it", " have it")
         clauses.append(said.format(" and ".join(names), answer.removeprefix(NONE).removeprefix(UNNEEDED)))
     return "; ".join(clauses) or None

@@ -114,7 +114,7 @@ def preferences(row: Row) -> Iterator[tuple[list[Row], list[Any] | None, bool]]:
         return
     if row.get("chosen") is None or row.get("rejected") is None:
         raise ChatError("it has neither chosen and rejected, nor prompt, completion and label")
-    before = row.get("prompt") or row.get("conversations") or row.get("messages") or []
+    before = row.get("prompt") or row.get("question") or row.get("conversations") or row.get("messages") or []
     asked = [_message(message) for message in _side(before, "user")] if before else []
     for key in ("chosen", "rejected"):
         answer = [row[key]] if isinstance(row[key], Mapping) else _side(row[key], "assistant")
@@ -145,8 +145,9 @@ def _messages(row: Row) -> list[Any]:
     system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     if row.get("conversations") is not None:
         return system + _turns(row, "conversations")
-    if "prompt" in row and "completion" in row:
-        return _side(row["prompt"], "user") + _side(row["completion"], "assistant")
+    for asked, answered in (("prompt", "completion"), ("question", "answer"), ("prompt", "response")):
+        if asked in row and answered in row:
+            return _side(row[asked], "user") + _side(row[answered], "assistant")
     if "instruction" in row and "output" in row:
         asked = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
         before = system
@@ -157,7 +158,7 @@ def _messages(row: Row) -> list[Any]:
         return [*before, {"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
     raise ChatError(
         f"it has {', '.join(map(str, row)) or 'no keys'}, and none of messages, conversations, prompt and completion, "
-        f"or instruction and output"
+        f"question and answer, or instruction and output"
     )
 
 
