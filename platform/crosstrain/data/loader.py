@@ -8,6 +8,7 @@ stored.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ def _batches(
     samples = _ByNumber(dataset, seed, index_of)
     if dataset.far and not num_workers:  # processes work ahead by themselves
         numbers = _announced(dataset, index_of, numbers)
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # more processes than cores, as was asked for
     loader = DataLoader(
         samples,
         batch_sampler=numbers,
