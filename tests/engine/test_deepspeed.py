@@ -74,7 +74,7 @@ def test_the_documented_keys_are_accepted_and_reach_deepspeed(workspace: Workspa
         (4, {}, "run.runner.stage: expected one of 0, 1, 2, 3, got 4"),
         (2, {"gradient_clipping": 1.0}, "unknown key; what DeepSpeed calls so is run.grad_norm_clip"),
         (2, {"train_batch_size": 16}, "calls so is run.global_batch_size"),
-        (2, {"bf16": {"enabled": True}}, "calls so is run.amp: bf16"),
+        (2, {"bf16": {"enabled": True}}, "call so is run.amp: bf16"),
         (2, {"zero_optimization": {"stage": 2}}, "is run.runner: its keys stand there without it"),
         (2, {"steps_per_print": 0}, "steps_per_print"),
         (2, {"round_robin_gradients": True}, "there is none here: checkpoints could not tell"),
