@@ -277,6 +277,7 @@ def test_the_plugins_in_the_documentation_train(workspace: Workspace) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # two of them follow a step of 1,024 ranks
 def test_the_plans_in_the_documentation_work(tmp_path: Path) -> None:
     write_plugins(tmp_path / "my_plugins")
     plans = [words for block in blocks("sh") for words in commands(block) if words[:2] == ["crosstrain", "plan"]]
