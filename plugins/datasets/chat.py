@@ -24,7 +24,7 @@ from crosstrain import (
     of_split,
     registry,
 )
-from crosstrain.corpus.chat import ChatSource, dropped_rows, prepare_chat
+from crosstrain.corpus.chat import ChatSource, check_inputs, dropped_rows, prepare_chat
 from crosstrain.data.indexed_dataset import TokenFile
 from crosstrain.data.packing import pack
 from crosstrain.data.tokenizer import load_cached
@@ -69,10 +69,16 @@ class ConversationDataset(Dataset):
             cls.prepared(of_split(options, split)[0])
 
     @classmethod
+    def is_prepared(cls, options: Any) -> bool:
+        for split in SPLITS:
+            check_inputs(_paths(of_split(options, split)[0]))
+        return False
+
+    @classmethod
     def prepared(cls, options: Any) -> Path:
         """The folder of the rendered conversations, made if it is not there."""
-        paths = (options.path,) if isinstance(options.path, str) else tuple(options.path)
-        return prepare_chat(cls.source(options, paths, load_cached(options.tokenizer, options.chat_template)[1]))
+        tokenizer = load_cached(options.tokenizer, options.chat_template)[1]
+        return prepare_chat(cls.source(options, _paths(options), tokenizer))
 
     def __init__(self, options: Any, split: Split) -> None:
         super().__init__(options, split)
@@ -182,6 +188,10 @@ class Chat(ConversationDataset):
 
     def collate(self, samples: list[Sample]) -> Batch:
         return padded_rows(samples, self.options.seq_length)
+
+
+def _paths(options: ConversationOptions) -> tuple[str, ...]:
+    return (options.path,) if isinstance(options.path, str) else tuple(options.path)
 
 
 @lru_cache(maxsize=4)

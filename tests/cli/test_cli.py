@@ -67,6 +67,26 @@ def test_mistakes_in_options(
     assert expected in line
 
 
+PLUGIN = """from crosstrain import Objective, registry
+
+@registry.register_objective("looks_up")
+class LooksUp(Objective):
+    def loss(self, losses, batch):
+        return losses.sum() * batch["teacher"]
+
+    def units(self, batch):
+        return 1
+"""
+
+
+def test_an_error_in_a_plugin_names_its_line(workspace: Workspace) -> None:
+    plugin = workspace.path / "looks_up.py"
+    plugin.write_text(PLUGIN)
+    done = workspace.train("out", f"run.plugins=[{plugin}]", "run.objective=looks_up", fails=True)
+    assert done.code == 1
+    assert f"error: {plugin}:6, in loss: KeyError: 'teacher' (a traceback: --debug)" in done.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -100,6 +100,8 @@ PROJECT = {
         ("run.max_iter=5", "unknown key; did you mean run.max_iters?"),
         ("run.weight-decay=0.1", "unknown key; did you mean run.weight_decay?"),
         ("run.anything=5", "unknown key; known: "),
+        ("datasets.mine.packing=true", "unknown key; others of this kind have it, this one has: path, seq_length"),
+        ("run.packing=true", "Hugging Face's Trainer call so is datasets.NAME.packing"),
         (
             "run.eval_step=5",
             "unknown key; did you mean eval_steps? what Hugging Face's Trainer calls so is run.eval_int",

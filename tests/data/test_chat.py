@@ -261,6 +261,15 @@ def test_a_split_has_files_of_its_own(tmp_path: Path, chatml: Path) -> None:
         chat(tmp_path / "train.jsonl", chatml, "test", **own)
 
 
+def test_a_dry_run_looks_for_the_files(tmp_path: Path) -> None:
+    path = lines(tmp_path / "train.jsonl", [LAYOUTS["messages"]])
+    options = Chat.Options(str(path), "not/loaded", 256, val=str(tmp_path / "vla.jsonl"))
+    with pytest.raises(DataError, match=r"the input .*vla\.jsonl does not exist"):
+        Chat.is_prepared(options)
+    options.val = [str(path), "docstrings", "s3://bucket/not-looked-for"]
+    assert not Chat.is_prepared(options)
+
+
 @pytest.mark.usefixtures("home")
 def test_a_chat_template_may_be_a_file(tmp_path: Path, chatml: Path) -> None:
     path = lines(tmp_path / "d.jsonl", [LAYOUTS["messages"]])

@@ -6,11 +6,13 @@ import argparse
 import os
 import select
 import sys
+import sysconfig
 import traceback
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib import import_module
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, NoReturn
 
 from crosstrain import __version__
@@ -105,9 +107,16 @@ def _main(argv: Sequence[str] | None) -> int:
         elif refused := refusal(error):
             text = sentence(refused)
         else:
-            text = sentence(f"{type(error).__name__}: {first_line(error)} (a traceback: --debug)")
+            text = sentence(f"{_origin(error)}{type(error).__name__}: {first_line(error)} (a traceback: --debug)")
         print(f"error: {text}", file=sys.stderr)
         return 1
+
+
+def _origin(error: Exception) -> str:
+    """Return the last line of a plugin or script that an error came through, if any, as a beginning for its message."""
+    installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parents[1]), "<")
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(installed)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: " if frames else ""
 
 
 def _unread() -> bool:

@@ -197,6 +197,9 @@ class Checker:
         names, own = list(known), key[-1].lstrip("-").replace("-", "_")
         near = [name for name in names if own in (name, name[:-1], f"{name}s")]
         if not near and (foreign := foreign_hint(own)):
+            place = foreign.rpartition(" ")[2].split(".")
+            if (place[0], place[-1], len(place)) == (key[0], own, len(key)):
+                self.fail(key, f"unknown key; others of this kind have it, this one has: {', '.join(names)}")
             self.fail(key, f"unknown key; {foreign}")
         foreign_keys = {key for origin in origins().values() for key in origin.answers.maps[0] if len(key) > 4}
         near = near or nearest(own, [*names, *foreign_keys], 0.75 if len(own) <= 4 else 0.85) or nearest_key(own, names)

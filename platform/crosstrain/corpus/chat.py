@@ -12,11 +12,13 @@ import re
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from crosstrain.corpus import io
 from crosstrain.corpus.conversations import Row, conversation, preferences, rows
 from crosstrain.corpus.download import download
 from crosstrain.corpus.pool import CorpusStage, WorkerPool, cores
@@ -87,6 +89,13 @@ class _Encode(CorpusStage[tuple[tuple[Row | str, str], ...], list[tuple[str, lis
 
 
 _template: ChatTemplate  # of a worker
+
+
+def check_inputs(paths: Iterable[str]) -> None:
+    """Raise DataError where a file or folder of conversations is missing; what is in a bucket is not looked for."""
+    for path in paths:
+        if path != "docstrings" and not storage.is_url(path):
+            io.existing(path)
 
 
 def prepare_chat(source: ChatSource) -> Path:
