@@ -212,6 +212,9 @@ def test_a_project_is_not_overwritten_and_a_program_has_to_be_known(
     assert "there is no program 'nemo'; known: deepspeed, " in said
 
 
+KNOWN = ", ".join(name for stem, origin in origins().items() for name in (stem, *origin.aliases))
+
+
 def lost(folder: Path, name: str, settings: dict[str, Any], section: str = "") -> tuple[Any, list[str], int | None]:
     """Return the project, the notes and the ranks of a file with these settings."""
     (file := folder / "a.json").write_text(json.dumps({section: settings} if section else settings))
@@ -374,6 +377,39 @@ def test_the_datasets_that_a_trainer_is_given_are_followed(
     Path("a.py").write_text(f'{script}\nSFTTrainer("m", train_dataset=train, eval_dataset=val)\n')
     data = yaml.safe_load(migrate(Path("a.py"), origins()["transformers"])[0])["datasets"]["data"]
     assert (data["path"], data.get("val"), data.get("split")) == (path, val, split)
+
+
+def test_a_trainer_of_ones_own_is_the_one_that_it_is_made_of(tmp_path: Path) -> None:
+    script = """class Weighted(trl.SFTTrainer):
+    def compute_loss(self, model, inputs): return 2 * model(**inputs).loss
+class Own(Weighted):
+    def _inner(self): ...
+Own("gpt2", args=SFTConfig("out", max_steps=3, learning_rate=1e-3))"""
+    (path := tmp_path / "a.py").write_text(script)
+    text, notes, _ = migrate(path, origins()["transformers"])
+    tree = yaml.safe_load(text)
+    assert (tree["model"]["pretrained"], tree["run"]["max_iters"], tree["datasets"]["data"]["name"]) == (
+        "gpt2", 3, "chat",
+    )  # fmt: skip
+    assert [note for note in notes if "compute_loss" in note or "inner" in note] == [
+        "not carried over: compute_loss: give run.objective (-log p of each target is given, docs/post-training.md)"
+    ]
+
+
+def test_the_program_is_told_by_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.py").write_text('T(args=TrainingArguments("out", learning_rate=1.0, max_steps=2, save_steps=1, bf16=True))')
+    assert main(["migrate", "a.py"]) == 0
+    assert capsys.readouterr().out.startswith("these are settings of Hugging Face's Trainer\n")
+    Path("b.py").write_text("seed = 3")
+    assert main(["migrate", "b.py"]) == 1
+    assert main(["migrate", "c.py"]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "error: b.py: its settings do not tell whose they are: give --from, one of " + KNOWN,
+        "error: c.py: cannot be read (No such file or directory)",
+    ]
 
 
 def test_a_file_of_another_program_is_named(tmp_path: Path) -> None:

@@ -60,12 +60,21 @@ def _assignments(text: str) -> dict[str, Any]:
 
 
 def _arguments(text: str, calls: Mapping[str, str]) -> dict[str, Any]:
-    """Read the arguments of calls in a Python script, and their names under `calls`; UNKNOWN for what is computed."""
+    """Read the arguments of calls in a Python script, and their names under `calls`; UNKNOWN for what is computed.
+
+    A class made of one of these is called for it, and has its methods as settings.
+    """
     found = dict[str, Any]()
     known = {"torch": {name: name for name in ("bfloat16", "float16", "float32")}} | _assignments(text)
     tree = ast.parse(text)
+    made = {name: name for name in calls}
+    for own in (statement for statement in tree.body if isinstance(statement, ast.ClassDef)):
+        for base in {ast.unparse(base).rpartition(".")[2] for base in own.bases} & made.keys():
+            made[own.name] = made[base]
+            methods = [each.name for each in own.body if isinstance(each, ast.FunctionDef)]
+            found |= {name: own.name for name in methods if not name.startswith("_")}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and (name := ast.unparse(node.func).rpartition(".")[2]) in calls:
+        if isinstance(node, ast.Call) and (name := made.get(ast.unparse(node.func).rpartition(".")[2])):
             for word in (*(ast.keyword(calls[name], value) for value in node.args[:1]), *node.keywords):
                 value = _value(ast.unparse(word.value), known)
                 if word.arg and ast.unparse(word.value) != "None" and (value != UNKNOWN or word.arg not in found):

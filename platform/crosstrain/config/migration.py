@@ -67,11 +67,12 @@ def looks_like(path: Path) -> Origin | None:
         inner = [value for key, value in tree.items() if isinstance(value, dict) and key not in ("model", "datasets")]
         return set(map(str, tree)).union(*map(names, inner))
 
-    with suppress(ConfigError):
-        unknown = names(read_foreign(path)) - {f.name for f in fields(RunOptions)}
-        found = {len(unknown & origin.answers.maps[0].keys()): origin for origin in origins().values()}
-        return found[max(found)] if max(found) >= _MANY else None
-    return None
+    found = dict[int, Origin]()
+    for origin in origins().values():
+        with suppress(ConfigError):
+            unknown = names(read_foreign(path, origin.calls)) - {f.name for f in fields(RunOptions)}
+            found[len(unknown & origin.answers.maps[0].keys())] = origin
+    return found[max(found)] if max(found, default=0) >= _MANY else None
 
 
 def migrate(path: Path, origin: Origin, count: Count = lambda *files: None) -> tuple[str, list[str], int | None]:

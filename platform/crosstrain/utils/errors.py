@@ -75,7 +75,8 @@ def explained(what: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        raise ConfigError(f"{what} ({type(error).__name__}: {first_line(error)})") from error
+        own = error.strerror if isinstance(error, OSError) else None
+        raise ConfigError(f"{what} ({own or f'{type(error).__name__}: {first_line(error)}'})") from error
 
 
 @contextmanager
