@@ -258,6 +258,9 @@ OPTION_MISTAKES = [
     ("datasets.webtxt.path=x", "datasets.webtxt: unknown key; did you mean datasets.webtext?"),
     ("run.runner=shrd", "run.runner: there is no runner called 'shrd'; did you mean shard or shard2?; "
      "known: ddp, shard, shard2, shard2_offload"),
+    ("run.objective=dpoo", "run.objective: there is no objective called 'dpoo'; known: none"),
+    ("run.objective=3",
+     "run.objective: expected the objective's name, or a mapping with its name and options or null, got 3"),
     ("run.runner.stag=1", "run.runner.stag: unknown key; did you mean run.runner.stage?"),
     ("run.runner.stage=9", "run.runner.stage: expected one of 1, 2, 3, got 9"),
     ("run.runner.name=", "run.runner.name: expected text, got null"),

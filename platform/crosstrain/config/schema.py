@@ -285,6 +285,8 @@ class Checker:
     def _union(self, hint: Any, value: Any, key: Key) -> Any:
         members = get_args(hint)
         structured = [m for m in members if _takes(m, value)]
+        if isinstance(value, str) and get_args(members[0])[:1] == (Component,) and members[1:] == (type(None),):
+            structured = [members[0]]
         if len(structured) == 1:  # its own complaint is the more precise one
             return self.value(structured[0], value, key)
         for member in members:
