@@ -114,7 +114,8 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def _origin(error: Exception) -> str:
     """Return the last line of a plugin or script that an error came through, if any, as a beginning for its message."""
-    installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parents[1]), "<")
+    homes = (Path(os.__file__), Path(sysconfig.get_path("purelib"), "package"), Path(__file__).parent)  # of what is not
+    installed = (*(str(home.parent) for home in homes), "<")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(installed)]
     return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: " if frames else ""
 
