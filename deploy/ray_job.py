@@ -8,6 +8,7 @@ checkpoint; an error that a new start cannot mend ends the job. Made by:
 """
 
 import ctypes
+import os
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ TRAIN = [
     "--nproc-per-node", "8", "--options",
     "run.max_restarts=20",
 ]  # fmt: skip
+ENVIRONMENT = {}
 
 
 def end_with_parent() -> None:
@@ -38,7 +40,7 @@ class Machine:
 
     def train(self, rank: int, host: str) -> int:
         command = [*TRAIN, f"--node-rank={rank}", f"--rdzv-endpoint={host}:29400"]
-        self.process = subprocess.Popen(command, preexec_fn=end_with_parent)
+        self.process = subprocess.Popen(command, env=os.environ | ENVIRONMENT, preexec_fn=end_with_parent)
         return self.process.wait()
 
     def stop(self) -> int:

@@ -83,14 +83,49 @@ def test_flags_are_in_the_manifest_or_refused() -> None:
     assert container["image"] == "registry/image:1"
     assert container["args"][-2:] == ["run.seed=5", "run.max_restarts=3"]
     assert {"persistentVolumeClaim": {"claimName": "disk"}, "name": "storage"} in pod["volumes"]
-    text = said("--to", "slurm", "--queue", "gpu", "--time", "2:00:00", *TINY)
+    text = said("--to", "slurm", "--queue", "gpu", "--time", "2:00:00", "--account", "lab", *TINY)
     assert "#SBATCH --partition=gpu" in text
+    assert "#SBATCH --account=lab" in text
     assert "#SBATCH --time=2:00:00" in text
     assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=60).returncode == 0
     refused = said("--to", "slurm", "--spot", *TINY, code=1)
     assert refused == "error: --spot: --to slurm has no use for it; leave it out\n"
     sky = yaml.safe_load(said("--to", "skypilot", "--spot", "--gpu", "H200", *TINY))
     assert (sky["resources"]["use_spot"], sky["resources"]["accelerators"]) == (True, {"H200": 8})
+
+
+ENV = ("--env", "NCCL_DEBUG=INFO", """WORDS=it's "two" $words""")
+
+
+@pytest.mark.parametrize("to", ["job", "jobset", "trainjob", "pytorchjob"])
+def test_pods_have_the_environment_and_machines_that_are_given(to: str) -> None:
+    flags = ("--secret", "keys", "--node-selector", "gpu=h100", "example.org/pool=true")
+    text = said("--to", to, *ENV, *flags, *TINY)
+
+    def found(tree: Any, key: str) -> Iterator[Any]:
+        inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+        for name, value in inner:
+            yield from [value] if name == key else found(value, key)
+
+    tree = list(yaml.safe_load_all(text))
+    assert next(found(tree, "nodeSelector")) == {"gpu": "h100", "example.org/pool": "true"}
+    assert next(found(tree, "envFrom")) == [{"secretRef": {"name": "keys"}}]
+    assert {e["name"]: e["value"] for e in next(found(tree, "env"))} == dict(e.split("=") for e in ENV[1:])
+
+
+def test_other_targets_have_the_environment_that_is_given(tmp_path: Path) -> None:
+    script = said("--to", "slurm", *ENV, *TINY).partition("first=")[0] + 'echo "$NCCL_DEBUG $WORDS"\n'
+    done = subprocess.run(["bash"], input=script, text=True, capture_output=True, timeout=60, check=True)
+    assert done.stdout == """INFO it's "two" $words\n"""
+    sky = yaml.safe_load(said("--to", "skypilot", *ENV, *TINY))
+    assert sky["envs"] == dict(e.split("=") for e in ENV[1:])
+    given = re.search(r"^ENVIRONMENT = (.*)$", said("--to", "ray", *ENV, *TINY), re.MULTILINE)
+    assert given is not None
+    assert ast.literal_eval(given[1]) == sky["envs"]
+    refused = said("--to", "job", "--env", "NCCL_DEBUG", *TINY, code=1)
+    assert "argument --env: 'NCCL_DEBUG' is not a name, = and a value" in refused
+    refused = said("--to", "slurm", "--node-selector", "a=b", *TINY, code=1)
+    assert "--node-selector: --to slurm has no use for it" in refused
 
 
 def test_what_cannot_run_is_no_manifest() -> None:

@@ -27,7 +27,8 @@ def manifest(
     """Return the text that starts a project on `nodes` machines of the target `to`.
 
     gpus: GiB of memory of devices, by name. made_by: the command, for the text. given: values of the flags `name`,
-    `image`, `claim`, `gpu`, `queue`, `time`, `grace` and `spot`; None: not given.
+    `image`, `claim`, `gpu`, `queue`, `account`, `time`, `grace`, `spot`, `secret`, and mappings `env` and
+    `node_selector`; None: not given.
     Raises UserError for a flag that the target has no use for, and for whatever `crosstrain plan` refuses.
     """
     jinja2, meta = (require(module, "crosstrain launch") for module in ("jinja2", "jinja2.meta"))
@@ -43,7 +44,7 @@ def manifest(
         sources += filter(None, meta.find_referenced_templates(tree))
     wanted |= {"gpu"} if "gpus" in wanted else set()
     if unused := [flag for flag, value in given.items() if value is not None and flag not in wanted]:
-        raise UserError(f"--{unused[0]}: --to {to} has no use for it; leave it out")
+        raise UserError(f"--{unused[0].replace('_', '-')}: --to {to} has no use for it; leave it out")
     config = load_config(project, options)
     on_gpu = config.run.device != "cpu"
     nproc = nproc_per_node or (8 if on_gpu else 1)
@@ -56,9 +57,10 @@ def manifest(
     host = nproc * (_HOST + made.chosen.memory.on_host / _GIB) + _SHARED
     file = paths.find(project)
     restarts = config.run.max_restarts or _RESTARTS
-    facts = {
+    facts: dict[str, Any] = {
         "name": re.sub("[^a-z0-9]+", "-", file.stem.lower()).strip("-"), "image": "crosstrain", "claim": "crosstrain",
-        "queue": None, "time": "24:00:00", "spot": False,
+        "queue": None, "account": None, "time": "24:00:00", "spot": False, "env": {}, "secret": None,
+        "node_selector": {},
         "grace": max(300, math.ceil(60 + made.project.checkpoint_bytes / nodes / _SAVED)),
     }  # fmt: skip
     facts |= {flag: value for flag, value in given.items() if value is not None}

@@ -36,7 +36,7 @@ def plan(
     speed = _tokens_per_second(tokens_per_second) if tokens_per_second else None
     budget = Budget(memory, flops, speed, read_number(tokens, "--tokens") if tokens else None)
     size = world_size or Launch.detect(None, config.run.device).world_size
-    check_layout(config, size, None if world_size else lambda n: f"--world-size {n} plans for {n} ranks")
+    check_layout(config, size, lambda n: f"{n} ranks fit" if world_size else f"--world-size {n} plans for {n} ranks")
     ready = preflight(config, size, dry=True) if check else dry_run(config, size)
     planned = Project(config, ready.model, ready.sample, ready.absent)
     made = make_plan(planned, budget, size, alternatives(project, options, planned, size, presets))

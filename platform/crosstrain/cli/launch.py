@@ -1,9 +1,11 @@
 """`crosstrain launch`: the manifest that starts a project on a cluster."""
 
 import argparse
+import re
 import shlex
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from crosstrain.cli.flags import add_config, positive
 from crosstrain.utils import paths
 from crosstrain.utils.errors import UserError, os_errors_as
 
-_GIVEN = ("name", "image", "claim", "gpu", "queue", "time", "grace", "spot")
+_GIVEN = (
+    "name", "image", "claim", "gpu", "queue", "account", "time", "grace", "spot", "env", "secret", "node_selector",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--claim", metavar="NAME", help="volume claim with data and output (default: crosstrain)")
     group.add_argument("--gpu", metavar="NAME", help="kind of device (default: any with memory enough)")
     group.add_argument("--queue", "--partition", metavar="NAME", help="Kueue's local queue, or SLURM's partition")
+    group.add_argument("--account", metavar="NAME", help="that SLURM charges")
     group.add_argument("--time", metavar="H:M:S", help="limit after which SLURM requeues it (default: 24:00:00)")
     group.add_argument("--grace", type=positive, metavar="SECONDS", help="for the last save (default: by its size)")
     group.add_argument("--spot", action="store_const", const=True, help="machines that the cloud may take back")
+    for flag, name, metavar, meaning in (
+        ("--env", r"[A-Za-z_]\w*", "NAME=VALUE", "variables of the environment, such as NCCL_SOCKET_IFNAME=eth0"),
+        ("--node-selector", r"[\w./-]+", "LABEL=VALUE", "Kubernetes' labels of machines to run on"),
+    ):
+        group.add_argument(flag, type=partial(_pair, name), nargs="+", action="extend", metavar=metavar, help=meaning)
+    group.add_argument("--secret", metavar="NAME", help="secret of Kubernetes whose entries are variables")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     a, known = arguments, _known()
     made_by = shlex.join(["crosstrain", *(word for word in a.words if word != "--submit")])
-    given = {flag: getattr(a, flag) for flag in _GIVEN}
+    given = {flag: dict(value) if isinstance(value := getattr(a, flag), list) else value for flag in _GIVEN}
     text = manifest(a.cfg_path, a.options, a.to, a.nodes, a.nproc_per_node, known["gpus"], made_by, **given)
     if not a.submit:
         print(text, end="")
@@ -56,6 +67,13 @@ def run(arguments: argparse.Namespace) -> int:
         file.write_text(text, encoding="utf-8")
     print(f"wrote {file}; {shlex.join(words)}", flush=True)
     return subprocess.run(words, check=False).returncode
+
+
+def _pair(name: str, word: str) -> tuple[str, str]:
+    """Split NAME=VALUE, whose name is of the pattern `name`."""
+    if not (found := re.fullmatch(f"({name})=(.*)", word)):
+        raise argparse.ArgumentTypeError(f"{word!r} is not a name, = and a value")
+    return found[1], found[2]
 
 
 def _known() -> dict[str, Any]:
