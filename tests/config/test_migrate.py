@@ -445,6 +445,17 @@ def test_settings_of_megatron_that_mean_something_else_here(tmp_path: Path) -> N
     assert "moe_" not in "\n".join(notes)
 
 
+def test_stretched_positions_of_megatron_are_those_of_llama_3(tmp_path: Path) -> None:
+    given = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 512}
+    given |= {"swiglu": True, "position_embedding_type": "rope", "rotary_base": 500000, "use_rope_scaling": True}
+    tree, notes, _ = lost(tmp_path, "megatron_lm", given | {"rope_scaling_factor": 32.0})
+    assert tree["model"]["config"]["rope_parameters"] == {  # the constants are Megatron-LM's
+        "rope_type": "llama3", "rope_theta": 500000, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    assert "rope" not in "".join(notes)
+
+
 # The sizes are those of DeepSeek-V3, in NVIDIA's script for Megatron-FSDP, of Qwen3-30B-A3B and of Qwen1.5-MoE-A2.7B.
 MIXTURES = {
     "deepseek_v3": (
