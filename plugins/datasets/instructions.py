@@ -10,6 +10,7 @@ from annotated_types import Interval
 from crosstrain import (
     SPLITS,
     Annotation,
+    DataError,
     EmptySplit,
     FilePath,
     ImageDataset,
@@ -64,6 +65,8 @@ class Instructions(ImageDataset):
         self.file = own or options.annotations
         self.entries = _entries(self.file)
         self.folder = Path(options.images).expanduser()
+        if not self.folder.is_dir() and any(entry["images"] for entry in self.entries):
+            raise DataError(f"there is no folder {options.images} of images")
         k, shares = (0, [1.0]) if own else (SPLITS.index(split), [*options.split, 0.0, 0.0][:3])
         self.start, self.stop = (round(sum(shares[:n]) / sum(shares) * len(self.entries)) for n in (k, k + 1))
         if self.start == self.stop:

@@ -294,8 +294,12 @@ def test_the_parts_of_a_vision_language_model_open_alone(
 
     export = ["export", "--checkpoint", str(run.folder)]
     for part in ("language_model", "adapter"):
-        assert main([*export, "--part", part, "--output", str(tmp_path / part)]) == 0
-    assert "Qwen2ForCausalLM.from_pretrained(" in capsys.readouterr().out
+        code = main([*export, "--part", part, "--output", str(tmp_path / part)])
+        assert code == (part == "adapter" and not frozen)
+    said = capsys.readouterr()
+    assert "Qwen2ForCausalLM.from_pretrained(" in said.out
+    assert ("the weights that it is added to were trained, too" in said.err) is not frozen
+    assert (tmp_path / "adapter").exists() is frozen
     found, problems = Qwen2ForCausalLM.from_pretrained(tmp_path / "language_model", output_loading_info=True)
     assert not any(problems.values()), problems
     base = Qwen2ForCausalLM.from_pretrained(tmp_path / "qwen")
@@ -309,7 +313,7 @@ def test_the_parts_of_a_vision_language_model_open_alone(
         # W x + s B (A x) in another order than (W + s B A) x, in fp32.
         torch.testing.assert_close(merged, separate, rtol=1e-4, atol=1e-5)
         assert (merged - start).abs().max() > 1e-3  # the adapter has learned something
-    assert (tmp_path / "adapter" / "tokenizer.json").exists()
+        assert (tmp_path / "adapter" / "tokenizer.json").exists()
     assert main([*export, "--part", "visual", "--output", str(tmp_path / "none")]) == 1
     known = "adapter, vision, qformer, projector, language_model"
     assert f"no part 'visual' to export; known: {known}" in capsys.readouterr().err

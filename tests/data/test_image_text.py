@@ -204,7 +204,11 @@ def test_more_bad_samples_than_allowed_end_the_training(home: Path, words: Path)
 
 
 def test_a_wrong_folder_ends_a_large_training_at_once(home: Path, words: Path) -> None:
-    dataset = opened(home, instructions(home, words, [LLAVA[0]] * 5000, images=str(home / "none"), max_skipped=0.01))
+    project = instructions(home, words, [LLAVA[0]] * 5000, images=str(home / "none"), max_skipped=0.01)
+    with pytest.raises(DataError, match=r"^datasets\.\w+: there is no folder .*none of images$"):
+        opened(home, project)
+    (home / "none").mkdir()
+    dataset = opened(home, project)
     with pytest.raises(DataError, match=r"11 of 1000 samples cannot be used, .* the last one: .*0\.png cannot be read"):
         get(dataset, 0)
 

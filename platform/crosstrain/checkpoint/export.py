@@ -73,9 +73,14 @@ def export_adapter(
 ) -> None:
     """Write the adapter of a verified `checkpoint`, whose model is `model`, to the folder `output` as peft does.
 
-    Raises UserError as `export` does and where there is no adapter.
+    Raises UserError as `export` does, where there is no adapter, and where what it is added to was trained, too.
     """
     reader = Reader.open(checkpoint, weights)
+    if model.merges().keys() & reader.names("param"):
+        raise UserError(
+            "--part adapter: the weights that it is added to were trained, too, so that it means nothing without them; "
+            "export what holds both, which merges it"
+        )
     with _folder(output) as folder:
         model.save_parts(folder, reader.names("param"), lambda name: reader.whole(name).to(dtype))
         if not any(folder.iterdir()):
