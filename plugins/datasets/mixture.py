@@ -110,6 +110,10 @@ class Mixture(VqaDataset):
         weights = lengths if ratios[0] is None else ratios
         self.order = MixtureOrder(quantise(weights))
 
+    @property
+    def image_sizes(self) -> frozenset[tuple[int, int]]:  # type: ignore[override]
+        return frozenset().union(*(part.image_sizes for part in self.parts))
+
     def begin(self, context: ReadContext) -> None:
         for part in self.parts:
             part.begin(context)

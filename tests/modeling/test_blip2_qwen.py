@@ -20,6 +20,7 @@ from crosstrain.data.vision.conversations import collate
 from crosstrain.engine.build import make_model
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling.meta_init import parameters_on_meta
+from crosstrain.training.preflight import preflight
 from crosstrain.utils.errors import CheckpointError, ConfigError, DataError
 from fixtures_ranks import make_trainer, mostly_slow, run_ranks, train
 from fixtures_training import TOLERANCE, relative, stored
@@ -290,6 +291,12 @@ def test_the_second_stage_trains_the_qformer_and_adapters_too() -> None:
 def test_mistakes_are_one_sentence(project: Path, given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         make_model(load_config(project, options(given)))
+
+
+@pytest.mark.parametrize("key", ["model.vision", "datasets.images.vis_processor.train"])
+def test_images_of_another_size_are_refused_before_a_run(project: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=r"images have \d+ x \d+ pixels and the model takes \d+ x \d+: "):
+        preflight(load_config(project, [f"{key}.image_size=32"]), 1)
 
 
 @pytest.mark.slow

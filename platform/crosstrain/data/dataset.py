@@ -42,6 +42,7 @@ class Dataset(ABC):
 
     vocab_size: int | None = None  # bound of the ids in samples; checked against the model's
     sequence_length: int | None = None  # longest sample in tokens; checked against the model's limit
+    image_sizes: frozenset[tuple[int, int]] = frozenset()  # height and width of its images; checked against the model's
     tokenizer_path: Path | None = None  # a folder; its tokenizer's files are copied into every checkpoint
     end_tokens: tuple[int, ...] = ()  # that end an answer; a checkpoint's generation_config.json names them
     documents: bool = False  # True: position_ids, which restart at each document, keep the documents of a sample apart

@@ -149,6 +149,12 @@ def check_fit(model: Model, dataset: Dataset) -> None:
             f"{dataset.vocab_size} ids: a new model needs vocab_size={dataset.vocab_size}, data for a pretrained one "
             f"the model's own tokenizer"
         )
+    if model.image_size and (others := sorted(dataset.image_sizes - {model.image_size})):
+        theirs, ours = (" x ".join(map(str, size)) for size in (others[0], model.image_size))
+        raise ConfigError(
+            f"datasets: images have {theirs} pixels and the model takes {ours}: give the image_size of every image "
+            f"processor and of the model one value"
+        )
     if dataset.documents:
         model.check_documents()
     check_tokenizer(model.pretrained_weights(), dataset)

@@ -92,6 +92,7 @@ class Model(nn.Module, ABC):
     head: Head = Head()  # the end of a language model's forward; a runner may replace it
     routers: Routers | None = None  # of a mixture of experts
     context: Context | None = None  # ranks that share the rows of a batch with targets
+    image_size: tuple[int, int] | None = None  # height and width of the images that it takes
 
     def __init__(self, options: Any) -> None:
         super().__init__()

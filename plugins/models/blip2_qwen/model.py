@@ -71,6 +71,7 @@ class Blip2Qwen(Model):
             name = options.language_model.model.name
             raise ConfigError(f"model.language_model.model: {name} is not a language model that takes embeddings")
         self.vision = vision.make_encoder(options.vision)
+        self.image_size = vision.image_size(self.vision)
         self.width: int = self.vision.embed_dim  # type: ignore[assignment]
         self.qformer = Blip2QFormerModel(_qformer_config(options.qformer, self.width))
         asked = self.qformer.config.hidden_size
@@ -114,7 +115,7 @@ class Blip2Qwen(Model):
         if pixel_values is not None or labels is not None or cache is None or not cache.get_seq_length():
             images = pixel_values
             if images is None:
-                images = torch.zeros((1, 3, *vision.image_size(self.vision)), device=input_ids.device)
+                images = torch.zeros((1, 3, *self.image_size), device=input_ids.device)
             features = self.encode_images(images).to(embeddings.dtype)
             if pixel_values is None:
                 # A rank whose batch has no image must still compute and reduce the same parameters as the others.

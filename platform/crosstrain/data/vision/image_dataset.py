@@ -177,6 +177,13 @@ class ImageDataset(VqaDataset):
         ids = torch.zeros(1, options.max_length, dtype=torch.int64, device="meta")
         return {"input_ids": ids, "labels": ids, "pixel_values": torch.empty(1, *pixels.shape, device="meta")}
 
+    @property
+    def image_sizes(self) -> frozenset[tuple[int, int]]:  # type: ignore[override]
+        from PIL import Image
+
+        height, width = self.image_processor(Image.new("RGB", (64, 64)), np.random.default_rng(0)).shape[-2:]
+        return frozenset({(height, width)})
+
     @abstractmethod
     def read(self, index: int) -> tuple[list[Any], Annotation]:
         """Return a sample's PIL images and annotation. Raises SampleError if they cannot be read."""
