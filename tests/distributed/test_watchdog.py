@@ -137,6 +137,29 @@ def test_a_rank_that_does_not_come_in_time_is_named_with_its_place(astray: Works
     assert f"rank 1 was at {line('late')}" in said
 
 
+FREEZES = """
+import os, signal
+
+from crosstrain import Callback, registry
+
+@registry.register_callback("freezes")
+class Freezes(Callback):
+    def before_step(self):
+        if self.trainer.runner.world.rank == 1 and self.trainer.state.step == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", ["ddp", "fsdp"])
+def test_a_process_that_is_stopped_is_named(workspace: Workspace, runner: str) -> None:
+    plugin = workspace.path / "freezes.py"
+    plugin.write_text(FREEZES)
+    frozen = f"run.plugins=[{plugin}]", "run.callbacks=[freezes]", f"run.runner={runner}", "run.collective_timeout=8"
+    said = sentence(workspace.train("out", *frozen, nproc=2, fails=True))
+    assert re.match(r"rank 1 (did not answer for|never entered .* which rank 0 waited in for) \d+ s", said)
+
+
 @pytest.mark.slow
 def test_workers_of_another_launcher_say_it_once(astray: Workspace) -> None:
     with socket.socket() as probe:

@@ -78,6 +78,16 @@ def find_absent(mine: RankReport, others: list[RankReport], silent: list[int]) -
     return None
 
 
+def find_mute(mine: RankReport, mute: list[int]) -> str | None:
+    """Describe ranks that have given no report since this one waits, in whatever torch does by itself."""
+    if not mute:
+        return None
+    return (
+        f"{name_ranks(mute)} did not answer for {mine.idle_seconds:.0f} s, while rank {mine.rank} waited at "
+        f"{mine.location}{_called_at(mine)}; a process that was stopped, or a machine that is lost, does this"
+    )
+
+
 def _idle(one: RankReport, other: RankReport, seconds: float) -> bool:
     """Return True if both have stopped for good: for `seconds`, or because one is dying."""
     return one.aborting or other.aborting or min(one.idle_seconds, other.idle_seconds) >= seconds

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from crosstrain.distributed import group
 from crosstrain.distributed.launch import worker_errors
-from crosstrain.distributed.watchdog.diagnosis import SETTLED, find_absent, find_deadlock, find_desync
+from crosstrain.distributed.watchdog.diagnosis import SETTLED, find_absent, find_deadlock, find_desync, find_mute
 from crosstrain.distributed.watchdog.flight_recorder import MAX_CALLS, FlightRecorder, RankReport, locate
 from crosstrain.distributed.watchdog.torch_hooks import delay_abort, is_aborting
 from crosstrain.utils.errors import RankLost, TrainingError, UserError
@@ -69,6 +69,7 @@ class Watchdog:
         self._question = 0  # the last one heard
         self._progress: Any = None  # of the main thread, when it last moved
         self._moved = time.monotonic()
+        self._mute: set[int] | None = None  # ranks without any answer since training is idle here; None: not asked yet
         # A launcher that starts workers again may keep the store, and what earlier watchdogs wrote there.
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name)
@@ -105,7 +106,7 @@ class Watchdog:
                 idle = self._idle_seconds()
                 dying = idle >= _POLL and is_aborting()
                 if idle < SETTLED and not dying:
-                    due = patience
+                    due, self._mute = patience, None
                 elif idle >= due or dying:
                     # A long step is no hang: asking costs little against the time that training has been idle.
                     self._diagnose(MAX_CALLS if dying or idle >= _ALL_CALLS_AFTER else _FEW_CALLS)
@@ -113,12 +114,13 @@ class Watchdog:
 
     def _diagnose(self, depth: int, *, failed: bool = False, desynced: str | None = None) -> None:
         reports, answered, silent = self._ask(2 * _ANSWER if failed else _ANSWER, depth)
+        self._mute = {*silent} if self._mute is None else self._mute & {*silent}
         mine = self._report(depth)
         problem = find_desync(mine, reports, failed=failed, desynced=desynced)
         if problem := problem or find_deadlock(mine, answered, failed=failed):
             self._end_run(TrainingError(problem))
         late = mine.idle_seconds >= self._limit and not failed
-        if late and (problem := find_absent(mine, answered, silent)):
+        if late and (problem := find_absent(mine, answered, silent) or find_mute(mine, sorted(self._mute))):
             # A process that does not answer is lost, rather than in another call.
             self._end_run(RankLost(problem) if silent else TrainingError(problem))
 
