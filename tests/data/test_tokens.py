@@ -276,6 +276,7 @@ def test_verify_finds_documents_that_run_backwards(tmp_path: Path) -> None:
         TokenFile(tmp_path / "t").verify()
 
 
+@pytest.mark.slow
 def test_offsets_of_many_gigabytes(tmp_path: Path) -> None:
     """Beyond what 32 bits can say; the files are sparse, so the disk holds next to nothing of them."""
     length = (1 << 30) + 7
