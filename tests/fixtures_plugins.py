@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from crosstrain.config.foreign_keys import origins
 from crosstrain.config.registry import ENVIRONMENT, PACKAGE, Registry, registry
 from crosstrain.utils import paths
 
@@ -54,5 +55,7 @@ def isolate(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[Path]:
     monkeypatch.setattr(paths, "home", lambda: home)
     monkeypatch.delenv(ENVIRONMENT, raising=False)
     monkeypatch.chdir(home)
+    origins.cache_clear()
     yield home
+    origins.cache_clear()  # which are of this home
     forget_plugins()
