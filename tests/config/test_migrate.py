@@ -434,6 +434,10 @@ def test_settings_of_megatron_that_mean_something_else_here(tmp_path: Path) -> N
     tree, notes, ranks = lost(tmp_path, "megatron_lm", sizes | {"load": "old", "tensor_model_parallel_size": 2})
     assert "resume_from" not in tree["run"]
     assert any("load: Megatron-LM's checkpoints are not imported" in note for note in notes)
+    tree, notes, _ = lost(tmp_path, "megatron_lm", sizes | {"save_interval": 20, "save_retain_interval": 100})
+    kept = {key: tree["run"].get(key) for key in ("save_interval", "save_best", "keep_every")}
+    assert kept == {"save_interval": 20, "save_best": False, "keep_every": 100}
+    assert any("run.keep_last=null keeps every checkpoint" in note for note in notes)
     assert ranks == 2
     moe = {"num_experts": 4, "moe_router_topk": 2, "num_layers": 6, "swiglu": True, "disable_bias_linear": True}
     moe |= {"moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001, "moe_router_load_balancing_type": "aux_loss"}
