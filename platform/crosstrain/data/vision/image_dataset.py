@@ -171,17 +171,13 @@ class ImageDataset(VqaDataset):
         """Return a batch with one image, if `max_length` bounds the samples."""
         if options.max_length is None:
             return None
-        from PIL import Image
-
-        pixels = _processor(options.vis_processor.eval)(Image.new("RGB", (64, 64)), np.random.default_rng(0))
+        pixels = _blank(_processor(options.vis_processor.eval))
         ids = torch.zeros(1, options.max_length, dtype=torch.int64, device="meta")
         return {"input_ids": ids, "labels": ids, "pixel_values": torch.empty(1, *pixels.shape, device="meta")}
 
     @property
     def image_sizes(self) -> frozenset[tuple[int, int]]:  # type: ignore[override]
-        from PIL import Image
-
-        height, width = self.image_processor(Image.new("RGB", (64, 64)), np.random.default_rng(0)).shape[-2:]
+        height, width = _blank(self.image_processor).shape[-2:]
         return frozenset({(height, width)})
 
     @abstractmethod
@@ -293,6 +289,13 @@ def open_image_file(path: Path) -> Any:
     """Read and decode an image file as `open_image` does."""
     with os_errors_as(SampleError, f"{path} cannot be read"):
         return open_image(read_regular(path, LARGEST_IMAGE), str(path))
+
+
+def _blank(processor: ImageProcessor) -> np.ndarray:
+    """Process a black image: its shape is that of all."""
+    from PIL import Image
+
+    return processor(Image.new("RGB", (64, 64)), np.random.default_rng(0))
 
 
 def _processor(component: Component) -> Any:
