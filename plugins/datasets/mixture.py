@@ -16,6 +16,7 @@ from crosstrain import (
     Component,
     DataError,
     Dataset,
+    EmptySplit,
     Example,
     Message,
     OptionError,
@@ -30,6 +31,7 @@ from crosstrain import (
     registry,
     require,
 )
+from crosstrain.data.splits import open_dataset
 from crosstrain.data.tokenizer import TOKENIZER, vocabulary
 from crosstrain.data.vision.image_dataset import prompt_builder
 
@@ -42,6 +44,7 @@ class MixturePart:
 
     dataset: Annotated[Component, "dataset"]  # any dataset of the registry
     ratio: PositiveFloat | None = None  # relative to the others'; None in all parts: in proportion to their sizes
+    label: str | None = None  # its name in samples, scores and errors; None: its number
 
 
 @registry.register_dataset("mixture")
@@ -50,7 +53,7 @@ class Mixture(VqaDataset):
 
     Each part is shuffled and repeated as if it were alone, at the pace of its share. An epoch is long enough for every
     sample of every part; a part whose share is larger than its size is repeated. The parts must have the same
-    tokenizer.
+    tokenizer. Parts without a sample are left out of the val and test splits.
     """
 
     @dataclass
@@ -86,9 +89,16 @@ class Mixture(VqaDataset):
 
     def __init__(self, options: Any, split: Split) -> None:
         super().__init__(options, split)
-        self.parts: list[Dataset] = [
-            registry.get("dataset", p.dataset.name)(p.dataset.options, split) for p in options.parts
-        ]
+        self.parts, given, absent = list[Dataset](), list[MixturePart](), list[EmptySplit]()
+        for number, part in enumerate(options.parts):
+            label = part.label or f"part {number} ({part.dataset.name})"
+            try:
+                self.parts.append(open_dataset(part.dataset, split, label))
+                given.append(part)
+            except EmptySplit as error:
+                absent.append(error)
+        if absent and (split == "train" or not self.parts):
+            raise absent[0]
         first = self.parts[0]
         for part in self.parts[1:]:
             if not _same_vocabulary(part.tokenizer_path, first.tokenizer_path):
@@ -99,13 +109,13 @@ class Mixture(VqaDataset):
             raise DataError("preferences cannot be mixed: name all their files in one dataset")
         self.vocab_size, self.tokenizer_path = first.vocab_size, first.tokenizer_path
         self.documents, self.end_tokens = first.documents, tuple(sorted({t for p in self.parts for t in p.end_tokens}))
-        self.notice = "; ".join(filter(None, (part.notice for part in self.parts)))
+        self.notice = "; ".join(f"{part.address}: {part.notice}" for part in self.parts if part.notice)
         self.far = any(part.far for part in self.parts)
         self.indexed = all(part.indexed for part in self.parts)
         longest = [part.sequence_length for part in self.parts]
         self.sequence_length = None if None in longest else max(length or 0 for length in longest)
         lengths = [len(part) for part in self.parts]
-        ratios = [part.ratio for part in options.parts]
+        ratios = [part.ratio for part in given]
         self.starts = [0, *accumulate(epoch_counts(lengths, ratios))]
         weights = lengths if ratios[0] is None else ratios
         self.order = MixtureOrder(quantise(weights))
@@ -140,8 +150,7 @@ class Mixture(VqaDataset):
 
     def location(self, index: int) -> str:
         part, inner = self._place(index)
-        number = self.parts.index(part)
-        return f"part {number} ({self.options.parts[number].dataset.name}), {part.location(inner)}".rstrip(", ")
+        return f"{part.address}, {part.location(inner)}".rstrip(", ")
 
     def normalization(self, index: int) -> tuple[Sequence[float], Sequence[float]] | None:
         part, inner = self._place(index)
@@ -160,7 +169,7 @@ class Mixture(VqaDataset):
     def examples(self, index: int) -> list[Example]:
         part, inner = self._place(index)
         found = part.examples(inner) if isinstance(part, VqaDataset) else []
-        label = f"part {self.parts.index(part)}, " if len(self.parts) > 1 else ""
+        label = f"{part.address}, " if len(self.parts) > 1 else ""
         return [replace(example, kind=f"{label}{example.kind}") for example in found]
 
     @classmethod

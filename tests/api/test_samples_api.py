@@ -129,7 +129,8 @@ def test_pictures_are_drawn_with_question_and_answer(
     one["datasets"] = {"both": {"name": "mixture", "parts": [{"dataset": one["datasets"]["images"]}] * 2}}
     both = open_split(crosstrain.load_config(one), "train")
     kinds = [{e.kind for n in half for e in both.examples(n)} for half in (range(12), range(12, len(both)))]  # type: ignore[attr-defined]
-    assert [{kind.partition(", ")[0] for kind in part} for part in kinds] == [{"part 0"}, {"part 1"}]
+    labels = [{kind.partition(", ")[0] for kind in part} for part in kinds]
+    assert labels == [{"part 0 (instructions)"}, {"part 1 (instructions)"}]
     eyes = {"datasets.images.vis_processor.train": {"name": "image_eval", "image_size": 16, "mean": [0.5, 0.4, 0.3]}}
     Image.new("RGB", (9, 9), (250, 240, 10)).save(home / "0.png")  # nothing is stretched: it has its own colour
     view = next(v for v in crosstrain.samples(mixed, numbers=range(12), options=eyes) if len(v.pictures) == 1)

@@ -147,7 +147,7 @@ def test_a_misspelt_folder_of_weights_is_named(
     for source in ("wieghts", str(workspace.path / "wieghts")):
         assert "did you mean weights?" in complaint(capsys, *words, f"model.pretrained={source}")
         assert main([words[0], "--dry-run", *words[1:], f"model.pretrained={source}"]) == 0
-        assert "not on this machine; did you mean weights?" in capsys.readouterr().out
+        assert "the hub's model; did you mean weights?" in capsys.readouterr().out
 
 
 def test_a_path_that_does_not_exist_is_told_before_torch_is_imported(tmp_path: Path) -> None:

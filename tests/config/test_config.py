@@ -106,7 +106,7 @@ def test_datasets_side_by_side_are_the_parts_of_one(home: Path) -> None:
     first, second = load().datasets[label].options.parts
     assert label == "webtext+again"
     assert (first["dataset"]["name"], first["ratio"]) == ("lines", None)
-    assert second == {"dataset": {"name": "images", "folder": "."}, "ratio": 3.0}
+    assert second == {"label": "again", "dataset": {"name": "images", "folder": "."}, "ratio": 3.0}
     assert Config.from_plain(load().plain).plain == load().plain
     assert "datasets.again.foldr: unknown key" in mistake("datasets.again.foldr=x")
     with pytest.raises(ConfigError, match=r"did you mean datasets\.webtext\+again\.parts\.1\.dataset\?"):
@@ -119,7 +119,7 @@ def test_one_dataset_may_be_a_copy_of_another(home: Path) -> None:
     write(home, SIDE_BY_SIDE)
     edit(home, "run:\n", "  again: ${datasets.webtext}\nrun:\n")
     first, second = load().datasets["webtext+again"].options.parts
-    assert first == second
+    assert first | {"label": "again"} == second
 
 
 def test_yaml_anchors_and_merge_keys_work(home: Path) -> None:

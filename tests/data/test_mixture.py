@@ -12,6 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import crosstrain
 from conftest import Workspace, json_lines, write_text
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.registry import registry
@@ -21,7 +22,8 @@ from crosstrain.corpus.options import PrepareOptions
 from crosstrain.corpus.prepare import prepare
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import training_steps
-from crosstrain.utils.errors import ConfigError
+from crosstrain.data.splits import open_split
+from crosstrain.utils.errors import ConfigError, DataError
 from fixtures_ranks import run_ranks, train
 from fixtures_shards import module_of
 from fixtures_training import evaluate
@@ -162,6 +164,20 @@ def test_a_curriculum_and_a_mixture_train_alike_under_every_runner(workspace: Wo
     whole = train(workspace.project, "whole", "run.lr_decay_iters=10")
     resumed = train(workspace.project, "resumed", "run.lr_decay_iters=10")
     assert resumed.column("loss") == whole.column("loss")
+
+
+def test_parts_are_known_by_their_labels_and_one_may_have_all_of_val(workspace: Workspace, dataset: Path) -> None:
+    part = {"name": "text", "path": str(dataset), "seq_length": 32}
+    workspace.config["datasets"] = {"books": part | {"split": [1]}, "web": part | {"split": [3, 1]}}
+    config = crosstrain.load_config(workspace.config)
+    train, val = open_split(config, "train"), open_split(config, "val")
+    assert {train.location(i).partition(",")[0] for i in range(len(train))} == {"books", "web"}
+    assert {val.location(i).partition(",")[0] for i in range(len(val))} == {"web"}
+    with pytest.raises(DataError, match="the test split"):
+        open_split(config, "test")
+    workspace.config["datasets"]["books"]["path"] = "nowhere"
+    with pytest.raises(DataError, match=r"^datasets\.books\+web: books: there are no tokens at nowhere"):
+        open_split(crosstrain.load_config(workspace.config), "val")
 
 
 def test_a_run_validates_on_the_files_of_that_split(workspace: Workspace, dataset: Path) -> None:

@@ -15,6 +15,7 @@ from crosstrain.checkpoint.manifest import MANIFEST, IncompatibleCheckpointError
 from crosstrain.utils import storage
 from crosstrain.utils.errors import CheckpointError
 from crosstrain.utils.files import open_regular, write_atomically
+from crosstrain.utils.foreign_weights import foreign_weights
 from crosstrain.utils.logging import log
 from crosstrain.utils.paths import missing
 
@@ -151,16 +152,17 @@ def prune(root: Path, newest: int, retention: Retention, run: str | None, keep: 
             remove(doomed)
 
 
-def newest_valid(root: Path, run: str | None = None) -> tuple[Path | None, list[str]]:
+def newest_valid(root: Path, run: str | None = None, whole: bool = True) -> tuple[Path | None, list[str]]:
     """Return the newest intact checkpoint, and a sentence for each damaged newer one, which is also logged.
 
-    Raises CheckpointError where another run than `run` (None: any) wrote it.
+    Without `whole` its files are there, and nobody has read them. Raises CheckpointError where another run than `run`
+    (None: any) wrote it.
     """
     damaged: list[str] = []
     for step in reversed(steps(root)):
         folder = step_folder(root, step)
         try:
-            verified(folder)
+            verified(folder, whole)
         except IncompatibleCheckpointError:
             raise
         except CheckpointError as error:
@@ -172,20 +174,21 @@ def newest_valid(root: Path, run: str | None = None) -> tuple[Path | None, list[
     return None, damaged
 
 
-def verified(folder: Path) -> Reader:
+def verified(folder: Path, whole: bool = True) -> Reader:
     """Open a checkpoint and check its files. Of a bucket's, the local copy is made anew, but for the tensors."""
     if storage.origin(folder) is not None:
         fetch_manifest(folder)
     reader = Reader.open(folder)
-    reader.verify()
+    if whole:
+        reader.verify()
     return reader
 
 
-def find_checkpoint(place: str | Path) -> Path:
+def find_checkpoint(place: str | Path, whole: bool = True) -> Path:
     """Find a checkpoint: `place` itself, or the newest intact one of a run's folder or its `checkpoints/`.
 
-    It may be a URL, for which the local copy's path is returned, and a pointer file, such as `checkpoints/best`. Raises
-    CheckpointError where there is none.
+    It may be a URL, for which the local copy's path is returned, and a pointer file, such as `checkpoints/best`.
+    Without `whole` its files are not read. Raises CheckpointError where there is none.
     """
     path = storage.local(place)
     if (url := storage.origin(path)) is not None:
@@ -195,18 +198,21 @@ def find_checkpoint(place: str | Path) -> Path:
         raise CheckpointError(missing(path, [path]))
     elif path.is_file():
         if (step := read_pointer(path.parent, path.name)) is None:
-            raise CheckpointError(f"{path}: not a checkpoint, and names none beside it")
+            raise CheckpointError(f"{path}: {foreign_weights(path) or 'not a checkpoint, and names none beside it'}")
         path = step_folder(path.parent, step)
     if has_manifest(path):
-        verified(path)
+        verified(path, whole)
         return _plain(path)
     for root in (path, path / "checkpoints"):
-        folder, damaged = newest_valid(root)
+        folder, damaged = newest_valid(root, whole=whole)
         if folder is not None:
             return _plain(folder)
         if damaged:
             raise CheckpointError(f"{root}: no undamaged checkpoint ({damaged[0]})")
-    raise CheckpointError(f"{url or path}: not a checkpoint, and holds none; name a run's folder or checkpoints/step_…")
+    said = foreign_weights(path) or "not a checkpoint, and holds none; name a run's folder or checkpoints/step_…"
+    if (path / "config.json").is_file():
+        said = "not a checkpoint but a Hugging Face folder, whose weights model.pretrained takes"
+    raise CheckpointError(f"{url or path}: {said}")
 
 
 def _plain(folder: Path) -> Path:

@@ -136,7 +136,9 @@ def _setting(flag: str) -> str:
     if name in _PROJECT_FLAGS:
         return "a project file has the flag --cfg-path"
     own = f"it is run.{name}" if name in {f.name for f in fields(RunOptions)} else foreign_hint(name)
-    return f"{own}; settings are in the project file, or follow --options as KEY=VALUE" if own else ""
+    if own is None or " here: " in own:
+        return own or ""
+    return f"{own}; settings are in the project file, or follow --options as KEY=VALUE"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -180,7 +180,10 @@ class _Builder:
                 parts["run"] = self.check.dataclass(RunOptions, tree["run"], ("run",))
         mistakes.raise_all()
         if len(datasets) > 1:
-            each = [{"dataset": to_plain(part), "ratio": ratios[label]} for label, part in parts["datasets"].items()]
+            each = [
+                {"label": label, "dataset": to_plain(part), "ratio": ratios[label]}
+                for label, part in parts["datasets"].items()
+            ]
             mixed = self.check.component("dataset", {"name": _SIDE_BY_SIDE, "parts": each}, ("datasets",))
             parts["datasets"] = {"+".join(datasets): mixed}
         return Config(**parts)

@@ -40,6 +40,7 @@ class Dataset(ABC):
     from any process. Subclasses accept (options, split).
     """
 
+    address: str = ""  # where a project describes it, such as datasets.chat; errors name it
     vocab_size: int | None = None  # bound of the ids in samples; checked against the model's
     sequence_length: int | None = None  # longest sample in tokens; checked against the model's limit
     image_sizes: frozenset[tuple[int, int]] = frozenset()  # height and width of its images; checked against the model's

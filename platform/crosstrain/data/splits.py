@@ -22,10 +22,17 @@ def open_split(config: Config, split: Split) -> Dataset:
     ((label, component),) = config.datasets.items()
     with limited_to(config.trust):
         check_source(f"the {split} split of {label}")
-        try:
-            return registry.get("dataset", component.name)(component.options, split)
-        except DataError as error:
-            raise type(error)(f"datasets.{label}: {error.args[0]}", *error.args[1:]) from error
+        return open_dataset(component, split, f"datasets.{label}")
+
+
+def open_dataset(component: Component, split: Split, address: str) -> Dataset:
+    """Open a split of a dataset that a project describes at `address`, which every error begins with."""
+    try:
+        dataset = registry.get("dataset", component.name)(component.options, split)
+    except DataError as error:
+        raise type(error)(f"{address}: {error.args[0]}", *error.args[1:]) from error
+    dataset.address = address
+    return dataset
 
 
 def prepare_data(config: Config) -> None:

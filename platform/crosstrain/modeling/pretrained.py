@@ -9,6 +9,7 @@ from pathlib import Path
 
 from crosstrain.utils.errors import CheckpointError, explained, first_line
 from crosstrain.utils.files import last_checkpoint, read_regular
+from crosstrain.utils.foreign_weights import foreign_weights
 from crosstrain.utils.paths import near
 from crosstrain.utils.trust import check_source
 
@@ -67,6 +68,8 @@ def pretrained_folder(source: str) -> Path:
         )
     if (path / "config.json").is_file():
         return path
+    if foreign := foreign_weights(path):
+        raise CheckpointError(f"{source}: {foreign}")
     if path.exists():
         raise CheckpointError(f"{source}: no config.json, so it is neither a Hugging Face model folder nor a run's")
     from huggingface_hub import snapshot_download

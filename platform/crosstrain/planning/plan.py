@@ -174,7 +174,8 @@ class Plan:
         if project.absent:
             names = ", ".join(dict.fromkeys(project.absent))
             hint = f"; {found}" if (found := near(*map(Path, project.absent))) else ""
-            out += ["", f"sizes are those that the configuration gives, because {names} is not on this machine{hint}"]
+            sizes_from = "sizes are those that the configuration gives, and training needs a folder or the hub's model"
+            out += ["", f"{names} is not on this machine: {sizes_from}{hint}"]
         if self.advice is not None:
             out += ["", str(self.advice)]
         if self.collectives is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from crosstrain.checkpoint.folders import find_checkpoint, steps
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.checkpoint.weights import PretrainedWeights
 from crosstrain.config.batch import BatchPlan
@@ -23,7 +24,8 @@ from crosstrain.engine.optimizer import optimizer_factory
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling.base import Model
 from crosstrain.monitor.tracker import check_trackers
-from crosstrain.utils.errors import UserError, explained
+from crosstrain.utils.errors import CheckpointError, UserError, explained
+from crosstrain.utils.foreign_weights import foreign_weights
 from crosstrain.utils.storage import is_url
 from crosstrain.utils.types import Batch
 
@@ -71,8 +73,11 @@ def preflight(config: Config, world_size: int, dry: bool = False) -> Preflight:
             dataset = open_split(config, "train")
             if run.eval_interval:
                 open_split(config, "val")
+    folder = RunFolder(run.output_dir)
     if dry or is_url(run.output_dir):
-        RunFolder(run.output_dir).check()
+        folder.check()
+    if dry and run.resume_from and not steps(folder.checkpoints):
+        find_checkpoint(run.resume_from, whole=False)
     with sigint_kills():
         model, absent = _model_without_weights(config) if dry else (model_on_meta(config), [])
     with explained("the model, its data and the run do not go together"):
@@ -126,7 +131,9 @@ def _without_weights(component: Component, sized: Component) -> tuple[Component,
             return value
         for key in ("pretrained", "from_dense"):
             folder = getattr(value, key, None)
-            if isinstance(folder, str) and not Path(folder).exists():
+            if isinstance(folder, str) and not (path := Path(folder).expanduser()).exists():
+                if foreign := foreign_weights(path):
+                    raise CheckpointError(f"{folder}: {foreign}")
                 absent.append(folder)
                 value = replace(sized, **{key: None})
         changed = {f.name: strip(getattr(value, f.name), getattr(sized, f.name)) for f in fields(value) if f.init}

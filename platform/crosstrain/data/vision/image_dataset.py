@@ -155,7 +155,7 @@ class ImageDataset(VqaDataset):
     def __init__(self, options: Any, split: Split) -> None:
         super().__init__(options, split)
         if options.tokenizer is None:
-            raise DataError(f"{self._name()} needs a tokenizer, the language model's: set tokenizer")
+            raise DataError("the language model's tokenizer is needed: set tokenizer")
         tokenizer, self.tokenizer_path = load_cached(options.tokenizer)
         self.vocab_size = tokenizer.vocab_size
         self.sequence_length = options.max_length
@@ -234,11 +234,11 @@ class ImageDataset(VqaDataset):
         if len(self.skipped) > self.options.max_skipped * among:
             raise DataError(
                 f"{self._name()}: {len(self.skipped)} of {among} samples cannot be used, more than the share "
-                f"datasets.NAME.max_skipped={self.options.max_skipped}; the last one: {reason}"
+                f"max_skipped={self.options.max_skipped}; the last one: {reason}"
             )
 
     def _name(self) -> str:
-        return f"the {self.split} split of {type(self).__name__}"
+        return f"{self.address or type(self).__name__}, {self.split} split"
 
     def collate(self, samples: list[Sample]) -> Batch:
         return collate(samples)
