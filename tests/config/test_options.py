@@ -44,7 +44,7 @@ def test_what_is_not_given_follows(given: dict[str, int], dp_size: int, plan: tu
             {"global_batch_size": 10, "micro_batch_size": 4},
             1,
             "run.global_batch_size: 10 is not a multiple of 4 (4 micro_batch_size x 1 data-parallel ranks); "
-            "the nearest valid global_batch_size is 8",
+            "the nearest valid global_batch_size is 8, or micro_batch_size=2 keeps 10",
         ),
         (
             {"global_batch_size": 15, "micro_batch_size": 4},

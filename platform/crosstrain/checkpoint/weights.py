@@ -26,6 +26,7 @@ from crosstrain.utils.rng import generator
 
 _ELEMENTS = 1 << 20  # hashed at a time, which takes some tens of bytes for each
 _WORD = (1 << 64) - 1
+_OTHER = ": is `model` the one that was trained?"
 
 
 @dataclass
@@ -168,12 +169,21 @@ def load_shards(
     pretrained = pretrained or PretrainedWeights([])
     known = {s.name for s in shards if s.kind == "param"} if names is None else set(names)
     _check_used(reader, (reader.names("param") | reader.frozen.keys()) - known)
-    borrowed = [s for s in shards if s.kind == "param" and s.name in reader.frozen]
+    parameters = [s for s in shards if s.kind == "param"]
+    borrowed = [s for s in parameters if s.name in reader.frozen]
     if missing := [s.name for s in borrowed if not pretrained.covers(s.name)]:
         raise CheckpointError(
             f"{reader.folder}: {missing[0]} was frozen and is not in the checkpoint; name in `model` the "
             f"pretrained weights that it came from"
         )
+    for shard in parameters:  # before the optimizer's state, which would be missing for the same reason
+        stored = reader.tensors.get(("param", shard.name))
+        if stored is None and shard.name not in reader.frozen:
+            raise CheckpointError(f"{reader.folder}: lacks the model's {shard.name}{_OTHER}")
+        if stored is not None and (there := list(stored.shape)) != (here := list(shard.shape)):
+            raise CheckpointError(
+                f"{reader.folder}: {shard.name} has shape {there} there and {here} in the model{_OTHER}"
+            )
     for shard in shards:
         untrained = shard.kind != "param" and (shard.kind, shard.name) not in reader.tensors
         if untrained and shard.name not in reader.frozen and ("param", shard.name) in reader.tensors:
@@ -191,8 +201,7 @@ def _check_used(reader: Reader, extra: set[str]) -> None:
     """Raise CheckpointError for parameters that the model lacks."""
     if extra:
         raise CheckpointError(
-            f"{reader.folder}: holds {len(extra)} parameters that the model lacks, such as {min(extra)}: is `model` "
-            f"the one that was trained?"
+            f"{reader.folder}: holds {len(extra)} parameters that the model lacks, such as {min(extra)}{_OTHER}"
         )
 
 

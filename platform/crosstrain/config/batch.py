@@ -37,9 +37,12 @@ class BatchPlan:
             below = total // unit * unit
             nearest = unit if exact else below if below and total - below <= unit / 2 else below + unit
             product = " x ".join(f"{value} {name}" for name, value in factors.items() if value is not None)
+            own = total // dp_size if total % dp_size == 0 and accumulation is None else 0
+            fits = max((n for n in range(1, (micro or 1) + 1) if own and own % n == 0), default=None)
             raise ConfigError(
                 f"run.global_batch_size: {total} is not {'' if exact else 'a multiple of '}{unit} ({product}); "
                 f"the nearest valid global_batch_size is {nearest}"
+                + (f", or micro_batch_size={fits} keeps {total}" if fits else "")
             )
         return cls(total, micro or total // unit, accumulation or total // unit, dp_size)
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -15,9 +15,11 @@ from typing import Any, get_type_hints
 import yaml
 
 from crosstrain.config import sources
+from crosstrain.config.ahead import AheadChecker
 from crosstrain.config.foreign_files import UNKNOWN, read_foreign
 from crosstrain.config.foreign_keys import NONE, UNNEEDED, Origin, origins
-from crosstrain.config.run_options import EXCLUSIVE, RunOptions
+from crosstrain.config.load import preset_component
+from crosstrain.config.run_options import DEFAULT_RUNNER, EXCLUSIVE, RunOptions
 from crosstrain.config.schema import Checker, Key
 from crosstrain.config.yaml_text import parse
 from crosstrain.utils.errors import ConfigError, explained
@@ -26,6 +28,7 @@ from crosstrain.utils.optional_deps import require
 _TO_GIVE, _LOST, _NO_NEED = "to be given", "not carried over", "not needed here"
 _NEEDED = ("output_dir",), ("max_iters", "max_epoch"), ("micro_batch_size", "global_batch_size", "accum_grad_iters")
 _MANY = 4  # settings of one program
+_OURS = ("model", "datasets", "runner")  # sections whose options have names of other programs
 _UNHEARD = f"{NONE}not known, and nothing here is called so"
 
 Count = Callable[..., int | None]
@@ -64,13 +67,16 @@ def looks_like(path: Path) -> Origin | None:
     """Return the program whose settings a file has, by several that are none of a project here; None for no program."""
 
     def names(tree: dict[str, Any]) -> set[str]:
-        inner = [value for key, value in tree.items() if isinstance(value, dict) and key not in ("model", "datasets")]
+        inner = [value for key, value in tree.items() if isinstance(value, dict) and key not in _OURS]
         return set(map(str, tree)).union(*map(names, inner))
 
     found = dict[int, Origin]()
     for origin in origins().values():
         with suppress(ConfigError):
-            unknown = names(read_foreign(path, origin.calls)) - {f.name for f in fields(RunOptions)}
+            tree = read_foreign(path, origin.calls)
+            if "calls" in tree and path.suffix == ".py":  # functions of this program
+                return origin
+            unknown = names(tree) - {f.name for f in fields(RunOptions)}
             found[len(unknown & origin.answers.maps[0].keys())] = origin
     return found[max(found)] if max(found, default=0) >= _MANY else None
 
@@ -102,7 +108,8 @@ def migrate(path: Path, origin: Origin, count: Count = lambda *files: None) -> t
             return _Tree(found, changes, (str(name),), old._account if counted else {})
 
         text = template.render(
-            old=old, located=located, beside=beside, vocabulary=vocabulary, need=f"{UNKNOWN} {{}}".format,
+            old=old, located=located, folder=partial(located, there=Path.is_dir), beside=beside,
+            vocabulary=vocabulary, need=f"{UNKNOWN} {{}}".format,
             gap=lambda *what: notes.append(": ".join((_LOST, *what))),
             unneeded=lambda *what: notes.append(": ".join((_NO_NEED, *what))),
         )  # fmt: skip
@@ -151,6 +158,9 @@ def migrate(path: Path, origin: Origin, count: Count = lambda *files: None) -> t
         elif reason or end < len(key) or there not in (None, value):
             notes.append(note)
         else:
+            if kind.startswith("run.runner.") and (runner := _runner_without(parts[-1], project["run"])):
+                notes.append(f"{_NO_NEED}: {'.'.join(key)}: run.runner is {runner}, which has no {parts[-1]}")
+                continue
             carried = _settled(reduce(lambda inner, part: {part: inner}, reversed(parts), value), (), notes)
             project = sources.merge(carried, project, names_replace=False)
     for entry in project["datasets"].values():
@@ -178,6 +188,14 @@ def migrate(path: Path, origin: Origin, count: Count = lambda *files: None) -> t
     sections = ({name: project[name]} for name in ("model", "datasets", "run"))
     dumped = (yaml.safe_dump(s, sort_keys=False, default_flow_style=None, width=110) for s in sections)
     return "\n".join(["".join(f"# {note}\n" for note in notes), *dumped]), notes, ranks
+
+
+def _runner_without(option: str, run: dict[str, Any]) -> str | None:
+    """Return the name of the runner of `run` if it has no such option."""
+    given = run.get("runner", DEFAULT_RUNNER)
+    name = given.get("name", DEFAULT_RUNNER) if isinstance(given, dict) else given
+    known = fields(AheadChecker(".".join).options_class("runner", preset_component("runner", name)))
+    return None if option in {f.name for f in known} else name
 
 
 def _has_zero(value: Any) -> bool:

@@ -116,15 +116,16 @@ def load_tokenizer(spec: str | Path) -> TextTokenizer:
 def warn_if_rebuilt(spec: str) -> None:
     """Warn of a tokenizer's folder for which transformers' class encodes otherwise than the tokenizer.json in it."""
     if spec and _is_rebuilt(spec):
-        text = "transformers makes another tokenizer of %s than its tokenizer.json, which is used here; "
-        text += "it reads the file where tokenizer_config.json says tokenizer_class: TokenizersBackend"
+        text = "AutoTokenizer of transformers makes another tokenizer of %s than its tokenizer.json, which is used here; "
+        text += "transformers.PreTrainedTokenizerFast.from_pretrained reads the file"
         _log.warning(text, spec)
 
 
 def _is_rebuilt(spec: str) -> bool:
     path = Path(spec).expanduser()
     config = _read_json(path / CONFIG) if (path / CONFIG).is_file() and (path / TOKENIZER).is_file() else {}
-    if config.get("tokenizer_class") in (None, "PreTrainedTokenizerFast", "TokenizersBackend"):  # which read the file
+    reads_it = config.get("tokenizer_class") in (None, "PreTrainedTokenizerFast", "TokenizersBackend")
+    if reads_it and not (path / "config.json").is_file():  # whose model's tokenizer may be of a class of its own
         return False
     from transformers import AutoTokenizer
 

@@ -29,7 +29,7 @@ from crosstrain.training.reference import add_reference, reference_file
 from crosstrain.training.state import changes, continues, restore, starting_point
 from crosstrain.training.trainer import Trainer
 from crosstrain.utils.assets import GENERATION_CONFIG, TOKENIZER_FILES, add_end_tokens, copy_files, plain_files
-from crosstrain.utils.errors import ConfigError
+from crosstrain.utils.errors import CheckpointError, ConfigError
 from crosstrain.utils.logging import log, set_up_logging
 from crosstrain.utils.program import command
 from crosstrain.utils.trust import names_command
@@ -77,9 +77,15 @@ def build_trainer(config: Config, runner: Runner, stop: StopRequest, quiet: bool
     moments = run.resume_optimizer or start is None or (own and continues(start, config))
     if not moments:
         log.info("run.resume_optimizer is false: the optimizer's state in %s is left behind", start)
-    if start is not None and own and (changed := [*changes(load_state(start)["config"], config.plain)]):
+    changed = [] if start is None or not own else [*changes(load_state(start)["config"], config.plain)]
+    if start is not None and changed:
         log.info("changed since %s: %s", start.name, ", ".join(changed[:_MOST_CHANGES]))
-    frozen = build_model(config, runner, start, for_training=True, moments=moments)  # the runner now holds both
+    try:
+        frozen = build_model(config, runner, start, for_training=True, moments=moments)  # the runner now holds both
+    except CheckpointError as error:
+        if own and any(change.startswith("model") for change in changed):
+            raise CheckpointError(f"{error} Another run.output_dir, or --fresh, begins anew") from None
+        raise
     state = restore(start, runner)
 
     if isinstance(runner.model, ModelWithObjective) and runner.model.objective.needs_reference:
