@@ -17,7 +17,7 @@ from conftest import ENVIRONMENT, ROOT, Workspace
 from crosstrain.cli.main import main
 from crosstrain.config.foreign_keys import origins
 from crosstrain.config.load import Config, load_config
-from crosstrain.config.migration import migrate
+from crosstrain.config.migration import looks_like, migrate
 from crosstrain.config.registry import registry
 from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.modeling.meta_init import parameters_on_meta
@@ -123,6 +123,27 @@ def test_files_and_precision_of_lavis(tmp_path: Path, monkeypatch: pytest.Monkey
     tree, notes, _ = lost(tmp_path, "lavis", settings)
     assert tree["run"]["runner"] == "ddp"
     assert "not needed here: deepspeed_config: run.use_deepspeed is false" in notes
+
+
+def test_a_script_that_trains_on_text_becomes_a_project_that_does(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "a.json").write_text('{"zero_optimization": {"stage": 2}}')
+    script = tmp_path / "train.py"
+    script.write_text(f"""
+data = load_dataset("text", data_files={{"train": "{tmp_path}/texts/*.txt"}})
+model = AutoModelForCausalLM.from_pretrained("{tmp_path}")
+args = TrainingArguments("out", deepspeed="a.json", ddp_find_unused_parameters=False, max_steps=5)
+Trainer(model, args, train_dataset=data["train"], data_collator=DataCollatorForLanguageModeling(tok, mlm=False))
+""")
+    assert looks_like(script) is origins()["transformers"]
+    text, notes, _ = migrate(script, origins()["transformers"])
+    tree = yaml.safe_load(text)
+    assert tree["run"]["runner"] == {"name": "deepspeed", "stage": 2}
+    assert any("ddp_find_unused_parameters: run.runner is deepspeed, which has no" in note for note in notes)
+    data = tree["datasets"]["data"]
+    assert (data["name"], data["prepare"]["input"], data["seq_length"]) == ("text", f"{tmp_path}/texts", "???")
+    (tmp_path / "project.yaml").write_text(text.replace("???", "16"))
+    assert looks_like(tmp_path / "project.yaml") is None
 
 
 def test_a_shell_script_is_read_as_the_shell_would(tmp_path: Path) -> None:

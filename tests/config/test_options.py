@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,7 +89,7 @@ def test_a_plan_adds_up_and_a_refusal_names_a_size_that_works(
     try:
         plan = batch(dp_size, **sizes)
     except ConfigError as error:
-        nearest = int(str(error).rsplit(" ", 1)[1])
+        nearest = int(re.findall(r"global_batch_size is (\d+)", str(error))[0])
         assert nearest != total
         plan = batch(dp_size, **{**sizes, "global_batch_size": nearest})
         assert plan.global_batch == nearest

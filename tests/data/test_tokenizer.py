@@ -119,3 +119,8 @@ def test_a_tokenizer_that_transformers_would_rebuild_is_warned_of(
             load_cached(str(tmp_path / "t"))
             load_cached.cache_clear()
         assert caplog.text.count("makes another tokenizer") == warned, name
+        caplog.clear()
+    (tmp_path / "t" / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "t" / "config.json").write_text('{"model_type": "qwen2"}')  # for which transformers has that class
+    prepare(PrepareOptions(input=str(tmp_path / "a.txt"), tokenizer=str(tmp_path / "t")), tmp_path / "again")
+    assert "makes another tokenizer" in caplog.text

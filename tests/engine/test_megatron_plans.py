@@ -167,12 +167,25 @@ def test_a_plan_that_cannot_compute_is_refused_before_any_worker_starts(
         ready = dry_run(config, 2)
         make_plan(Project(config, ready.model, ready.sample), Budget(), 2, {})
 
-    for refuse in (check, plan):
-        with pytest.raises(ConfigError, match=r"cannot compute as it is spread over ranks \(.*\); is something mi"):
-            refuse(load_config(str(workspace.project)))
+    heads = {"transformer.h.*.attn.num_attention_heads": "divide"}
+    cannot = r"cannot compute as it is spread over ranks \(.*\); is something mi"
+    for wrong, said in ((GPTJ_PLAN, "a part of the heads; add transformer.h.*.attn.num_attention_heads: divide"),
+                        (GPTJ_PLAN | heads | {"transformer.h.*.mlp.fc_out": "replicated"}, cannot)):  # fmt: skip
+        runner["plan"] = wrong
+        project(workspace, GPTJ, runner)
+        for refuse in (check, plan):
+            with pytest.raises(ConfigError, match=said):
+                refuse(load_config(str(workspace.project)))
     assert "Traceback" not in capfd.readouterr().err
-    runner["plan"] = GPTJ_PLAN | {"transformer.h.*.attn.num_attention_heads": "divide"}
+    runner["plan"] = GPTJ_PLAN | heads
     check(load_config(str(project(workspace, GPTJ, runner).project)))
+
+
+def test_a_plan_that_computes_something_else_is_refused(workspace: Workspace) -> None:
+    plan = {"model.decoder.layers.*.self_attn.?_proj": "column", "model.decoder.layers.*.self_attn.out_proj": "row"}
+    project(workspace, OPT, {"name": "megatron", "tensor_parallel": 2, "plan": plan})
+    with pytest.raises(ConfigError, match=r"add model\.decoder\.layers\.\*\.self_attn\.num_heads: divide"):
+        preflight(load_config(str(workspace.project)), 2)
 
 
 @pytest.mark.slow

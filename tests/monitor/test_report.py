@@ -247,6 +247,8 @@ def test_what_is_no_run_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["report", str(tmp_path)]) == 1
     assert "there is no metrics.jsonl" in capsys.readouterr().err
     folder = write_run(tmp_path / "run", rows(2))
+    assert main(["report", folder, str(tmp_path), "--output", str(tmp_path / "page.html")]) == 0
+    assert "left out: " in capsys.readouterr().out
     assert main(["report", folder, "--output", str(tmp_path / "no" / "page.html")]) == 1
     assert capsys.readouterr().err.startswith("error: --output:")
     assert main(["report", folder, "--output", str(tmp_path)]) == 1

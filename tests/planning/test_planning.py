@@ -33,6 +33,14 @@ def planned(tmp_path: Path, project: str, *arguments: str) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
+def test_the_parameters_are_listed_as_patterns(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--options", 'run.freeze=["transformer.h.0.*"]')
+    assert main(["plan", "--cfg-path", str(ROOT / "projects" / "quickstart.yaml"), "--parameters", *options]) == 0
+    found = {tuple(line.split(maxsplit=3)[:2]): line for line in capsys.readouterr().out.splitlines()}
+    assert found["transformer.h.*.attn.c_attn.weight", "1"].split()[-3:] == ["[256,", "768]", "frozen"]
+    assert found["transformer.h.*.attn.c_attn.weight", "3"].endswith("trained")
+
+
 def test_gpt2_345m_on_two_tensor_parallel_ranks_has_the_known_numbers(tmp_path: Path) -> None:
     plan = planned(tmp_path, "gpt2_345m_tp2", "--world-size", "2", "--no-presets")
     assert plan["parameters"]["without_padding"] == 354_823_168

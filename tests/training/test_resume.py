@@ -128,6 +128,13 @@ def test_fresh_starts_over_and_keeps_what_was_there(workspace: Workspace) -> Non
     assert (workspace.path / "out.1" / "checkpoints" / "step_000002").is_dir()
 
 
+def test_another_model_in_a_runs_folder_is_told_what_to_do(workspace: Workspace) -> None:
+    train(workspace.project, "out", "run.max_iters=2")
+    for change, said in (("n_layer=3", "lacks the model's transformer.h.2."), ("n_embd=64", "has shape")):
+        with pytest.raises(AssertionError, match=rf"{said}.* Another run.output_dir, or --fresh, begins anew"):
+            train(workspace.project, "out", "run.max_iters=3", f"model.{change}")
+
+
 def test_a_finished_run_does_nothing_more_and_says_so(workspace: Workspace) -> None:
     first = train(workspace.project, "out", "run.max_iters=2")
     changed = (first.checkpoint(2) / "manifest.json").stat().st_mtime_ns

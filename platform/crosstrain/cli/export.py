@@ -30,6 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     from crosstrain.checkpoint.files import Reader
     from crosstrain.checkpoint.folders import find_checkpoint
     from crosstrain.checkpoint.weights import PretrainedWeights
+    from crosstrain.data.tokenizer import warn_if_rebuilt
     from crosstrain.engine.precision import DTYPES
     from crosstrain.inference.open_checkpoint import open_config, outline
     from crosstrain.modeling.base import Part
@@ -58,6 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
         None if model is None else PretrainedWeights.of(model), None if model is None else model.merges(), part,
         arguments.weights,
     )  # fmt: skip
+    if not is_url(output):
+        warn_if_rebuilt(str(output))
     use = ""
     if (opens := exported.architecture) is not None and not is_url(output):
         use = f"; open it with transformers' {opens}.from_pretrained({arguments.output!r})"

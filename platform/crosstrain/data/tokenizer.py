@@ -116,7 +116,7 @@ def load_tokenizer(spec: str | Path) -> TextTokenizer:
 def warn_if_rebuilt(spec: str) -> None:
     """Warn of a tokenizer's folder for which transformers' class encodes otherwise than the tokenizer.json in it."""
     if spec and _is_rebuilt(spec):
-        text = "AutoTokenizer of transformers makes another tokenizer of %s than its tokenizer.json, which is used here; "
+        text = "transformers' AutoTokenizer makes another tokenizer of %s than its tokenizer.json, which is used here; "
         text += "transformers.PreTrainedTokenizerFast.from_pretrained reads the file"
         _log.warning(text, spec)
 

@@ -35,7 +35,7 @@ class Reporter:
         self.trackers = self._start_trackers()
         shows_bar = self._is_main and sys.stderr.isatty()
         self._bar = tqdm(total=self._max_iters, initial=step, unit="step", dynamic_ncols=True, disable=not shows_bar)
-        self._memory_logged = False
+        self._memory_logged = self._spoke = False
         self._stragglers = StragglerDetector(self._runner, self._config.run.num_workers)
         self.begin_interval()
 
@@ -74,6 +74,11 @@ class Reporter:
         loss = _number(metrics.loss, ".4f")
         self._bar.set_postfix_str(f"loss {loss}, {metrics.throughput}", refresh=False)
         self._bar.update()
+        interval = self._config.run.log_interval
+        if not self._spoke and self._bar.disable and metrics.step % interval and metrics.step_ms:
+            seconds = metrics.step_ms / 1000
+            log.info("step %d took %.1f s; the log has a line every %d steps", metrics.step, seconds, interval)
+        self._spoke = True
 
     def log(self, metrics: StepMetrics) -> Row:
         """Log a step, and after the first one the memory in use; a new interval begins. Collective.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from textwrap import wrap
@@ -181,6 +183,18 @@ class Plan:
         if self.collectives is not None:
             out += ["", *self.collectives.lines()]
         return out
+
+    def parameters(self) -> list[str]:
+        """Lines with the patterns of the model's parameters, as checkpoints name them, for freezing and for plans."""
+        groups = Counter[tuple[str, tuple[int, ...], bool]]()
+        for name, parameter in self.project.model.canonical_parameters().items():
+            shape = self.project.model.logical_shape(name, parameter.shape)
+            groups[re.sub(r"\.\d+\.", ".*.", name), tuple(shape), parameter.requires_grad] += 1
+        width = max(len(pattern) for pattern, _, _ in groups)
+        return [
+            f"{pattern:<{width}}  {count:>5} x {list(shape)!s:<18} {'trained' if trained else 'frozen'}"
+            for (pattern, shape, trained), count in groups.items()
+        ]
 
     def _verdict(self, estimate: Estimate) -> str:
         return {None: "", True: "  fits", False: "  does not fit"}[self.fits(estimate)]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 # Control characters except tab and newline, lone surrogates, and marks that reverse the direction of writing.
 _STEERS_A_TERMINAL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_NO_MEMORY = re.compile("out of memory|can't allocate memory")  # of CUDA; of a CPU
 _LONGEST = 4000
 _REFUSALS = {
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ENOENT,
@@ -63,6 +64,10 @@ class TrainingError(UserError):
     """A reason to end training: divergence, endless overflow, a full disk."""
 
 
+class OutOfMemory(UserError):
+    """Memory that a device, or the machine, did not have."""
+
+
 class RankLost(UserError):
     """The loss of another rank. This rank is fine: all can go on from the newest checkpoint."""
 
@@ -94,7 +99,12 @@ def _by_line(text: str) -> list[str | int]:
 
 
 def refusal(error: Exception) -> UserError | None:
-    """Return a UserError for an OSError such as a full disk; None for any other error."""
+    """Return a UserError for an OSError such as a full disk, and where memory ran out; None for any other error."""
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
+        return OutOfMemory(
+            f"memory ran out ({first_line(error)[:200]}): a smaller run.micro_batch_size, "
+            f"run.gradient_checkpointing=full or a runner that shards needs less, and `crosstrain plan` says how much"
+        )
     if not isinstance(error, OSError) or error.errno not in _REFUSALS:
         return None
     where = f"{error.filename}: " if error.filename else ""

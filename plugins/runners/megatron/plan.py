@@ -23,6 +23,7 @@ CUT_STYLES = {
     "vocabulary": "its rows, one for each token",
     "experts": "the features between an expert's matrices",
 }
+_HEADS = re.compile("(num|n)_((attention|kv|key_value)_)?heads?")
 STYLES = (*CUT_STYLES, "replicated", "summed", "divide")
 
 
@@ -42,7 +43,7 @@ def resolve(model: Model, over: dict[str, str]) -> Resolved:
     """
     plan = model.tensor_parallel_plan() | over
     own = {model.canonical_name(name): name for name, _ in model.named_parameters()}
-    resolved = Resolved()
+    resolved, users = Resolved(), dict[str, None]()  # modules that use what `over` cuts
     for pattern, style in plan.items():
         if style not in STYLES:
             raise ConfigError(f"run.runner.plan: {pattern}: {style!r} is no style; known: {', '.join(STYLES)}")
@@ -59,8 +60,11 @@ def resolve(model: Model, over: dict[str, str]) -> Resolved:
                 elif style != "replicated" and (pattern in over or not _stays_whole(model, name, style)):
                     _check_module(model, name, style)
                     resolved.modules[_owner(name)] = style
+                    users |= {user_of(model, _owner(name)): None} if pattern in over else {}
         if not found:
             raise ConfigError(f"run.runner.plan: {no_match(pattern, own)}")
+    for user in users:
+        _check_heads(model, user, resolved)
     return resolved
 
 
@@ -74,7 +78,7 @@ def shard_specs(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str]
         family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         raise ConfigError(
             f"run.runner.tensor_parallel: {family} has no plan that says how to cut its parameters; write one under "
-            f"run.runner.plan, such as {{{_example(model)}}} (docs/megatron.md, Plans, says how to find it)"
+            f"run.runner.plan{_example(model)} (docs/megatron.md, Plans, says how to find it)"
         )
     cuts: dict[tuple[str, str], ShardSpec] = {}
     common, problem = 0, ""  # the greatest common divisor of all that ranks share
@@ -118,6 +122,18 @@ def shard_specs(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str]
     return cuts
 
 
+def _check_heads(model: Model, user: str, plan: Resolved) -> None:
+    """Raise ConfigError where a module would go on with the heads of all ranks: it may compute, and something else."""
+    for attribute, value in vars(model.get_submodule(user)).items():
+        is_number = type(value) is int and value > 1 and _HEADS.fullmatch(attribute)
+        if is_number and (user, attribute) not in plan.attributes:
+            pattern = re.sub(r"\.\d+\.", ".*.", f"{model.canonical_name(user)}.{attribute}")
+            raise ConfigError(
+                f"run.runner.plan: {model.canonical_name(user)}.{attribute} is {value}, and a rank has a part of the "
+                f"heads; add {pattern}: divide"
+            )
+
+
 def user_of(model: Model, name: str) -> str:
     """Name of the module that uses a linear map: not peft's adapter around it, nor the container that it lies in."""
     while name := _owner(name):
@@ -135,7 +151,7 @@ def _padded_rows(model: Model, parameter: nn.Parameter, ranks: int) -> int:
 
 
 def _example(model: Model) -> str:
-    """Return the start of a plan: the largest linear module of a block that widens, and one that narrows as much."""
+    """Return the start of a plan, for an error: a block's largest linear module that widens, and one that narrows."""
     block, found = set(model.blocks()[0].modules()), dict[str, tuple[int, str]]()
     for name, module in model.named_modules():
         if module in block and isinstance(module, (nn.Linear, Conv1D)):
@@ -145,8 +161,8 @@ def _example(model: Model) -> str:
             found[style] = max(found.get(style, (0, "")), (rows * columns, pattern), key=itemgetter(0))
     sizes = [size for size, _ in found.values()]
     if len(sizes) < 2 or sizes[0] != sizes[1]:  # no MLP, and shapes alone do not tell the roles
-        return "PATTERN: STYLE"
-    return ", ".join(f"{pattern}: {style}" for style, (_, pattern) in sorted(found.items()))
+        return ""
+    return f", such as {{{', '.join(f'{pattern}: {style}' for style, (_, pattern) in sorted(found.items()))}}}"
 
 
 def _stays_whole(model: Model, name: str, style: str) -> bool:

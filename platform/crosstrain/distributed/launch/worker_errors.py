@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from crosstrain.utils.errors import RankLost, UserError, refusal, sentence
+from crosstrain.utils.errors import OutOfMemory, RankLost, UserError, refusal, sentence
 
 _AGAIN = "start the same command again: a training resumes from its last checkpoint, if it has one"
 _BROKEN = "Connection closed by peer|Connection reset by peer|Broken pipe"  # as gloo and TCP say it
@@ -72,6 +72,7 @@ def report_error(error: Exception) -> None:
         "extraInfo": {
             "user_error": isinstance(error, UserError),
             "rank_lost": isinstance(error, RankLost) if isinstance(error, UserError) else _is_lost_peer(str(error)),
+            "may_pass": isinstance(error, OutOfMemory),
             "short": sentence(f"{type(error).__name__}: {error}")[:300],
             "py_callstack": "".join(traceback.format_exception(error)),
             "timestamp": str(int(time.time())),
@@ -143,7 +144,8 @@ def first_failure(failures: Mapping[int, Any], where: str = "") -> Failure:
     lost = bool(extra.get("rank_lost"))
     summary = f"rank {rank} lost another rank" if lost else f"rank {rank} failed with {extra.get('short', 'no word')}"
     if extra.get("user_error"):
-        return Failure(UserError(message["message"]), summary, is_final=not lost, lost_another=lost)
+        final = not (lost or extra.get("may_pass"))
+        return Failure(UserError(message["message"]), summary, is_final=final, lost_another=lost)
     if "py_callstack" not in extra:  # a library has called exit
         summary = f"rank {rank}{where} ended with exit code {failure.exitcode} and no error of Python's"
         return Failure(UserError(f"{summary}; its output may say why; {_AGAIN}"), summary, False, lost_another=False)

@@ -63,8 +63,19 @@ class ReadRun:
 
 
 def read_runs(folders: list[str]) -> list[ReadRun]:
-    """Read runs, each with a name of its own. Raises UserError for a folder without metrics.jsonl."""
-    runs = [_read_anywhere(folder) for folder in folders]
+    """Read runs, each with a name of its own; `problems` of the first says which of several cannot be read.
+
+    Raises UserError where none can, such as for a folder without metrics.jsonl.
+    """
+    runs, left_out = list[ReadRun](), list[UserError]()
+    for folder in folders:
+        try:
+            runs.append(_read_anywhere(folder))
+        except UserError as error:
+            left_out.append(error)
+    if not runs:
+        raise left_out[0]
+    runs[0].problems += [f"left out: {error}" for error in left_out]
     for run, name in zip(runs, _names([run.folder for run in runs]), strict=True):
         run.name = name
     return runs
