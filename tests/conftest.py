@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,9 +174,20 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], se
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """SIGKILL for the process and all it started."""
-    os.killpg(process.pid, signal.SIGKILL)
+    """SIGKILL for the process, the head of a session, and all it started."""
+    for pid in session(process):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     process.wait()
+
+
+def session(process: subprocess.Popen[str]) -> list[int]:
+    """The processes of the session that the process is the head of."""
+    found = []
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with suppress(ProcessLookupError):
+            found += [pid] if os.getsid(pid) == process.pid else []
+    return found
 
 
 def logged_step(folder: Path) -> int:

@@ -9,22 +9,23 @@ from crosstrain import DataError
 from crosstrain.utils.files import read_regular
 
 _MOST_BYTES = 1 << 32
+_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm")
 
 
 def read_annotations(path: Path) -> Iterator[dict[str, Any]]:
     """Yield each sample as {images: [names], and `caption` or `conversations` in LLaVA's form}.
 
     Layouts: LLaVA's [{image, conversations: [{from, value}]}], `image` a name, a list of them, or absent;
-    MiniGPT-4's {annotations: [{image_id, caption}]}, whose images are IMAGE_ID.jpg; and MiniGPT4Qwen's
-    [{image, instruction, output}], where lists of the same length are several turns. One object a line does for a
-    list. Raises DataError for a file that cannot be read, or an entry in none of the layouts.
+    MiniGPT-4's {annotations: [{image_id, caption}]}, whose images are IMAGE_ID, .jpg if it has no ending;
+    MiniGPT4Qwen's [{image, instruction, output}], where lists of the same length are several turns. One object a line
+    does for a list. Raises DataError for a file that cannot be read, or an entry in none of the layouts.
     """
     for number, entry in enumerate(_entries(path)):
         sample = _sample(entry) if isinstance(entry, dict) else None
         if sample is None:
             raise DataError(
-                f"{path}: entry {number} has none of the known layouts: conversations, caption, or instruction and "
-                f"output"
+                f"{path}: entry {number}{_keys(entry)} has none of the known layouts: image and conversations, image "
+                f"(or image_id) and caption, or image, instruction and output"
             )
         yield sample
 
@@ -43,6 +44,10 @@ def _entries(path: Path) -> list[Any]:
     if not isinstance(found, list):
         raise DataError(f"{path} is neither a list of samples nor an object with `annotations`")
     return found
+
+
+def _keys(entry: Any) -> str:
+    return f" ({', '.join(map(str, entry))[:100]})" if isinstance(entry, dict) else ""
 
 
 def _sample(entry: dict[str, Any]) -> dict[str, Any] | None:
@@ -68,6 +73,7 @@ def _placeholder(text: str) -> str:
 
 def _images(entry: dict[str, Any]) -> list[str]:
     if "image_id" in entry and "image" not in entry:
-        return [f"{entry['image_id']}.jpg"]
+        name = str(entry["image_id"])
+        return [name if Path(name).suffix.lower() in _ENDINGS else f"{name}.jpg"]
     named = entry.get("image", entry.get("images")) or []
     return [str(name) for name in (named if isinstance(named, list) else [named])]

@@ -53,7 +53,8 @@ class Mixture(VqaDataset):
 
     Each part is shuffled and repeated as if it were alone, at the pace of its share. An epoch is long enough for every
     sample of every part; a part whose share is larger than its size is repeated. The parts must have the same
-    tokenizer. Parts without a sample are left out of the val and test splits.
+    tokenizer. In the val and test splits each sample comes once, the first ones in the shares; parts without a sample
+    are left out.
     """
 
     @dataclass
@@ -116,9 +117,12 @@ class Mixture(VqaDataset):
         self.sequence_length = None if None in longest else max(length or 0 for length in longest)
         lengths = [len(part) for part in self.parts]
         ratios = [part.ratio for part in given]
-        self.starts = [0, *accumulate(epoch_counts(lengths, ratios))]
         weights = lengths if ratios[0] is None else ratios
         self.order = MixtureOrder(quantise(weights))
+        self.starts = [0, *accumulate(epoch_counts(lengths, ratios) if split == "train" else lengths)]
+        # In evaluation each sample comes once, the first ones in the shares.
+        due = [np.arange(1, n + 1) / weight for n, weight in zip(lengths, weights, strict=True)]
+        self.places = None if split == "train" else np.argsort(np.concatenate(due), kind="stable")
 
     @property
     def image_sizes(self) -> frozenset[tuple[int, int]]:  # type: ignore[override]
@@ -131,9 +135,13 @@ class Mixture(VqaDataset):
     def __len__(self) -> int:
         return self.starts[-1]
 
-    def _place(self, index: int) -> tuple[Dataset, int]:
+    def _at(self, index: int) -> tuple[int, int]:
         k = int(np.searchsorted(self.starts, index, "right")) - 1
-        return self.parts[k], (index - self.starts[k]) % len(self.parts[k])
+        return k, (index - self.starts[k]) % len(self.parts[k])
+
+    def _place(self, index: int) -> tuple[Dataset, int]:
+        k, inner = self._at(index)
+        return self.parts[k], inner
 
     def get(self, index: int, rng: np.random.Generator) -> Sample:
         part, inner = self._place(index)
@@ -157,7 +165,7 @@ class Mixture(VqaDataset):
         return part.normalization(inner)
 
     def evaluation_index(self, place: int) -> int:
-        k, n = self.order.place(place)
+        k, n = self.order.place(place) if self.places is None else self._at(int(self.places[place]))
         return self.starts[k] + self.parts[k].evaluation_index(n % len(self.parts[k]))
 
     def shorten(self, batch: Batch, length: int) -> Batch:
@@ -184,7 +192,7 @@ class Mixture(VqaDataset):
         if forms.count(forms[n]) < len(forms):
             log.warning(
                 "the mixture's parts have several forms of conversations; a chat has that of part %d (%s)",
-                talking[n], parts[talking[n]].name,
+                talking[n], options.parts[talking[n]].label or parts[talking[n]].name,
             )  # fmt: skip
         return builders[n]
 

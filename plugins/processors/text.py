@@ -86,7 +86,8 @@ class Dialogue:
     def _conversation(self, annotation: Annotation, images: int) -> Conversation:
         turns = annotation.get(self.options.key)
         if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
-            raise SampleError(f"it has no {self.options.key}")
+            hint = "; text_processor captions learns its caption" if "caption" in annotation else ""
+            raise SampleError(f"it has no {self.options.key}{hint}")
         messages = [_message(turn) for turn in turns]
         first = next((i for i, m in enumerate(messages) if m.role == "user"), None)
         if first is not None and images and not any(IMAGE in m.text for m in messages):

@@ -15,6 +15,7 @@ import yaml
 
 from conftest import ENVIRONMENT, ROOT, Workspace
 from crosstrain.cli.main import main
+from crosstrain.config.foreign_files import read_foreign
 from crosstrain.config.foreign_keys import origins
 from crosstrain.config.load import Config, load_config
 from crosstrain.config.migration import looks_like, migrate
@@ -179,6 +180,16 @@ def test_a_file_beside_the_configuration_says_stage_optimizer_and_schedule(tmp_p
     assert migrated(tmp_path, "trl_sft")[1]["model"]["adapter"] == {
         "name": "lora", "rank": 32, "alpha": 16, "dropout": 0.05,
     }  # fmt: skip
+
+
+def test_arithmetic_of_a_shell_has_parentheses(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text("""
+        TP=2; PP=2
+        GBS=$(( ${NT:-8} / (TP*PP) ))
+        python pretrain_gpt.py --global-batch-size $GBS --seq-length $(( ((TP + 2) * (PP+1)) / 2 )) --seed $(cat a b) \\
+            --lr $((1+))
+        """.replace("; ", "\n"))
+    assert read_foreign(tmp_path / "a.sh") == {"global_batch_size": 2, "seq_length": 6, "seed": "???", "lr": "???"}
 
 
 @pytest.mark.parametrize(

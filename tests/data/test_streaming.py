@@ -104,7 +104,7 @@ def test_bad_samples_of_a_stream_are_counted_up_to_their_share(home: Path, words
     for part in ("not a readable image", "no image", "neither a .json"):
         assert any(part in reason for reason in dataset.skipped.values())
     _, batches = steps(0.1)
-    with pytest.raises(DataError, match=r"3 of 20 samples cannot be used, .* share datasets\.NAME\.max_skipped=0\.1"):
+    with pytest.raises(DataError, match=r"3 of 20 samples cannot be used, .* share max_skipped=0\.1"):
         list(islice(batches, 10))
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from conftest import TEXTS
 from crosstrain.corpus.options import PrepareOptions
 from crosstrain.corpus.prepare import prepare
-from crosstrain.data.tokenizer import cached_folder, load_cached, load_gpt2, load_tokenizer, train_bpe
+from crosstrain.data.tokenizer import cached_folder, load_cached, load_gpt2, load_tokenizer, train_bpe, warn_if_rebuilt
 from crosstrain.utils.errors import DataError
 
 
@@ -124,3 +124,5 @@ def test_a_tokenizer_that_transformers_would_rebuild_is_warned_of(
     (tmp_path / "t" / "config.json").write_text('{"model_type": "qwen2"}')  # for which transformers has that class
     prepare(PrepareOptions(input=str(tmp_path / "a.txt"), tokenizer=str(tmp_path / "t")), tmp_path / "again")
     assert "makes another tokenizer" in caplog.text
+    (tmp_path / "t" / "tokenizer.json").unlink()
+    warn_if_rebuilt(str(tmp_path / "t"))  # an exported model without a tokenizer

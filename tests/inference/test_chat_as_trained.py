@@ -89,7 +89,7 @@ def test_parts_that_ask_in_several_ways_are_told(words: Path, tmp_path: Path, ca
     alone = ChatSession.about([], project(tmp_path, c=silent), words).ask("cat")
     assert given["input_ids"].tolist() == alone["input_ids"].tolist()
     assert [record.getMessage() for record in caplog.records] == [
-        "the mixture's parts have several forms of conversations; a chat has that of part 1 (instructions)"
+        "the mixture's parts have several forms of conversations; a chat has that of part 1 (b)"
     ]
 
 

@@ -144,6 +144,8 @@ def _command_line(text: str) -> dict[str, Any]:
             value = _expanded(value[1:-1] if value.startswith("(") else value, variables)
             variables[name] = (f"{variables.get(name, '')} {value}" if more else value)[:_LONGEST]
         else:
+            while "$(" in word and word.count("(") > word.count(")") and (more := words.get_token()):
+                word += f" {more}"
             command += _expanded(word, variables).split()
     programs = [i for i, word in enumerate(command[:-1]) if word.endswith(".py") or command[i - 1] == "-m"]
     start = max((i for i in programs if command[i + 1].startswith("--")), default=0)
@@ -170,8 +172,9 @@ def _expanded(text: str, variables: Mapping[str, str]) -> str:
 
     text = re.sub(r"\$(\w+)|\$\{(\w+)(?:\[[@*]])?(?::?[-=]([^{}]*))?}", variable, text)
     numbers = {name: int(value) for name, value in variables.items() if re.fullmatch(r"\d{1,18}", value)}
-    text = re.sub(r"\$\(\(([^()]*)\)\)", lambda found: str(_value(found[1].replace("/", "//"), numbers)), text)
-    return re.sub(r"\$[@*]|\$\{[@*]}", "", text)
+    arithmetic = r"\$\(\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)\)"  # with parentheses in parentheses
+    text = re.sub(arithmetic, lambda found: str(_value(found[1].replace("/", "//"), numbers)), text)
+    return re.sub(r"\$[@*]|\$\{[@*]}", "", re.sub(r"\$\(.*\)", UNKNOWN, text))
 
 
 def _parsed(words: list[str]) -> Any:
@@ -179,4 +182,6 @@ def _parsed(words: list[str]) -> Any:
     for i, word in enumerate(values):
         with suppress(Unreadable):
             values[i] = parse(word)[0]
-    return UNKNOWN if UNKNOWN in "".join(words) else values if len(values) > 1 else values[0] if values else True
+    if UNKNOWN in (said := "".join(words)) or "$(" in said:
+        return UNKNOWN
+    return values if len(values) > 1 else values[0] if values else True

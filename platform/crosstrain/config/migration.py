@@ -20,7 +20,7 @@ from crosstrain.config.foreign_files import UNKNOWN, read_foreign
 from crosstrain.config.foreign_keys import NONE, UNNEEDED, Origin, origins
 from crosstrain.config.load import preset_component
 from crosstrain.config.run_options import DEFAULT_RUNNER, EXCLUSIVE, RunOptions
-from crosstrain.config.schema import Checker, Key
+from crosstrain.config.schema import Checker, Key, nearest
 from crosstrain.config.yaml_text import parse
 from crosstrain.utils.errors import ConfigError, explained
 from crosstrain.utils.optional_deps import require
@@ -145,9 +145,13 @@ def migrate(path: Path, origin: Origin, count: Count = lambda *files: None) -> t
             continue  # the project has what the answer says
         title = {NONE: _LOST, UNNEEDED: _NO_NEED}.get(f"{kind}: ")
         why = reason if title else f"give {'.'.join(parts)}{f' ({reason})' if reason else ''}"
+        if not reason and there is not None:
+            why = f"the project has {'.'.join(parts)}={here}"
+        elif answer is _UNHEARD and (meant := nearest(name, [*origin.answers, *shared], 0.8)):
+            why += f"; did you mean {meant[0]}?"
         note = f"{title or _LOST}: {'.'.join(key if partly else key[:end])}: {why}"
         if read:
-            if end < len(key) or answer is _UNHEARD or not value or said & {".".join(key), *key}:
+            if end < len(key) or answer is _UNHEARD or not value or there == value or said & {".".join(key), *key}:
                 continue
             with suppress(require("jinja2", "crosstrain migrate").TemplateError, TypeError, ValueError):
                 other = f"?{value}" if isinstance(value, str) else value is not True and value + value

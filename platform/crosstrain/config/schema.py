@@ -200,13 +200,17 @@ class Checker:
             place = foreign.rpartition(" ")[2].split(".")
             if (place[0], place[-1], len(place)) == (key[0], own, len(key)):
                 self.fail(key, f"unknown key; others of this kind have it, this one has: {', '.join(names)}")
+            if place[-1] in names and len(place) != len(key):  # the counterpart of another section
+                self.fail(key, f"unknown key; did you mean {'.'.join((*key[:-1], place[-1]))}?")
             self.fail(key, f"unknown key; {foreign}")
         foreign_keys = {key for origin in origins().values() for key in origin.answers.maps[0] if len(key) > 4}
         near = near or nearest(own, [*names, *foreign_keys], 0.75 if len(own) <= 4 else 0.85) or nearest_key(own, names)
         if near and near[0] in names:
             self.fail(key, f"unknown key; did you mean {'.'.join((*key[:-1], near[0]))}?")
+        if near and (foreign := foreign_hint(near[0]) or "").endswith(f".{own}"):
+            self.fail(key, f"unknown key; others of this kind have it, this one has: {', '.join(names)}")
         if near:
-            self.fail(key, f"unknown key; did you mean {near[0]}? {foreign_hint(near[0])}")
+            self.fail(key, f"unknown key; did you mean {near[0]}? {foreign}")
         self.fail(key, "unknown key; " + (f"known: {', '.join(names)}" if names else "there are no options here"))
 
     def value(self, hint: Any, value: Any, key: Key) -> Any:

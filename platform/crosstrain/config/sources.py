@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from crosstrain.config.schema import Key, nearest, to_plain
 from crosstrain.config.yaml_text import LARGEST_TREE, Unreadable, parse
 from crosstrain.utils import paths
-from crosstrain.utils.errors import ConfigError, first_line, sentence
+from crosstrain.utils.errors import ConfigError, ConfigErrors, first_line, sentence
 from crosstrain.utils.files import read_regular
 
 OPTIONS = "--options"
@@ -185,7 +185,7 @@ def resolve(tree: dict[str, Any], origins: Origins, key: Key = ()) -> Any:
             node = node[name]
         return OmegaConf.to_container(node, resolve=True, throw_on_missing=True) if OmegaConf.is_config(node) else node
     except OmegaConfBaseException as error:
-        raise _unresolved(error, origins, tree) from error
+        raise _unresolved(error, origins, tree, key) from error
 
 
 def _refuse_growth(tree: dict[str, Any], origins: Origins) -> None:
@@ -242,11 +242,13 @@ def _walk(tree: Any, at: Key = ()) -> Iterator[tuple[Key, Any]]:
         yield from _walk(value, (*at, str(name)))
 
 
-def _unresolved(error: OmegaConfBaseException, origins: Origins, tree: dict[str, Any]) -> ConfigError:
+def _unresolved(error: OmegaConfBaseException, origins: Origins, tree: dict[str, Any], at: Key) -> ConfigError:
     key = tuple(re.findall(r"[^.\[\]]+", str(error.full_key or "")))
     reason = first_line(error)
     if "Missing mandatory value" in reason:
         reason = "required, but still ???; give it a value, or null where the option has a default of null"
+        left = [each for each, value in _walk(tree) if value == "???" and each[: len(at)] == at]
+        return ConfigErrors(ConfigError(sentence(f"{origins.where(each)}: {reason}")) for each in left or [key])
     elif target := re.search(r"Interpolation key '(.+?)' not found", reason):
         near = nearest(target[1], [".".join(key) for key, _ in _walk(tree)])
         reason = f"${{{target[1]}}} stands for no key" + (f"; did you mean ${{{near[0]}}}?" if near else "")

@@ -25,6 +25,7 @@ from crosstrain.data.skip_ranges import Ranges, show
 from crosstrain.data.skip_ranges import numbers as sample_numbers
 from crosstrain.modeling.base import count_targets
 from crosstrain.utils.errors import DataError, UserError
+from crosstrain.utils.forks import CheckedForkContext
 from crosstrain.utils.rng import sample_rng
 from crosstrain.utils.types import Batch, Sample
 
@@ -86,7 +87,7 @@ def _batches(
         collate_fn=samples.collate,
         num_workers=num_workers,
         # Forked, whatever Python's default is: datasets of plugins cannot be imported by a fresh process.
-        multiprocessing_context="fork" if num_workers else None,
+        multiprocessing_context=CheckedForkContext() if num_workers else None,
         pin_memory=torch.cuda.is_available(),
         # DataLoader draws one number from a generator per pass; give it its own, so that the global one is untouched.
         generator=torch.Generator(),

@@ -123,7 +123,9 @@ def warn_if_rebuilt(spec: str) -> None:
 
 def _is_rebuilt(spec: str) -> bool:
     path = Path(spec).expanduser()
-    config = _read_json(path / CONFIG) if (path / CONFIG).is_file() and (path / TOKENIZER).is_file() else {}
+    if not (path / CONFIG).is_file() or not (path / TOKENIZER).is_file():
+        return False
+    config = _read_json(path / CONFIG)
     reads_it = config.get("tokenizer_class") in (None, "PreTrainedTokenizerFast", "TokenizersBackend")
     if reads_it and not (path / "config.json").is_file():  # whose model's tokenizer may be of a class of its own
         return False

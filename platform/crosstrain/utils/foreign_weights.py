@@ -13,12 +13,17 @@ _FOLDERS = {  # a file that tells whose folder it is: what it is, and what to do
 }
 
 
+_PICKLED = (
+    "a file of torch's pickles, which can run code when read; weights come from a folder with config.json and "
+    "safetensors, as save_pretrained of transformers writes"
+)
+
+
 def foreign_weights(path: Path) -> str | None:
     """Return what another program's weights at `path`, there or not, are and what to do; None for any other path."""
     if path.suffix in _PICKLES and not path.is_dir():
-        return (
-            "a file of torch's pickles, which can run code when read; weights come from a folder with config.json and "
-            "safetensors, as save_pretrained of transformers writes"
-        )
+        return _PICKLED
     places = [path, path.parent] if path.is_dir() else []  # a step's folder lies in the one that tells
-    return next((said for place in places for name, said in _FOLDERS.items() if (place / name).is_file()), None)
+    known = (said for place in places for name, said in _FOLDERS.items() if (place / name).is_file())
+    pickles = (f"holds {file.name}, {_PICKLED}" for file in path.glob("*") if file.suffix in _PICKLES)
+    return next(known, None) or next(pickles, None)

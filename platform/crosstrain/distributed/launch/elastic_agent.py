@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistError
@@ -58,13 +58,24 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
     def forward(number: int, _frame: Any) -> None:
         stop.append(number)
         children = multiprocessing.active_children()
+        at_once = stop.count(signal.SIGINT) > 1  # somebody presses Ctrl-C again
         for child in children:
             if child.pid is not None:
-                os.kill(child.pid, signal.SIGUSR1)
+                os.kill(child.pid, signal.SIGTERM if at_once else signal.SIGUSR1)
         if not children and (agent is None or not agent.succeeded):
             raise _Stopped
 
+    def pause(*_: Any) -> None:
+        """Stop with the workers, each the head of a process group, and go on with them."""
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for child in multiprocessing.active_children():
+                with suppress(ProcessLookupError, TypeError):
+                    os.killpg(child.pid, number)  # type: ignore[arg-type]
+            if number == signal.SIGSTOP:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
     handlers = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, pause)
     restarts_left, nodes = how.max_restarts, how.nodes
     try:
         with _environment(how):
@@ -143,8 +154,8 @@ class _Agent(LocalElasticAgent):
         if self.succeeded:
             signals = [number for number in result.return_values.values() if number]
             return 128 + (self._stop or signals)[0] if signals else 0
-        if self._stop and all(f.exitcode == -signal.SIGUSR1 for f in result.failures.values()):
-            return 128 + self._stop[0]  # stopped before the workers could listen; there was nothing to save
+        if self._stop and all(-f.exitcode in (signal.SIGUSR1, signal.SIGTERM) for f in result.failures.values()):
+            return 128 + self._stop[0]  # before the workers could listen, when there is nothing to save, or at once
         assert self._failure is not None
         raise self._failure.error
 

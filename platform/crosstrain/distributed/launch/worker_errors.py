@@ -40,6 +40,7 @@ def run_worker(worker: Callable[..., int], args: tuple[Any, ...]) -> int:
     """Run a worker in a process that our own launcher has started; an error ends the process."""
     global _launcher_shows_errors
     _launcher_shows_errors = True
+    os.setpgid(0, 0)  # what a terminal, `timeout` or `kill -- -GROUP` sends is for the launcher, which forwards it
     launcher = multiprocessing.parent_process()
     if launcher is not None and not launcher.is_alive():
         os._exit(1)  # killed before torch had asked the system to tell us
