@@ -71,7 +71,7 @@ class ShardStream:
         if len(self.lost) > self.max_lost * len(self.names):
             raise DataError(
                 f"{name} cannot be read to its end ({reason}), which is one of {len(self.lost)} shards among "
-                f"{len(self.names)}, more than the share datasets.NAME.max_skipped={self.max_lost}"
+                f"{len(self.names)}, more than the share max_skipped={self.max_lost}"
             )
 
 

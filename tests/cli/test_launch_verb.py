@@ -128,6 +128,15 @@ def test_other_targets_have_the_environment_that_is_given(tmp_path: Path) -> Non
     assert "--node-selector: --to slurm has no use for it" in refused
 
 
+PLACES = {"output/a": True, "/crosstrain/output/a": True, "s3://b/a": True, "/scratch/a": False, "outputs/a": False}
+
+
+@pytest.mark.parametrize(("folder", "stays"), PLACES.items())
+def test_a_run_of_pods_is_on_their_volume(folder: str, stays: bool) -> None:
+    text = said("--to", "job", *TINY, "--options", f"run.output_dir={folder}", code=0 if stays else 1)
+    assert stays or f"run.output_dir: {folder} is on no volume of the pods" in text
+
+
 def test_what_cannot_run_is_no_manifest() -> None:
     refused = said("--to", "job", "--nodes", "3", "--cfg-path", "projects/gpt2_345m_8gpu.yaml", code=1)
     assert refused.startswith("error: run.global_batch_size: 64 is not a multiple of 96")
@@ -139,6 +148,7 @@ def test_what_cannot_run_is_no_manifest() -> None:
 
 def test_a_project_on_cpus_asks_for_no_gpu_and_its_text_survives(workspace: Workspace) -> None:
     workspace.config["model"]["dropout"] = 0.0
+    workspace.config["run"]["output_dir"] = "output/tiny"
     workspace.project.write_text("# 'quotes' \"and\" {{ braces }} $(x)\n" + yaml.safe_dump(workspace.config))
     config, jobset = yaml.safe_load_all(said("--to", "jobset", "--cfg-path", str(workspace.project)))
     assert config["data"]["project.yaml"].rstrip() == workspace.project.read_text().rstrip()

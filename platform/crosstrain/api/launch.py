@@ -11,12 +11,14 @@ from crosstrain.planning.fit import USABLE, needs
 from crosstrain.utils import paths
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.optional_deps import require
+from crosstrain.utils.storage import is_url
 from crosstrain.utils.units import show_bytes
 
 _HOST = 8  # GiB of host memory for a rank's libraries, its context on the device and the samples on their way
 _SHARED = 16  # GiB of shared memory, for NCCL and data loading
 _SAVED = 5e8  # bytes that a machine surely saves per second
 _RESTARTS = 20
+_VOLUME = "/crosstrain"  # where pods have a volume's folders, as their templates say
 _GIB = 2**30
 
 
@@ -46,6 +48,12 @@ def manifest(
     if unused := [flag for flag, value in given.items() if value is not None and flag not in wanted]:
         raise UserError(f"--{unused[0].replace('_', '-')}: --to {to} has no use for it; leave it out")
     config = load_config(project, options)
+    output = config.run.output_dir
+    if "claim" in wanted and not is_url(output) and not re.match(rf"({_VOLUME}/)?(output|data)/", f"{output}/"):
+        raise UserError(
+            f"run.output_dir: {output} is on no volume of the pods, and would be gone with them; name a folder below "
+            f"output/, which is one, or a bucket"
+        )
     on_gpu = config.run.device != "cpu"
     nproc = nproc_per_node or (8 if on_gpu else 1)
     device = ["run.device=cuda"] if on_gpu else []
