@@ -45,7 +45,7 @@ class StreamOptions(_Strict):
 class TextRequest(_Strict):
     """Parameters of both kinds of request."""
 
-    model: str
+    model: str | None = None  # of the one that is served
     max_tokens: int | None = Field(None, ge=0, le=_FAR)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)

@@ -78,8 +78,8 @@ class Service:
         return plan
 
     def _check(self, request: TextRequest, prompts: int) -> None:
-        if request.model != self.name:
-            problem = f"there is no model {request.model[:200]!r} here, only {self.name!r}"
+        if request.model not in (None, self.name):
+            problem = f"there is no model {str(request.model)[:200]!r} here, only {self.name!r}"
             raise ApiError(404, problem, "model", "model_not_found")
         if (count := prompts * (request.n or 1)) > self.limits.waiting:
             raise wrong("n", f"{count} completions; at most {self.limits.waiting} are taken")

@@ -216,7 +216,8 @@ def _next_commands(trainer: Trainer) -> list[tuple[str, str]]:
         if all(find_spec(package) for package in ("uvicorn", "starlette", "pydantic")):
             lines.append(("serve it", command("serve", *checkpoint)))
     else:
-        lines.append(("evaluate it", command("evaluate", *checkpoint, "--splits", "train", "--max-samples", 100)))
+        split = ["--splits", "val"] if trainer.val_dataset is not None else ["--splits", "train", "--max-samples", 100]
+        lines.append(("evaluate it", command("evaluate", *checkpoint, *split)))
     if (folder.path / "export").exists():
         return lines
     return [*lines, ("export it", command("export", *checkpoint, "--output", f"{folder.address}/export"))]
