@@ -86,6 +86,11 @@ def _only(found: list[str], path: str | Path) -> str:
         names = ", ".join(name.rpartition("/")[2].removesuffix(".idx") for name in found)
         raise DataError(f"{path} holds several token files ({names}): path must name one")
     if not found:
+        if isinstance(path, Path) and any(path.glob("*.txt") if path.is_dir() else [path.is_file()]):
+            raise DataError(
+                f"{path} holds text and no tokens: name a new folder as path, and the text under `prepare`, such as "
+                f"prepare: {{input: {path}, tokenizer: FOLDER_OR_NAME}}"
+            )
         raise DataError(
             f"there are no tokens at {path}, neither a folder made by `crosstrain prepare` nor a Megatron prefix: run"
             f" `{command('prepare')}`, or say under `prepare` how to make it"

@@ -6,6 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention, load_state
 from crosstrain.checkpoint.files import Reader
@@ -166,10 +168,11 @@ def _log_setup(trainer: Trainer) -> None:
     for notice in dict.fromkeys((trainer.dataset.notice, held_out.notice if held_out is not None else "")):
         if notice:
             log.warning(notice)
-    if held_out is not None and held_out.sequence_length is not None:
-        tokens = min(config.run.eval_iters * plan.global_batch, len(held_out)) * held_out.sequence_length
-        if tokens < _FEW_TOKENS:
-            about = "validation sees at most %d tokens, so its loss is uncertain by about %.2f; raise run.eval_iters"
+    if held_out is not None and held_out.indexed and held_out.row_layout is None and runner.model.predicts_tokens:
+        sample = held_out.collate([held_out.get(0, np.random.default_rng(0))])
+        tokens = min(config.run.eval_iters * plan.global_batch, len(held_out)) * runner.model.num_targets(sample)
+        if 0 < tokens < _FEW_TOKENS:
+            about = "validation sees about %d tokens, so its loss is uncertain by about %.2f; raise run.eval_iters"
             log.info(f"{about}, or give it more data", tokens, _DEVIATION / tokens**0.5)
 
 
