@@ -138,6 +138,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(workspace: Wor
     assert f"damaged checkpoint passed over: {Path('out/checkpoints/step_000008/model.safetensors')}" in resumed.out
     assert "step_000004 at step 4" in resumed.out
     assert resumed.column("step") == list(range(1, 13)), "no step stands twice"
+    assert (run.folder / "checkpoints" / "step_000008.damaged").is_dir()
+
+
+def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(workspace: Workspace) -> None:
+    run = train(workspace.project, "out", "run.max_iters=4", "run.save_interval=2", "run.lr_decay_iters=12")
+    path = run.checkpoint(4) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    train(workspace.project, "out", "run.max_iters=5", "run.keep_last=2", "run.lr_decay_iters=12")
+    kept = sorted(path.name for path in (run.folder / "checkpoints").glob("step_*"))
+    assert kept == ["step_000002", "step_000004", "step_000005"], "4, which was passed over, is damaged"
 
 
 def test_fresh_starts_over_and_keeps_what_was_there(workspace: Workspace) -> None:

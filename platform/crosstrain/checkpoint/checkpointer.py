@@ -71,6 +71,7 @@ class Checkpointer:
     ) -> None:  # fmt: skip
         self.root, self.group, self.retention, self.run = root, group, retention, run
         self.write_model_config, self.write_parts = write_model_config, write_parts
+        self.damaged = set[int]()  # steps of checkpoints that the run passed over
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         if group.rank == 0:
@@ -263,7 +264,8 @@ class Checkpointer:
         try:
             for pointer in ("latest", *save.pointers):
                 folders.write_pointer(self.root, pointer, save.step)
-            folders.prune(self.root, save.step, self.retention, self.run, save.keep)
+            self.damaged.discard(save.step)
+            folders.prune(self.root, save.step, self.retention, self.run, save.keep, self.damaged)
         except (OSError, StorageError) as error:  # the checkpoint is there; tidying up can wait for the next one
             log.warning("%s: pointers or old checkpoints could not be brought up to date (%s)", self.root, error)
 

@@ -128,16 +128,20 @@ class Retention:
     keep_every: int | None = None
 
 
-def prune(root: Path, newest: int, retention: Retention, run: str | None, keep: Collection[int] = ()) -> None:
+def prune(
+    root: Path, newest: int, retention: Retention, run: str | None, keep: Collection[int] = (),
+    damaged: Collection[int] = (),
+) -> None:  # fmt: skip
     """Delete checkpoints of `run` up to step `newest`, the one just written, that are not to be kept.
 
-    Spares the best one and those of the steps `keep`. Other runs' checkpoints and later steps, which are damaged ones
-    that this run has passed over, neither count nor go.
+    Spares the best one, those of the steps `keep`, and the `damaged` ones, which do not count. Other runs' checkpoints
+    and later steps, which are damaged ones that this run has passed over, neither count nor go.
     """
     if retention.keep_last is None:
         return
     spared = {read_pointer(root, "best"), *keep}
-    own = [s for s in steps(root) if s <= newest and (run is None or run_of(step_folder(root, s)) in (None, run))]
+    found = [s for s in steps(root) if s <= newest and s not in damaged]
+    own = [s for s in found if run is None or run_of(step_folder(root, s)) in (None, run)]
     for step in own[: -retention.keep_last]:
         if step not in spared and not (retention.keep_every and step % retention.keep_every == 0):
             folder = step_folder(root, step)

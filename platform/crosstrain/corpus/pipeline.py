@@ -152,7 +152,8 @@ class _Pipeline:
         texts = chain.from_iterable(shard.texts(mask) for shard, mask in duplicates.left(self.shards))
         tokenizer = train_bpe(texts, wanted, self.progress)
         if (size := tokenizer.vocab_size) < wanted:
-            _log.warning("the text is too short for a vocabulary of %d: the tokenizer has %d", wanted, size)
+            hint = "a model's vocab_size need not be larger"
+            _log.warning("the text is too short for a vocabulary of %d: the tokenizer has %d; %s", wanted, size, hint)
         return tokenizer
 
     def _tokenize(self, duplicates: Duplicates, tokenizer: Path, dtype: np.dtype) -> tuple[list[CorpusShard], Counts]:

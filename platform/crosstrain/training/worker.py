@@ -116,6 +116,8 @@ def build_trainer(config: Config, runner: Runner, stop: StopRequest, quiet: bool
         folder.checkpoints, runner.new_group(), retention, write_assets, folder.run_id, write_parts
     )
     saved_step = state.step if own else None
+    if saved_step is not None and rank == 0:
+        checkpointer.damaged = {step for step in folders.steps(folder.checkpoints) if step > saved_step}
     if start is not None and saved_step is None and state.step >= max_iters:
         raise ConfigError(
             f"run.resume_from: {start} is at step {state.step}, and this run ends after step {max_iters}: train longer "
