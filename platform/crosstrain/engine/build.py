@@ -122,7 +122,8 @@ def make_schedule(config: Config, max_iters: int) -> Callable[[int], float]:
     decay = run.lr_decay_iters or max_iters
     warmup = run.warmup_steps if run.warmup_steps is not None else (run.warmup_fraction or 0.0) * decay
     if warmup >= decay:
-        raise ConfigError(f"run.warmup_steps: the warmup of {warmup:g} steps must be shorter than the decay of {decay}")
+        length = "run.lr_decay_iters" if run.lr_decay_iters else "the whole run"
+        raise ConfigError(f"run.warmup_steps: a warmup of {warmup:g} steps must be shorter than {length}, {decay}")
     make = registry.get("lr_scheduler", run.lr_sched.name)
     shape = make(warmup_steps=warmup, decay_steps=decay, options=run.lr_sched.options)
 
