@@ -7,6 +7,7 @@ from typing import Any
 
 from crosstrain.api.plan import plan
 from crosstrain.config.load import load_config
+from crosstrain.config.yaml_text import Unreadable, parse
 from crosstrain.planning.fit import USABLE, needs
 from crosstrain.utils import paths
 from crosstrain.utils.errors import UserError
@@ -29,9 +30,10 @@ def manifest(
     """Return the text that starts a project on `nodes` machines of the target `to`.
 
     gpus: GiB of memory of devices, by name. made_by: the command, for the text. given: values of the flags `name`,
-    `image`, `claim`, `gpu`, `queue`, `account`, `time`, `grace`, `spot`, `secret`, and mappings `env` and
-    `node_selector`; None: not given.
-    Raises UserError for a flag that the target has no use for, and for whatever `crosstrain plan` refuses.
+    `image`, `claim`, `gpu`, `queue`, `account`, `time`, `grace`, `spot`, `secret`, and mappings `env`,
+    `node_selector`, `pod`, of YAML, and `sbatch`; None: not given.
+    Raises UserError for a flag that the target has no use for or that the manifest's own text contradicts, and for
+    whatever `crosstrain plan` refuses.
     """
     jinja2, meta = (require(module, "crosstrain launch") for module in ("jinja2", "jinja2.meta"))
     environment = jinja2.Environment(
@@ -68,11 +70,12 @@ def manifest(
     facts: dict[str, Any] = {
         "name": re.sub("[^a-z0-9]+", "-", file.stem.lower()).strip("-"), "image": "crosstrain", "claim": "crosstrain",
         "queue": None, "account": None, "time": "24:00:00", "spot": False, "env": {}, "secret": None,
-        "node_selector": {},
+        "node_selector": {}, "pod": {}, "sbatch": {},
         "grace": max(300, math.ceil(60 + made.project.checkpoint_bytes / nodes / _SAVED)),
     }  # fmt: skip
     facts |= {flag: value for flag, value in given.items() if value is not None}
-    return environment.get_template(f"{to}.jinja").render(
+    facts["pod"] = {field: _read(field, value) for field, value in facts["pod"].items()}
+    text = environment.get_template(f"{to}.jinja").render(
         facts, project=project, made_by=made_by,
         file=re.sub("[^-._a-zA-Z0-9]", "_", file.name), text=file.read_text(encoding="utf-8").rstrip(),
         options=[*options, *([] if config.run.max_restarts else [f"run.max_restarts={restarts}"])], restarts=restarts,
@@ -80,3 +83,14 @@ def manifest(
         gpus=[given["gpu"]] if given.get("gpu") else fitting, device_memory=show_bytes(on_device),
         cpus=nproc * (2 + max(config.run.num_workers, 2)), memory=8 * math.ceil(host / 8), shared_memory=_SHARED,
     )  # fmt: skip
+    for field in facts["pod"]:
+        if len(re.findall(rf"^ *{field}:", text, re.MULTILINE)) > 1:
+            raise UserError(f"--pod {field}: the manifest has one of its own; print it, and edit that")
+    return text
+
+
+def _read(field: str, text: str) -> Any:
+    try:
+        return parse(text)[0]
+    except Unreadable as error:
+        raise UserError(f"--pod {field}: {error}") from error

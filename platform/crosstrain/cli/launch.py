@@ -17,6 +17,7 @@ from crosstrain.utils.errors import UserError, os_errors_as
 
 _GIVEN = (
     "name", "image", "claim", "gpu", "queue", "account", "time", "grace", "spot", "env", "secret", "node_selector",
+    "pod", "sbatch",
 )  # fmt: skip
 
 
@@ -40,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, name, metavar, meaning in (
         ("--env", r"[A-Za-z_]\w*", "NAME=VALUE", "variables of the environment, such as NCCL_SOCKET_IFNAME=eth0"),
         ("--node-selector", r"[\w./-]+", "LABEL=VALUE", "Kubernetes' labels of machines to run on"),
+        ("--pod", r"[a-zA-Z]+", "FIELD=YAML", "fields of Kubernetes' pods, such as tolerations='[{operator: Exists}]'"),
+        ("--sbatch", r"[a-z][\w-]*", "FLAG=VALUE", "flags of sbatch, such as qos=high"),
     ):
         group.add_argument(flag, type=partial(_pair, name), nargs="+", action="extend", metavar=metavar, help=meaning)
     group.add_argument("--secret", metavar="NAME", help="secret of Kubernetes whose entries are variables")
