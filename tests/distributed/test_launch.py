@@ -127,3 +127,15 @@ def test_the_folder_is_untouched_by_a_run_that_cannot_start(workspace: Workspace
     run = workspace.train("out", "run.global_batch_size=7", nproc=2, fails=True)
     assert run.code == 1
     assert not Path(run.folder).exists()
+
+
+@pytest.mark.parametrize("under_launcher", [False, True])
+def test_the_second_sigint_breaks_no_save_of_our_launchers_workers(under_launcher: bool) -> None:
+    """The system sends a worker SIGINT for each thread of a killed launcher that it is handed to."""
+    script = (
+        "import os, signal; from crosstrain.distributed.launch.signals import StopRequest; "
+        f"stop = StopRequest({under_launcher}); "
+        "[os.kill(os.getpid(), signal.SIGINT) for _ in range(3)]; print(bool(stop))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
+    assert (done.returncode, done.stdout) == ((0, "True\n") if under_launcher else (-signal.SIGINT, ""))

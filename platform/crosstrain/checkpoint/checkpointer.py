@@ -126,6 +126,7 @@ class Checkpointer:
         except Exception as error:  # a rank is gone; `wait` tells, unless that rank's own error ends the run before
             why = first_line(error)
             self._error = RankLost(f"{self.root}: the save was broken off ({why}); earlier ones are intact")
+            self._error.__cause__ = error
         if self._error is not None and self.group.rank == 0:
             log.warning("%s", self._error)
 

@@ -50,7 +50,7 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
 
     Raises the final error of the worker that failed first, and UserError where the nodes do not find each other.
     """
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+    for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # errors are shown once, by the caller
     stop: list[int] = []
     agent: _Agent | None = None

@@ -46,17 +46,19 @@ def exit_after_signal(seconds: float) -> None:
 class StopRequest:
     """True once SIGINT, SIGTERM or SIGUSR1 came, so that the trainer can save and leave. The second SIGINT kills.
 
-    Under our own launcher SIGTERM keeps its default: that is how the launcher ends the ranks that wait for a dead one.
-    It forwards a user's SIGINT or SIGTERM as SIGUSR1.
+    Under our own launcher SIGTERM keeps its default: that is how the launcher ends the ranks that wait for a dead one,
+    or whose user presses Ctrl-C again. It forwards a user's SIGINT or SIGTERM as SIGUSR1. When it is killed, the system
+    sends SIGINT, once for each of its threads that the worker is handed to; none of them is a reason to break the save.
     """
 
     def __init__(self, under_launcher: bool) -> None:
         self.received: signal.Signals | None = None
+        self._second_kills = not under_launcher
         for number in (signal.SIGINT, signal.SIGUSR1, *([] if under_launcher else [signal.SIGTERM])):
             signal.signal(number, self._note)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self.received is not None and number == signal.SIGINT:
+        if self._second_kills and self.received is not None and number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         self.received = signal.Signals(number)

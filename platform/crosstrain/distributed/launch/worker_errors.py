@@ -92,6 +92,7 @@ def exit_silently(seconds: float) -> NoReturn:
 
 def _lost_connection(error: Exception) -> RankLost | None:
     """Return one sentence for a broken connection to another rank; None for any other error."""
+    error = error.__cause__ if isinstance(error, RankLost) and error.__cause__ else error  # of a save, which was logged
     broken = re.search(f"{_BROKEN}|ncclRemoteError", str(error))
     if broken is None or not isinstance(error, RuntimeError):
         return None
