@@ -92,11 +92,11 @@ def exit_silently(seconds: float) -> NoReturn:
 
 def _lost_connection(error: Exception) -> RankLost | None:
     """Return one sentence for a broken connection to another rank; None for any other error."""
-    error = error.__cause__ if isinstance(error, RankLost) and error.__cause__ else error  # of a save, which was logged
-    broken = re.search(f"{_BROKEN}|ncclRemoteError", str(error))
-    if broken is None or not isinstance(error, RuntimeError):
+    cause = error.__cause__ if isinstance(error, RankLost) else error  # of a save that broke off, which was logged
+    broken = re.search(f"{_BROKEN}|ncclRemoteError", str(cause))
+    if broken is None or not isinstance(cause, RuntimeError):
         return None
-    address = re.search(r"\[([0-9a-f.:]+)\]:\d+", str(error))
+    address = re.search(r"\[([0-9a-f.:]+)\]:\d+", str(cause))
     rank, host, other = os.environ.get("RANK", "0"), socket.gethostname(), f" at {address[1]}" if address else ""
     return RankLost(
         f"rank {rank} on {host} lost its connection to another rank{other} ({broken[0]}), which has ended or whose "
