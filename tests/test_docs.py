@@ -31,7 +31,7 @@ VERBS = {"train.py": "train", "evaluate.py": "evaluate"}
 MODULES = {"pytest", "sphinx", "venv"}
 OTHERS = {  # programs that are not ours
     "apptainer", "apt-get", "cd", "cp", "docker", "enroot", "eval", "export", "kubectl", "lm_eval", "mkdir", "mypy",
-    "ray", "ruff", "sky", "source", "tensorboard", "weed",
+    "jq", "ray", "ruff", "sky", "source", "tensorboard", "weed",
 }  # fmt: skip
 LAUNCHERS = {"torchrun", "srun", "mpirun", "sbatch"}
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"data", "output", "build"}

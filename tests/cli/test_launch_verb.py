@@ -89,6 +89,10 @@ def test_flags_are_in_the_manifest_or_refused() -> None:
     assert "#SBATCH --time=2:00:00" in text
     text = said("--to", "slurm", "--sbatch", "qos=high", "gres=gpu:h100:8", *TINY)
     assert "\n#SBATCH --qos=high\n#SBATCH --gres=gpu:h100:8\n" in text
+    assert "#SBATCH --gpus-per-node=h100:8\n" in said("--to", "slurm", "--gpu", "h100", *TINY)
+    assert "#SBATCH --gpus-per-node=4\n" in said("--to", "slurm", "--nproc-per-node", "4", *TINY)
+    refused = said("--to", "slurm", "--sbatch", "time=9", *TINY, code=1)
+    assert refused == "error: --sbatch time: the manifest has one of its own; give --time\n"
     assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=60).returncode == 0
     refused = said("--to", "slurm", "--spot", *TINY, code=1)
     assert refused == "error: --spot: --to slurm has no use for it; leave it out\n"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import pty
+import select
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -166,6 +169,30 @@ def test_a_stop_is_no_failure(workspace: Workspace, nproc: int, number: signal.S
     out = process.communicate(timeout=60)[0]
     assert process.returncode == 128 + number, out
     assert "started again" not in out
+    assert (folder / "checkpoints" / "latest").read_text().strip() == f"step_{logged_step(folder):06d}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_terminal_that_is_closed(workspace: Workspace, nproc: int, ignored: bool) -> None:
+    """The run saves and leaves, although nobody reads it any more; under nohup it goes on."""
+    folder = workspace.path / "out"
+    command = workspace.command("run.output_dir=out", f"run.max_iters={60 if ignored else 10**6}", nproc=nproc)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        if ignored:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        os.chdir(workspace.path)
+        os.execvpe(command[0], command, ENVIRONMENT)
+    deadline = time.monotonic() + 60
+    while logged_step(folder) < 3:
+        assert time.monotonic() < deadline
+        if select.select([terminal], [], [], 0.1)[0]:
+            os.read(terminal, 1 << 16)
+    os.close(terminal)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code == (0 if ignored else 128 + signal.SIGHUP)
     assert (folder / "checkpoints" / "latest").read_text().strip() == f"step_{logged_step(folder):06d}"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import socket
 import subprocess
 import timeit
@@ -13,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conftest import ENVIRONMENT, Run, Workspace
+from conftest import ENVIRONMENT, Run, Workspace, session, wait_until
 from crosstrain.distributed.watchdog.diagnosis import (
     DEADLOCKED,
     FORGIVEN,
@@ -30,7 +32,7 @@ from crosstrain.distributed.watchdog.flight_recorder import (
     RankReport,
     Waiting,
 )
-from fixtures_kill import plant, sentence
+from fixtures_kill import plant, sentence, workers
 
 PLUGIN = '''
 import time
@@ -158,6 +160,16 @@ def test_a_process_that_is_stopped_is_named(workspace: Workspace, runner: str) -
     frozen = f"run.plugins=[{plugin}]", "run.callbacks=[freezes]", f"run.runner={runner}", "run.collective_timeout=8"
     said = sentence(workspace.train("out", *frozen, nproc=2, fails=True))
     assert re.match(r"rank 1 (did not answer for|never entered .* which rank 0 waited in for) \d+ s", said)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_while_it_starts_does_not_hold_the_others_up(workspace: Workspace) -> None:
+    process = workspace.start("out", "run.collective_timeout=1", nproc=2)
+    wait_until(lambda: len(session(process)) >= 4, process)  # launcher, its tracker of resources, workers
+    os.kill(workers(process.pid)[1], signal.SIGSTOP)
+    said = process.communicate(timeout=200)[0].splitlines()[-1]
+    assert process.returncode == 1
+    assert said.startswith("error: the ranks did not all start within 61 s (run.collective_timeout and a minute)")
 
 
 @pytest.mark.slow

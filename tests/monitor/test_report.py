@@ -173,7 +173,7 @@ def test_a_damaged_file_gives_what_can_be_read_and_a_note(tmp_path: Path) -> Non
     (run,) = read_runs([folder])
     assert (len(run.curves["loss"].steps), run.last_step) == (10, 10)
     assert run.problems == [
-        "metrics.jsonl: the last line could not be read, as when a run was killed or is being written; "
+        "cut: metrics.jsonl: the last line could not be read, as when a run was killed or is being written; "
         "the rest is shown"
     ]
     bad = [
@@ -247,8 +247,12 @@ def test_what_is_no_run_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["report", str(tmp_path)]) == 1
     assert "there is no metrics.jsonl" in capsys.readouterr().err
     folder = write_run(tmp_path / "run", rows(2))
-    assert main(["report", folder, str(tmp_path), "--output", str(tmp_path / "page.html")]) == 0
-    assert "left out: " in capsys.readouterr().out
+    (tmp_path / "bare").mkdir()
+    assert main(["report", folder, str(tmp_path / "bare"), "--output", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().out.startswith("note: left out: ")
+    write_run(tmp_path / "other", rows(2))
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "page.html")]) == 0  # those below it
+    assert "2 run(s)" in capsys.readouterr().out
     assert main(["report", folder, "--output", str(tmp_path / "no" / "page.html")]) == 1
     assert capsys.readouterr().err.startswith("error: --output:")
     assert main(["report", folder, "--output", str(tmp_path)]) == 1

@@ -70,7 +70,7 @@ def manifest(
     facts: dict[str, Any] = {
         "name": re.sub("[^a-z0-9]+", "-", file.stem.lower()).strip("-"), "image": "crosstrain", "claim": "crosstrain",
         "queue": None, "account": None, "time": "24:00:00", "spot": False, "env": {}, "secret": None,
-        "node_selector": {}, "pod": {}, "sbatch": {},
+        "node_selector": {}, "pod": {}, "sbatch": {}, "gpu": None,
         "grace": max(300, math.ceil(60 + made.project.checkpoint_bytes / nodes / _SAVED)),
     }  # fmt: skip
     facts |= {flag: value for flag, value in given.items() if value is not None}
@@ -83,9 +83,11 @@ def manifest(
         gpus=[given["gpu"]] if given.get("gpu") else fitting, device_memory=show_bytes(on_device),
         cpus=nproc * (2 + max(config.run.num_workers, 2)), memory=8 * math.ceil(host / 8), shared_memory=_SHARED,
     )  # fmt: skip
-    for field in facts["pod"]:
-        if len(re.findall(rf"^ *{field}:", text, re.MULTILINE)) > 1:
-            raise UserError(f"--pod {field}: the manifest has one of its own; print it, and edit that")
+    for flag, line in (("pod", " *{}:"), ("sbatch", "#SBATCH --{}=")):
+        for name in facts[flag]:
+            if len(re.findall(f"^{line.format(name)}", text, re.MULTILINE)) > 1:
+                own = f"give --{name}" if name in facts else "print it, and edit that"
+                raise UserError(f"--{flag} {name}: the manifest has one of its own; {own}")
     return text
 
 

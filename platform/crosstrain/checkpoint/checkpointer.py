@@ -11,6 +11,7 @@ it into the bucket; when all have, rank 0 puts the manifest, unless there is one
 
 import os
 import threading
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ class Checkpointer:
         self._thread.start()
 
     def _write(self, save: _Save, held: dict[Holding, Tensor]) -> None:
-        self._error = None
+        self._error, begun = None, time.monotonic()
         final = folders.step_folder(self.root, save.step)
         temporary = final if storage.origin(final) else self.root / f".{final.name}.tmp"
         try:
@@ -121,14 +122,18 @@ class Checkpointer:
                 if self.group.rank == 0:
                     folders.remove(temporary)
             self._error = CheckpointError(
-                f"checkpoint {storage.origin(final) or final} could not be written: {problem}; earlier ones are intact"
+                f"checkpoint {storage.origin(final) or final} could not be written: {problem}; "
+                f"any earlier one is intact"
             )
         except Exception as error:  # a rank is gone; `wait` tells, unless that rank's own error ends the run before
             why = first_line(error)
-            self._error = RankLost(f"{self.root}: the save was broken off ({why}); earlier ones are intact")
+            self._error = RankLost(f"{self.root}: the save was broken off ({why}); any earlier one is intact")
             self._error.__cause__ = error
-        if self._error is not None and self.group.rank == 0:
-            log.warning("%s", self._error)
+        if self.group.rank == 0:
+            if self._error is not None:
+                log.warning("%s", self._error)
+            else:
+                log.info("saved %s in %.1f s", storage.origin(final) or final, time.monotonic() - begun)
 
     def wait(self) -> None:
         """Wait for the present save; raises CheckpointError, or RankLost, if the last one failed."""

@@ -6,6 +6,7 @@ The folder of a run in a bucket is a local one, whose files, except checkpoints,
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -112,6 +113,17 @@ class RunFolder:
                     self._held = held.pop_all()
                     self.descriptor, self._lock_file = descriptor, os.stat(self.path / ".lock")
                     return
+
+    def is_held(self) -> bool:
+        """Return whether a process trains in the folder, as far as its file system tells of other machines."""
+        try:
+            with open(self.path / ".lock", "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
 
     def read_id(self) -> str | None:
         """Read the id of the run that the folder belongs to; None where it has none."""

@@ -33,6 +33,7 @@ VERBS = {
     "prepare": "turn text into tokens, or make a dataset's files",
     "compare": "prove that runners train alike, on your own project",
     "verify": "accept a runner: one page of what it does as plain torch does",
+    "status": "a line for each run below a folder: whether it trains, how far it is, what it said last",
     "report": "one page about one or several runs: curves, timings, differences",
     "list": "everything that a project file can name, and its options",
     "new": "begin a runner, model, dataset, callback, project or package",

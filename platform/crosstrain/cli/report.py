@@ -10,7 +10,7 @@ from crosstrain.utils.files import write_atomically
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder (run.output_dir)")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder (run.output_dir), or a folder of runs")
     parser.add_argument("--output", default="report.html", metavar="FILE", help="the page (default: report.html)")
 
 
@@ -24,6 +24,6 @@ def run(arguments: argparse.Namespace) -> int:
         write_atomically(path, page(runs))
     for found in runs:
         for problem in found.problems:
-            print(printable(f"note: {found.name}: {problem}"))
+            print(printable(f"note: {problem}"))
     print(f"{path}: {len(runs)} run(s), {path.stat().st_size / 1024:.0f} KiB; open it in any browser")
     return 0

@@ -23,7 +23,7 @@ from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, create_s
 from crosstrain.engine.precision import Precision
 from crosstrain.modeling.base import Model, Sums, add_sums, largest_share
 from crosstrain.modeling.meta_init import construct
-from crosstrain.utils.errors import ConfigError, first_line
+from crosstrain.utils.errors import ConfigError, RankLost, first_line
 from crosstrain.utils.rng import seed_everything_for
 from crosstrain.utils.timers import Timers
 from crosstrain.utils.types import Batch
@@ -110,12 +110,17 @@ class Runner(HeldState):
         if not dist.is_initialized() and (size > 1 or self.needs_process_group):
             cuda = self.device.type == "cuda"
             alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if cuda else "gloo",
-                device_id=self.device if cuda else None,
-                timeout=timedelta(seconds=(self.run.collective_timeout or 1740) + 60),  # later than the watchdog's
-                **alone,
-            )
+            timeout = timedelta(seconds=(self.run.collective_timeout or 1740) + 60)  # later than the watchdog's
+            try:
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if cuda else "gloo",
+                    device_id=self.device if cuda else None, timeout=timeout, **alone,
+                )  # fmt: skip
+            except dist.DistStoreError as error:
+                raise RankLost(
+                    f"the ranks did not all start within {timeout.total_seconds():.0f} s (run.collective_timeout and a "
+                    f"minute): one is stopped or stuck, or its machine is lost"
+                ) from error
             watchdog.install(self.run.collective_timeout)
         self.world = self.dp = Group(dist.group.WORLD if dist.is_initialized() else None)
         self.precision = Precision(self.run.amp, self.device.type)

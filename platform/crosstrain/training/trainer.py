@@ -274,6 +274,7 @@ class Trainer:
         self.callbacks.call("on_save", folders.step_folder(self.folder.checkpoints, state.step))
         self._ends()  # a checkpoint of a last step says so
         state.callbacks = dict(zip(self.callbacks.by_name, self.callbacks.call("saved_state"), strict=True))
+        log.info("saving %s/checkpoints/step_%06d", self.folder.address, state.step)
         config = self.config.plain
         signed = {"signature": signature(config)} if self.is_main else {}
         document = state.document(world_size=self.runner.world.size, config=config, **signed)
@@ -284,7 +285,6 @@ class Trainer:
                 keep=set().union(*self.callbacks.call("keep")), background=background,
             )  # fmt: skip
         self.saved_step = state.step
-        log.info("saving %s/checkpoints/step_%06d", self.folder.address, state.step)
 
     def _keep_folder(self) -> None:
         """Have the run's folder, if it was deleted or moved, back or followed, on rank 0."""

@@ -43,6 +43,13 @@ def read_regular(path: str | Path, most: int, *, follow: bool = True) -> bytes:
         return file.read(size)
 
 
+def read_end(path: Path, most: int) -> list[str]:
+    """Return the lines of the last `most` bytes of a text, the first perhaps cut. Raises OSError as `open_regular`."""
+    with open_regular(path, follow=False) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - most))
+        return file.read(most).decode("utf-8", errors="replace").splitlines()
+
+
 def _check_regular(status: os.stat_result, path: str | Path) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))

@@ -48,6 +48,14 @@ def show_number(value: float) -> str:
     return f"{value:.3g}"
 
 
+def show_seconds(seconds: float) -> str:
+    """Format as whole seconds, minutes, hours or days, the largest of which there are two."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def is_number(value: Any) -> bool:
     """True for a parsed number that is finite, also as a float."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max

@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from crosstrain.distributed.launch.cluster_env import set_restart_reason
+from crosstrain.distributed.launch.signals import stop_signals
 from crosstrain.distributed.launch.worker_errors import Failure, WorkerFailure, first_failure, run_worker
 from crosstrain.utils.errors import UserError
 
@@ -74,7 +75,7 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
             if number == signal.SIGSTOP:
                 os.kill(os.getpid(), signal.SIGSTOP)
 
-    handlers = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {number: signal.signal(number, forward) for number in stop_signals()}
     handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, pause)
     restarts_left, nodes = how.max_restarts, how.nodes
     try:
@@ -193,7 +194,7 @@ def _environment(how: Launch) -> Iterator[None]:
         # Killed workers cannot return their semaphores; that is not news beside the error that killed them.
         "PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker",
         # torch's handlers would end the workers; those of `run_agent` let them save first.
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
     }
     if interface := how.nodes.interface if how.nodes else "lo" if sys.platform == "linux" else None:
         wanted["GLOO_SOCKET_IFNAME"] = interface  # gloo need not ask a resolver which one leads to the other ranks

@@ -10,6 +10,12 @@ from contextlib import contextmanager
 from types import FrameType
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that ask to stop; without SIGHUP, of a closed terminal, where it is ignored, as by nohup."""
+    hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGUSR1, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
+
+
 @contextmanager
 def sigint_kills() -> Iterator[None]:
     """Let Ctrl-C kill the process inside this block: a library being imported there may swallow KeyboardInterrupt."""
@@ -26,7 +32,7 @@ def sigint_kills() -> Iterator[None]:
 
 
 def exit_after_signal(seconds: float) -> None:
-    """End this process with code 0, whatever its threads do, `seconds` after SIGINT, SIGTERM or SIGUSR1.
+    """End this process with code 0, whatever its threads do, `seconds` after a signal to stop.
 
     Python's handlers run between two steps of the main thread, which may not come; a socket hears of signals at once.
     """
@@ -35,7 +41,7 @@ def exit_after_signal(seconds: float) -> None:
     signal.set_wakeup_fd(writing.detach(), warn_on_full_buffer=False)
 
     def end() -> None:
-        while reading.recv(1)[0] not in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        while reading.recv(1)[0] not in stop_signals():
             pass
         time.sleep(seconds)
         os._exit(0)
@@ -44,18 +50,19 @@ def exit_after_signal(seconds: float) -> None:
 
 
 class StopRequest:
-    """True once SIGINT, SIGTERM or SIGUSR1 came, so that the trainer can save and leave. The second SIGINT kills.
+    """True once a signal to stop came, so that the trainer can save and leave. The second SIGINT kills.
 
     Under our own launcher SIGTERM keeps its default: that is how the launcher ends the ranks that wait for a dead one,
-    or whose user presses Ctrl-C again. It forwards a user's SIGINT or SIGTERM as SIGUSR1. When it is killed, the system
+    or whose user presses Ctrl-C again. It forwards a user's signals as SIGUSR1. When it is killed, the system
     sends SIGINT, once for each of its threads that the worker is handed to; none of them is a reason to break the save.
     """
 
     def __init__(self, under_launcher: bool) -> None:
         self.received: signal.Signals | None = None
         self._second_kills = not under_launcher
-        for number in (signal.SIGINT, signal.SIGUSR1, *([] if under_launcher else [signal.SIGTERM])):
-            signal.signal(number, self._note)
+        for number in stop_signals():
+            if number != signal.SIGTERM or not under_launcher:
+                signal.signal(number, self._note)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if self._second_kills and self.received is not None and number == signal.SIGINT:

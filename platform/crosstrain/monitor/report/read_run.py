@@ -12,9 +12,10 @@ from typing import Any
 from crosstrain.checkpoint.run_folder import RunFolder, bring
 from crosstrain.config.yaml_text import Unreadable, parse
 from crosstrain.monitor.metrics import leaves
+from crosstrain.monitor.status import find_runs
 from crosstrain.utils import storage
 from crosstrain.utils.errors import UserError, first_line, os_errors_as
-from crosstrain.utils.files import open_regular, read_regular
+from crosstrain.utils.files import open_regular, read_end, read_regular
 from crosstrain.utils.units import is_number
 
 _MOST_BYTES = 1 << 27  # of metrics.jsonl
@@ -63,22 +64,30 @@ class ReadRun:
 
 
 def read_runs(folders: list[str]) -> list[ReadRun]:
-    """Read runs, each with a name of its own; `problems` of the first says which of several cannot be read.
+    """Read runs, or those below a folder that is none, each with a name of its own; problems begin with it.
 
-    Raises UserError where none can, such as for a folder without metrics.jsonl.
+    `problems` of the first also says which of several cannot be read. Raises UserError where none can, such as for a
+    folder without metrics.jsonl.
     """
     runs, left_out = list[ReadRun](), list[UserError]()
-    for folder in folders:
+    for folder in (run for place in folders for run in _below(place)):
         try:
             runs.append(_read_anywhere(folder))
         except UserError as error:
             left_out.append(error)
     if not runs:
         raise left_out[0]
-    runs[0].problems += [f"left out: {error}" for error in left_out]
     for run, name in zip(runs, _names([run.folder for run in runs]), strict=True):
         run.name = name
+        run.problems = [f"{name}: {problem}" for problem in run.problems]
+    runs[0].problems += [f"left out: {error}" for error in left_out]
     return runs
+
+
+def _below(place: str) -> list[str]:
+    """Return the runs below a folder; itself where it is one, or has none."""
+    found = [] if storage.is_url(place) else [str(folder) for folder in find_runs([place])]
+    return found or [place]
 
 
 def _read_anywhere(folder: str) -> ReadRun:
@@ -205,10 +214,6 @@ def _read_config(run: ReadRun, path: Path) -> None:
 
 def _read_log(run: ReadRun, path: Path) -> None:
     try:
-        with open_regular(path, follow=False) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
-            lines = file.read(_LOG_BYTES).decode("utf-8", errors="replace").splitlines()
+        run.log_end = "\n".join(read_end(path, _LOG_BYTES)[-_LOG_LINES:])
     except OSError as error:
         run.problems.append(f"log.txt could not be read ({error.strerror})")
-        return
-    run.log_end = "\n".join(lines[-_LOG_LINES:])

@@ -1,0 +1,43 @@
+"""`crosstrain status`: a line for each run below some folders."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+
+from crosstrain.monitor.status import Status, find_runs, status
+from crosstrain.utils.errors import UserError, printable
+from crosstrain.utils.units import show_seconds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folders", nargs="*", default=["output"], metavar="FOLDER",
+                        help="folders of runs, and what is below them (default: output)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print an object for each run, for scripts")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table; returns the exit code. Raises UserError where there is no run."""
+    found = list[Status]()
+    for folder in find_runs(arguments.folders):
+        try:
+            found.append(status(folder))
+        except OSError as error:
+            print(printable(f"note: {folder}: its log cannot be read ({error.strerror})"), file=sys.stderr)
+    if not found:
+        places = ", ".join(arguments.folders)
+        raise UserError(f"there is no run in or below {places}; name run.output_dir, or a folder above it")
+    if arguments.json:
+        print(*(json.dumps(asdict(one)) for one in found), sep="\n")
+        return 0
+    rows = [("run", "state", "step", "loss", "saved", "silent", "last line of the log"), *map(_row, found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print(printable("  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip()))
+    return 0
+
+
+def _row(one: Status) -> tuple[str, ...]:
+    step = "-" if one.step is None else f"{one.step}/{one.max_iters}" if one.max_iters else str(one.step)
+    loss, saved = ("-" if value is None else f"{value:.7g}" for value in (one.loss, one.checkpoint))
+    return one.run, one.state, step, loss, saved, show_seconds(one.silent_seconds), one.last_line[:100]

@@ -1,0 +1,78 @@
+"""The state of runs in one line each, from their folders alone: which trains, which has ended, which has died."""
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from crosstrain.checkpoint.run_folder import RunFolder
+from crosstrain.config.yaml_text import Unreadable, parse
+from crosstrain.utils.files import last_checkpoint, read_end, read_regular
+
+_LONGEST_CONFIG = 1 << 20  # bytes
+_END = 1 << 16  # bytes of the end of log.txt and of metrics.jsonl
+_STAMPED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (.*)")
+_PLAIN = ("iteration ", "time (ms) ", "memory (MB) ", "open next:")  # begin lines that say nothing new
+_ENDINGS = {"open next:": "finished", "stopped at ": "stopped"}  # how the last line of a run that has ended begins
+
+
+@dataclass(frozen=True)
+class Status:
+    """What the files of a run say."""
+
+    run: str  # its folder
+    state: str  # running, finished, stopped by a signal, or died
+    step: int | None  # last logged
+    max_iters: int | None
+    loss: float | None  # of that step
+    checkpoint: int | None  # step of the last one, whose files have not been read
+    silent_seconds: float  # since the log had its last line
+    last_line: str  # of the log, other than the numbers of a step
+
+
+def find_runs(places: Iterable[str | Path]) -> Iterator[Path]:
+    """Yield the run folders among and below `places`, in order of their names; links to folders are not followed."""
+    for place in places:
+        for path, below, files in os.walk(Path(place).expanduser()):
+            below.sort()
+            if "log.txt" in files and "config.yaml" in files:
+                below.clear()
+                yield Path(path)
+
+
+def status(folder: Path) -> Status:
+    """Read a run's state. Raises OSError where its log cannot be read; what else is unreadable is None."""
+    run = RunFolder(folder)
+    row, checkpoint = dict[str, Any](), None
+    stamped = [found[1] for line in read_end(run.log, _END) if (found := _STAMPED.match(line))]
+    last = next((line for line in reversed(stamped) if not line.startswith(_PLAIN)), "")
+    ended = (state for beginning, state in _ENDINGS.items() if stamped and stamped[-1].startswith(beginning))
+    with suppress(OSError):
+        row = next(filter(None, map(_row, reversed(read_end(run.metrics, _END)))), {})
+    if (latest := last_checkpoint(folder)) != folder and latest.is_dir():
+        checkpoint = int(latest.name.removeprefix("step_"))
+    return Status(
+        str(folder), "running" if run.is_held() else next(ended, "died"), row.get("step"), _max_iters(run.config),
+        row.get("loss"), checkpoint, round(time.time() - run.log.stat().st_mtime, 1), last,
+    )  # fmt: skip
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """Return the row of a logged step; None for any other line, such as one that is being written."""
+    with suppress(ValueError, RecursionError):
+        row = json.loads(line)
+        if isinstance(row, dict) and type(row.get("step")) is int and isinstance(row.get("loss"), float | None):
+            return row
+    return None
+
+
+def _max_iters(config: Path) -> int | None:
+    with suppress(OSError, Unreadable, AttributeError):
+        tree, _ = parse(read_regular(config, _LONGEST_CONFIG, follow=False).decode(errors="replace"))
+        return most if type(most := tree["run"].get("max_iters")) is int else None
+    return None
