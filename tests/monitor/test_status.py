@@ -47,6 +47,8 @@ def test_a_run_trains_stops_dies_or_finishes(workspace: Workspace, capsys: pytes
 def test_what_is_half_written_or_hostile_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(tmp_path)]) == 1
     assert "there is no run in or below" in capsys.readouterr().err
+    assert main(["status", "s3://bucket/runs"]) == 1
+    assert "`crosstrain report` reads a run in a bucket" in capsys.readouterr().err
     for name in ("bare", "odd", "fifo"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text("[" * 5000 if name == "odd" else "run: {max_iters: 9}")
@@ -56,6 +58,7 @@ def test_what_is_half_written_or_hostile_is_left_out(tmp_path: Path, capsys: pyt
     (tmp_path / "odd" / "checkpoints" / "latest").write_text("../../etc")
     (tmp_path / "fifo" / "log.txt").unlink()
     os.mkfifo(tmp_path / "fifo" / "log.txt")
+    os.mkfifo(tmp_path / "odd" / ".lock")
     assert main(["status", str(tmp_path)]) == 0
     table, notes = capsys.readouterr()
     assert "fifo: its log cannot be read (not a regular file)" in notes

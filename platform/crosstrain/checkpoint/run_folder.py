@@ -27,7 +27,7 @@ from filelock import FileLock, Timeout
 from crosstrain.checkpoint import writer
 from crosstrain.utils import storage
 from crosstrain.utils.errors import UserError, os_errors_as
-from crosstrain.utils.files import append, write_atomically
+from crosstrain.utils.files import append, open_regular, write_atomically
 from crosstrain.utils.logging import log
 
 if TYPE_CHECKING:  # reading a run's folder needs no torch
@@ -117,7 +117,7 @@ class RunFolder:
     def is_held(self) -> bool:
         """Return whether a process trains in the folder, as far as its file system tells of other machines."""
         try:
-            with open(self.path / ".lock", "rb") as file:
+            with open_regular(self.path / ".lock", follow=False) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True

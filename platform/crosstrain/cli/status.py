@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from crosstrain.monitor.status import Status, find_runs, status
 from crosstrain.utils.errors import UserError, printable
+from crosstrain.utils.storage import is_url
 from crosstrain.utils.units import show_seconds
 
 
@@ -18,6 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; returns the exit code. Raises UserError where there is no run."""
+    if url := next(filter(is_url, arguments.folders), None):
+        raise UserError(f"{url}: only local folders are searched; `crosstrain report` reads a run in a bucket")
     found = list[Status]()
     for folder in find_runs(arguments.folders):
         try:
