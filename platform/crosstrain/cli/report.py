@@ -1,12 +1,15 @@
 """`crosstrain report`: one HTML page about one or several runs."""
 
 import argparse
+from itertools import chain
 from pathlib import Path
 
 from crosstrain.monitor.report.page import page
 from crosstrain.monitor.report.read_run import read_runs
+from crosstrain.monitor.status import find_runs
 from crosstrain.utils.errors import UserError, os_errors_as, printable
 from crosstrain.utils.files import write_atomically
+from crosstrain.utils.storage import is_url
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +22,8 @@ def run(arguments: argparse.Namespace) -> int:
     path = Path(arguments.output)
     if path.is_dir():
         raise UserError(f"--output: {path} is a folder; name the page's file")
-    runs = read_runs(arguments.runs)
+    places = [[place] if is_url(place) else [*map(str, find_runs([place]))] or [place] for place in arguments.runs]
+    runs = read_runs([*chain(*places)])
     with os_errors_as(UserError, f"--output: {path} cannot be written"):
         write_atomically(path, page(runs))
     for found in runs:

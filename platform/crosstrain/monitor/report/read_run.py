@@ -12,7 +12,6 @@ from typing import Any
 from crosstrain.checkpoint.run_folder import RunFolder, bring
 from crosstrain.config.yaml_text import Unreadable, parse
 from crosstrain.monitor.metrics import leaves
-from crosstrain.monitor.status import find_runs
 from crosstrain.utils import storage
 from crosstrain.utils.errors import UserError, first_line, os_errors_as
 from crosstrain.utils.files import open_regular, read_end, read_regular
@@ -64,13 +63,13 @@ class ReadRun:
 
 
 def read_runs(folders: list[str]) -> list[ReadRun]:
-    """Read runs, or those below a folder that is none, each with a name of its own; problems begin with it.
+    """Read runs, each with a name of its own, with which its problems begin.
 
     `problems` of the first also says which of several cannot be read. Raises UserError where none can, such as for a
     folder without metrics.jsonl.
     """
     runs, left_out = list[ReadRun](), list[UserError]()
-    for folder in (run for place in folders for run in _below(place)):
+    for folder in folders:
         try:
             runs.append(_read_anywhere(folder))
         except UserError as error:
@@ -82,12 +81,6 @@ def read_runs(folders: list[str]) -> list[ReadRun]:
         run.problems = [f"{name}: {problem}" for problem in run.problems]
     runs[0].problems += [f"left out: {error}" for error in left_out]
     return runs
-
-
-def _below(place: str) -> list[str]:
-    """Return the runs below a folder; itself where it is one, or has none."""
-    found = [] if storage.is_url(place) else [str(folder) for folder in find_runs([place])]
-    return found or [place]
 
 
 def _read_anywhere(folder: str) -> ReadRun:
