@@ -63,8 +63,20 @@ def test_a_dead_rank_takes_the_others_down_and_its_error_is_shown_once(
     assert (run.out + run.err).count("Traceback") == (how == "raise")
     if how == "user":
         assert run.err.strip() == expected
+    last = (run.folder / "log.txt").read_text().splitlines()[-1]
+    assert " error: " in last
+    assert expected.removeprefix("error: ") in last
     assert time.monotonic() - started < 60
     assert subprocess.run(["pgrep", "-f", str(workspace.path)], capture_output=True).stdout == b"", "nothing is left"
+
+
+def test_a_run_leaves_nothing_behind_but_its_folder(workspace: Workspace) -> None:
+    place = workspace.path / "place"
+    place.mkdir()
+    command = workspace.command("run.output_dir=out", "run.max_iters=1", nproc=2)
+    done = subprocess.run(command, cwd=workspace.path, env=ENVIRONMENT | {"TMPDIR": str(place)}, timeout=120)
+    assert done.returncode == 0
+    assert [path.name for path in place.iterdir() if not path.name.startswith("torchinductor_")] == []
 
 
 def test_workers_die_with_their_launcher(workspace: Workspace) -> None:

@@ -203,7 +203,8 @@ def test_a_folder_that_is_not_shared_is_found_out(machines: Machines) -> None:
 def test_nobody_comes(machines: Machines) -> None:
     alone = "run.max_restarts=0"
     first = machines.start(0, "nobody", alone, before="")
-    lonely = finish(first, code=1, seconds=240).strip().splitlines()[-1]
+    *_, lonely = said = finish(first, code=1, seconds=240).strip().splitlines()
+    assert said.count(f"waiting for 2 nodes to meet at {ADDRESSES[0]}:{PORT}, for at most 120 s") == 2
     assert lonely.startswith(f"error: --nnodes: of 2 nodes too few came to {ADDRESSES[0]}:{PORT} within 120 s")
 
 

@@ -65,4 +65,9 @@ def start_training(
 
     if fresh and is_first_start and (aside := RunFolder(config.run.output_dir).set_aside()):
         print(f"starting over; the earlier run is kept in {aside}")
-    return launch(train_worker, (config.plain, how.starts_workers), how)
+    try:
+        return launch(train_worker, (config.plain, how.starts_workers), how)
+    except Exception as error:
+        if how.is_first:
+            RunFolder(config.run.output_dir).note_end(error, 5.0 if how.starts_workers else 0.0)
+        raise

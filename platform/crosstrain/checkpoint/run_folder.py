@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 
 from crosstrain.checkpoint import writer
 from crosstrain.utils import storage
-from crosstrain.utils.errors import UserError, os_errors_as
+from crosstrain.utils.errors import UserError, os_errors_as, sentence
 from crosstrain.utils.files import append, open_regular, write_atomically
 from crosstrain.utils.logging import log
 
@@ -124,6 +124,20 @@ class RunFolder:
         except OSError:
             return False
         return False
+
+    def note_end(self, error: Exception, patience: float) -> None:
+        """Append the error that ended the run to its log, unless another process holds the folder.
+
+        patience: seconds that processes of a killed worker are given to end.
+        """
+        deadline = time.monotonic() + patience
+        while (held := self.is_held()) and time.monotonic() < deadline:
+            time.sleep(0.25)
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        said = sentence(" ".join(dict.fromkeys((lines[0], lines[-1]))))  # of a traceback: whose it is, and the error
+        with suppress(OSError):
+            if not held and self.log.is_file():
+                append(self.log, f"{time.strftime('%Y-%m-%d %H:%M:%S')} error: {said}\n")
 
     def read_id(self) -> str | None:
         """Read the id of the run that the folder belongs to; None where it has none."""

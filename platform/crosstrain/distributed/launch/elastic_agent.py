@@ -1,8 +1,8 @@
 """torch's elastic agent with our rules: some failures are final, and a request to stop is no failure.
 
-The only file that depends on private parts of torch.distributed.elastic: `_start_workers`, `_restart_workers`,
-`_monitor_workers`, `_worker_group` and `_remaining_restarts` of its agent and `get_method_name` of its rendezvous, as
-torch 2.13 and 2.14 have them.
+The only file that depends on private parts of torch.distributed.elastic: `_rendezvous`, `_start_workers`,
+`_restart_workers`, `_monitor_workers`, `_worker_group` and `_remaining_restarts` of its agent and `get_method_name` of
+its rendezvous, as torch 2.13 and 2.14 have them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from tempfile import TemporaryDirectory
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistError
@@ -32,7 +34,9 @@ from crosstrain.utils.errors import UserError
 
 if TYPE_CHECKING:  # the launcher imports this file
     from crosstrain.distributed.launch.launcher import Launch
+    from crosstrain.distributed.launch.rendezvous import Nodes
 
+_QUIET = 10.0  # seconds that a node waits for the others before it says so
 _SHUTDOWN_TIMEOUT = 5  # seconds in which ended ranks that wait for a dead one, and cannot hear, are left alone
 _EXIT_TIMEOUT = 30  # seconds in which another node's launcher, whose workers ended with this one's, has to end too
 
@@ -79,11 +83,12 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
     handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, pause)
     restarts_left, nodes = how.max_restarts, how.nodes
     try:
-        with _environment(how):
+        with _environment(how), TemporaryDirectory(prefix="crosstrain-") as logs:
             while True:
                 if nodes:
-                    nodes.wait_for_host()
-                agent = _Agent(worker, args, how, restarts_left, stop)
+                    with _announced(nodes):
+                        nodes.wait_for_host()
+                agent = _Agent(worker, args, how, restarts_left, stop, logs)
                 try:
                     return agent.exit_code()
                 except (rdzv.RendezvousConnectionError, DistError):
@@ -118,8 +123,9 @@ class _Agent(LocalElasticAgent):
     """The agent of one machine. It starts workers again unless a failure is final or a stop was asked for."""
 
     def __init__(
-        self, worker: Callable[..., int], args: tuple[Any, ...], how: Launch, restarts_left: int, stop: list[int]
-    ) -> None:
+        self, worker: Callable[..., int], args: tuple[Any, ...], how: Launch, restarts_left: int, stop: list[int],
+        logs: str,
+    ) -> None:  # fmt: skip
         rendezvous = rdzv.RendezvousParameters("c10d", "localhost:0", f"crosstrain-{os.getpid()}", 1, 1, "127.0.0.1")
         if nodes := how.nodes:
             host = f"[{nodes.host}]" if ":" in nodes.host else nodes.host
@@ -133,10 +139,10 @@ class _Agent(LocalElasticAgent):
             local_addr=rendezvous.local_addr,
         )  # fmt: skip
         super().__init__(
-            spec, DefaultLogsSpecs(), how.start_method, _EXIT_TIMEOUT, shutdown_timeout=_SHUTDOWN_TIMEOUT
+            spec, DefaultLogsSpecs(logs), how.start_method, _EXIT_TIMEOUT, shutdown_timeout=_SHUTDOWN_TIMEOUT
         )
         self._remaining_restarts = restarts_left
-        self._stop = stop
+        self._stop, self._nodes = stop, nodes
         self._where = f" on {socket.gethostname()}" if nodes else ""
         self._failure: Failure | None = None  # the latest
         # Of the next start, with the node's certainty about the reason.
@@ -172,6 +178,10 @@ class _Agent(LocalElasticAgent):
                     print(failure.error, file=sys.stderr, flush=True)  # with its traceback, which nothing shows later
         return result
 
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        with _announced(self._nodes) if self._nodes else nullcontext():
+            super()._rendezvous(worker_group)
+
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if not self._reason:
             self._reason, self._certainty = "a node came or went", 0
@@ -184,6 +194,26 @@ class _Agent(LocalElasticAgent):
         set_restart_reason(self._reason, self._certainty, most - self._remaining_restarts, most)
         self._reason = ""
         return super()._start_workers(worker_group)
+
+
+@contextmanager
+def _announced(nodes: Nodes) -> Iterator[None]:
+    """Say after some seconds, and then every minute, that this node waits inside this block for the others."""
+    done = Event()
+    limit = nodes.rdzv_conf["join_timeout"]
+    said = f"waiting for {nodes.min_nodes} nodes to meet at {nodes.host}:{nodes.port}, for at most {limit} s"
+
+    def announce() -> None:
+        patience = _QUIET
+        while not done.wait(patience):
+            print(said, file=sys.stderr, flush=True)
+            patience = 60.0
+
+    Thread(target=announce, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 @contextmanager
