@@ -83,7 +83,7 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
     handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, pause)
     restarts_left, nodes = how.max_restarts, how.nodes
     try:
-        with _environment(how), TemporaryDirectory(prefix="crosstrain-") as logs:
+        with _environment(how), TemporaryDirectory(prefix="crosstrain-", ignore_cleanup_errors=True) as logs:
             while True:
                 if nodes:
                     with _announced(nodes):
