@@ -70,6 +70,7 @@ def test_a_dead_rank_takes_the_others_down_and_its_error_is_shown_once(
     assert subprocess.run(["pgrep", "-f", str(workspace.path)], capture_output=True).stdout == b"", "nothing is left"
 
 
+@pytest.mark.slow
 def test_a_run_leaves_nothing_behind_but_its_folder(workspace: Workspace) -> None:
     place = workspace.path / "place"
     place.mkdir()

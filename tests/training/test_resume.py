@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from conftest import Run, Workspace, kill, logged_step, session, wait_until
+from crosstrain.monitor.status import status
 from fixtures_kill import INTERVALS, SLOW_MODEL, assert_same_weights, numbers
 from fixtures_ranks import mostly_slow, train
 
@@ -105,6 +106,7 @@ def test_a_stop_signal_saves_and_leaves(workspace: Workspace, number: signal.Sig
     last = logged_step(folder)
     assert (folder / "checkpoints" / "latest").read_text().strip() == f"step_{last:06d}"
     assert f"stopped at step {last}" in out
+    assert (status(folder).state, status(folder).checkpoint) == ("stopped", last)
 
 
 @pytest.mark.slow
