@@ -63,7 +63,7 @@ def _sent(workspace: Workspace, options: list[str]) -> int:
     return Project(config, ready.model, ready.sample).estimate(config, 2).sent
 
 
-@pytest.mark.parametrize("zero", mostly_slow(ZERO, ["zero2"]))
+@pytest.mark.parametrize("zero", mostly_slow(ZERO, []))
 def test_half_of_the_bytes_are_sent_and_losses_stay(workspace: Workspace, zero: str) -> None:
     found, sent, counts = {}, {}, {}
     for name in ("fp32", "amp", "bf16"):

@@ -21,6 +21,7 @@ def uninterrupted(shared_workspace: Workspace) -> Run:
     return train(shared_workspace.project, "uninterrupted", *INTERVALS)
 
 
+@pytest.mark.slow
 def test_killed_at_several_points(shared_workspace: Workspace, uninterrupted: Run) -> None:
     folder = shared_workspace.path / "killed"
     for step in (2, 9, 17):  # before the first checkpoint, between checkpoints, near the end
