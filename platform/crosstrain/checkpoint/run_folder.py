@@ -27,13 +27,14 @@ from filelock import FileLock, Timeout
 from crosstrain.checkpoint import writer
 from crosstrain.utils import storage
 from crosstrain.utils.errors import UserError, os_errors_as, sentence
-from crosstrain.utils.files import append, open_regular, write_atomically
-from crosstrain.utils.logging import log
+from crosstrain.utils.files import append, open_regular, read_regular, write_atomically
+from crosstrain.utils.logging import TIME_FORMAT, log
 
 if TYPE_CHECKING:  # reading a run's folder needs no torch
     from crosstrain.distributed.group import Group
 
 _PATIENCE = 20  # seconds that a run which was just killed may take to be gone, or a file to be seen elsewhere
+_LONGEST_CONFIG = 1 << 20  # bytes
 _INTERVAL = 60.0  # seconds between two copies of a run's files to a bucket
 _WRITER = ".writer"  # file with the id of the last process that wrote to a bucket from this folder
 _copied: dict[Path, tuple[int, int]] = {}  # file of a run in a bucket -> time and size when it was copied there
@@ -137,7 +138,11 @@ class RunFolder:
         said = sentence(" ".join(dict.fromkeys((lines[0], lines[-1]))))  # of a traceback: whose it is, and the error
         with suppress(OSError):
             if not held and self.log.is_file():
-                append(self.log, f"{time.strftime('%Y-%m-%d %H:%M:%S')} error: {said}\n")
+                append(self.log, f"{time.strftime(TIME_FORMAT)} error: {said}\n")
+
+    def read_config(self) -> str:
+        """Return the text of config.yaml, which may be damaged or another's. Raises OSError as `read_regular`."""
+        return read_regular(self.config, _LONGEST_CONFIG, follow=False).decode(errors="replace")
 
     def read_id(self) -> str | None:
         """Read the id of the run that the folder belongs to; None where it has none."""

@@ -12,9 +12,8 @@ from typing import Any
 
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.yaml_text import Unreadable, parse
-from crosstrain.utils.files import last_checkpoint, read_end, read_regular
+from crosstrain.utils.files import last_checkpoint, read_end
 
-_LONGEST_CONFIG = 1 << 20  # bytes
 _END = 1 << 16  # bytes of the end of log.txt and of metrics.jsonl
 _STAMPED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (.*)")
 _PLAIN = ("iteration ", "time (ms) ", "memory (MB) ", "open next:")  # begin lines that say nothing new
@@ -57,7 +56,7 @@ def status(folder: Path) -> Status:
     if (latest := last_checkpoint(folder)) != folder and latest.is_dir():
         checkpoint = int(latest.name.removeprefix("step_"))
     return Status(
-        str(folder), "running" if run.is_held() else next(ended, "died"), row.get("step"), _max_iters(run.config),
+        str(folder), "running" if run.is_held() else next(ended, "died"), row.get("step"), _max_iters(run),
         row.get("loss"), checkpoint, round(time.time() - run.log.stat().st_mtime, 1), last,
     )  # fmt: skip
 
@@ -71,8 +70,8 @@ def _row(line: str) -> dict[str, Any] | None:
     return None
 
 
-def _max_iters(config: Path) -> int | None:
+def _max_iters(run: RunFolder) -> int | None:
     with suppress(OSError, Unreadable, AttributeError):
-        tree, _ = parse(read_regular(config, _LONGEST_CONFIG, follow=False).decode(errors="replace"))
+        tree, _ = parse(run.read_config())
         return most if type(most := tree["run"].get("max_iters")) is int else None
     return None

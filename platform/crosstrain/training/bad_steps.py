@@ -15,7 +15,7 @@ from crosstrain.data.skip_ranges import Ranges, leave_out, show
 from crosstrain.engine.runner import Runner, StepResult
 from crosstrain.training.state import State
 from crosstrain.utils.errors import ConfigError, TrainingError
-from crosstrain.utils.logging import log
+from crosstrain.utils.logging import TIME_FORMAT, log
 from crosstrain.utils.units import finite
 
 _SHOWN = 3  # suspects in a log line
@@ -90,7 +90,7 @@ class BadSteps:
         problem = problem or "the gradients are not finite"
         sentence = f"{where}: {problem}{_tell(suspects, len(found))}"
         self._write({
-            "time": time.strftime("%Y-%m-%d %H:%M:%S"), "step": state.step, "problem": problem, "policy": policy,
+            "time": time.strftime(TIME_FORMAT), "step": state.step, "problem": problem, "policy": policy,
             "loss": finite(loss), "grad_norm": finite(result.grad_norm), "samples": leave_out([], batch.numbers),
             "suspects": suspects,
         })  # fmt: skip

@@ -15,6 +15,8 @@ from crosstrain.utils.files import append
 
 log = logging.getLogger("crosstrain")
 
+TIME_FORMAT = "%Y-%m-%d %H:%M:%S"  # of the lines of files
+
 # Words of libraries about their own code. They still call these by the names that torch 2.13 and 2.14 deprecate; torch
 # 2.15 keeps both names. On a CPU, bitsandbytes misses a package that it does without. torchao, which transformers
 # imports where it is installed, registers enums that torch 2.14 knows.
@@ -59,5 +61,5 @@ def set_up_logging(log_file: Path | None, quiet: bool, write: Callable[[Path, st
     log.addHandler(console)
     if log_file is not None:
         file = _Handler(str(log_file), partial(write, log_file))
-        file.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
+        file.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt=TIME_FORMAT))
         log.addHandler(file)

@@ -50,7 +50,7 @@ def exit_after_signal(seconds: float) -> None:
 
 
 class StopRequest:
-    """True once a signal to stop came, so that the trainer can save and leave. The second SIGINT kills.
+    """A request to stop, true once a signal for it came: the trainer saves and leaves. The second SIGINT kills.
 
     Under our own launcher SIGTERM keeps its default: that is how the launcher ends the ranks that wait for a dead one,
     or whose user presses Ctrl-C again. It forwards a user's signals as SIGUSR1. When it is killed, the system

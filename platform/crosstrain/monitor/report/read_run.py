@@ -14,7 +14,7 @@ from crosstrain.config.yaml_text import Unreadable, parse
 from crosstrain.monitor.metrics import leaves
 from crosstrain.utils import storage
 from crosstrain.utils.errors import UserError, first_line, os_errors_as
-from crosstrain.utils.files import open_regular, read_end, read_regular
+from crosstrain.utils.files import open_regular, read_end
 from crosstrain.utils.units import is_number
 
 _MOST_BYTES = 1 << 27  # of metrics.jsonl
@@ -22,7 +22,6 @@ _LONGEST_LINE = 1 << 20  # bytes of a row; longer ones are skipped
 _MOST_CURVES = 200
 _MOST_EVENTS = 500
 _MOST_SAMPLES = 200  # evaluations whose generated text is kept
-_LONGEST_CONFIG = 1 << 20  # bytes
 _LOG_LINES, _LOG_BYTES = 200, 1 << 16  # of the end of log.txt
 
 
@@ -115,7 +114,7 @@ def _read(folder: Path) -> ReadRun:
     if any([curve.put_in_order() for curve in run.curves.values()]):
         run.problems.append("metrics.jsonl tells some steps twice or out of order; the later row counts")
     run.events = sorted(run.events[:_MOST_EVENTS])
-    _read_config(run, paths.config)
+    _read_config(run, paths)
     _read_log(run, paths.log)
     return run
 
@@ -194,9 +193,9 @@ def _note_events(run: ReadRun, step: int, row: dict[str, Any], before: dict[str,
 # ---- config.yaml and log.txt
 
 
-def _read_config(run: ReadRun, path: Path) -> None:
+def _read_config(run: ReadRun, paths: RunFolder) -> None:
     try:
-        run.config_text = read_regular(path, _LONGEST_CONFIG, follow=False).decode(errors="replace")
+        run.config_text = paths.read_config()
         tree, _ = parse(run.config_text)
         if not isinstance(tree, dict):
             raise Unreadable("it is not a mapping")
