@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Run
+from conftest import Run, Workspace
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["fixtures_preload"])
@@ -105,21 +105,40 @@ def start(size: int, arguments: Iterable[str], out: Path) -> list[BaseProcess]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ranks = [_process(_program, (rank, size, port, [*arguments], str(out))) for rank in range(size)]
-    for process in ranks:
-        process.start()
-    return ranks
+    return [_start(_environment(rank, size, port), Path(), [*arguments], out, out) for rank in range(size)]
 
 
-def _program(rank: int, size: int, port: int, arguments: list[str], out: str) -> None:
+def program(folder: Path, *arguments: str, seconds: float = 120) -> Run:
+    """The program in one process in `folder`, and what it says."""
+    out, err = (folder / f"{time.monotonic_ns()}.{name}" for name in ("out", "err"))
+    process = _start({}, folder, [*arguments], out, err)
+    process.join(seconds)
+    assert process.exitcode is not None, "it did not end in time"
+    return Run(folder, out.read_text(), err.read_text(), process.exitcode)
+
+
+def train_as_user(workspace: Workspace, name: str, *options: str, flags: tuple[str, ...] = ()) -> Run:
+    """Train as `Workspace.train` does on one rank, without the seconds of imports."""
+    _, _, *arguments = workspace.command(f"run.output_dir={name}", *options, flags=flags)
+    said = program(workspace.path, "train", *arguments)
+    return Run(workspace.path / name, said.out, said.err, said.code)
+
+
+def _start(environment: dict[str, str], folder: Path, arguments: list[str], out: Path, err: Path) -> BaseProcess:
+    process = _process(_program, (environment, folder, arguments, out, err))
+    process.start()
+    return process
+
+
+def _program(environment: dict[str, str], folder: Path, arguments: list[str], out: Path, err: Path) -> None:
     import torch
 
     from crosstrain.cli.main import main
 
-    os.environ |= _environment(rank, size, port)
-    descriptor = os.open(out, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    os.environ |= environment
+    os.chdir(folder)
+    for path, number in ((out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
     torch.set_num_threads(1)
     try:
         code = main(arguments)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from conftest import ENVIRONMENT, ROOT, Run, Workspace
+from conftest import Run, Workspace
 from crosstrain.checkpoint.boxes import Box, flat_range_pieces
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.weights import fingerprint
 from crosstrain.cli.main import main
-from fixtures_ranks import mostly_slow, train
+from fixtures_ranks import mostly_slow, program, train
 from fixtures_training import TOLERANCE, relative, sized, stored
 
 FROZEN = ["transformer.wte.*", "transformer.wpe.*", "transformer.h.0.*"]
@@ -115,13 +113,10 @@ def test_evaluation_and_export_find_the_base(partly: tuple[Workspace, Run]) -> N
     from transformers import GPT2LMHeadModel
 
     workspace, one = partly
-    said = workspace.evaluate("--checkpoint", str(one.folder), "--splits", "val", "--max-samples", "4")
-    assert said.code == 0, said.err
     out = workspace.path / "exported"
-    subprocess.run(
-        [sys.executable, "-m", "crosstrain", "export", "--checkpoint", str(one.folder), "--output", str(out)],
-        check=True, cwd=workspace.path, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT / "platform")},
-    )  # fmt: skip
+    for verb in (["evaluate", "--splits", "val", "--max-samples", "4"], ["export", "--output", str(out)]):
+        said = program(workspace.path, *verb, "--checkpoint", str(one.folder))
+        assert said.code == 0, said.err
     weights, base = (
         GPT2LMHeadModel.from_pretrained(out).state_dict(),
         load_file(workspace.path / "base/model.safetensors"),

@@ -20,7 +20,7 @@ from crosstrain.cli.main import main
 from crosstrain.inference.encoding import open_tokenizer
 from crosstrain.utils.errors import CheckpointError
 from crosstrain.utils.logging import log, set_up_logging
-from fixtures_ranks import train
+from fixtures_ranks import program, train
 from fixtures_tampering import FEW, STEERING, entry, frugal, mutated, plant, raw, seal
 
 
@@ -221,12 +221,12 @@ PROCESSES: dict[str, Callable[[Path, Path], object]] = {
 
 @pytest.mark.parametrize("attack", PROCESSES)
 def test_the_program_says_one_sentence_and_executes_nothing(
-    shared_workspace: Workspace, copied: Path, tmp_path: Path, attack: str
+    copied: Path, tmp_path: Path, attack: str
 ) -> None:
     PROCESSES[attack](copied, tmp_path / "exploded")
     if attack != "a pickled manifest":
         seal(copied)
-    run = shared_workspace.evaluate("--checkpoint", str(copied), "--generate", "ban ", "--max-new-tokens", "2")
+    run = program(tmp_path, "evaluate", "--checkpoint", str(copied), "--generate", "ban ", "--max-new-tokens", "2")
     assert run.code == 1, run.out + run.err
     assert [line for line in run.err.splitlines() if line.startswith("error: ")] == run.err.splitlines()[-1:]
     assert "Traceback" not in run.err + run.out

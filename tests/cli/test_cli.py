@@ -12,7 +12,7 @@ import yaml
 
 from conftest import ENVIRONMENT, ROOT, Workspace, write_text
 from crosstrain.cli.main import main
-from fixtures_ranks import train
+from fixtures_ranks import program, train, train_as_user
 from fixtures_tampering import seal
 
 
@@ -82,7 +82,7 @@ class LooksUp(Objective):
 def test_an_error_in_a_plugin_names_its_line(workspace: Workspace) -> None:
     plugin = workspace.path / "looks_up.py"
     plugin.write_text(PLUGIN)
-    done = workspace.train("out", f"run.plugins=[{plugin}]", "run.objective=looks_up", fails=True)
+    done = train_as_user(workspace, "out", f"run.plugins=[{plugin}]", "run.objective=looks_up")
     assert done.code == 1
     assert f"error: {plugin}:6, in loss: KeyError: 'teacher' (a traceback: --debug)" in done.err
 
@@ -182,7 +182,7 @@ def test_a_checkpoint_cannot_make_evaluation_import_code(workspace: Workspace) -
     state_file.write_text(json.dumps(state))
     seal(state_file.parent)
 
-    evaluated = workspace.evaluate("--checkpoint", "out")
+    evaluated = program(workspace.path, "evaluate", "--checkpoint", "out")
     assert evaluated.code == 1
     assert "not imported on a checkpoint's word; if you trust them: --cfg-path and the project" in evaluated.err
     assert "Traceback" not in evaluated.err

@@ -21,7 +21,7 @@ from crosstrain.comparison.tolerance import Tolerance
 from crosstrain.distributed.group import Group
 from crosstrain.modeling import activation_checkpointing
 from fixtures_families import tiny
-from fixtures_ranks import mostly_slow
+from fixtures_ranks import mostly_slow, program
 from fixtures_training import compare, project
 
 FOUND = {
@@ -173,8 +173,8 @@ def test_engines_agree(workspace: Workspace) -> None:
     ],
 )
 def test_mistakes_are_one_sentence(workspace: Workspace, runners: tuple[str, ...], sentence: str) -> None:
-    done = compare(workspace, *runners)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert sentence in done.stderr
+    done = program(workspace.path, "compare", "--cfg-path", str(workspace.project), "--runners", *runners)
+    assert done.code == 1
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+    assert sentence in done.err

@@ -14,6 +14,7 @@ import pytest
 from conftest import ENVIRONMENT, ROOT, Workspace, logged_step, wait_until
 from crosstrain.distributed.launch.cluster_env import worker_environment
 from crosstrain.utils.errors import ConfigError
+from fixtures_ranks import program
 
 FAULTY_RUNNER = '''
 import os, signal, sys
@@ -133,7 +134,8 @@ def test_environments_of_launchers() -> None:
 
 
 def test_a_number_of_workers_that_makes_no_sense(workspace: Workspace) -> None:
-    assert "--nproc-per-node: at least 1" in workspace.train("out", nproc=-1, fails=True).err
+    said = program(workspace.path, "train", *workspace.command(nproc=-1)[2:]).err
+    assert "--nproc-per-node: at least 1" in said
 
 
 def test_the_folder_is_untouched_by_a_run_that_cannot_start(workspace: Workspace) -> None:

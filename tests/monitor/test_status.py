@@ -11,6 +11,7 @@ import pytest
 
 from conftest import Workspace, logged_step, wait_until
 from crosstrain.cli.main import main
+from fixtures_ranks import train_as_user
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -24,7 +25,7 @@ def states(capsys: pytest.CaptureFixture[str], folder: Path) -> dict[str, dict[s
 
 
 def test_a_run_trains_dies_or_finishes(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
-    workspace.train("runs/finished", "run.max_iters=4", "run.save_interval=2")
+    train_as_user(workspace, "runs/finished", "run.max_iters=4", "run.save_interval=2")
     process = workspace.start("runs/died", "run.max_iters=1000000")
     wait_until(lambda: logged_step(workspace.path / "runs" / "died") >= 3, process)
     seen = states(capsys, workspace.path)["died"]

@@ -31,7 +31,7 @@ from crosstrain.utils import storage
 from crosstrain.utils.errors import ConfigError, DataError, EmptySplit
 from crosstrain.utils.types import IGNORE_INDEX, Batch
 from fixtures_chat import SHAPES, conversation, write_tokenizer
-from fixtures_ranks import mostly_slow
+from fixtures_ranks import mostly_slow, train
 from fixtures_training import Followed, assert_equal_training, follow
 
 # A margin is a difference of sums of log-probabilities, so its rounding is larger than a mean's.
@@ -302,7 +302,7 @@ def test_a_preference_is_learned(workspace: Workspace) -> None:
     project(workspace, "dpo", pairs)
     workspace.config["datasets"]["answers"]["split"] = [2, 1, 0]
     workspace.project.write_text(yaml.safe_dump(workspace.config))
-    run = workspace.train("run", "run.max_iters=40", "run.global_batch_size=8", "run.init_lr=1e-2")
+    run = train(workspace.project, "run", "run.max_iters=40", "run.global_batch_size=8", "run.init_lr=1e-2")
     assert win_rate(workspace, None) == 0.0
     assert win_rate(workspace, run.checkpoint(40)) == 1.0
     assert run.column("rewards/accuracies")[-1] == 1.0
@@ -388,7 +388,7 @@ def test_an_objective_and_a_dataset_that_do_not_fit(workspace: Workspace) -> Non
 def test_a_run_is_evaluated_with_its_objective(workspace: Workspace, objective: str) -> None:
     """On the numbers of training's own validation; another split has no reference."""
     project(workspace, objective)
-    run = workspace.train("run", *OPTIONS, "run.eval_interval=6", "datasets.answers.split=[4,1,0]")
+    run = train(workspace.project, "run", *OPTIONS, "run.eval_interval=6", "datasets.answers.split=[4,1,0]")
     validated = [row["val_loss"] for row in run.rows if "val_loss" in row][-1]
     found = crosstrain.evaluate(run.folder, ["val"])["splits"]["val"]
     assert found["loss"] == pytest.approx(validated, rel=TOLERANCE)

@@ -13,7 +13,7 @@ import pytest
 from conftest import Run, Workspace, kill, logged_step, session, wait_until
 from crosstrain.monitor.status import status
 from fixtures_kill import INTERVALS, SLOW_MODEL, assert_same_weights, numbers
-from fixtures_ranks import mostly_slow, train
+from fixtures_ranks import mostly_slow, train, train_as_user
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(workspace: Wor
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
-    resumed = workspace.train("out", *options[1:], "run.max_iters=12")
+    resumed = train_as_user(workspace, "out", *options[1:], "run.max_iters=12")
 
     assert f"damaged checkpoint passed over: {Path('out/checkpoints/step_000008/model.safetensors')}" in resumed.out
     assert "step_000004 at step 4" in resumed.out
@@ -155,7 +155,7 @@ def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(workspace
 
 def test_fresh_starts_over_and_keeps_what_was_there(workspace: Workspace) -> None:
     train(workspace.project, "out", "run.max_iters=2")
-    again = workspace.train("out", "run.max_iters=3", flags=("--fresh",))
+    again = train_as_user(workspace, "out", "run.max_iters=3", flags=("--fresh",))
     assert again.column("step") == [1, 2, 3]
     assert (workspace.path / "out.1" / "checkpoints" / "step_000002").is_dir()
 
