@@ -98,7 +98,10 @@ class TransformersModel(LanguageModel):
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         windows = [getattr(config, key, None) for key in ("sliding_window", "attention_chunk_size")]
         self._sees_all = kinds == {"full_attention"} and not any(windows)  # every block attends to the whole past
-        self.takes_positions = "position_ids" in inspect.signature(lm.base_model.forward).parameters
+        takes = inspect.signature(lm.base_model.forward).parameters
+        self.takes_positions = "position_ids" in takes
+        # transformers 5.24 gave it another name. A model with neither gets all tokens again.
+        self._cache_name = next((name for name in ("cache", "past_key_values") if name in takes), None)
         words = (lm.get_input_embeddings(), lm.get_output_embeddings())
         if getattr(words[0], "num_embeddings", None) != lm.config.vocab_size:
             raise ConfigError(f"model: {config.model_type} embeds more than the tokens of its vocabulary")
@@ -120,6 +123,8 @@ class TransformersModel(LanguageModel):
             position_ids = context.padded(position_ids, 1)
             input_ids, labels = context.part(input_ids), context.part(labels, IGNORE_INDEX)
         more: dict[str, Any] = {"inputs_embeds": inputs_embeds, "position_ids": position_ids}
+        if self._cache_name is not None:
+            more[self._cache_name] = cache
         documents, attention = None, self.attention
         given = input_ids if inputs_embeds is None else inputs_embeds
         if attention_mask is not None or cache is not None or (given is not None and not has_values(given)):
@@ -142,7 +147,7 @@ class TransformersModel(LanguageModel):
         else:
             routers = None
         hf_internals.attend_by(self.lm, attention)
-        out = self.lm.base_model(input_ids, past_key_values=cache, use_cache=cache is not None, **more)
+        out = self.lm.base_model(input_ids, use_cache=cache is not None, **more)
         if documents is not None and attention != "eager" and has_values(out.last_hidden_state):  # not so in a plan
             documents.check_seen(self.blocks())
         head = self.lm.get_output_embeddings()
@@ -305,8 +310,7 @@ class TransformersModel(LanguageModel):
     def new_cache(self) -> DynamicCache | None:
         """None for a model with a cache of its own kind, such as Mamba's, whose forward then gets all tokens again."""
         model: Any = self.lm
-        takes = "past_key_values" in inspect.signature(model.base_model.forward).parameters
-        if not takes or not model._supports_default_dynamic_cache():
+        if self._cache_name is None or not model._supports_default_dynamic_cache():
             return None
         cache = DynamicCache(config=self.lm.config)
         # Models of linear attention alone ask a cache for the length that only attention's layers know.

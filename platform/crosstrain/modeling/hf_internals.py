@@ -1,4 +1,4 @@
-"""Everything that touches private parts of transformers (seen with 5.23; at least 5.15).
+"""Everything that touches private parts of transformers (seen with 5.24; at least 5.15).
 
 - `_attn_implementation` of a configuration, and `initialize_weights`, which constructors call.
 - The logits' scale and softcap have other names in each family, so they are measured by the model's own forward.
