@@ -14,10 +14,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+
+if TYPE_CHECKING:
+    from fixtures_processes import Program
 
 pytest_plugins = ["fixtures_bucket"]
 
@@ -164,7 +167,7 @@ def shared_workspace(tmp_path_factory: pytest.TempPathFactory, dataset: Path) ->
     return Workspace(tmp_path_factory.mktemp("shared"), dataset)
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 120) -> None:
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str] | Program, seconds: float = 120) -> None:
     """Poll until `condition` holds; fails if the process ends first."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -173,7 +176,7 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], se
         time.sleep(0.002)
 
 
-def kill(process: subprocess.Popen[str]) -> None:
+def kill(process: subprocess.Popen[str] | Program) -> None:
     """SIGKILL for the process, the head of a session, and all it started."""
     for pid in session(process):
         with suppress(ProcessLookupError):
@@ -181,7 +184,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def session(process: subprocess.Popen[str]) -> list[int]:
+def session(process: subprocess.Popen[str] | Program) -> list[int]:
     """The processes of the session that the process is the head of."""
     found = []
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):

@@ -21,13 +21,13 @@ from typing import Any
 
 import pytest
 
-from conftest import Run, Workspace
+from conftest import Run
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["fixtures_preload"])
 
 
-def _process(target: Callable[..., None], args: tuple[Any, ...]) -> BaseProcess:
+def forked(target: Callable[..., None], args: tuple[Any, ...]) -> BaseProcess:
     """A process that the server forks when it is started."""
     with pytest.MonkeyPatch.context() as patch:  # before 3.12.8, Python does not hand its path to the server
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
@@ -46,11 +46,9 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, seconds: floa
 
     `function` must be importable. Fails with the output of the first rank that fails, and after `seconds`.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     pipes = [_context.Pipe(duplex=False) for _ in range(size)]
-    ranks = [_process(_rank, (pipes[rank][1], rank, size, port, function, args)) for rank in range(size)]
+    ranks = [forked(_rank, (pipes[rank][1], rank, size, port, function, args)) for rank in range(size)]
     for process in ranks:
         process.start()
     for _, sender in pipes:
@@ -76,7 +74,13 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, seconds: floa
     return [results[rank] for rank in range(size)]
 
 
-def _environment(rank: int, size: int, port: int) -> dict[str, str]:
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
     return {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
@@ -88,7 +92,7 @@ def _rank(
 ) -> None:
     import torch
 
-    os.environ |= _environment(rank, size, port)
+    os.environ |= rank_environment(rank, size, port)
     torch.set_num_threads(1)
     try:
         with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):
@@ -98,56 +102,6 @@ def _rank(
         os._exit(1)
     sys.stderr.flush()
     os._exit(0)  # like a worker's end, without waiting for threads of libraries
-
-
-def start(size: int, arguments: Iterable[str], out: Path) -> list[BaseProcess]:
-    """The program on `size` ranks that another launcher would start, such as torchrun; they write into `out`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return [_start(_environment(rank, size, port), Path(), [*arguments], out, out) for rank in range(size)]
-
-
-def program(folder: Path, *arguments: str, seconds: float = 120) -> Run:
-    """The program in one process in `folder`, and what it says."""
-    out, err = (folder / f"{time.monotonic_ns()}.{name}" for name in ("out", "err"))
-    process = _start({}, folder, [*arguments], out, err)
-    process.join(seconds)
-    assert process.exitcode is not None, "it did not end in time"
-    return Run(folder, out.read_text(), err.read_text(), process.exitcode)
-
-
-def train_as_user(workspace: Workspace, name: str, *options: str, flags: tuple[str, ...] = ()) -> Run:
-    """Train as `Workspace.train` does on one rank, without the seconds of imports."""
-    _, _, *arguments = workspace.command(f"run.output_dir={name}", *options, flags=flags)
-    said = program(workspace.path, "train", *arguments)
-    return Run(workspace.path / name, said.out, said.err, said.code)
-
-
-def _start(environment: dict[str, str], folder: Path, arguments: list[str], out: Path, err: Path) -> BaseProcess:
-    process = _process(_program, (environment, folder, arguments, out, err))
-    process.start()
-    return process
-
-
-def _program(environment: dict[str, str], folder: Path, arguments: list[str], out: Path, err: Path) -> None:
-    import torch
-
-    from crosstrain.cli.main import main
-
-    os.environ |= environment
-    os.chdir(folder)
-    for path, number in ((out, 1), (err, 2)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
-    torch.set_num_threads(1)
-    try:
-        code = main(arguments)
-    except BaseException:
-        traceback.print_exc()
-        code = 99
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def train(project: Path, name: str, *options: str, size: int = 1) -> Run:

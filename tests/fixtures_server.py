@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,16 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 from openai import OpenAI
 
-from conftest import ENVIRONMENT
+from conftest import kill, wait_until
 from crosstrain.config.load import Config
 from crosstrain.engine.build import build_model
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.open_checkpoint import saved_config
 from crosstrain.serving.limits import Limits
 from crosstrain.serving.server import ServerOptions, listen, run_server
+from fixtures_processes import Program
 
 
 class Stop:
@@ -114,23 +110,12 @@ def served(
 
 
 @contextmanager
-def program(checkpoint: Path, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def program(checkpoint: Path, *arguments: str) -> Iterator[tuple[str, Program]]:
     """The program itself; its URL."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "crosstrain", "serve", "--checkpoint", str(checkpoint), "--port", "0", *arguments],
-        env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
+    command = ["serve", "--checkpoint", str(checkpoint), "--port", "0", *arguments]
+    process = Program(Path(), command, merged=True)
     try:
-        said = ""
-        assert process.stdout is not None
-        for line in process.stdout:
-            said += line
-            if found := re.search(r"^serving .* on (http://\S+);", line):
-                break
-        else:
-            pytest.fail(said)
-        yield found[1], process
+        wait_until(lambda: re.search(r"^serving .*;", process.said, re.MULTILINE) is not None, process)
+        yield re.findall(r"^serving .* on (http://\S+);", process.said, re.MULTILINE)[0], process
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        kill(process)

@@ -18,7 +18,8 @@ from crosstrain.checkpoint.boxes import Box, flat_range_pieces
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.weights import fingerprint
 from crosstrain.cli.main import main
-from fixtures_ranks import mostly_slow, program, train
+from fixtures_processes import program
+from fixtures_ranks import mostly_slow, train
 from fixtures_training import TOLERANCE, relative, sized, stored
 
 FROZEN = ["transformer.wte.*", "transformer.wpe.*", "transformer.h.0.*"]

@@ -20,7 +20,8 @@ from crosstrain.cli.main import main
 from crosstrain.inference.encoding import open_tokenizer
 from crosstrain.utils.errors import CheckpointError
 from crosstrain.utils.logging import log, set_up_logging
-from fixtures_ranks import program, train
+from fixtures_processes import program
+from fixtures_ranks import train
 from fixtures_tampering import FEW, STEERING, entry, frugal, mutated, plant, raw, seal
 
 
@@ -220,9 +221,7 @@ PROCESSES: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.parametrize("attack", PROCESSES)
-def test_the_program_says_one_sentence_and_executes_nothing(
-    copied: Path, tmp_path: Path, attack: str
-) -> None:
+def test_the_program_says_one_sentence_and_executes_nothing(copied: Path, tmp_path: Path, attack: str) -> None:
     PROCESSES[attack](copied, tmp_path / "exploded")
     if attack != "a pickled manifest":
         seal(copied)

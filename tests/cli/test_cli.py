@@ -12,7 +12,8 @@ import yaml
 
 from conftest import ENVIRONMENT, ROOT, Workspace, write_text
 from crosstrain.cli.main import main
-from fixtures_ranks import program, train, train_as_user
+from fixtures_processes import program, train_as_user
+from fixtures_ranks import run_ranks, train
 from fixtures_tampering import seal
 
 
@@ -82,7 +83,7 @@ class LooksUp(Objective):
 def test_an_error_in_a_plugin_names_its_line(workspace: Workspace) -> None:
     plugin = workspace.path / "looks_up.py"
     plugin.write_text(PLUGIN)
-    done = train_as_user(workspace, "out", f"run.plugins=[{plugin}]", "run.objective=looks_up")
+    done = train_as_user(workspace, "out", f"run.plugins=[{plugin}]", "run.objective=looks_up", fails=True)
     assert done.code == 1
     assert f"error: {plugin}:6, in loss: KeyError: 'teacher' (a traceback: --debug)" in done.err
 
@@ -227,7 +228,9 @@ def test_prepare_says_what_it_made(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_a_run_from_nothing_to_text(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    workspace: Workspace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Prepares its data, trains, validates, evaluates and generates, as the quickstart does."""
@@ -263,10 +266,8 @@ def test_a_run_from_nothing_to_text(
     assert capsys.readouterr().err.endswith("; name others\n")
     assert "larger" not in caplog.text
 
-    two = workspace.evaluate(
-        *arguments[:-1], "two.json", "--nproc-per-node", "2", "--options", "run.micro_batch_size=3"
-    )
-    assert two.code == 0, two.err
+    two = [*arguments[:-1], str(workspace.path / "two.json"), "--options", "run.micro_batch_size=3"]
+    assert run_ranks(2, main, ["evaluate", "--checkpoint", str(run.folder), *two[2:]]) == [0, 0]
     other = json.loads((workspace.path / "two.json").read_text())
     for split, numbers in results["splits"].items():
         # Sums of fp32 losses over other groups of samples.

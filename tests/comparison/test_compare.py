@@ -21,7 +21,8 @@ from crosstrain.comparison.tolerance import Tolerance
 from crosstrain.distributed.group import Group
 from crosstrain.modeling import activation_checkpointing
 from fixtures_families import tiny
-from fixtures_ranks import mostly_slow, program
+from fixtures_processes import program
+from fixtures_ranks import mostly_slow
 from fixtures_training import compare, project
 
 FOUND = {

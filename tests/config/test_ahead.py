@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conftest import ROOT
-from crosstrain.config.load import check_ahead
-from crosstrain.config.registry import registry
-from crosstrain.utils.errors import ConfigError
+from crosstrain.config.ahead import AheadChecker
+from crosstrain.config.describe import options as options_of
+from crosstrain.config.load import check_ahead, load_config
+from crosstrain.config.registry import KINDS, registry
+from crosstrain.config.schema import Checker
+from crosstrain.utils.errors import ConfigError, UserError
 from fixtures_plugins import isolate, write
+from fixtures_ranks import run_ranks
 
 # As first lines: nothing of these can be imported.
 NOTHING_HEAVY = """
@@ -30,8 +36,9 @@ sys.meta_path.insert(0, Refuse())
 
 def python(code: str, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "tests" / "config") + os.pathsep + str(ROOT / "tests")},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -58,50 +65,43 @@ def test_every_verb_tells_a_mistake_before_torch_is_imported(tmp_path: Path) -> 
     assert told == [error] * len(verbs) + [" ".join("1" * len(verbs))]
 
 
-def test_what_is_told_ahead_is_what_the_full_check_tells() -> None:
-    code = """
-import json, sys
-from crosstrain.config.load import check_ahead, load_config
-from crosstrain.utils.errors import UserError
-
-def told(check):
+def told_of_mistakes(ahead: bool) -> dict[str, list[str]]:
+    """The sentences about each project, before or after its components are imported."""
     found = {}
-    for name, options in json.loads(sys.argv[1]).items():
+    for name, options in MISTAKES.items():
         try:
-            check(f"projects/{name}.yaml", options)
+            (check_ahead if ahead else load_config)(ROOT / "projects" / f"{name}.yaml", options)
         except UserError as error:
             found[name] = error.sentences
     return found
 
-ahead = told(check_ahead)
-assert "torch" not in sys.modules
-print(json.dumps([ahead, told(load_config)]))
-"""
-    ahead, full = json.loads(python(code, json.dumps(MISTAKES)))
+
+def options_of_all(ahead: bool) -> dict[str, list[list[str]]]:
+    """The options of each component, read from its source or imported."""
+    checker = (AheadChecker if ahead else Checker)(str)
+    classes = {f"{kind} {n}": checker.options_class(kind, n) for kind in KINDS for n in registry.names(kind)}
+    return {key: [[o.name, str(o.type), str(o.required), str(o.default)] for o in options_of(cls)]
+            for key, cls in classes.items()}  # fmt: skip
+
+
+def both(function: Callable[[bool], dict[str, list[Any]]]) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+    """What `function` finds ahead, where nothing heavy can be imported, and what it finds by importing."""
+    code = f"{NOTHING_HEAVY}import json, test_ahead\nprint(json.dumps(test_ahead.{function.__name__}(True)))"
+    (imported,) = run_ranks(1, function, False)
+    return json.loads(python(code)), imported
+
+
+def test_what_is_told_ahead_is_what_the_full_check_tells() -> None:
+    ahead, full = both(told_of_mistakes)
     assert ahead == full
     assert {name: len(sentences) for name, sentences in ahead.items()} == {n: len(o) for n, o in MISTAKES.items()}
 
 
 def test_the_options_of_every_component_are_read_as_they_are_imported() -> None:
-    code = """
-import sys
-from crosstrain.config.ahead import AheadChecker
-from crosstrain.config.describe import options
-from crosstrain.config.registry import KINDS, registry
-from crosstrain.config.schema import Checker
-
-def described(checker):
-    classes = {(kind, name): checker(str).options_class(kind, name) for kind in KINDS for name in registry.names(kind)}
-    return {key: [(o.name, o.type, o.required, str(o.default)) for o in options(cls)] for key, cls in classes.items()}
-
-ahead = described(AheadChecker)
-assert "torch" not in sys.modules
-assert ahead == described(Checker)
-print(len(ahead), sum(map(len, ahead.values())))
-"""
-    components, options = map(int, python(code).split())
-    assert components > 50
-    assert options > 250
+    ahead, imported = both(options_of_all)
+    assert ahead == imported
+    assert len(ahead) > 50
+    assert sum(map(len, ahead.values())) > 250
 
 
 # ---- plugins of others

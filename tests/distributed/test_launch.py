@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ENVIRONMENT, ROOT, Workspace, logged_step, wait_until
+from conftest import ENVIRONMENT, ROOT, Workspace, logged_step, session, wait_until
 from crosstrain.distributed.launch.cluster_env import worker_environment
 from crosstrain.utils.errors import ConfigError
-from fixtures_ranks import program
+from fixtures_processes import program, start_as_user, train_as_user
 
 FAULTY_RUNNER = '''
 import os, signal, sys
@@ -55,20 +55,21 @@ def test_a_dead_rank_takes_the_others_down_and_its_error_is_shown_once(
 ) -> None:
     (workspace.path / "faulty.py").write_text(FAULTY_RUNNER)
     started = time.monotonic()
-    run = workspace.train(
-        "out", f"run.plugins=[{workspace.path}]", f"run.runner={{name: faulty, how: {how}}}", "run.max_iters=1000000",
-        nproc=2, fails=True,
+    process = start_as_user(
+        workspace, "out", f"run.plugins=[{workspace.path}]", f"run.runner={{name: faulty, how: {how}}}",
+        "run.max_iters=1000000", nproc=2, merged=False,
     )  # fmt: skip
-    assert run.code == 1
-    assert (run.out + run.err).count(expected) == 1, run.err
-    assert (run.out + run.err).count("Traceback") == (how == "raise")
+    out, err = process.communicate(120)
+    assert process.returncode == 1
+    assert (out + err).count(expected) == 1, err
+    assert (out + err).count("Traceback") == (how == "raise")
     if how == "user":
-        assert run.err.strip() == expected
-    last = (run.folder / "log.txt").read_text().splitlines()[-1]
+        assert err.strip() == expected
+    last = (workspace.path / "out" / "log.txt").read_text().splitlines()[-1]
     assert " error: " in last
     assert expected.removeprefix("error: ") in last
     assert time.monotonic() - started < 60
-    assert subprocess.run(["pgrep", "-f", str(workspace.path)], capture_output=True).stdout == b"", "nothing is left"
+    assert session(process) == [], "nothing is left"
 
 
 @pytest.mark.slow
@@ -82,7 +83,7 @@ def test_a_run_leaves_nothing_behind_but_its_folder(workspace: Workspace) -> Non
 
 
 def test_workers_die_with_their_launcher(workspace: Workspace) -> None:
-    process = workspace.start("out", "run.max_iters=1000000", nproc=2)
+    process = start_as_user(workspace, "out", "run.max_iters=1000000", nproc=2)
     wait_until(lambda: logged_step(workspace.path / "out") >= 2, process)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
@@ -139,7 +140,7 @@ def test_a_number_of_workers_that_makes_no_sense(workspace: Workspace) -> None:
 
 
 def test_the_folder_is_untouched_by_a_run_that_cannot_start(workspace: Workspace) -> None:
-    run = workspace.train("out", "run.global_batch_size=7", nproc=2, fails=True)
+    run = train_as_user(workspace, "out", "run.global_batch_size=7", nproc=2, fails=True)
     assert run.code == 1
     assert not Path(run.folder).exists()
 

@@ -17,6 +17,7 @@ import pytest
 
 from conftest import ENVIRONMENT, Run, Workspace, kill, logged_step, wait_until
 from fixtures_kill import INTERVALS, assert_same_weights, dying, numbers, workers
+from fixtures_processes import train_as_user
 from fixtures_ranks import mostly_slow, train
 
 SENTENCE = "; all ranks started again (restart {number} of {most}) and go on from step {step}"
@@ -42,7 +43,7 @@ def test_a_dead_worker_is_replaced(
     # The first start ends at its fourth step, before anything is saved; the second at its tenth.
     deaths = dying(tmp_path, f"4:{rank}:{how}", f"10:{rank}:{how}")
     options = (*INTERVALS, "run.max_restarts=2", "run.save_in_background=false", *deaths)
-    run = shared_workspace.train(f"{how}{nproc}", *options, nproc=nproc)
+    run = train_as_user(shared_workspace, f"{how}{nproc}", *options, nproc=nproc)
     assert_undisturbed(run, undisturbed(nproc))
     what = "was killed by SIGKILL" if how == "kill" else "failed with ZeroDivisionError: a bug in a plugin"
     told = [line for line in (run.folder / "log.txt").read_text().splitlines() if "started again" in line]

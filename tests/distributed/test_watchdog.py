@@ -33,6 +33,7 @@ from crosstrain.distributed.watchdog.flight_recorder import (
     Waiting,
 )
 from fixtures_kill import plant, sentence, workers
+from fixtures_processes import train_as_user
 
 PLUGIN = '''
 import time
@@ -125,7 +126,7 @@ def line(how: str) -> str:
     ],
 )
 def test_a_call_that_some_rank_never_makes_is_named(astray: Workspace, how: str, workers: int, expected: str) -> None:
-    said = sentence(astray.train("out", *options(how), nproc=workers, fails=True))
+    said = sentence(train_as_user(astray, "out", *options(how), nproc=workers, fails=True))
     assert said.startswith(expected)
     assert f"({line(how)})" in said
     waited = re.search(r"for (\d+) s", said)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from conftest import Workspace, logged_step, wait_until
+from conftest import Workspace, kill, logged_step, wait_until
 from crosstrain.cli.main import main
-from fixtures_ranks import train_as_user
+from fixtures_processes import start_as_user, train_as_user
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -26,12 +26,11 @@ def states(capsys: pytest.CaptureFixture[str], folder: Path) -> dict[str, dict[s
 
 def test_a_run_trains_dies_or_finishes(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     train_as_user(workspace, "runs/finished", "run.max_iters=4", "run.save_interval=2")
-    process = workspace.start("runs/died", "run.max_iters=1000000")
+    process = start_as_user(workspace, "runs/died", "run.max_iters=1000000")
     wait_until(lambda: logged_step(workspace.path / "runs" / "died") >= 3, process)
     seen = states(capsys, workspace.path)["died"]
     assert (seen["state"], seen["max_iters"]) == ("running", 1000000)
-    process.kill()
-    process.wait(60)
+    kill(process)
     found = states(capsys, workspace.path / "runs")
     assert [(name, row["state"]) for name, row in found.items()] == [(name, name) for name in ("died", "finished")]
     assert (found["finished"]["step"], found["finished"]["checkpoint"]) == (4, 4)

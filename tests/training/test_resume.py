@@ -13,7 +13,8 @@ import pytest
 from conftest import Run, Workspace, kill, logged_step, session, wait_until
 from crosstrain.monitor.status import status
 from fixtures_kill import INTERVALS, SLOW_MODEL, assert_same_weights, numbers
-from fixtures_ranks import mostly_slow, train, train_as_user
+from fixtures_processes import start_as_user, train_as_user
+from fixtures_ranks import mostly_slow, train
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +43,11 @@ def test_killed_during_a_save(shared_workspace: Workspace, uninterrupted: Run) -
     model = shared_workspace.config["model"] | {"arch": "slow_to_save"}
     options = (*INTERVALS, f"run.plugins=[{plugins}]", f"model={json.dumps(model)}", "run.save_best=false")
     folder = shared_workspace.path / "killed_saving"
-    process = shared_workspace.start("killed_saving", *options)
+    process = start_as_user(shared_workspace, "killed_saving", *options)
     wait_until(lambda: (folder / "checkpoints" / ".step_000008.tmp" / "config.json").exists(), process)
     kill(process)
     assert not (folder / "checkpoints" / "step_000008").exists()
-    resumed = shared_workspace.train("killed_saving", *options)
+    resumed = train_as_user(shared_workspace, "killed_saving", *options)
 
     assert "step_000004 at step 4" in resumed.out
     assert [row[:5] for row in numbers(resumed)] == [row[:5] for row in numbers(uninterrupted)]
@@ -94,7 +95,7 @@ def test_resume_on_another_number_of_workers(
 @pytest.mark.parametrize("nproc", mostly_slow([1, 2], [2]))
 def test_a_stop_signal_saves_and_leaves(workspace: Workspace, number: signal.Signals, nproc: int) -> None:
     folder = workspace.path / "out"
-    process = workspace.start("out", "run.max_iters=100000", "run.num_workers=1", nproc=nproc)
+    process = start_as_user(workspace, "out", "run.max_iters=100000", "run.num_workers=1", nproc=nproc)
     wait_until(lambda: logged_step(folder) >= 3, process)
     if number == signal.SIGINT or nproc == 2:  # a terminal sends it to the group, as `timeout` and `kill -- -GROUP` do
         os.killpg(process.pid, number)
