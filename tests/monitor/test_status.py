@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from conftest import Workspace, kill, logged_step, wait_until
+from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.cli.main import main
+from crosstrain.utils.errors import ConfigError
 from fixtures_processes import start_as_user, train_as_user
 
 
@@ -36,6 +38,9 @@ def test_a_run_trains_dies_or_finishes(workspace: Workspace, capsys: pytest.Capt
     assert (found["finished"]["step"], found["finished"]["checkpoint"]) == (4, 4)
     assert found["finished"]["last_line"].startswith("saved runs/finished/checkpoints/step_000004 in ")
     assert found["died"]["checkpoint"] is None
+    RunFolder(workspace.path / "runs/finished").note_end(ConfigError("a later start asks for less"), 0.0)
+    refused = states(capsys, workspace.path / "runs/finished")["finished"]
+    assert (refused["state"], refused["last_line"]) == ("finished", "error: a later start asks for less")
     table = said(capsys, str(workspace.path)).splitlines()
     assert table[0].split()[:6] == ["run", "state", "step", "loss", "saved", "silent"]
     assert table[2].split()[1:3] == ["finished", "4/4"]

@@ -165,6 +165,16 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(
     assert (tmp_path / "run" / "checkpoints").is_dir()
 
 
+def test_checkpoints_that_the_disk_has_no_room_for_are_noted_before_the_start(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", "--cfg-path", str(project), "--device-memory", "30MiB", "--options", f"run.max_iters={10**12}"]
+    for keep, noted in (("run.keep_last=2", False), ("run.keep_last=null", True), ("run.keep_every=2", True)):
+        assert main([*command, "run.save_interval=1", keep]) == 1
+        note = f"note: run.output_dir: up to {10**12 if 'null' in keep else 10**12 // 2 + 4} checkpoints of "
+        assert (note in capsys.readouterr().err) == noted
+
+
 def test_the_advice_fits_when_it_is_taken(project: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     command = ["plan", "--cfg-path", str(project), "--device-memory", "30MiB", "--output", str(out)]

@@ -1,5 +1,6 @@
 """Training from Python."""
 
+import sys
 from dataclasses import replace
 
 from crosstrain.api.plan import alternatives
@@ -11,7 +12,7 @@ from crosstrain.distributed.launch.cluster_env import was_restarted
 from crosstrain.distributed.launch.launcher import Launch, launch
 from crosstrain.engine.build import batch_plan, check_layout
 from crosstrain.planning.estimate import Project
-from crosstrain.planning.fit import check_memory, gpu_memory
+from crosstrain.planning.fit import check_memory, gpu_memory, lack_of_space
 from crosstrain.training.preflight import preflight
 from crosstrain.training.worker import train_worker
 from crosstrain.utils.processes import main_hidden
@@ -56,6 +57,8 @@ def start_training(
     limit = None
     if is_first_start and fit_check:
         limit = read_bytes(device_memory, "--device-memory") if device_memory else gpu_memory(config)
+        if lack := lack_of_space(Project(config, ready.model, None), ready.max_iters):
+            print(f"note: {lack}", file=sys.stderr)
     if limit is not None or ready.runner.cuts_models:
         planned = Project(config, ready.model, ready.sample)
         if ready.runner.cuts_models:

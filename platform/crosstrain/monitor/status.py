@@ -50,7 +50,9 @@ def status(folder: Path) -> Status:
     row, checkpoint = dict[str, Any](), None
     stamped = [found[1] for line in read_end(run.log, _END) if (found := _STAMPED.match(line))]
     last = next((line for line in reversed(stamped) if not line.startswith(_PLAIN)), "")
-    ended = (state for beginning, state in _ENDINGS.items() if stamped and stamped[-1].startswith(beginning))
+    # An error behind the end is of a later start, which was refused.
+    end = next((line for line in reversed(stamped) if not line.startswith("error: ")), "")
+    ended = (state for beginning, state in _ENDINGS.items() if end.startswith(beginning))
     with suppress(OSError):
         row = next(filter(None, map(_row, reversed(read_end(run.metrics, _END)))), {})
     if (latest := last_checkpoint(folder)) != folder and latest.is_dir():

@@ -1,11 +1,17 @@
-"""Check that a run fits into a device's memory, and find the change that costs least speed and makes it fit."""
+"""Check that a run fits into a device's memory, and find the change that costs least speed and makes it fit.
 
+And that its checkpoints fit on their disk.
+"""
+
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 
+from crosstrain.checkpoint.folders import steps
+from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
 from crosstrain.engine.build import batch_plan
@@ -13,6 +19,7 @@ from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.planning.estimate import HOST_COPY, Estimate, Project, with_options, with_same_samples
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.program import command
+from crosstrain.utils.storage import is_url
 from crosstrain.utils.units import show_bytes
 
 _MODES: tuple[Mode, ...] = ("none", "selective", "full", "offload")  # the faster first
@@ -45,6 +52,30 @@ def check_memory(project: Project, world_size: int, limit: int, others: Callable
             f"a rank would need {show_bytes(needed)} of memory, and its device has {show_bytes(limit)}"
             f"{f'; {advice}' if advice else ''}; `{command('plan')}` shows other layouts, and --no-fit-check starts it"
         )
+
+
+def lack_of_space(project: Project, max_iters: int | None) -> str | None:
+    """Describe how the disk of `run.output_dir` is too small for the checkpoints to come; None where it is not.
+
+    Counted are those that are kept, one that is written before another is deleted, and those of `keep_every`.
+    """
+    run = project.config.run
+    if is_url(run.output_dir):
+        return None
+    folder = RunFolder(run.output_dir)
+    saves = 1 if run.save_interval is None or max_iters is None else -(-max_iters // run.save_interval)
+    most = saves if run.keep_last is None else run.keep_last + 1 + bool(run.save_best and run.eval_interval)
+    if run.keep_every is not None and max_iters is not None:
+        most += max_iters // run.keep_every
+    wanted = (min(saves, most) - len(steps(folder.checkpoints))) * project.checkpoint_bytes
+    place = folder.path.absolute()
+    free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
+    if wanted <= free:
+        return None
+    return (
+        f"run.output_dir: up to {min(saves, most)} checkpoints of {show_bytes(project.checkpoint_bytes)} will be there "
+        f"at once, and {run.output_dir} has {show_bytes(free)} left; make room, or see run.keep_last"
+    )
 
 
 def needs(estimate: Estimate, device: str) -> int:
