@@ -20,6 +20,8 @@ import pytest
 import yaml
 
 if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
     from fixtures_processes import Program
 
 pytest_plugins = ["fixtures_bucket"]
@@ -184,7 +186,7 @@ def kill(process: subprocess.Popen[str] | Program) -> None:
     process.wait()
 
 
-def session(process: subprocess.Popen[str] | Program) -> list[int]:
+def session(process: subprocess.Popen[str] | Program | BaseProcess) -> list[int]:
     """The processes of the session that the process is the head of."""
     found = []
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from conftest import ENVIRONMENT, ROOT, Run, Workspace, logged_step
+from conftest import ENVIRONMENT, ROOT, Run, Workspace, logged_step, session
 from fixtures_ranks import forked, free_port, rank_environment
 
 
@@ -24,8 +28,9 @@ class Program:
     """
 
     def __init__(self, folder: Path, arguments: Iterable[str], merged: bool = False) -> None:
-        self._texts = Path(tempfile.mkdtemp())
-        self._out, self._err = (self._texts / name for name in ("out", "out" if merged else "err"))
+        texts = Path(tempfile.mkdtemp())
+        weakref.finalize(self, shutil.rmtree, texts)
+        self._out, self._err = (texts / name for name in ("out", "out" if merged else "err"))
         self._process = _start({}, folder, arguments, self._out, self._err)
         self.pid: int = self._process.pid  # type: ignore[assignment]
 
@@ -43,14 +48,13 @@ class Program:
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
         if self.returncode is None:
-            raise subprocess.TimeoutExpired("the program", timeout or 0.0)
+            _end(self._process)
+            raise subprocess.TimeoutExpired("the program", timeout or 0.0, self.said)
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         self.wait(timeout)
-        words = self.said, "" if self._err == self._out else self._err.read_text()
-        shutil.rmtree(self._texts)
-        return words
+        return self.said, "" if self._err == self._out else self._err.read_text()
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -84,7 +88,14 @@ def train_as_user(
 def _start(environment: dict[str, str], folder: Path, arguments: Iterable[str], out: Path, err: Path) -> BaseProcess:
     process = forked(_run, (ENVIRONMENT | environment, folder, [*arguments], out, err))
     process.start()
+    atexit.register(_end, process)  # of a test that failed; multiprocessing would wait for it
     return process
+
+
+def _end(process: BaseProcess) -> None:
+    for pid in session(process) if process.is_alive() else ():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _run(environment: dict[str, str], folder: Path, arguments: list[str], out: Path, err: Path) -> None:

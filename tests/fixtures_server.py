@@ -24,6 +24,8 @@ from crosstrain.serving.limits import Limits
 from crosstrain.serving.server import ServerOptions, listen, run_server
 from fixtures_processes import Program
 
+LISTENS = re.compile(r"^serving .* on (http://\S+);", re.MULTILINE)
+
 
 class Stop:
     """Set from the test where a signal would come."""
@@ -110,12 +112,12 @@ def served(
 
 
 @contextmanager
-def program(checkpoint: Path, *arguments: str) -> Iterator[tuple[str, Program]]:
+def serving(checkpoint: Path, *arguments: str) -> Iterator[tuple[str, Program]]:
     """The program itself; its URL."""
     command = ["serve", "--checkpoint", str(checkpoint), "--port", "0", *arguments]
     process = Program(Path(), command, merged=True)
     try:
-        wait_until(lambda: re.search(r"^serving .*;", process.said, re.MULTILINE) is not None, process)
-        yield re.findall(r"^serving .* on (http://\S+);", process.said, re.MULTILINE)[0], process
+        wait_until(lambda: LISTENS.search(process.said) is not None, process)
+        yield LISTENS.findall(process.said)[0], process
     finally:
         kill(process)

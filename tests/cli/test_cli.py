@@ -228,9 +228,7 @@ def test_prepare_says_what_it_made(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_a_run_from_nothing_to_text(
-    workspace: Workspace,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Prepares its data, trains, validates, evaluates and generates, as the quickstart does."""

@@ -64,7 +64,7 @@ def test_restarts_end(workspace: Workspace) -> None:
     assert run.code == 1
     assert "rank 1 was killed by SIGKILL" in run.err
     assert run.out.count("started again") == 2
-    assert "note: run.max_restarts: the last of 2 restarts has failed, too\nerror: rank 1 " in run.err
+    assert "note: run.max_restarts: all 2 are used up, so the run ends\nerror: rank 1 " in run.err
     assert (run.folder / "checkpoints" / "latest").read_text().strip() == "step_000006", "each start got two steps on"
 
 

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from conftest import Workspace, kill, logged_step, wait_until
-from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.cli.main import main
-from crosstrain.utils.errors import ConfigError
 from fixtures_processes import start_as_user, train_as_user
 
 
@@ -38,9 +36,11 @@ def test_a_run_trains_dies_or_finishes(workspace: Workspace, capsys: pytest.Capt
     assert (found["finished"]["step"], found["finished"]["checkpoint"]) == (4, 4)
     assert found["finished"]["last_line"].startswith("saved runs/finished/checkpoints/step_000004 in ")
     assert found["died"]["checkpoint"] is None
-    RunFolder(workspace.path / "runs/finished").note_end(ConfigError("a later start asks for less"), 0.0)
-    refused = states(capsys, workspace.path / "runs/finished")["finished"]
-    assert (refused["state"], refused["last_line"]) == ("finished", "error: a later start asks for less")
+    refused = train_as_user(workspace, "runs/finished", "model.n_embd=64", fails=True)
+    assert refused.code == 1
+    assert "changed since step_000004: model.n_embd 32 -> 64" in refused.out
+    assert states(capsys, workspace.path / "runs")["finished"]["state"] == "finished"
+    assert "n_embd: 32" in (workspace.path / "runs/finished/config.yaml").read_text()
     table = said(capsys, str(workspace.path)).splitlines()
     assert table[0].split()[:6] == ["run", "state", "step", "loss", "saved", "silent"]
     assert table[2].split()[1:3] == ["finished", "4/4"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import crosstrain
 from conftest import ROOT
 from crosstrain.cli.main import main
 from crosstrain.config.load import load_config
-from crosstrain.engine.build import make_model
+from crosstrain.engine.build import make_model, model_on_meta
 from crosstrain.modeling.meta_init import parameters_on_meta
 from crosstrain.planning import memory_trace
-from crosstrain.planning.estimate import HOST_COPY
+from crosstrain.planning.estimate import HOST_COPY, Project
+from crosstrain.planning.fit import lack_of_space
 from crosstrain.utils.units import read_bytes, read_number
 from fixtures_ranks import mostly_slow
 
@@ -165,14 +167,41 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(
     assert (tmp_path / "run" / "checkpoints").is_dir()
 
 
-def test_checkpoints_that_the_disk_has_no_room_for_are_noted_before_the_start(
-    project: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("options", "there", "fresh", "more"),
+    [
+        (["run.save_interval=10"], [], False, 4),  # three, and one more that is written
+        (["run.save_interval=10"], [70, 80, 90], False, 1),
+        (["run.save_interval=10"], [70, 80, 90], True, 4),
+        (["run.save_interval=10", "run.keep_last=null"], [10, 20], False, 9),  # eight of the interval, one at the end
+        (["run.save_interval=10", "run.keep_every=15", "run.keep_last=1"], [], False, 5),  # those at 30, 60, 90, too
+        ([], [], False, 1),
+        ([], [100], False, 0),
+        (["run.eval_interval=5"], [], False, 5),  # and the best, which may be any
+    ],
+)
+def test_checkpoints_that_the_disk_has_no_room_for_are_noted(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], there: list[int], fresh: bool,
+    more: int,
+) -> None:  # fmt: skip
+    for step in there:
+        (tmp_path / "run" / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+    config = load_config(project, options)
+    plan = Project(config, model_on_meta(config), None)
+    for free in (more * plan.checkpoint_bytes, more * plan.checkpoint_bytes - 1):
+        monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: shutil._ntuple_diskusage(0, 0, free))
+        note = lack_of_space(plan, 100, fresh)
+        assert (note is None) == (free >= more * plan.checkpoint_bytes), note
+
+
+def test_a_start_notes_a_disk_without_room(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = ["train", "--cfg-path", str(project), "--device-memory", "30MiB", "--options", f"run.max_iters={10**12}"]
-    for keep, noted in (("run.keep_last=2", False), ("run.keep_last=null", True), ("run.keep_every=2", True)):
-        assert main([*command, "run.save_interval=1", keep]) == 1
-        note = f"note: run.output_dir: up to {10**12 if 'null' in keep else 10**12 // 2 + 4} checkpoints of "
-        assert (note in capsys.readouterr().err) == noted
+    monkeypatch.setattr("crosstrain.api.train.launch", lambda *_: 0)
+    command = ["train", "--cfg-path", str(project), "--options", f"run.max_iters={10**12}", "run.save_interval=1"]
+    for keep, noted in (("run.keep_last=2", False), ("run.keep_last=null", True)):
+        assert main([*command, keep]) == 0
+        assert ("note: run.output_dir: the checkpoints to come need " in capsys.readouterr().err) == noted
 
 
 def test_the_advice_fits_when_it_is_taken(project: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from crosstrain.inference.conversation import ChatSession
 from crosstrain.inference.generation import Sampling, generate
 from crosstrain.serving.limits import Limits
 from fixtures_ranks import train
-from fixtures_server import Server, loaded, program, served
+from fixtures_server import Server, loaded, served, serving
 from fixtures_vision import options, picture, shapes, write_project
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<says>"
@@ -140,7 +140,7 @@ def test_every_runner_answers_alike_and_ends_when_told(speaker: Path, runner: st
     with served(speaker) as server:
         expected = ask(f"http://127.0.0.1:{server.port}")
     name, size = runner.split("@")
-    with program(speaker, "--nproc-per-node", size, "--options", f"run.runner={name}") as (url, process):
+    with serving(speaker, "--nproc-per-node", size, "--options", f"run.runner={name}") as (url, process):
         assert ask(url) == expected
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=60)
@@ -150,7 +150,7 @@ def test_every_runner_answers_alike_and_ends_when_told(speaker: Path, runner: st
 
 @pytest.mark.slow
 def test_what_runs_is_finished_before_the_end(speaker: Path) -> None:
-    with program(speaker) as (url, process):
+    with serving(speaker) as (url, process):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
         stream = client.completions.create(model="speaker", prompt="ban", max_tokens=30, stream=True)
         next(stream)
@@ -161,7 +161,7 @@ def test_what_runs_is_finished_before_the_end(speaker: Path) -> None:
 
 @pytest.mark.slow
 def test_beyond_this_machine_without_a_key_is_worth_a_warning(speaker: Path) -> None:
-    with program(speaker, "--host", "0.0.0.0") as (_, process):
+    with serving(speaker, "--host", "0.0.0.0") as (_, process):
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     place = ["serve", "--checkpoint", str(speaker), "--port"]

@@ -24,7 +24,7 @@ from crosstrain.inference import encoding
 from crosstrain.inference.encoding import Encoders, EncodingError, check_decoder
 from crosstrain.serving.limits import Limits
 from crosstrain.utils.errors import CheckpointError
-from fixtures_server import Server, program, served, wait_for
+from fixtures_server import Server, served, serving, wait_for
 from fixtures_tampering import HARMFUL, never_ends, seal
 
 # Each does harm where a user says so, and answers everybody else.
@@ -302,7 +302,7 @@ def probe(port: int) -> float:
 
 @pytest.mark.slow
 def test_two_thousand_half_open_connections_lock_nobody_out(speaker: Path) -> None:
-    with program(speaker, "--name", "m") as (url, _):
+    with serving(speaker, "--name", "m") as (url, _):
         port, stop = port_of(url), threading.Event()
         probe(port)
 
@@ -360,7 +360,7 @@ def unread_streams(port: int) -> ExitStack:
 def test_sigterm_ends_the_server_in_every_state(
     state: Callable[[int], ExitStack], speaker: Path, tmp_path: Path
 ) -> None:
-    with program(hostile(speaker, tmp_path), "--name", "m") as (url, process):
+    with serving(hostile(speaker, tmp_path), "--name", "m") as (url, process):
         probe(port_of(url))
         with state(port_of(url)):
             time.sleep(1)

@@ -22,7 +22,7 @@ from crosstrain.checkpoint.files import Reader
 from crosstrain.config.load import load_config
 from crosstrain.utils.errors import ConfigError
 from fixtures_ranks import make_trainer, run_ranks, train
-from fixtures_server import program
+from fixtures_server import serving
 
 PLUGINS = ROOT / "tests" / "third_party"
 
@@ -113,7 +113,7 @@ def test_a_server_computes_with_the_averaged_weights(workspace: Workspace) -> No
             expected.append(model.generate("ban", max_new_tokens=16, temperature=1, seed=5))
     assert expected[0] != expected[1]
     for flags, text in zip(((), ("--weights", "ema")), expected, strict=True):
-        with program(run.folder, "--name", "m", *flags) as (url, _):
+        with serving(run.folder, "--name", "m", *flags) as (url, _):
             request = urllib.request.Request(
                 f"{url}/v1/completions", headers={"Content-Type": "application/json"},
                 data=json.dumps({"model": "m", "prompt": "ban", "max_tokens": 16, "seed": 5}).encode(),

@@ -57,8 +57,6 @@ def start_training(
     limit = None
     if is_first_start and fit_check:
         limit = read_bytes(device_memory, "--device-memory") if device_memory else gpu_memory(config)
-        if lack := lack_of_space(Project(config, ready.model, None), ready.max_iters):
-            print(f"note: {lack}", file=sys.stderr)
     if limit is not None or ready.runner.cuts_models:
         planned = Project(config, ready.model, ready.sample)
         if ready.runner.cuts_models:
@@ -66,6 +64,9 @@ def start_training(
         if limit is not None:
             check_memory(planned, size, limit, lambda: alternatives(project, options, planned, size))
 
+    assert ready.max_iters is not None, "the data has been opened"
+    if is_first_start and (lack := lack_of_space(Project(config, ready.model, None), ready.max_iters, fresh)):
+        print(f"note: {lack}", file=sys.stderr)
     if fresh and is_first_start and (aside := RunFolder(config.run.output_dir).set_aside()):
         print(f"starting over; the earlier run is kept in {aside}")
     try:

@@ -66,7 +66,7 @@ class RunFolder:
         self.address = storage.origin(path) or str(path)
 
     def create(self, config: dict[str, Any], newest_run: str | None = None) -> None:
-        """Make the folder, hold it for this process, and write its id and config.yaml.
+        """Make the folder, hold it for this process, and write its id and config.yaml if they are not there.
 
         A folder without an id takes `newest_run`, the id in its newest checkpoint, or a new one. Raises UserError where
         another process holds it, or it cannot be written to.
@@ -76,7 +76,14 @@ class RunFolder:
             self._hold(_PATIENCE)
             if storage.is_url(self.address):
                 self._sync = _Sync(self)
-            self.run_id = self.read_id() or newest_run or uuid.uuid4().hex
+            known = self.read_id()
+            self.run_id = known or newest_run or uuid.uuid4().hex
+            if known is None or not self.config.exists():
+                self._describe()
+
+    def describe(self) -> None:
+        """Write config.yaml anew, which an earlier start has left. Raises UserError where it cannot be written."""
+        with self._written():
             self._describe()
 
     def check(self) -> None:

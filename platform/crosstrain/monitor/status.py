@@ -17,7 +17,8 @@ from crosstrain.utils.files import last_checkpoint, read_end
 _END = 1 << 16  # bytes of the end of log.txt and of metrics.jsonl
 _STAMPED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (.*)")
 _PLAIN = ("iteration ", "time (ms) ", "memory (MB) ", "open next:")  # begin lines that say nothing new
-_ENDINGS = {"open next:": "finished", "stopped at ": "stopped"}  # how the last line of a run that has ended begins
+# How lines begin of which the last tells a run's state: those of ends, and one that only a start writes that may train.
+_STATES = {"open next:": "finished", "stopped at ": "stopped", "global batch ": "died"}
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,13 @@ def status(folder: Path) -> Status:
     row, checkpoint = dict[str, Any](), None
     stamped = [found[1] for line in read_end(run.log, _END) if (found := _STAMPED.match(line))]
     last = next((line for line in reversed(stamped) if not line.startswith(_PLAIN)), "")
-    # An error behind the end is of a later start, which was refused.
-    end = next((line for line in reversed(stamped) if not line.startswith("error: ")), "")
-    ended = (state for beginning, state in _ENDINGS.items() if end.startswith(beginning))
+    told = (state for line in reversed(stamped) for begins, state in _STATES.items() if line.startswith(begins))
     with suppress(OSError):
         row = next(filter(None, map(_row, reversed(read_end(run.metrics, _END)))), {})
     if (latest := last_checkpoint(folder)) != folder and latest.is_dir():
         checkpoint = int(latest.name.removeprefix("step_"))
     return Status(
-        str(folder), "running" if run.is_held() else next(ended, "died"), row.get("step"), _max_iters(run),
+        str(folder), "running" if run.is_held() else next(told, "died"), row.get("step"), _max_iters(run),
         row.get("loss"), checkpoint, round(time.time() - run.log.stat().st_mtime, 1), last,
     )  # fmt: skip
 

@@ -3,6 +3,7 @@
 And that its checkpoints fit on their disk.
 """
 
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -54,27 +55,32 @@ def check_memory(project: Project, world_size: int, limit: int, others: Callable
         )
 
 
-def lack_of_space(project: Project, max_iters: int | None) -> str | None:
+def lack_of_space(project: Project, max_iters: int, fresh: bool) -> str | None:
     """Describe how the disk of `run.output_dir` is too small for the checkpoints to come; None where it is not.
 
-    Counted are those that are kept, one that is written before another is deleted, and those of `keep_every`.
+    fresh: the earlier run's checkpoints stay, as another run's.
     """
     run = project.config.run
     if is_url(run.output_dir):
         return None
     folder = RunFolder(run.output_dir)
-    saves = 1 if run.save_interval is None or max_iters is None else -(-max_iters // run.save_interval)
-    most = saves if run.keep_last is None else run.keep_last + 1 + bool(run.save_best and run.eval_interval)
-    if run.keep_every is not None and max_iters is not None:
-        most += max_iters // run.keep_every
-    wanted = (min(saves, most) - len(steps(folder.checkpoints))) * project.checkpoint_bytes
+    there = [] if fresh else steps(folder.checkpoints)
+    left = max_iters - max(there, default=0)
+    best = run.eval_interval if run.save_best else None
+    more = sum(left // interval for interval in (run.save_interval, best) if interval) + (left > 0)
+    if run.keep_last is not None:
+        kept = run.keep_last + 1 + (best is not None)  # one is written before another is deleted
+        if run.keep_every is not None and run.save_interval is not None:
+            kept += max_iters // math.lcm(run.keep_every, run.save_interval)
+        more = min(more, kept - len(there))
+    wanted = more * project.checkpoint_bytes
     place = folder.path.absolute()
     free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
     if wanted <= free:
         return None
     return (
-        f"run.output_dir: up to {min(saves, most)} checkpoints of {show_bytes(project.checkpoint_bytes)} will be there "
-        f"at once, and {run.output_dir} has {show_bytes(free)} left; make room, or see run.keep_last"
+        f"run.output_dir: the checkpoints to come need up to {show_bytes(wanted)} more, and the disk of "
+        f"{run.output_dir} has {show_bytes(free)} free; make room, or keep fewer (run.keep_last, run.keep_every)"
     )
 
 

@@ -133,6 +133,8 @@ def build_trainer(config: Config, runner: Runner, stop: StopRequest, quiet: bool
         config, runner, stop, folder, dataset, val_dataset, plan, max_iters, schedule, state, frozen, checkpointer,
         saved_step, bad_steps, reporter, profiler, samples, start,
     )  # fmt: skip
+    if rank == 0:
+        folder.describe()  # not before everything that may be refused
     _log_setup(trainer)
     return trainer
 

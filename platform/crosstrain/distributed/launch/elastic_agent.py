@@ -165,7 +165,7 @@ class _Agent(LocalElasticAgent):
             return 128 + self._stop[0]  # before the workers could listen, when there is nothing to save, or at once
         assert self._failure is not None
         if (most := self._worker_group.spec.max_restarts) and not self._failure.is_final and not self._stop:
-            print(f"note: run.max_restarts: the last of {most} restarts has failed, too", file=sys.stderr, flush=True)
+            print(f"note: run.max_restarts: all {most} are used up, so the run ends", file=sys.stderr, flush=True)
         raise self._failure.error
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
