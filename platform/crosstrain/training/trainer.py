@@ -117,7 +117,7 @@ class Trainer:
         finally:
             self.reporter.close(ended=bool(self.state.ended_with))
         if self.stopped:
-            log.info("stopped at step %d; the same command goes on from there", self.state.step)
+            log.info("stopped at step %d; the same command, without --fresh, goes on from there", self.state.step)
         if self.state.ended_with:
             log.info("a callback ended the run at step %d; it goes on only with other run.callbacks", self.state.step)
         return self.state
