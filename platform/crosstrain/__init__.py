@@ -6,9 +6,15 @@ torch nor anything else.
 """
 
 import ast
+import os
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+# Threads of libgomp, which torch loads, wait for one another by spinning for as long as a core is theirs. Where another
+# program needs a core too, the thread that is waited for does not get it, and steps take several times as long.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 if TYPE_CHECKING:  # the same names for mypy and editors
     from crosstrain.api.evaluate import evaluate

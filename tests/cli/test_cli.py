@@ -201,6 +201,18 @@ def test_two_trainings_in_one_folder_are_refused(workspace: Workspace) -> None:
     assert "another process is training" in run.err
 
 
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_threads_that_wait_leave_their_core_to_others(given: dict[str, str], spins: str | None) -> None:
+    plain = {key: value for key, value in ENVIRONMENT.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    code = "import crosstrain, os, sys; assert 'torch' not in sys.modules; print(os.environ.get('GOMP_SPINCOUNT'))"
+    environment = plain | {"PYTHONPATH": str(ROOT / "platform")} | given
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{spins}\n"
+
+
 def test_list_shows_every_kind_with_its_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     out = capsys.readouterr().out
