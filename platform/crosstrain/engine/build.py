@@ -161,8 +161,8 @@ def check_fit(model: Model, dataset: Dataset) -> None:
     check_tokenizer(model.pretrained_weights(), dataset)
     if dataset.sequence_length and model.max_length and dataset.sequence_length > model.max_length:
         raise ConfigError(
-            f"datasets: samples have {dataset.sequence_length} tokens and the model takes at most {model.max_length}; "
-            f"shorten the samples or lengthen the model"
+            f"datasets: samples have {dataset.sequence_length} tokens and the model takes at most {model.max_length}: "
+            f"lower the dataset's seq_length or max_length, or give the model more positions"
         )
 
 
