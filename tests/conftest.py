@@ -180,10 +180,14 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str] | P
 
 def kill(process: subprocess.Popen[str] | Program) -> None:
     """SIGKILL for the process, the head of a session, and all it started."""
+    kill_session(process)
+    process.wait()
+
+
+def kill_session(process: subprocess.Popen[str] | Program | BaseProcess) -> None:
     for pid in session(process):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    process.wait()
 
 
 def session(process: subprocess.Popen[str] | Program | BaseProcess) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -13,11 +12,10 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from conftest import ENVIRONMENT, ROOT, Run, Workspace, logged_step, session
+from conftest import ENVIRONMENT, ROOT, Run, Workspace, kill_session, logged_step
 from fixtures_ranks import forked, free_port, rank_environment
 
 
@@ -93,9 +91,8 @@ def _start(environment: dict[str, str], folder: Path, arguments: Iterable[str], 
 
 
 def _end(process: BaseProcess) -> None:
-    for pid in session(process) if process.is_alive() else ():
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    if process.is_alive():
+        kill_session(process)
 
 
 def _run(environment: dict[str, str], folder: Path, arguments: list[str], out: Path, err: Path) -> None:

@@ -23,7 +23,7 @@ _STATES = {"open next:": "finished", "stopped at ": "stopped", "global batch ": 
 
 @dataclass(frozen=True)
 class Status:
-    """What the files of a run say."""
+    """State of a run, read from its files."""
 
     run: str  # its folder
     state: str  # running, finished, stopped by a signal, or died
