@@ -100,7 +100,7 @@ def check_verb(words: list[str], plugins: Path) -> None:
     else:
         load_config(path, options)
     if checkpoint := getattr(arguments, "checkpoint", None):
-        assert checkpoint in {*checkpoints(), "output/mine", "s3://bucket/runs/mine"}
+        assert checkpoint in {*checkpoints(), "output/mine", "gpt2-mine", "s3://bucket/runs/mine"}
 
 
 def check_command(words: list[str], plugins: Path) -> None:

@@ -89,6 +89,46 @@ def test_an_opened_model_agrees_with_evaluate(
     assert not torch.distributed.is_initialized()
 
 
+def test_a_hugging_face_folder_opens_as_the_checkpoint_that_it_was_exported_from(
+    speaker: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, project = tmp_path / "exported", tmp_path / "project.yaml"
+    assert main(["export", "--checkpoint", str(speaker), "--output", str(folder)]) == 0
+    text, losses = set(), []
+    for place in (speaker, folder):
+        with crosstrain.open(place) as model:
+            text.add(model.generate("ban ", seed=3, max_new_tokens=12))
+            project.write_text(json.dumps(model.config.plain)) if place == speaker else None
+        flags = ["--checkpoint", str(place), "--cfg-path", str(project), "--nproc-per-node", "1", "--splits", "val"]
+        assert main(["evaluate", *flags, "--output", str(tmp_path / f"{place.name}.json")]) == 0
+        losses.append(json.loads((tmp_path / f"{place.name}.json").read_text())["splits"]["val"])
+    assert len(text) == 1
+    assert losses[0] == losses[1]
+    capsys.readouterr()
+    assert main(["evaluate", "--checkpoint", str(folder), "--nproc-per-node", "1"]) == 1
+    assert capsys.readouterr().err == (
+        "error: datasets: there is none; give a project file that names one, with --cfg-path\n"
+    )
+    with pytest.raises(CheckpointError, match="has no weights called 'ema'"):
+        crosstrain.open(folder, weights="ema")
+    sizes = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(sizes | {"n_positions": 64}))
+    with pytest.raises(CheckpointError, match=r"wpe\.weight"):
+        crosstrain.open(folder)
+    (folder / "config.json").write_text(json.dumps(sizes | {"n_layer": 3}))
+    with pytest.raises(CheckpointError, match=r"holds no parameter h\.2"):
+        crosstrain.open(folder)
+    (folder / "state.json").touch()  # a checkpoint whose manifest is lost
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        crosstrain.open(folder)
+
+
+def test_an_adapters_folder_is_told_from_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "base"}')
+    with pytest.raises(CheckpointError, match=r"model\.pretrained: base and model\.adapter: {name: lora, pretrained: "):
+        crosstrain.open(tmp_path)
+
+
 def test_a_run_has_its_numbers_checkpoints_and_curve(workspace: Workspace) -> None:
     options = ("run.max_iters=6", "run.eval_interval=2", "run.save_best=true", "run.keep_last=null")
     trained = train(workspace.project, "out", *options)

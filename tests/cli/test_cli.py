@@ -151,6 +151,29 @@ def test_a_misspelt_folder_of_weights_is_named(
         assert "the hub's model; did you mean weights?" in capsys.readouterr().out
 
 
+def test_a_dry_run_uses_a_model_of_the_hub_that_is_on_the_machine(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    workspace.project.write_text(yaml.safe_dump(workspace.config | {"model": {"arch": "causal_lm"}}))
+    words = ["train", "--cfg-path", str(workspace.project), "--nproc-per-node", "1", "--dry-run", "--options"]
+    words.append("model.pretrained=acme/tiny")
+    assert "acme/tiny: not on this machine, so the model's sizes are unknown; `hf download acme/tiny`" in complaint(
+        capsys, *words
+    )
+    (tmp_path / "weights").mkdir()
+    assert "weights?" in complaint(capsys, *words[:-1], f"model.pretrained={tmp_path / 'wieghts'}")
+    place, revision = tmp_path / "models--acme--tiny", "0" * 40
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text(revision)
+    sizes = GPT2Config(n_layer=1, n_embd=32, n_head=2, n_positions=32, vocab_size=320)
+    GPT2LMHeadModel(sizes).save_pretrained(place / "snapshots" / revision)
+    assert main(words) == 0
+    assert "(24,032 without padding)" in capsys.readouterr().out
+
+
 def test_a_path_that_does_not_exist_is_told_before_torch_is_imported(tmp_path: Path) -> None:
     script = (
         "import sys\nfrom crosstrain.cli.main import main\n"

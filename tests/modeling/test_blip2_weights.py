@@ -324,7 +324,7 @@ def test_every_tensor_of_an_earlier_stage_is_accounted_for(published: Path, proj
     said = (run.folder / "log.txt").read_text()
     assert f"2 parameters begin with the weights in {projection.checkpoint(8)}\n" in said
     assert re.search(r"parameters begin with the weights in \S*blip2; \d+ there are not used, such as language_", said)
-    assert re.search(r"28 parameters have initial values, such as language_model\S+lora_A\.weight\n", said)
+    assert re.search(r"28 parameters are new, with initial values, such as language_model\S+lora_A\.weight\n", said)
     kept = stored(run.checkpoint(8))
     assert "language_projection.weight" in kept, "what a run trained is in the checkpoints of the next"
     build(published, *LORA, "model.projector.freeze=true", checkpoint=run.checkpoint(8))

@@ -42,7 +42,7 @@ def test_a_run_trains_dies_or_finishes(workspace: Workspace, capsys: pytest.Capt
     assert states(capsys, workspace.path / "runs")["finished"]["state"] == "finished"
     assert "n_embd: 32" in (workspace.path / "runs/finished/config.yaml").read_text()
     table = said(capsys, str(workspace.path)).splitlines()
-    assert table[0].split()[:6] == ["run", "state", "step", "loss", "saved", "silent"]
+    assert table[0].split()[:6] == ["run", "state", "step", "loss", "saved", "logged"]
     assert table[2].split()[1:3] == ["finished", "4/4"]
 
 

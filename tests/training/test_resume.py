@@ -179,3 +179,11 @@ def test_a_finished_run_does_nothing_more_and_says_so(workspace: Workspace) -> N
     assert log.count("changed since") == 1
     assert 'changed since step_000002: run.seed 1234 -> 7, run.lr_sched "cosine" -> "constant"\n' in log, log
     assert "nothing is left of 2 steps: a larger run.max_iters" in log
+
+
+def test_a_longer_run_says_at_which_learning_rate_it_goes_on(workspace: Workspace) -> None:
+    train(workspace.project, "out", "run.max_iters=2")
+    run = train(workspace.project, "out", "run.max_iters=8")
+    log = (run.folder / "log.txt").read_text()
+    rate = f"{run.column('lr')[2]:.3E}"
+    assert f"the learning rate's schedule spans 8 steps now: {rate} at step 3\n" in log, log

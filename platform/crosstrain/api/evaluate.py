@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstrain.api.model import OpenModel
-from crosstrain.checkpoint.files import Reader
-from crosstrain.checkpoint.folders import find_checkpoint
+from crosstrain.checkpoint.weights import open_weights
 from crosstrain.config.load import Config, ProjectLike
 from crosstrain.config.registry import registry
 from crosstrain.config.sources import Overrides
@@ -19,7 +18,7 @@ from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.distributed.launch.launcher import launch
 from crosstrain.engine.build import add_objective, check_fit
 from crosstrain.inference.generation import Sampling
-from crosstrain.inference.open_checkpoint import open_on_workers
+from crosstrain.inference.open_checkpoint import find_model, open_on_workers
 from crosstrain.inference.perplexity import evaluate_loss
 from crosstrain.inference.vqa import answer_splits
 from crosstrain.training.reference import read_reference
@@ -69,8 +68,8 @@ def start_evaluation(job: dict[str, Any], talk: Talk | None = None, *, alone: bo
         require("lm_eval", "--tasks")
     elif job["task_path"]:
         raise UserError("--task-path: name tasks with --tasks")
-    checkpoint = find_checkpoint(job["checkpoint"])
-    Reader.open(checkpoint, job["weights"])  # refuses a name that is not there
+    checkpoint = find_model(job["checkpoint"])
+    open_weights(checkpoint, job["weights"])  # refuses a name that is not there
     source = job["cfg_path"], job["options"], job["trust_data"]
     config, how = open_on_workers(checkpoint, *source, job["nproc_per_node"], alone)
     splits: list[Split] = ["val", "test"] if job["splits"] is None else list(job["splits"])

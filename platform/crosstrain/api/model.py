@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from crosstrain.checkpoint.folders import find_checkpoint
+from crosstrain.checkpoint.folders import is_hugging_face
+from crosstrain.checkpoint.weights import open_weights
 from crosstrain.config.load import Config, ProjectLike
 from crosstrain.config.run_options import DEFAULT_RUNNER
 from crosstrain.config.sources import Overrides, pairs
@@ -20,7 +21,7 @@ from crosstrain.engine.build import build_model, make_runner
 from crosstrain.inference.conversation import ChatSession
 from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.generation import Sampling, as_prompt, generate, room_after
-from crosstrain.inference.open_checkpoint import open_on_workers
+from crosstrain.inference.open_checkpoint import find_model, open_on_workers
 from crosstrain.utils.types import Batch, Sample
 
 Turns = Sequence[Mapping[str, Any]]  # {"role": "user", "content": "..."}, as OpenAI writes them
@@ -41,7 +42,8 @@ class OpenModel(AbstractContextManager["OpenModel"]):
         self.runner.setup()
         if text:  # the tokenizer is loaded meanwhile
             _ = self.encoders
-        build_model(config, self.runner, checkpoint, for_training=False, weights=weights)
+        held = None if is_hugging_face(checkpoint) else checkpoint  # else the weights are model.pretrained
+        build_model(config, self.runner, held, for_training=False, weights=weights)
 
     @cached_property
     def encoders(self) -> Encoders:
@@ -115,13 +117,14 @@ def open(
     checkpoint: str | Path, options: Overrides = (), *, project: ProjectLike | None = None, trust_data: bool = False,
     weights: str | None = None,
 ) -> OpenModel:  # fmt: skip
-    """Open a checkpoint, or the newest of a run's folder, in this process.
+    """Open a checkpoint, the newest of a run's folder, or a language model's Hugging Face folder, in this process.
 
     Its configuration is its own or `project`'s, with `options` over it. A stranger's checkpoint runs no code, and opens
     data and weights that it names with `trust_data` alone. `weights`: a callback's, such as "ema". Raises
     CheckpointError and ConfigError.
     """
-    found = find_checkpoint(checkpoint)
+    found = find_model(checkpoint)
+    open_weights(found, weights)  # refuses a name that is not there
     given = pairs(options)
     if not any(key.startswith("run.runner") for key, _ in given):
         given.append(("run.runner", DEFAULT_RUNNER))

@@ -187,12 +187,7 @@ class Reader:
         """
         files, tensors, frozen = read_manifest(folder)
         reader = Reader(folder, tensors, files, frozen)
-        if weights is not None:
-            own = {kind for kind, _ in tensors if kind.startswith(CALLBACK)}
-            if (wanted := CALLBACK + weights) not in own:
-                known = ", ".join(sorted(kind.removeprefix(CALLBACK) for kind in own)) or "only the trained ones"
-                raise CheckpointError(f"{folder}: has no weights called {weights!r}; it has {known}")
-            tensors |= {("param", name): stored for (kind, name), stored in tensors.items() if kind == wanted}
+        reader.choose(weights)
         return reader
 
     @staticmethod
@@ -212,6 +207,16 @@ class Reader:
                     stored = StoredTensor(shape, entry["dtype"], [StoredBox(path.name, key, Box.whole(shape))])
                     tensors["param", key] = stored
         return Reader(folder, tensors)
+
+    def choose(self, weights: str | None) -> None:
+        """Read a callback's weights, unless None, in place of the parameters. CheckpointError where it has none."""
+        if weights is None:
+            return
+        own = {kind for kind, _ in self.tensors if kind.startswith(CALLBACK)}
+        if (wanted := CALLBACK + weights) not in own:
+            known = ", ".join(sorted(kind.removeprefix(CALLBACK) for kind in own)) or "only the trained ones"
+            raise CheckpointError(f"{self.folder}: has no weights called {weights!r}; it has {known}")
+        self.tensors |= {("param", name): stored for (kind, name), stored in self.tensors.items() if kind == wanted}
 
     def names(self, kind: str) -> set[str]:
         return {name for k, name in self.tensors if k == kind}

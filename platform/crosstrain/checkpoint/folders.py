@@ -11,11 +11,11 @@ from pathlib import Path
 
 from crosstrain.checkpoint.bucket import fetch_manifest, has_manifest
 from crosstrain.checkpoint.files import Reader, fsync
-from crosstrain.checkpoint.manifest import MANIFEST, IncompatibleCheckpointError, read_json
+from crosstrain.checkpoint.manifest import MANIFEST, STATE, IncompatibleCheckpointError, read_json
 from crosstrain.utils import storage
 from crosstrain.utils.errors import CheckpointError
 from crosstrain.utils.files import open_regular, write_atomically
-from crosstrain.utils.foreign_weights import foreign_weights
+from crosstrain.utils.foreign_weights import foreign_weights, lone_adapter
 from crosstrain.utils.logging import log
 from crosstrain.utils.paths import missing
 
@@ -213,10 +213,15 @@ def find_checkpoint(place: str | Path, whole: bool = True) -> Path:
             return _plain(folder)
         if damaged:
             raise CheckpointError(f"{root}: no undamaged checkpoint ({damaged[0]})")
-    said = foreign_weights(path) or "not a checkpoint, and holds none; name a run's folder or checkpoints/step_…"
-    if (path / "config.json").is_file():
+    said = "not a checkpoint, and holds none; name a run's folder or checkpoints/step_…"
+    if is_hugging_face(path):
         said = "not a checkpoint but a Hugging Face folder, whose weights model.pretrained takes"
-    raise CheckpointError(f"{url or path}: {said}")
+    raise CheckpointError(f"{url or path}: {lone_adapter(path, place) or foreign_weights(path) or said}")
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Return True for a Hugging Face model folder that is no checkpoint, whole or in part."""
+    return (folder / "config.json").is_file() and not any(os.path.lexists(folder / own) for own in (MANIFEST, STATE))
 
 
 def _plain(folder: Path) -> Path:

@@ -68,7 +68,8 @@ class PretrainedWeights:
             + (f"; {len(unused)} there are not used, such as {min(unused)}" if unused else "")
             for folder, (count, unused) in found.items()
         ]
-        return lines + ([f"{len(left)} parameters have initial values, such as {min(left)}"] if left and lines else [])
+        new = [f"{len(left)} parameters are new, with initial values, such as {min(left)}"] if left and lines else []
+        return lines + new
 
     def covers(self, name: str) -> bool:
         """Return True for a parameter that comes from one of the folders."""
@@ -112,9 +113,16 @@ def fill_quantized(model: Model, pretrained: PretrainedWeights) -> dict[str, Fro
     return hashes
 
 
-def open_weights(folder: Path) -> Reader:
-    """Open a checkpoint or a Hugging Face folder. Raises CheckpointError for a folder that is neither."""
-    return Reader.open(folder) if os.path.lexists(folder / MANIFEST) else Reader.open_hugging_face(folder)
+def open_weights(folder: Path, weights: str | None = None) -> Reader:
+    """Open a checkpoint or a Hugging Face folder; `weights` as for `Reader.open`.
+
+    Raises CheckpointError for a folder that is neither, and for weights that it does not have.
+    """
+    if os.path.lexists(folder / MANIFEST):
+        return Reader.open(folder, weights)
+    reader = Reader.open_hugging_face(folder)
+    reader.choose(weights)
+    return reader
 
 
 def _as_published(shard: Shard, place: Place) -> Iterator[Shard]:

@@ -34,12 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", nargs="+", default=[], metavar="NAME", help="tasks of lm-evaluation-harness to run")
     parser.add_argument("--task-path", metavar="DIR", help="a folder with more task files of the harness")
     parser.add_argument("--interactive", action="store_true", help="complete prompts as you type them; `stop` ends")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 takes the likeliest token")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="0 keeps every token")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    parser.add_argument("--num-completions", type=int, default=1, metavar="N")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="of each text (default: 64)")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T",
+                        help="default: 1, which samples; 0 takes the likeliest token")  # fmt: skip
+    parser.add_argument("--top-k", type=int, default=0, metavar="K",
+                        help="sample among the K likeliest tokens (default: 0, all)")  # fmt: skip
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P",
+                        help="sample among the likeliest tokens whose probabilities sum to P (default: 1)")  # fmt: skip
+    parser.add_argument("--num-completions", type=int, default=1, metavar="N", help="of each prompt (default: 1)")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
     parser.add_argument("--output", type=new_file, metavar="FILE", help="write the results as JSON")
 
 

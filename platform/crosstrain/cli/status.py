@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(*(json.dumps(asdict(one)) for one in found), sep="\n")
         return 0
-    rows = [("run", "state", "step", "loss", "saved", "silent", "last line of the log"), *map(_row, found)]
+    rows = [("run", "state", "step", "loss", "saved", "logged", "last line of the log"), *map(_row, found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print(printable("  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip()))
@@ -43,4 +43,4 @@ def run(arguments: argparse.Namespace) -> int:
 def _row(one: Status) -> tuple[str, ...]:
     step = "-" if one.step is None else f"{one.step}/{one.max_iters}" if one.max_iters else str(one.step)
     loss, saved = ("-" if value is None else f"{value:.7g}" for value in (one.loss, one.checkpoint))
-    return one.run, one.state, step, loss, saved, show_seconds(one.silent_seconds), one.last_line[:100]
+    return one.run, one.state, step, loss, saved, f"{show_seconds(one.silent_seconds)} ago", one.last_line[:100]

@@ -118,6 +118,11 @@ class _Sections:
     run: dict[str, object]
 
 
+@dataclass
+class _Saved(_Sections):
+    datasets: dict[str, object]  # a published model has none
+
+
 class _Builder:
     """A builder that puts presets and defaults under the user's layers, resolves the result and checks it."""
 
@@ -143,7 +148,7 @@ class _Builder:
         mistakes = Mistakes()
         given = {name: self.tree[name] for name in self.base.tree | self.overrides.tree}
         with mistakes:
-            self.check.dataclass(_Sections, given, ())
+            self.check.dataclass(_Sections if self.presets else _Saved, given, ())
         known = {f.name for f in fields(_Sections)}
         sections = {name: part for name, part in given.items() if name in known and isinstance(part, dict)}
         self.tree = {name: part for name, part in sections.items() if all(isinstance(key, str) for key in part)}

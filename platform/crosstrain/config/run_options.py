@@ -15,6 +15,7 @@ Steps = Annotated[int, Interval(ge=1, le=10**12)]
 BatchSize = Annotated[int, Interval(ge=1, le=2**24)]  # samples, or forwards
 Scale = Annotated[float, Interval(ge=1e-6, le=1e20)]  # of a loss; fp32 holds it times such
 DEFAULT_RUNNER = "ddp"  # with one process, plain torch
+DEFAULT_MODEL = "causal_lm"  # of a Hugging Face folder
 
 
 @dataclass

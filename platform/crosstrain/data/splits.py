@@ -6,20 +6,26 @@ from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Component
 from crosstrain.data.dataset import Dataset, Split
-from crosstrain.utils.errors import DataError
+from crosstrain.utils.errors import ConfigError, DataError
 from crosstrain.utils.trust import check_source, limited_to
 from crosstrain.utils.types import Batch
 
 
 def training_dataset(config: Config) -> Component:
-    """Return the dataset to train on."""
-    (dataset,) = config.datasets.values()
-    return dataset
+    """Return the dataset to train on. Raises ConfigError where there is none."""
+    return _labelled(config)[1]
+
+
+def _labelled(config: Config) -> tuple[str, Component]:
+    if not config.datasets:
+        raise ConfigError("datasets: there is none; give a project file that names one, with --cfg-path")
+    (labelled,) = config.datasets.items()
+    return labelled
 
 
 def open_split(config: Config, split: Split) -> Dataset:
     """Open a prepared split of the configured dataset. DataError if it would be empty; ConfigError without trust."""
-    ((label, component),) = config.datasets.items()
+    label, component = _labelled(config)
     with limited_to(config.trust):
         check_source(f"the {split} split of {label}")
         return open_dataset(component, split, f"datasets.{label}")
@@ -37,9 +43,9 @@ def open_dataset(component: Component, split: Split, address: str) -> Dataset:
 
 def prepare_data(config: Config) -> None:
     """Make the dataset's missing files. Raises ConfigError as `open_split` does."""
-    component = training_dataset(config)
+    label, component = _labelled(config)
     with limited_to(config.trust):
-        check_source(f"the dataset {next(iter(config.datasets))}")
+        check_source(f"the dataset {label}")
         registry.get("dataset", component.name).prepare(component.options)
 
 

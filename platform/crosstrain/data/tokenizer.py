@@ -23,6 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from crosstrain.utils.assets import TOKENIZER_FILES, copy_files, plain_files
 from crosstrain.utils.errors import DataError, first_line, os_errors_as
 from crosstrain.utils.files import cache_folder, last_checkpoint, read_regular, write_json
+from crosstrain.utils.paths import near
 from crosstrain.utils.trust import check_source
 
 _log = logging.getLogger(__name__)
@@ -298,8 +299,8 @@ def _from_transformers(spec: str) -> TextTokenizer:
     try:
         tokenizer = AutoTokenizer.from_pretrained(spec, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        reason = first_line(error)
-        raise DataError(f"no tokenizer {spec!r}, neither as a folder nor on the Hugging Face hub: {reason}") from None
+        said = f"no tokenizer {spec!r}, neither as a folder nor on the Hugging Face hub: {first_line(error)}"
+        raise DataError("; ".join(filter(None, (said, near(Path(spec).expanduser()))))) from None
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or tokenizer.eos_token is None:
         lack = "fast (Rust) form" if backend is None else "token that ends a text (eos_token)"

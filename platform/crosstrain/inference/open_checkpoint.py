@@ -1,4 +1,4 @@
-"""Open a checkpoint, which a stranger may have made: its configuration and its model."""
+"""Open a checkpoint, or a Hugging Face folder, which a stranger may have made: its configuration and its model."""
 
 import json
 import math
@@ -11,11 +11,11 @@ from typing import Any
 
 from crosstrain.checkpoint.boxes import Shard
 from crosstrain.checkpoint.checkpointer import load_state
-from crosstrain.checkpoint.files import Reader
-from crosstrain.checkpoint.weights import PretrainedWeights, load_shards
+from crosstrain.checkpoint.folders import find_checkpoint, is_hugging_face
+from crosstrain.checkpoint.weights import PretrainedWeights, load_shards, open_weights
 from crosstrain.config.load import Config, ProjectLike, load_config
 from crosstrain.config.registry import registry
-from crosstrain.config.run_options import DEFAULT_RUNNER, RunOptions
+from crosstrain.config.run_options import DEFAULT_MODEL, DEFAULT_RUNNER, RunOptions
 from crosstrain.config.sources import Overrides, pairs
 from crosstrain.config.yaml_text import LARGEST_TREE
 from crosstrain.distributed.launch.launcher import Launch
@@ -29,6 +29,12 @@ from crosstrain.utils.trust import Trust, check_source, is_own, limited_to, name
 # Limits of a model's constructor. The address space, beside the largest parameter, is hardly touched.
 _BUILDING_BYTES, _BUILDING_SECONDS = 1 << 30, 10.0
 _PADDING = 1 << 26  # elements beyond twice the checkpoint's that padded vocabularies may have
+
+
+def find_model(place: str | Path) -> Path:
+    """Find a checkpoint as `find_checkpoint` does; a Hugging Face folder is returned as it is."""
+    folder = Path(place).expanduser()
+    return folder if is_hugging_face(folder) else find_checkpoint(place)
 
 
 def saved_config(checkpoint: Path, options: Overrides, trust_data: bool = False) -> Config:
@@ -101,8 +107,16 @@ def _note_plugins(saved: dict[str, Any], checkpoint: Path) -> None:
 
 
 def open_config(checkpoint: Path, project: ProjectLike | None, options: Overrides, trust_data: bool) -> Config:
-    """The configuration `project`, or else the checkpoint's own configuration, with overrides by `options`."""
-    return load_config(project, options) if project else saved_config(checkpoint, options, trust_data)
+    """The configuration `project`, or else the checkpoint's own configuration, with overrides by `options`.
+
+    A Hugging Face folder takes the place of the project's `model.pretrained`; without a project there is no dataset.
+    """
+    if not is_hugging_face(checkpoint):
+        return load_config(project, options) if project else saved_config(checkpoint, options, trust_data)
+    if project:
+        return load_config(project, dict(pairs(options)) | {"model.pretrained": str(checkpoint)})
+    model = {"arch": DEFAULT_MODEL, "pretrained": str(checkpoint)}
+    return Config.from_plain({"model": model, "datasets": {}, "run": _NO_TRAINING}, options, trust=Trust.DATA)
 
 
 def open_on_workers(
@@ -139,7 +153,7 @@ def outline(config: Config, checkpoint: Path) -> Model:
 
     Raises CheckpointError where it cannot be built, in little time and memory, or has other parameters.
     """
-    reader = Reader.open(checkpoint)
+    reader = open_weights(checkpoint)
     with limited_to(config.trust):
         for name in reader.frozen:
             check_source(f"{checkpoint}: the source of the frozen parameter {name}")
@@ -156,9 +170,14 @@ def outline(config: Config, checkpoint: Path) -> Model:
     except (Exception, OutOfTime) as error:  # whatever a library's constructor makes of absurd sizes
         reason = "it takes too long" if isinstance(error, OutOfTime) else first_line(error)
         raise CheckpointError(f"{checkpoint}: the model of its configuration cannot be built ({reason})") from error
-    parameters = {**model.canonical_parameters(), **model.canonical_buffers()}.items()
-    shards = [Shard("param", name, tuple(model.logical_shape(name, p.shape)), []) for name, p in parameters]
-    load_shards(reader, shards, PretrainedWeights.of(model))
+    parameters = {**model.canonical_parameters(), **model.canonical_buffers()}
+    shards = [Shard("param", name, tuple(model.logical_shape(name, p.shape)), []) for name, p in parameters.items()]
+    pretrained = PretrainedWeights.of(model)
+    if is_hugging_face(checkpoint):
+        pretrained.summary(parameters)  # refuses a parameter that is not there
+        pretrained.fill(shards)  # and one of another shape
+    else:
+        load_shards(reader, shards, pretrained)
     built = sum(p.numel() for p in model.parameters())
     if built > 2 * sum(sizes) + _PADDING:
         raise CheckpointError(

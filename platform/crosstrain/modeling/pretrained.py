@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from crosstrain.utils.errors import CheckpointError, explained, first_line
-from crosstrain.utils.files import last_checkpoint, read_regular
-from crosstrain.utils.foreign_weights import foreign_weights
+from crosstrain.utils.errors import CheckpointError, first_line
+from crosstrain.utils.files import last_checkpoint
+from crosstrain.utils.foreign_weights import foreign_weights, lone_adapter
 from crosstrain.utils.paths import near
 from crosstrain.utils.trust import check_source
 
@@ -31,6 +31,7 @@ class Stack:
 
 
 Place = str | Excerpt | Stack
+_FILES = ["*.safetensors", "*.json", "merges.txt"]  # that are fetched from the hub
 
 
 def names_at(place: Place) -> set[str]:
@@ -50,6 +51,16 @@ class Source:
     of_model: bool = False  # an earlier run's, all of which has to be used; later checkpoints hold it, too
 
 
+def downloaded(name: str) -> Path | None:
+    """The folder of a hub's model that is on this machine; None where it is not, or has no weights."""
+    from huggingface_hub import snapshot_download
+
+    with suppress(Exception):  # of many kinds, among them for what cannot be a name
+        folder = Path(snapshot_download(name, allow_patterns=_FILES, local_files_only=True))
+        return folder if any(folder.glob("*.safetensors")) else None
+    return None
+
+
 def pretrained_folder(source: str) -> Path:
     """A local Hugging Face folder with safetensors weights: `source`, its last checkpoint, or the hub's model.
 
@@ -58,14 +69,8 @@ def pretrained_folder(source: str) -> Path:
     """
     check_source(f"the pretrained model {source}")
     path = last_checkpoint(Path(source).expanduser())
-    if (adapter := path / "adapter_config.json").is_file() and not any(path.glob("model*.safetensors")):
-        with explained(f"{adapter}: cannot be read"):
-            config = json.loads(read_regular(adapter, 1 << 24))
-            kind, base = config["peft_type"].lower(), config.get("base_model_name_or_path") or "BASE"
-        raise CheckpointError(
-            f"{source}: holds an adapter and not the model below it; begin with both by model.pretrained: {base} and "
-            f"model.adapter: {{name: {kind}, pretrained: {source}}}"
-        )
+    if foreign := lone_adapter(path, source):
+        raise CheckpointError(f"{source}: {foreign}")
     if (path / "config.json").is_file():
         return path
     if foreign := foreign_weights(path):
@@ -75,7 +80,7 @@ def pretrained_folder(source: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json", "merges.txt"]))
+        return Path(snapshot_download(source, allow_patterns=_FILES))
     except Exception as error:  # many kinds: no network, no such name, no permission
         reason = first_line(error)
         said = f"{source}: neither a folder nor a model that the hub gave ({reason})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,9 +24,11 @@ from crosstrain.engine.build import batch_plan, check_fit, check_held, freeze, m
 from crosstrain.engine.optimizer import optimizer_factory
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling.base import Model
+from crosstrain.modeling.pretrained import downloaded
 from crosstrain.monitor.tracker import check_trackers
 from crosstrain.utils.errors import CheckpointError, UserError, explained
 from crosstrain.utils.foreign_weights import foreign_weights
+from crosstrain.utils.paths import near
 from crosstrain.utils.storage import is_url
 from crosstrain.utils.types import Batch
 
@@ -66,6 +69,8 @@ def preflight(config: Config, world_size: int, dry: bool = False) -> Preflight:
     """
     run, runner = config.run, registry.get("runner", config.run.runner.name)
     plan = batch_plan(config, world_size)
+    with sigint_kills():
+        model, absent = _model_without_weights(config) if dry else (model_on_meta(config), [])
     dataset = None
     with explained(f"datasets.{', '.join(config.datasets)}: cannot be opened"):
         if not dry or is_prepared(config):
@@ -78,8 +83,6 @@ def preflight(config: Config, world_size: int, dry: bool = False) -> Preflight:
         folder.check()
     if dry and run.resume_from and not steps(folder.checkpoints):
         find_checkpoint(run.resume_from, whole=False)
-    with sigint_kills():
-        model, absent = _model_without_weights(config) if dry else (model_on_meta(config), [])
     with explained("the model, its data and the run do not go together"):
         if dataset is not None:
             check_fit(model, dataset)
@@ -131,11 +134,20 @@ def _without_weights(component: Component, sized: Component) -> tuple[Component,
             return value
         for key in ("pretrained", "from_dense"):
             folder = getattr(value, key, None)
-            if isinstance(folder, str) and not (path := Path(folder).expanduser()).exists():
-                if foreign := foreign_weights(path):
-                    raise CheckpointError(f"{folder}: {foreign}")
-                absent.append(folder)
+            if not isinstance(folder, str) or (path := Path(folder).expanduser()).exists():
+                continue
+            if foreign := foreign_weights(path):
+                raise CheckpointError(f"{folder}: {foreign}")
+            if held := downloaded(folder):
+                value = replace(value, **{key: str(held)})
+                continue
+            absent.append(folder)
+            try:
                 value = replace(sized, **{key: None})
+            except UserError:  # sizes that no option gives
+                said = f"{folder}: not on this machine, so the model's sizes are unknown"
+                hint = near(path) or f"`hf download {shlex.quote(folder)}` gets it, as a start without --dry-run does"
+                raise CheckpointError(f"{said}; {hint}") from None
         changed = {f.name: strip(getattr(value, f.name), getattr(sized, f.name)) for f in fields(value) if f.init}
         return replace(value, **changed)
 

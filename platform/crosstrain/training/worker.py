@@ -38,6 +38,7 @@ from crosstrain.utils.trust import names_command
 
 _FEW_TOKENS, _DEVIATION = 10_000, 2.5  # of a validation; the standard deviation of a token's loss in nats, about
 _MOST_CHANGES = 10  # that a line of the log lists
+_LENGTHS = ("run.max_iters ", "run.max_epoch ")  # begin the changes of a run's length
 _LONGER = "a larger run.max_iters or run.max_epoch goes on, --fresh starts over"
 
 
@@ -89,6 +90,9 @@ def build_trainer(config: Config, runner: Runner, stop: StopRequest, quiet: bool
             raise CheckpointError(f"{error} Another run.output_dir, or --fresh, begins anew") from None
         raise
     state = restore(start, runner)
+    if run.lr_decay_iters is None and any(change.startswith(_LENGTHS) for change in changed):
+        rate, step = schedule(state.applied_steps + 1), state.step + 1
+        log.info("the learning rate's schedule spans %d steps now: %.3E at step %d", max_iters, rate, step)
 
     if isinstance(runner.model, ModelWithObjective) and runner.model.objective.needs_reference:
         for split in filter(None, (dataset, val_dataset)):

@@ -1,6 +1,10 @@
-"""Weights of other programs, which are recognised and not read."""
+"""Weights of other programs, and adapters alone, which are recognised and not read."""
 
+import json
 from pathlib import Path
+
+from crosstrain.utils.errors import explained
+from crosstrain.utils.files import read_regular
 
 _PICKLES = (".pth", ".pt", ".bin", ".ckpt")
 _FOLDERS = {  # a file that tells whose folder it is: what it is, and what to do
@@ -27,3 +31,17 @@ def foreign_weights(path: Path) -> str | None:
     known = (said for place in places for name, said in _FOLDERS.items() if (place / name).is_file())
     pickles = (f"holds {file.name}, {_PICKLED}" for file in path.glob("*") if file.suffix in _PICKLES)
     return next(known, None) or next(pickles, None)
+
+
+def lone_adapter(path: Path, source: str | Path) -> str | None:
+    """Return what a peft folder without its base model, given as `source`, is and what to do; None for any other."""
+    file = path / "adapter_config.json"
+    if not file.is_file() or any(path.glob("model*.safetensors")):
+        return None
+    with explained(f"{file}: cannot be read"):
+        config = json.loads(read_regular(file, 1 << 24))
+        kind, base = config["peft_type"].lower(), config.get("base_model_name_or_path") or "BASE"
+    return (
+        f"holds an adapter and not the model below it; begin with both by model.pretrained: {base} and "
+        f"model.adapter: {{name: {kind}, pretrained: {source}}}"
+    )
