@@ -19,7 +19,7 @@ from crosstrain.distributed.launch.launcher import Launch, launch
 from crosstrain.distributed.launch.rendezvous import Nodes, _interface
 from crosstrain.utils.errors import ConfigError, UserError
 from fixtures_kill import INTERVALS, assert_same_weights, dying, numbers, workers
-from fixtures_ranks import run_ranks
+from fixtures_ranks import free_port, run_ranks
 
 STEPS = 40
 OPTIONS = (*INTERVALS, f"run.max_iters={STEPS}", "run.save_in_background=false", "run.max_restarts=3")
@@ -306,9 +306,7 @@ def _counts(folder: Path) -> int:
 @pytest.mark.slow
 def test_many_nodes_meet_and_meet_again(tmp_path: Path) -> None:
     """Also after a worker has died on one of them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ends = run_ranks(NODES, _meets, port, tmp_path, seconds=280)
     assert [code for code, _ in ends] == [0] * NODES
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"{s}-{r}" for s in (0, 1) for r in range(NODES))

@@ -18,7 +18,7 @@ import pytest
 from conftest import ENVIRONMENT, Run, Workspace, kill, logged_step, wait_until
 from fixtures_kill import INTERVALS, assert_same_weights, dying, numbers, workers
 from fixtures_processes import train_as_user
-from fixtures_ranks import mostly_slow, train
+from fixtures_ranks import free_port, mostly_slow, train
 
 SENTENCE = "; all ranks started again (restart {number} of {most}) and go on from step {step}"
 
@@ -124,9 +124,7 @@ def test_a_worker_that_dies_in_the_last_seconds_loses_nothing(
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("what", ["launcher", "worker"])
 def test_the_others_say_in_one_sentence_what_they_lost(workspace: Workspace, lost: int, what: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = free_port()
     nodes = []
     for node in range(2):
         flags = ("--nnodes", "2", "--node-rank", str(node), "--rdzv-endpoint", f"127.0.0.1:{port}")

@@ -18,6 +18,7 @@ import pytest
 
 from conftest import ENVIRONMENT, ROOT, Run, Workspace, logged_step
 from fixtures_kill import INTERVALS, assert_same_weights, numbers
+from fixtures_ranks import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "squeue")
 STEPS = 300
@@ -42,8 +43,8 @@ class Cluster:
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
-SlurmctldPort={_free_port()}
-SlurmdPort={_free_port()}
+SlurmctldPort={free_port()}
+SlurmdPort={free_port()}
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool
@@ -98,12 +99,6 @@ PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP
         for process in reversed(self.processes):
             process.terminate()
             process.wait(timeout=60)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def wait(condition: Callable[[], bool], seconds: float = 240) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import timeit
 from collections.abc import Iterator
@@ -34,6 +33,7 @@ from crosstrain.distributed.watchdog.flight_recorder import (
 )
 from fixtures_kill import plant, sentence, workers
 from fixtures_processes import train_as_user
+from fixtures_ranks import free_port
 
 PLUGIN = '''
 import time
@@ -175,9 +175,7 @@ def test_a_process_that_is_stopped_while_it_starts_does_not_hold_the_others_up(w
 
 @pytest.mark.slow
 def test_workers_of_another_launcher_say_it_once(astray: Workspace) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [part for part in astray.command(*options("barrier")) if part not in ("--nproc-per-node", "1")]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     workers = [

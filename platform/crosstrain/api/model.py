@@ -11,17 +11,16 @@ from typing import Any
 
 import torch
 
-from crosstrain.checkpoint.folders import is_hugging_face
 from crosstrain.checkpoint.weights import open_weights
 from crosstrain.config.load import Config, ProjectLike
 from crosstrain.config.run_options import DEFAULT_RUNNER
 from crosstrain.config.sources import Overrides, pairs
 from crosstrain.data.vision.conversations import Message
-from crosstrain.engine.build import build_model, make_runner
+from crosstrain.engine.build import make_runner
 from crosstrain.inference.conversation import ChatSession
 from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.generation import Sampling, as_prompt, generate, room_after
-from crosstrain.inference.open_checkpoint import find_model, open_on_workers
+from crosstrain.inference.open_checkpoint import find_model, load, open_on_workers
 from crosstrain.utils.types import Batch, Sample
 
 Turns = Sequence[Mapping[str, Any]]  # {"role": "user", "content": "..."}, as OpenAI writes them
@@ -42,8 +41,7 @@ class OpenModel(AbstractContextManager["OpenModel"]):
         self.runner.setup()
         if text:  # the tokenizer is loaded meanwhile
             _ = self.encoders
-        held = None if is_hugging_face(checkpoint) else checkpoint  # else the weights are model.pretrained
-        build_model(config, self.runner, held, for_training=False, weights=weights)
+        load(config, self.runner, checkpoint, weights)
 
     @cached_property
     def encoders(self) -> Encoders:

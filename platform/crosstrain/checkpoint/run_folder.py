@@ -51,6 +51,7 @@ class RunFolder:
         self.lost: str | None = None  # why training must end: the folder was moved away, or another run has it
         self.descriptor: int | None = None  # of the folder that is held, wherever it is moved to
         self._held = ExitStack()  # lock and descriptor; released when the process ends, however it ends
+        self._lock: FileLock | None = None
         self._lock_file: os.stat_result | None = None
         self._config: dict[str, Any] = {}
 
@@ -112,13 +113,13 @@ class RunFolder:
                 descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
                 held.callback(os.close, descriptor)
                 try:
-                    held.enter_context(FileLock(self.path / ".lock").acquire(timeout=patience))
+                    held.enter_context((lock := FileLock(self.path / ".lock")).acquire(timeout=patience))
                 except Timeout:
                     problem = f"another process is training in {self.path}; choose another folder"
                     raise UserError(f"run.output_dir: {problem}") from None
                 if _is(self.path, os.fstat(descriptor)):  # not renamed meanwhile
                     self._held.close()
-                    self._held = held.pop_all()
+                    self._held, self._lock = held.pop_all(), lock
                     self.descriptor, self._lock_file = descriptor, os.stat(self.path / ".lock")
                     return
 
@@ -243,9 +244,11 @@ class RunFolder:
                     _copied[path] = state
 
     def close(self) -> None:
-        """Copy the last changes to the bucket, if there is one, and let others write there."""
+        """Let others write to the folder, and to its bucket, if there is one, after copying the last changes there."""
         if self._sync is not None:
             self._sync.close()
+        if self._lock is not None:
+            self._lock.release()
 
     def check_shared(self, world: Group) -> None:
         """Raise UserError, on every rank, unless each sees the folder that rank 0 has made. Collective."""

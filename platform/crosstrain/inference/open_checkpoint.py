@@ -19,7 +19,8 @@ from crosstrain.config.run_options import DEFAULT_MODEL, DEFAULT_RUNNER, RunOpti
 from crosstrain.config.sources import Overrides, pairs
 from crosstrain.config.yaml_text import LARGEST_TREE
 from crosstrain.distributed.launch.launcher import Launch
-from crosstrain.engine.build import make_model
+from crosstrain.engine.build import build_model, make_model
+from crosstrain.engine.runner import Runner
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.meta_init import parameters_on_meta
 from crosstrain.utils.errors import CheckpointError, ConfigError, UserError, first_line, sentence
@@ -146,6 +147,12 @@ def open_on_workers(
         runner = registry.get("runner", DEFAULT_RUNNER)
     runner.check_model(config.run.runner.options, outline(config, checkpoint))
     return config, how
+
+
+def load(config: Config, runner: Runner, checkpoint: Path, weights: str | None) -> None:
+    """Set up the runner with a checkpoint's model, to evaluate; `weights` as for `Reader.open`."""
+    held = None if is_hugging_face(checkpoint) else checkpoint  # else the weights are model.pretrained
+    build_model(config, runner, held, for_training=False, weights=weights)
 
 
 def outline(config: Config, checkpoint: Path) -> Model:

@@ -14,11 +14,12 @@ from typing import Any
 
 from crosstrain.config.load import Config
 from crosstrain.distributed.launch.signals import StopRequest, exit_after_signal
-from crosstrain.engine.build import build_model, make_runner
+from crosstrain.engine.build import make_runner
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.conversation import ChatSession
 from crosstrain.inference.decoder import Decoder
 from crosstrain.inference.encoding import Encoders, EncodingError
+from crosstrain.inference.open_checkpoint import load
 from crosstrain.serving.limits import Limits
 from crosstrain.serving.scheduler import Scheduler, run_follower
 from crosstrain.utils.errors import UserError
@@ -49,7 +50,7 @@ def serve_worker(plain: dict[str, Any], options: ServerOptions, limits: Limits, 
     first = runner.world.rank == 0
     set_up_logging(None, quiet=not first)
     listener = listen(options) if first else None
-    build_model(config, runner, options.checkpoint, for_training=False, weights=options.weights)
+    load(config, runner, options.checkpoint, options.weights)
     with runner.evaluating():
         if listener is None:
             run_follower(Decoder(runner, limits.batch), runner.new_group())

@@ -62,9 +62,16 @@ def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
 
 def build_trainer(config: Config, runner: Runner, stop: StopRequest, quiet: bool = False) -> Trainer:
     """Build the parts of a run in order: folder, data, schedule, model and optimizer, state, reports. Collective."""
-    run, rank = config.run, runner.world.rank
     folder = _open_folder(config, runner.world, quiet)
+    try:
+        return _build_in(folder, config, runner, stop)
+    except BaseException:
+        folder.close()
+        raise
 
+
+def _build_in(folder: RunFolder, config: Config, runner: Runner, stop: StopRequest) -> Trainer:
+    run, rank = config.run, runner.world.rank
     dataset = open_split(config, "train")
     val_dataset = open_split(config, "val") if run.eval_interval else None
     plan = BatchPlan.of(run, runner.dp.size)
