@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -11,6 +13,9 @@ from pathlib import Path
 import pytest
 
 from conftest import Run, Workspace, kill, logged_step, session, wait_until
+from crosstrain.checkpoint import folders
+from crosstrain.config.load import load_config
+from crosstrain.data.splits import open_split
 from crosstrain.monitor.status import status
 from fixtures_kill import INTERVALS, SLOW_MODEL, assert_same_weights, numbers
 from fixtures_processes import start_as_user, train_as_user
@@ -179,6 +184,22 @@ def test_a_finished_run_does_nothing_more_and_says_so(workspace: Workspace) -> N
     assert log.count("changed since") == 1
     assert 'changed since step_000002: run.seed 1234 -> 7, run.lr_sched "cosine" -> "constant"\n' in log, log
     assert "nothing is left of 2 steps: a larger run.max_iters" in log
+
+
+def test_epochs_end_with_a_validation_and_a_checkpoint(workspace: Workspace) -> None:
+    """An epoch ends with the step that has its last sample, also where it began with another batch size."""
+    options = ("run.max_epoch=3", "run.max_iters=null", "run.eval_interval=epoch", "run.save_interval=epoch")
+    every = (*options, "run.keep_last=null", "run.save_best=false", "run.eval_iters=1")
+    samples = len(open_split(load_config(workspace.project), "train"))
+    assert samples % 8, "an epoch that ends with a batch would not tell"
+    run = train(workspace.project, "out", *every, "run.global_batch_size=8")
+    ends = [math.ceil(k * samples / 8) for k in (1, 2, 3)]
+    assert [row["step"] for row in run.rows if "val_loss" in row] == ends
+    assert folders.steps(run.folder / "checkpoints") == ends
+    shutil.copytree(run.checkpoint(ends[0]), workspace.path / "again" / "checkpoints" / f"step_{ends[0]:06d}")
+    again = train(workspace.project, "again", *every, "run.global_batch_size=4")
+    second = next(row["step"] for row in again.rows if "val_loss" in row)
+    assert second == ends[0] + math.ceil((2 * samples - 8 * ends[0]) / 4)
 
 
 def test_a_longer_run_says_at_which_learning_rate_it_goes_on(workspace: Workspace) -> None:

@@ -12,6 +12,7 @@ from crosstrain.config.schema import Component, NoOptions, OptionError
 from crosstrain.utils.errors import ConfigError
 
 Steps = Annotated[int, Interval(ge=1, le=10**12)]
+Every = Steps | Literal["epoch"] | None  # steps between two, or the last step of each epoch; None: none
 BatchSize = Annotated[int, Interval(ge=1, le=2**24)]  # samples, or forwards
 Scale = Annotated[float, Interval(ge=1e-6, le=1e20)]  # of a loss; fp32 holds it times such
 DEFAULT_RUNNER = "ddp"  # with one process, plain torch
@@ -189,7 +190,8 @@ class RunOptions:
 
     # Reporting
     log_interval: Steps = 10  # steps between two log lines
-    eval_interval: Steps | None = None  # steps between two evaluations of val, and one at the end; None: no validation
+    # steps between two evaluations of val, and one at the end; epoch: at the end of each; None: no validation
+    eval_interval: Every = None
     eval_iters: Steps = 10  # global batches per evaluation
     # numbers of a task that validation and evaluation give besides the loss
     metrics: list[Annotated[Component, "metric"]] = field(default_factory=list)
@@ -207,7 +209,7 @@ class RunOptions:
     profile: ProfileOptions | None = None  # None: no step is profiled
 
     # Checkpoints: one is always saved after the last step.
-    save_interval: Steps | None = None  # steps between two; None: only after the last one
+    save_interval: Every = None  # steps between two; epoch: at the end of each; None: only after the last step
     save_in_background: bool = True  # training goes on meanwhile, beside a copy of each rank's share in host memory
     keep_last: PositiveInt | None = 3  # checkpoints; older ones are deleted; None: keep all
     keep_every: Steps | None = None  # checkpoints at multiples of this many steps are never deleted

@@ -67,10 +67,11 @@ def lack_of_space(project: Project, max_iters: int, fresh: bool) -> str | None:
     there = [] if fresh else steps(folder.checkpoints)
     left = max_iters - max(there, default=0)
     best = run.eval_interval if run.save_best else None
-    more = sum(left // interval for interval in (run.save_interval, best) if interval) + (left > 0)
+    times = (run.max_epoch or 1 if every == "epoch" else left // every for every in (run.save_interval, best) if every)
+    more = sum(times) + (left > 0)
     if run.keep_last is not None:
         kept = run.keep_last + 1 + (best is not None)  # one is written before another is deleted
-        if run.keep_every is not None and run.save_interval is not None:
+        if run.keep_every is not None and isinstance(run.save_interval, int):
             kept += max_iters // math.lcm(run.keep_every, run.save_interval)
         more = min(more, kept - len(there))
     wanted = more * project.checkpoint_bytes

@@ -15,6 +15,7 @@ from crosstrain.checkpoint.manifest import FrozenParameter
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
+from crosstrain.config.run_options import Every
 from crosstrain.config.schema import to_plain
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import Step, training_steps
@@ -94,9 +95,7 @@ class Trainer:
                 self.last_validation = None
                 self.reporter.advance(metrics)
                 row = self._log(metrics) if self._logs(self.state.step) else {}
-                interval = self.run.eval_interval
-                # The last step has a validation, too, unless the run is too short for any, such as a smoke run.
-                if self._due(interval) or (interval is not None and interval <= self.max_iters == self.state.step):
+                if self._due(self.run.eval_interval) or (self.ends_validated and self.state.step == self.max_iters):
                     row |= self._validate()
                     if self.state.improves(row["val_loss"]) and self.run.save_best:
                         self.save_as("best")
@@ -231,10 +230,19 @@ class Trainer:
         """True for one step in `log_interval`, and for the last one, so that the shortest run logs something."""
         return step % self.run.log_interval == 0 or step == self.max_iters
 
-    def _due(self, interval: int | None) -> bool:
+    def _due(self, interval: Every) -> bool:
+        if interval == "epoch":
+            samples, size = self.state.samples, len(self.dataset)
+            return samples // size > (samples - self.plan.global_batch) // size
         return interval is not None and self.state.step % interval == 0
 
     # ---- validation and saving
+
+    @property
+    def ends_validated(self) -> bool:
+        """True unless the run is without validation, or too short for any, such as a smoke run."""
+        interval = self.run.eval_interval
+        return interval == "epoch" or (interval is not None and interval <= self.max_iters)
 
     def validate(self) -> LossMetrics:
         """Loss on the validation split's first `eval_iters` global batches. Collective."""

@@ -201,9 +201,7 @@ def _log_restart(world: Group, step: int) -> None:
 
 def _log_summary(trainer: Trainer) -> None:
     """Log the final perplexity beside baselines that no training gives, samples of text, and what to open next."""
-    run = trainer.run
-    # A run too short for its first validation, such as a smoke run, does not end in one either.
-    if trainer.val_dataset is not None and run.eval_interval is not None and run.eval_interval <= trainer.max_iters:
+    if trainer.val_dataset is not None and trainer.ends_validated:
         metrics = trainer.last_validation or trainer.validate()
         if trainer.last_validation is None:
             log.info("validation %s", metrics.line(".6E"))
