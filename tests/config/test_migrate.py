@@ -397,18 +397,24 @@ def test_literal_arguments_of_a_python_script_are_settings(tmp_path: Path, monke
     ('d = load_dataset("json", data_files={"train": "chat.jsonl", "validation": "val.jsonl"})\n'
      'train, val = d["train"], d["validation"]', "chat.jsonl", "val.jsonl", None),
     ('d = load_dataset("json", data_files="chat.jsonl").train_test_split(0.1)\ntrain = d["train"]\nval = d["test"]',
-     "chat.jsonl", None, "???"),
+     "chat.jsonl", None, [90, 10, 0]),
+    ('SHARE = 0.05\nd = load_dataset("json", data_files="chat.jsonl").train_test_split(seed=1, test_size=SHARE)\n'
+     'train, val = d["train"], d["test"]', "chat.jsonl", None, [95, 5, 0]),
+    ('d = load_dataset("json", data_files="chat.jsonl")["train"].train_test_split(test_size=100)\n'
+     'train, val = d["train"], d["test"]', "chat.jsonl", None, "???"),
     ('val = load_dataset("json", data_files="val.jsonl")\ntrain = Dataset.from_list(rows)', "???", "val.jsonl", None),
 ])  # fmt: skip
 def test_the_datasets_that_a_trainer_is_given_are_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, path: str, val: str | None, split: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, path: str, val: str | None, split: object
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("chat.jsonl", "val.jsonl"):
         Path(name).write_text("{}")
     Path("a.py").write_text(f'{script}\nSFTTrainer("m", train_dataset=train, eval_dataset=val)\n')
-    data = yaml.safe_load(migrate(Path("a.py"), origins()["transformers"])[0])["datasets"]["data"]
+    text, notes, _ = migrate(Path("a.py"), origins()["transformers"])
+    data = yaml.safe_load(text)["datasets"]["data"]
     assert (data["path"], data.get("val"), data.get("split")) == (path, val, split)
+    assert not isinstance(split, list) or not any("eval_dataset" in note for note in notes)
 
 
 def test_a_trainer_of_ones_own_is_the_one_that_it_is_made_of(tmp_path: Path) -> None:
@@ -693,6 +699,19 @@ def test_validation_of_llama_factory_has_its_file_or_is_asked_for(
     Path("a.yaml").write_text(f"dataset: mine\neval_strategy: steps\neval_steps: 5\n{rest}\n")
     data = yaml.safe_load(migrate(Path("a.yaml"), origins()["llama_factory"])[0])["datasets"]["data"]
     assert (data.get("val"), data.get("split")) == (val, split)
+
+
+@pytest.mark.parametrize(("program", "name", "text"), [
+    ("transformers", "a.py",
+     "TrainingArguments('o', eval_strategy='epoch', save_strategy='epoch', num_train_epochs=2)"),
+    ("lavis", "a.yaml",
+     "model: {arch: blip2_opt}\nrun: {task: captioning, max_epoch: 2, save_freq: 1, valid_splits: [val]}"),
+])  # fmt: skip
+def test_what_is_done_after_each_epoch_is_carried_over(tmp_path: Path, program: str, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    run = yaml.safe_load(migrate(tmp_path / name, origins()[program])[0])["run"]
+    assert (run["max_epoch"], run["save_interval"]) == (2, "epoch")
+    assert run.get("eval_interval") == ("epoch" if program == "transformers" else None)
 
 
 def test_early_stopping_of_a_script_keeps_its_patience(tmp_path: Path) -> None:

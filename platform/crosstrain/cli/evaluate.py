@@ -83,8 +83,13 @@ def _talk(model: OpenModel, job: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _complete(model: OpenModel, sampling: Sampling, prompt: str, talk: ChatSession | None, *, show: bool) -> list[str]:
-    """Complete a prompt, or answer it in a conversation; a single completion is shown as it grows."""
+def _complete(
+    model: OpenModel, sampling: Sampling, prompt: str, talk: ChatSession | None, *, show: bool, typed: bool = False
+) -> list[str]:
+    """Complete a prompt, or answer it in a conversation; a single completion is shown as it grows.
+
+    typed: the prompt stands on the screen, so that an answer alone is shown.
+    """
     from crosstrain.inference.generation import as_prompt, generate
 
     end = model.tokenizer.eos_token_id
@@ -96,7 +101,10 @@ def _complete(model: OpenModel, sampling: Sampling, prompt: str, talk: ChatSessi
         for number, text in enumerate(texts if show else [], 1):
             print(printable(f"--- completion {number}\n{prompt}{text}"))
         return texts
-    print(prompt, end="" if talk is None else "\n")
+    if talk is None:
+        print(prompt, end="")
+    elif not typed:
+        print(prompt)
     texts = answer(on_text=lambda _, piece: print(printable(piece), end="", flush=True))
     print()
     return texts
@@ -117,7 +125,7 @@ def _converse(complete: Callable[..., list[str]], talk: ChatSession | None) -> l
         try:
             if talk is not None and talk.command(prompt):
                 continue
-            texts = complete(prompt, talk, show=True)
+            texts = complete(prompt, talk, show=True, typed=True)
         except UserError as error:  # too long a prompt should not end the conversation
             print(f"error: {sentence(error)}")
             continue

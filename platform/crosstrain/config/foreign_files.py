@@ -86,6 +86,7 @@ def _arguments(text: str, calls: Mapping[str, str]) -> dict[str, Any]:
 def _data_files(tree: ast.Module, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the files of the datasets that a trainer is given; UNKNOWN where they cannot be followed."""
     variables, given, loads = list[tuple[int, str, ast.expr]](), dict[str, ast.expr](), list[str]()
+    held: Any = UNKNOWN
     for node in ast.walk(tree):
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
@@ -94,6 +95,11 @@ def _data_files(tree: ast.Module, known: Mapping[str, Any]) -> dict[str, Any]:
             variables += [(node.end_lineno or 0, ast.unparse(name), value) for name, value in pairs]
         elif isinstance(node, ast.Call):
             loads += [ast.unparse(node)] if ast.unparse(node.func).endswith("load_dataset") else []
+            if ast.unparse(node.func).endswith(".train_test_split"):
+                words = (*(ast.keyword("test_size", value) for value in node.args[:1]), *node.keywords)
+                shares = [_value(ast.unparse(word.value), known) for word in words if word.arg == "test_size"]
+                if shares and isinstance(shares[0], float) and 0 < shares[0] < 1:
+                    held = parse(f"{100 * shares[0]:.6g}")[0]
             for word in node.keywords:
                 if word.arg in ("train_dataset", "eval_dataset") and ast.unparse(word.value) != "None":
                     given[word.arg] = word.value
@@ -101,6 +107,8 @@ def _data_files(tree: ast.Module, known: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     found = {name: _loaded(value, variables, known) for name, value in given.items()}
     found["data_files"] = found.pop("train_dataset", UNKNOWN)
+    if held != UNKNOWN and found.get("eval_dataset", UNKNOWN) in (UNKNOWN, found["data_files"]):  # it is that share
+        return {"data_files": found["data_files"], "validation_split_percentage": held}
     return found
 
 

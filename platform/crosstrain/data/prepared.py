@@ -88,7 +88,8 @@ def _only(found: list[str], path: str | Path) -> str:
     if not found:
         if isinstance(path, Path) and any(path.glob("*.txt") if path.is_dir() else [path.is_file()]):
             raise DataError(
-                f"{path} holds text and no tokens: name a new folder as path, and the text under `prepare`, such as "
+                f"{path} holds text and no tokens: `{command('prepare')} --input {path} --tokenizer FOLDER_OR_NAME "
+                f"--output NEW` makes a folder of them, and so does a start whose path is a new folder, with "
                 f"prepare: {{input: {path}, tokenizer: FOLDER_OR_NAME}}"
             )
         raise DataError(
