@@ -20,7 +20,7 @@ from crosstrain.engine.build import make_runner
 from crosstrain.inference.conversation import ChatSession
 from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.generation import Sampling, as_prompt, generate, room_after
-from crosstrain.inference.open_checkpoint import find_model, load, open_on_workers
+from crosstrain.inference.open_checkpoint import find_model, load_model, open_on_workers
 from crosstrain.utils.types import Batch, Sample
 
 Turns = Sequence[Mapping[str, Any]]  # {"role": "user", "content": "..."}, as OpenAI writes them
@@ -41,7 +41,7 @@ class OpenModel(AbstractContextManager["OpenModel"]):
         self.runner.setup()
         if text:  # the tokenizer is loaded meanwhile
             _ = self.encoders
-        load(config, self.runner, checkpoint, weights)
+        load_model(config, self.runner, checkpoint, weights)
 
     @cached_property
     def encoders(self) -> Encoders:

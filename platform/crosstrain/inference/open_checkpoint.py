@@ -149,7 +149,7 @@ def open_on_workers(
     return config, how
 
 
-def load(config: Config, runner: Runner, checkpoint: Path, weights: str | None) -> None:
+def load_model(config: Config, runner: Runner, checkpoint: Path, weights: str | None) -> None:
     """Set up the runner with a checkpoint's model, to evaluate; `weights` as for `Reader.open`."""
     held = None if is_hugging_face(checkpoint) else checkpoint  # else the weights are model.pretrained
     build_model(config, runner, held, for_training=False, weights=weights)

@@ -19,7 +19,7 @@ from crosstrain.engine.runner import Runner
 from crosstrain.inference.conversation import ChatSession
 from crosstrain.inference.decoder import Decoder
 from crosstrain.inference.encoding import Encoders, EncodingError
-from crosstrain.inference.open_checkpoint import load
+from crosstrain.inference.open_checkpoint import load_model
 from crosstrain.serving.limits import Limits
 from crosstrain.serving.scheduler import Scheduler, run_follower
 from crosstrain.utils.errors import UserError
@@ -50,7 +50,7 @@ def serve_worker(plain: dict[str, Any], options: ServerOptions, limits: Limits, 
     first = runner.world.rank == 0
     set_up_logging(None, quiet=not first)
     listener = listen(options) if first else None
-    load(config, runner, options.checkpoint, options.weights)
+    load_model(config, runner, options.checkpoint, options.weights)
     with runner.evaluating():
         if listener is None:
             run_follower(Decoder(runner, limits.batch), runner.new_group())
