@@ -111,6 +111,19 @@ def test_a_hugging_face_folder_opens_as_the_checkpoint_that_it_was_exported_from
     )
     with pytest.raises(CheckpointError, match="has no weights called 'ema'"):
         crosstrain.open(folder, weights="ema")
+    with crosstrain.open(folder, {"model.pretrained": "elsewhere"}) as model:
+        assert model.generate("ban ", seed=3, max_new_tokens=12) in text
+    with pytest.raises(ConfigError, match="is not a run of this model"):
+        crosstrain.open(folder, ["model.arch=blip2_qwen"])
+    (folder / "checkpoints").mkdir()  # of a run, which names its last checkpoint
+    with pytest.raises(CheckpointError, match="not a checkpoint, and holds none"):
+        crosstrain.open(folder)
+    (folder / "checkpoints").rmdir()
+    (folder / "model.safetensors").rename(folder / "aside")
+    os.mkfifo(folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        crosstrain.open(folder)
+    (folder / "aside").rename(folder / "model.safetensors")
     sizes = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(sizes | {"n_positions": 64}))
     with pytest.raises(CheckpointError, match=r"wpe\.weight"):

@@ -400,6 +400,12 @@ def test_literal_arguments_of_a_python_script_are_settings(tmp_path: Path, monke
      "chat.jsonl", None, [90, 10, 0]),
     ('SHARE = 0.05\nd = load_dataset("json", data_files="chat.jsonl").train_test_split(seed=1, test_size=SHARE)\n'
      'train, val = d["train"], d["test"]', "chat.jsonl", None, [95, 5, 0]),
+    ('d = load_dataset("json", data_files="chat.jsonl").train_test_split(0.2)\n'
+     'train, val = d["train"], d["test"].train_test_split(0.5)["train"]', "chat.jsonl", None, "???"),
+    ('d = load_dataset("json", data_files="chat.jsonl").train_test_split(1 / 3)\ntrain, val = d["train"], d["test"]',
+     "chat.jsonl", None, [66.6667, 33.3333, 0]),
+    ('train = load_dataset("json", data_files="chat.jsonl")\nval = compute()\nother.train_test_split(0.3)',
+     "chat.jsonl", "???", None),
     ('d = load_dataset("json", data_files="chat.jsonl")["train"].train_test_split(test_size=100)\n'
      'train, val = d["train"], d["test"]', "chat.jsonl", None, "???"),
     ('val = load_dataset("json", data_files="val.jsonl")\ntrain = Dataset.from_list(rows)', "???", "val.jsonl", None),

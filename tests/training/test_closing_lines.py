@@ -16,10 +16,12 @@ import pytest
 import yaml
 
 from conftest import ENVIRONMENT, ROOT, Workspace
+from crosstrain.checkpoint import folders
 from crosstrain.inference.open_checkpoint import open_on_workers
 from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.program import command
 from fixtures_chat import SHAPES, write_tokenizer
+from fixtures_processes import train_as_user
 from fixtures_ranks import train
 from fixtures_vision import shapes, write_project
 
@@ -59,6 +61,30 @@ def suggested(out: str) -> dict[str, list[str]]:
     lines = out.partition("open next:\n")[2].splitlines()
     found = (re.match(r"  (\w+ it) +(.+)", line) for line in lines)
     return {match[1]: shlex.split(match[2]) for match in found if match}
+
+
+FAILS = """
+from crosstrain import Callback, registry
+
+
+@registry.register_callback("fails")
+class Fails(Callback):
+    def after_step(self, metrics):
+        if self.trainer.state.step == 3:
+            raise LookupError("nothing is there")
+"""
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_the_error_that_ends_a_run_is_the_last_line_of_its_log(workspace: Workspace, nproc: int) -> None:
+    """After all that was still being written."""
+    (workspace.path / "fails.py").write_text(FAILS)
+    options = ("run.plugins=[fails.py]", "run.callbacks=[fails]", "run.save_interval=1")
+    run = train_as_user(workspace, "out", *options, nproc=nproc, fails=True)
+    last = (run.folder / "log.txt").read_text().splitlines()[-1]
+    assert "error: " in last
+    assert "LookupError: nothing is there" in last
+    assert folders.steps(run.folder / "checkpoints") == [1, 2]
 
 
 def test_the_closing_lines_fit_the_run(workspace: Workspace) -> None:

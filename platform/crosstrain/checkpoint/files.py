@@ -316,8 +316,8 @@ class _File(ExitStack):
         super().__init__()
         self.path = path
         try:
+            self._raw = self.enter_context(open_regular(path).detach())
             self._tensors = self.enter_context(safe_open(path, framework="pt", device="cpu"))
-            self._raw = self.enter_context(open(path, "rb", buffering=0))  # noqa: SIM115
             size = int.from_bytes(self._raw.read(8), "little")
             self.header: dict[str, dict[str, Any]] = json.loads(self._raw.read(size))
         except (SafetensorError, OSError, ValueError, RecursionError) as error:

@@ -220,8 +220,9 @@ def find_checkpoint(place: str | Path, whole: bool = True) -> Path:
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Return True for a Hugging Face model folder that is no checkpoint, whole or in part."""
-    return (folder / "config.json").is_file() and not any(os.path.lexists(folder / own) for own in (MANIFEST, STATE))
+    """Return True for a Hugging Face model folder that is no checkpoint, whole or in part, and no run's folder."""
+    ours = (MANIFEST, STATE, "checkpoints")
+    return (folder / "config.json").is_file() and not any(os.path.lexists(folder / own) for own in ours)
 
 
 def _plain(folder: Path) -> Path:

@@ -244,9 +244,12 @@ class RunFolder:
                     _copied[path] = state
 
     def close(self) -> None:
-        """Let others write to the folder, and to its bucket, if there is one, after copying the last changes there."""
+        """Copy the last changes to the bucket, if there is one, and let others write there."""
         if self._sync is not None:
             self._sync.close()
+
+    def release(self) -> None:
+        """Let other processes take the folder before this one ends, which writes nothing more there."""
         if self._lock is not None:
             self._lock.release()
 

@@ -86,7 +86,6 @@ def _arguments(text: str, calls: Mapping[str, str]) -> dict[str, Any]:
 def _data_files(tree: ast.Module, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the files of the datasets that a trainer is given; UNKNOWN where they cannot be followed."""
     variables, given, loads = list[tuple[int, str, ast.expr]](), dict[str, ast.expr](), list[str]()
-    held: Any = UNKNOWN
     for node in ast.walk(tree):
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
@@ -95,25 +94,35 @@ def _data_files(tree: ast.Module, known: Mapping[str, Any]) -> dict[str, Any]:
             variables += [(node.end_lineno or 0, ast.unparse(name), value) for name, value in pairs]
         elif isinstance(node, ast.Call):
             loads += [ast.unparse(node)] if ast.unparse(node.func).endswith("load_dataset") else []
-            if ast.unparse(node.func).endswith(".train_test_split"):
-                words = (*(ast.keyword("test_size", value) for value in node.args[:1]), *node.keywords)
-                shares = [_value(ast.unparse(word.value), known) for word in words if word.arg == "test_size"]
-                if shares and isinstance(shares[0], float) and 0 < shares[0] < 1:
-                    held = parse(f"{100 * shares[0]:.6g}")[0]
             for word in node.keywords:
                 if word.arg in ("train_dataset", "eval_dataset") and ast.unparse(word.value) != "None":
                     given[word.arg] = word.value
     if len({*loads}) < 2 and not given:
         return {}
-    found = {name: _loaded(value, variables, known) for name, value in given.items()}
+    passed: dict[str, list[ast.Call]] = {name: [] for name in given}
+    found = {name: _loaded(value, variables, known, passed[name]) for name, value in given.items()}
     found["data_files"] = found.pop("train_dataset", UNKNOWN)
-    if held != UNKNOWN and found.get("eval_dataset", UNKNOWN) in (UNKNOWN, found["data_files"]):  # it is that share
-        return {"data_files": found["data_files"], "validation_split_percentage": held}
+    splits = [call for name in given for call in passed[name]]
+    if len(splits) == 2 and splits[0] is splits[1] and (share := _share(splits[0], known)):
+        return {"data_files": found["data_files"], "validation_split_percentage": share}
     return found
 
 
-def _loaded(node: ast.expr, variables: list[tuple[int, str, ast.expr]], known: Mapping[str, Any]) -> Any:
-    """Follow an expression to the file of its load_dataset, through variables, methods, parts and first arguments."""
+def _share(split: ast.Call, known: Mapping[str, Any]) -> Any:
+    """The percentage that a `train_test_split` holds back; None where the script does not say it."""
+    words = (*(ast.keyword("test_size", value) for value in split.args[:1]), *split.keywords)
+    given = [_value(ast.unparse(word.value), known) for word in words if word.arg == "test_size"]
+    is_share = given and isinstance(given[0], float) and 0 < given[0] < 1
+    return parse(f"{100 * given[0]:.6g}")[0] if is_share else None
+
+
+def _loaded(
+    node: ast.expr, variables: list[tuple[int, str, ast.expr]], known: Mapping[str, Any], splits: list[ast.Call]
+) -> Any:
+    """Follow an expression to the file of its load_dataset, through variables, methods, parts and first arguments.
+
+    splits: gets the calls of `train_test_split` on the way.
+    """
     part: Any = None
     for _ in range(99):
         if isinstance(node, ast.Name):
@@ -129,6 +138,7 @@ def _loaded(node: ast.expr, variables: list[tuple[int, str, ast.expr]], known: M
             files = words.get("data_files", words.get("data_dir", name))
             return files.get(part or words.get("split"), UNKNOWN) if isinstance(files, dict) else files
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            splits += [node] if node.func.attr == "train_test_split" else []
             node = node.func.value
         elif isinstance(node, ast.Call) and node.args:
             node = node.args[0]

@@ -16,7 +16,7 @@ from crosstrain.checkpoint.weights import PretrainedWeights, load_shards, open_w
 from crosstrain.config.load import Config, ProjectLike, load_config
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import DEFAULT_MODEL, DEFAULT_RUNNER, RunOptions
-from crosstrain.config.sources import Overrides, pairs
+from crosstrain.config.sources import Overrides, escape, pairs
 from crosstrain.config.yaml_text import LARGEST_TREE
 from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.engine.build import build_model, make_model
@@ -34,7 +34,7 @@ _PADDING = 1 << 26  # elements beyond twice the checkpoint's that padded vocabul
 
 def find_model(place: str | Path) -> Path:
     """Find a checkpoint as `find_checkpoint` does; a Hugging Face folder is returned as it is."""
-    folder = Path(place).expanduser()
+    folder = Path(place)
     return folder if is_hugging_face(folder) else find_checkpoint(place)
 
 
@@ -114,10 +114,11 @@ def open_config(checkpoint: Path, project: ProjectLike | None, options: Override
     """
     if not is_hugging_face(checkpoint):
         return load_config(project, options) if project else saved_config(checkpoint, options, trust_data)
+    given = dict(pairs(options)) | {"model.pretrained": escape(str(checkpoint))}
     if project:
-        return load_config(project, dict(pairs(options)) | {"model.pretrained": str(checkpoint)})
-    model = {"arch": DEFAULT_MODEL, "pretrained": str(checkpoint)}
-    return Config.from_plain({"model": model, "datasets": {}, "run": _NO_TRAINING}, options, trust=Trust.DATA)
+        return load_config(project, given)
+    plain = {"model": {"arch": DEFAULT_MODEL}, "datasets": {}, "run": _NO_TRAINING}
+    return Config.from_plain(plain, given, trust=Trust.DATA)
 
 
 def open_on_workers(
@@ -181,6 +182,8 @@ def outline(config: Config, checkpoint: Path) -> Model:
     shards = [Shard("param", name, tuple(model.logical_shape(name, p.shape)), []) for name, p in parameters.items()]
     pretrained = PretrainedWeights.of(model)
     if is_hugging_face(checkpoint):
+        if checkpoint not in (source.folder for source, _ in pretrained.parts):
+            raise CheckpointError(f"{checkpoint}: {config.model.name} takes no weights from a Hugging Face folder")
         pretrained.summary(parameters)  # refuses a parameter that is not there
         pretrained.fill(shards)  # and one of another shape
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -52,12 +53,15 @@ class Source:
 
 
 def downloaded(name: str) -> Path | None:
-    """The folder of a hub's model that is on this machine; None where it is not, or has no weights."""
+    """The folder of a hub's model that is on this machine; None where it is not, or lacks some of its weights."""
     from huggingface_hub import snapshot_download
 
     with suppress(Exception):  # of many kinds, among them for what cannot be a name
         folder = Path(snapshot_download(name, allow_patterns=_FILES, local_files_only=True))
-        return folder if any(folder.glob("*.safetensors")) else None
+        index = folder / "model.safetensors.index.json"
+        files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else ()
+        whole = any(folder.glob("*.safetensors")) and all((folder / file).is_file() for file in files)
+        return folder if whole else None
     return None
 
 

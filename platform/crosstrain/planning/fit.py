@@ -67,7 +67,8 @@ def lack_of_space(project: Project, max_iters: int, fresh: bool) -> str | None:
     there = [] if fresh else steps(folder.checkpoints)
     left = max_iters - max(there, default=0)
     best = run.eval_interval if run.save_best else None
-    times = (run.max_epoch or 1 if every == "epoch" else left // every for every in (run.save_interval, best) if every)
+    most = run.max_epoch or left  # epochs
+    times = (most if every == "epoch" else left // every for every in (run.save_interval, best) if every)
     more = sum(times) + (left > 0)
     if run.keep_last is not None:
         kept = run.keep_last + 1 + (best is not None)  # one is written before another is deleted

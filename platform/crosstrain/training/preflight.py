@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
+import re
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -146,7 +146,8 @@ def _without_weights(component: Component, sized: Component) -> tuple[Component,
                 value = replace(sized, **{key: None})
             except UserError:  # sizes that no option gives
                 said = f"{folder}: not on this machine, so the model's sizes are unknown"
-                hint = near(path) or f"`hf download {shlex.quote(folder)}` gets it, as a start without --dry-run does"
+                fetch = f"`hf download {folder}` gets it, as a start without --dry-run does"
+                hint = near(path) or (fetch if re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", folder) else "name another")
                 raise CheckpointError(f"{said}; {hint}") from None
         changed = {f.name: strip(getattr(value, f.name), getattr(sized, f.name)) for f in fields(value) if f.init}
         return replace(value, **changed)

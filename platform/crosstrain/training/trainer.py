@@ -65,6 +65,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.run, self.is_main = self.config.run, self.runner.world.rank == 0
         self._end_reason, self._pointers = "", set[str]()
+        self._samples_before = self.state.samples
         self.callbacks = Callbacks(self, self.start)
 
     def fit(self) -> State:
@@ -201,7 +202,7 @@ class Trainer:
                 routers.end_step(runner.world.process_group, result.applied)
 
         state.step += 1
-        state.samples = batch.numbers[-1] + 1
+        self._samples_before, state.samples = state.samples, batch.numbers[-1] + 1
         state.applied_steps += result.applied
         self.bad_steps.record(state, batch, loss, problem, result)
         metrics = StepMetrics(
@@ -232,15 +233,15 @@ class Trainer:
 
     def _due(self, interval: Every) -> bool:
         if interval == "epoch":
-            samples, size = self.state.samples, len(self.dataset)
-            return samples // size > (samples - self.plan.global_batch) // size
+            size = len(self.dataset)
+            return self.state.samples // size > self._samples_before // size
         return interval is not None and self.state.step % interval == 0
 
     # ---- validation and saving
 
     @property
     def ends_validated(self) -> bool:
-        """True unless the run is without validation, or too short for any, such as a smoke run."""
+        """True unless the run is without validation, or too short for its first one, such as a smoke run."""
         interval = self.run.eval_interval
         return interval == "epoch" or (interval is not None and interval <= self.max_iters)
 

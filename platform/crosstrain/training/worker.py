@@ -2,6 +2,7 @@
 
 import signal
 import textwrap
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,12 @@ def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
         trainer.fit()
         if not trainer.stopped:
             _log_summary(trainer)
+    except Exception:
+        if runner.world.size == 1:  # else a save may wait for a rank that is gone
+            with suppress(Exception):  # of the save; the first error counts
+                trainer.checkpointer.wait()
+            trainer.folder.release()  # for the error to be noted there
+        raise
     finally:
         trainer.folder.close()
     runner.close()
@@ -65,8 +72,8 @@ def build_trainer(config: Config, runner: Runner, stop: StopRequest, quiet: bool
     folder = _open_folder(config, runner.world, quiet)
     try:
         return _build_in(folder, config, runner, stop)
-    except BaseException:
-        folder.close()
+    except Exception:
+        folder.release()
         raise
 
 
@@ -97,7 +104,8 @@ def _build_in(folder: RunFolder, config: Config, runner: Runner, stop: StopReque
             raise CheckpointError(f"{error} Another run.output_dir, or --fresh, begins anew") from None
         raise
     state = restore(start, runner)
-    if run.lr_decay_iters is None and any(change.startswith(_LENGTHS) for change in changed):
+    longer = state.step < max_iters and run.lr_decay_iters is None
+    if longer and any(change.startswith(_LENGTHS) for change in changed):
         rate, step = schedule(state.applied_steps + 1), state.step + 1
         log.info("the learning rate's schedule spans %d steps now: %.3E at step %d", max_iters, rate, step)
 
