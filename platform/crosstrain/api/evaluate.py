@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from crosstrain.api.model import OpenModel
-from crosstrain.checkpoint.weights import open_weights
 from crosstrain.config.load import Config, ProjectLike
 from crosstrain.config.registry import registry
 from crosstrain.config.sources import Overrides
@@ -68,8 +67,7 @@ def start_evaluation(job: dict[str, Any], talk: Talk | None = None, *, alone: bo
         require("lm_eval", "--tasks")
     elif job["task_path"]:
         raise UserError("--task-path: name tasks with --tasks")
-    checkpoint = find_model(job["checkpoint"])
-    open_weights(checkpoint, job["weights"])  # refuses a name that is not there
+    checkpoint = find_model(job["checkpoint"], job["weights"])
     source = job["cfg_path"], job["options"], job["trust_data"]
     config, how = open_on_workers(checkpoint, *source, job["nproc_per_node"], alone)
     splits: list[Split] = ["val", "test"] if job["splits"] is None else list(job["splits"])

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from crosstrain.checkpoint.weights import open_weights
 from crosstrain.config.load import Config, ProjectLike
 from crosstrain.config.run_options import DEFAULT_RUNNER
 from crosstrain.config.sources import Overrides, pairs
@@ -121,8 +120,7 @@ def open(
     data and weights that it names with `trust_data` alone. `weights`: a callback's, such as "ema". Raises
     CheckpointError and ConfigError.
     """
-    found = find_model(checkpoint)
-    open_weights(found, weights)  # refuses a name that is not there
+    found = find_model(checkpoint, weights)
     given = pairs(options)
     if not any(key.startswith("run.runner") for key, _ in given):
         given.append(("run.runner", DEFAULT_RUNNER))

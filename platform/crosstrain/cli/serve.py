@@ -34,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve a checkpoint until a signal comes; returns the exit code."""
     print(f"loading {printable(arguments.checkpoint)} ...", flush=True)  # libraries alone take seconds
-    from crosstrain.checkpoint.weights import open_weights
     from crosstrain.inference.encoding import check_stored
     from crosstrain.inference.open_checkpoint import find_model, open_on_workers
     from crosstrain.serving.limits import Limits
@@ -45,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     limits = Limits(
         arguments.batch, arguments.max_waiting, arguments.timeout, header_seconds=arguments.header_timeout
     )  # fmt: skip
-    checkpoint = find_model(arguments.checkpoint)
+    checkpoint = find_model(arguments.checkpoint, arguments.weights)
     key = os.environ.get(_KEY) if arguments.api_key is None else arguments.api_key
     if key is not None and not key.strip():
         raise UserError(f"--api-key, ${_KEY}: an empty key lets nobody in; leave it out to need none")
@@ -56,7 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
         checkpoint, arguments.cfg_path, arguments.options, arguments.trust_data, arguments.nproc_per_node
     )
     server = ServerOptions(checkpoint, name, arguments.host, arguments.port, key, config.trust, arguments.weights)
-    open_weights(checkpoint, arguments.weights)  # refuses a name that is not there
     check_stored(checkpoint)
     code = launch(serve_worker, (config.plain, server, limits, how.starts_workers), how)
     return 0 if code > 128 else code  # a signal is how a server ends

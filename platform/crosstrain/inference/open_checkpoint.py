@@ -32,10 +32,15 @@ _BUILDING_BYTES, _BUILDING_SECONDS = 1 << 30, 10.0
 _PADDING = 1 << 26  # elements beyond twice the checkpoint's that padded vocabularies may have
 
 
-def find_model(place: str | Path) -> Path:
-    """Find a checkpoint as `find_checkpoint` does; a Hugging Face folder is returned as it is."""
+def find_model(place: str | Path, weights: str | None) -> Path:
+    """Find a checkpoint as `find_checkpoint` does; a Hugging Face folder is returned as it is.
+
+    Raises CheckpointError, too, where it has no weights called `weights`.
+    """
     folder = Path(place)
-    return folder if is_hugging_face(folder) else find_checkpoint(place)
+    found = folder if is_hugging_face(folder) else find_checkpoint(place)
+    open_weights(found, weights)
+    return found
 
 
 def saved_config(checkpoint: Path, options: Overrides, trust_data: bool = False) -> Config:
