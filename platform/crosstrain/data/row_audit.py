@@ -39,12 +39,13 @@ class RowAudit:
         self.plain["named"] = [*self.plain["named"], f"{place}: {reason}"][:_NAMED]
 
     def add(self, plain: dict[str, Any]) -> None:
-        """Add the plain form of other counts; call it in the order of the input."""
+        """Add the plain form of other counts, but keys to ignore; call it in the order of the input."""
         for name in ("rows", "dropped"):
             self.plain[name] += plain[name]
         for name in ("unread", "reasons"):
             for key, (number, first) in plain[name].items():
-                _count(self.plain[name], key, number, first)
+                if name == "reasons" or not self._ignored(key):
+                    _count(self.plain[name], key, number, first)
         self.plain["named"] = (self.plain["named"] + plain["named"])[:_NAMED]
 
     def notices(self) -> list[str]:
