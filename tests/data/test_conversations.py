@@ -20,6 +20,7 @@ from crosstrain.config.registry import registry
 from crosstrain.corpus.conversation_files import rows
 from crosstrain.corpus.conversations import conversations
 from crosstrain.data.chat_template import ChatError
+from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils.errors import DataError
 from crosstrain.utils.types import IGNORE_INDEX
 from fixtures_chat import SHAPES, write_tokenizer
@@ -278,6 +279,23 @@ def test_a_key_of_a_turn_a_part_or_a_call_is_always_reported(key: str, value: An
     _, unread = conversations({"messages": [asked, ANSWERED | {"tool_calls": [call]}]})
     path = {"turn": "messages.", "part": "messages.content."}.get(place, "messages.tool_calls.")
     assert unread == {path + key}
+
+
+@pytest.mark.parametrize("key", ["messages", "tools", "function", "arguments", "tool_calls"])
+def test_texts_below_other_keys_are_no_json(key: str) -> None:
+    call = {"tool_calls": [{"name": "f", "arguments": {key: "a text"}}]}
+    found, unread = conversations({"messages": [ASKED, ANSWERED | call], "meta": {key: "a text"}})
+    assert found[0].messages[1].tool_calls == [{"type": "function", "function": call["tool_calls"][0]}]
+    assert unread == {"meta"}
+    if key not in ("messages", "tools"):
+        assert conversations({"messages": [ASKED, ANSWERED], key: "a text"})[1] == {key}
+
+
+def test_names_that_no_terminal_shows(tmp_path: Path) -> None:
+    ((row, _),) = read(write(tmp_path / "d.jsonl", [{"prompt": Q, "completion": A, "\ud800": 1, "k" * 10**6: 2}]))
+    audit = RowAudit()
+    audit.row("d", sorted(conversations(row)[1]))
+    assert len(audit.notices()[0].encode()) < 400
 
 
 def test_what_is_read_in_part_is_reported() -> None:

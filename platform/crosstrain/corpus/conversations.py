@@ -67,7 +67,7 @@ class _RowReader:
     def __init__(self, row: Row) -> None:
         self.unread = set[str]()
         self.rest = _renamed(self._decoded(row, ""), _KEYS["columns"])
-        if isinstance(self.rest.get("input"), Mapping):  # OpenAI's preferences
+        if isinstance(self.rest.get("input"), Mapping) and "chosen" in self.rest:  # OpenAI's preferences
             self.rest |= self.rest.pop("input")
         _refuse_media(self.rest)
         self.tools = [self.rest.pop("tools", [])]  # the column's, and those of turns
@@ -153,7 +153,7 @@ class _RowReader:
         self.tools.append(turn.pop("tools", []))
         calls = [*_listed(turn.pop("tool_calls", [])), *_listed(turn.pop("function_call", []))]
         if said in _KEYS["callers"]:
-            calls += _listed(self._decoded(turn["content"], "function_call"))
+            calls += _listed(self._decoded(turn["content"], "function_call", is_json=True))
             turn["content"] = None
         if isinstance(turn["content"], list):
             turn["content"] = "".join(map(self._text, turn["content"]))
@@ -196,25 +196,26 @@ class _RowReader:
         refuse_if(any(tools != lists[0] for tools in lists), "it names its tools twice, in different ways")
         return lists[0] if lists else []
 
-    def _decoded(self, value: Any, key: str, inside: bool = False) -> Any:
+    def _decoded(self, value: Any, key: str, is_json: bool = False, inside: bool = False) -> Any:
         """Decode texts of JSON, and leave out keys that are null, as in a table where other rows have them.
 
-        inside: the keys are not a layout's, as in arguments.
+        is_json: a text is JSON. inside: the keys are no layout's, as in arguments.
         """
-        if isinstance(value, str) and key in _KEYS["json"] and not inside:
+        if isinstance(value, str) and is_json:
             try:
                 value = json.loads(value.strip() or "{}")
             except ValueError:
                 raise ChatError(f"{key} is not JSON") from None
         if isinstance(value, list):
-            return [self._decoded(inner, key, inside) for inner in value]
+            return [self._decoded(inner, key, is_json, inside) for inner in value]
         if not isinstance(value, Mapping):
             return value
         inside = inside or key in _KEYS["schemas"]
         if inside and None in value.values():
             self.unread.add("nulls")
+        texts = () if inside else _KEYS["json"].get(key, ())
         kept = ((name, inner) for name, inner in value.items() if inner is not None)
-        return {name: self._decoded(inner, name, inside) for name, inner in kept}
+        return {name: self._decoded(inner, name, name in texts, inside) for name, inner in kept}
 
 
 def _with_system(turns: list[Row], system: list[Row]) -> list[Row]:

@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from crosstrain.utils.errors import DataError
+from crosstrain.utils.errors import DataError, printable
 
 _NAMED = 1000  # dropped rows that the plain form lists
+_LONGEST = 80  # characters of a key in a sentence
 _KINDS = 100  # kinds of reasons and names of keys that are kept apart; names in data may be anything
 
 
@@ -52,14 +53,17 @@ class RowAudit:
         """Return a sentence about keys that were not read, and one about dropped rows, where there are such."""
         said, total = [], self.plain["rows"]
         if unread := self.plain["unread"]:
-            parts = [f"{key} ({number} of {total} rows, first in {place})" for key, (number, place) in unread.items()]
+            parts = [
+                f"{key[:_LONGEST]} ({number} of {total} rows, first in {place})"
+                for key, (number, place) in unread.items()
+            ]
             more = f" and {len(parts) - 8} more" if len(parts) > 8 else ""
             said.append(f"not used: {', '.join(parts[:8])}{more}; list names in ignore_columns if that is intended")
         if reasons := self.plain["reasons"]:
             kinds = sorted(reasons.values(), key=lambda kind: -kind[0])[:3]
             why = "; ".join(f"{number} such as {first}" for number, first in kinds)
             said.append(f"{self.plain['dropped']} of {total} rows are dropped, {why}")
-        return said
+        return [printable(text) for text in said]
 
     def check(self, source: str, max_dropped: float) -> None:
         """Raise DataError where more rows of `source` than the share `max_dropped` are dropped, or all of them."""
