@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
-from crosstrain.data.template_library import suited
+from crosstrain.data.template_library import lacking, template_library
 from crosstrain.data.tokenizer import stored_tokenizer
 from crosstrain.utils.errors import DataError, first_line
 
@@ -87,13 +87,14 @@ class ChatTemplate:
 
         render: Callable[..., Any] = render_jinja_template
         objects = [arguments for _, arguments in _calls(messages) if arguments and isinstance(arguments, Mapping)]
+        words = "".join(str(message.get("content")) for message in messages)
         try:
             texts, marks = render(
                 conversations=[list(messages)], tools=tools, add_generation_prompt=answering,
                 chat_template=self.tokenizer.get_chat_template(None, tools), return_assistant_tokens_mask=marked,
                 **self.tokenizer.special_tokens_map,
             )  # fmt: skip
-            if not any(str(arguments) in texts[0] for arguments in objects):
+            if not any(str(arguments) in texts[0] and str(arguments) not in words for arguments in objects):
                 return texts[0], marks[0] if marked else []
         except Exception as error:  # templates raise whatever they like
             if not objects:
@@ -137,7 +138,7 @@ class ChatTemplate:
 
     @cached_property
     def _advice(self) -> str:
-        names = suited(self.backend)
+        names = [name for name, text in template_library().items() if not lacking(self.backend, text)]
         return f"use a template with generation marks, such as chat_template: {' or '.join(names) or 'a file'}"
 
     def _check(self, messages: Sequence[Message], tools: list[Any] | None) -> None:

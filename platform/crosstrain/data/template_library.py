@@ -21,8 +21,3 @@ def lacking(tokenizer: Tokenizer, template: str) -> list[str]:
     """Return the tokens of a template of the library that a tokenizer does not have."""
     first = template.partition("\n")[0].removeprefix("{#- tokens:").removesuffix("-#}")
     return [token for token in first.split() if tokenizer.token_to_id(token) is None]
-
-
-def suited(tokenizer: Tokenizer) -> list[str]:
-    """Return the names of the templates whose tokens a tokenizer has."""
-    return [name for name, template in template_library().items() if not lacking(tokenizer, template)]
