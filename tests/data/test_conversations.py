@@ -169,6 +169,19 @@ def test_results_of_tools_keep_names_and_ids() -> None:
     assert messages[2] == {"role": "tool", "name": "add", "content": "3"}
 
 
+def test_tools_in_the_input_of_openais_pairs() -> None:
+    row = RANKED["openai's pair"](ANSWERED)
+    row["input"] |= {"functions": [TOOL["function"]], "parallel_tool_calls": True}
+    found, unread = conversations(row, True)
+    assert ([one.tools for one in found], unread) == ([[TOOL], [TOOL]], {"parallel_tool_calls"})
+
+
+def test_every_column_of_the_docstrings_is_read() -> None:
+    for ranked in (False, True):
+        row, _ = next(rows(["docstrings"], ranked))
+        assert normal(row, ranked)[0][0][-1]["role"] == "assistant"
+
+
 def test_earlier_exchanges_of_every_question() -> None:
     for history in ([["hello", "hi"]], EARLIER):
         for name in ("instruction and output", "query and response", "prompt and completion"):
@@ -346,11 +359,12 @@ def test_columns_beside_data_belong_to_every_row(tmp_path: Path) -> None:
 
 def test_one_bad_line_is_one_dropped_row(tmp_path: Path) -> None:
     good = json.dumps({"prompt": "a", "completion": "b"}).encode()
-    bad = [b"{", b'{"prompt": "\xff"}', b"[1]", b"null", b"5", b'"it is not JSON"']
+    deep = (b'{"a": ' + b"[" * depth + b"]" * depth + b"}" for depth in (300, 900, 10**5))
+    bad = [*deep, b"{", b'{"prompt": "\xff"}', b"[1]", b"null", b"5", b'"it is not JSON"']
     (tmp_path / "d.jsonl").write_bytes(b"\n".join([good, *bad, good]))
     found = read(tmp_path / "d.jsonl")
-    assert [isinstance(row, dict) for row, _ in found] == [True, *[False] * len(bad), True]
-    assert found[-1][1].endswith("d.jsonl:8")
+    assert [isinstance(row, dict) for row, _ in found][3:] == [*[False] * (len(bad) - 2), True]
+    assert found[-1][1].endswith("d.jsonl:11")
     (tmp_path / "d.json").write_text('[{"prompt": "a"},')
     with pytest.raises(DataError, match=r"d\.json: it is not JSON"):
         read(tmp_path / "d.json")

@@ -129,7 +129,7 @@ def _write(folder: Path, source: ChatSource) -> None:
     size = sum(entry[1] for path in source.paths for entry in _state(path))
     workers = cores() if size > _WORTH_WORKERS else 1
     with TokenWriter(folder / "tokens", "int32") as writer, WorkerPool(workers) as pool:
-        given = rows(_near(path, copies) for path in source.paths)
+        given = rows((_near(path, copies) for path in source.paths), source.preferences)
         for results in pool.run(_Encode(source), iter(lambda: tuple(islice(given, _AT_ONCE)), ())):
             for where, (found, unread) in results:
                 place = where.removeprefix(f"{copies}/")

@@ -17,21 +17,25 @@ _SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 _SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?![A-Za-z])")  # as the hub's files begin
 
 
-def rows(paths: Iterable[str]) -> Iterator[tuple[Row | str, str]]:
-    """Yield the rows of files and folders, and of `docstrings`, with their places.
+def rows(paths: Iterable[str], ranked: bool = False) -> Iterator[tuple[Row | str, str]]:
+    """Yield the rows of files and folders, and of `docstrings` (ranked: with a rejected answer), with their places.
 
     For a line that is no JSON object, the reason takes its place. Objects in the same place of a row have their keys in
     one order, by first appearance: a table has no other, so a file of lines and a table of the same rows agree. Raises
     DataError for a file that is missing or damaged as a whole, or of another kind.
     """
     order: dict[str, Any] = {}
-    for row, place in chain.from_iterable(map(_given, paths)):
-        yield _in_order(row, order), place
+    for row, place in chain.from_iterable(_given(path, ranked) for path in paths):
+        try:
+            row = _in_order(row, order)
+        except RecursionError:
+            row = "it is nested too deeply"
+        yield row, place
 
 
-def _given(item: str) -> Iterator[tuple[Row | str, str]]:
+def _given(item: str, ranked: bool) -> Iterator[tuple[Row | str, str]]:
     if item == "docstrings":
-        return _docstrings()
+        return _docstrings(ranked)
     path = io.existing(item)
     if path.is_dir() and (path / "state.json").is_file():
         return ((row, f"{path}, row {number}") for number, row in enumerate(io.saved_dataset(path)))
@@ -95,7 +99,7 @@ def _parquet(file: Path) -> Iterator[tuple[Row, str]]:
         yield from ((row, f"{file}, row {number}") for number, row in enumerate(entries))
 
 
-def _docstrings() -> Iterator[tuple[Row, str]]:
+def _docstrings(ranked: bool) -> Iterator[tuple[Row, str]]:
     """Questions about the functions and classes of Python's standard library, answered by their docstrings.
 
     The rejected answer is another one's. Nothing is imported.
@@ -109,4 +113,4 @@ def _docstrings() -> Iterator[tuple[Row, str]]:
                     found.append((f"{file.stem}.{node.name}", text, f"{file}:{node.lineno}"))
     for (name, text, place), (_, other, _) in zip(found, [*found[len(found) // 2 :], *found], strict=False):
         asked = f"What does Python's {name} do?"
-        yield {"prompt": asked, "completion": text, "chosen": text, "rejected": other}, place
+        yield {"prompt": asked} | ({"chosen": text, "rejected": other} if ranked else {"completion": text}), place

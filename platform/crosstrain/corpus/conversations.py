@@ -66,9 +66,10 @@ class _RowReader:
 
     def __init__(self, row: Row) -> None:
         self.unread = set[str]()
-        self.rest = _renamed(self._decoded(row, ""), _KEYS["columns"])
-        if isinstance(self.rest.get("input"), Mapping) and "chosen" in self.rest:  # OpenAI's preferences
-            self.rest |= self.rest.pop("input")
+        columns = self._decoded(row, "")
+        if "preferred_output" in columns:  # OpenAI's, which has the turns and tools in its input
+            columns |= columns.pop("input", {})
+        self.rest = _renamed(columns, _KEYS["columns"])
         _refuse_media(self.rest)
         self.tools = [self.rest.pop("tools", [])]  # the column's, and those of turns
 
