@@ -176,6 +176,7 @@ def test_tools_in_the_input_of_openais_pairs() -> None:
     assert ([one.tools for one in found], unread) == ([[TOOL], [TOOL]], {"parallel_tool_calls"})
 
 
+@pytest.mark.slow
 def test_every_column_of_the_docstrings_is_read() -> None:
     for ranked in (False, True):
         row, _ = next(rows(["docstrings"], ranked))
@@ -479,7 +480,9 @@ def test_turns_of_weight_0_are_no_targets(tmp_path: Path, tools_template: Path) 
     assert said(everything, 0).count("assistant") == 2
     last = write(tmp_path / "last.jsonl", [{"messages": [*EARLIER, ASKED, ANSWERED | {"weight": 0}]}])
     assert said(chat(last, tools_template), 0) == "hi<|im_end|>"
-    with pytest.raises(DataError, match="no turn has a weight above 0, so nothing is to be learned"):
+    with pytest.raises(
+        DataError, match="no turn is the assistant's and has a weight above 0, so nothing is to be learned"
+    ):
         chat(last, tools_template, train_on="last")
     for weight, train_on in ((1, "assistant"), (0, "all")):
         other = write(tmp_path / f"{train_on}.jsonl", [{"messages": [ASKED | {"weight": weight}, ANSWERED]}])

@@ -120,8 +120,10 @@ class ChatTemplate:
             others, f"turns {others} have weight {weight}, which train_on: {train_on} takes of the assistant only"
         )
         wanted = [n for n in (own[-1:] if train_on == "last" else own) if messages[n].get("weight", 1) == weight]
-        lack = "has a weight above 0" if own else "is the assistant's"
-        refuse_if(weight and not wanted, f"no turn {lack}, so nothing is to be learned")
+        refuse_if(
+            weight and not wanted,
+            f"no turn is the assistant's{' and has a weight above 0' if own else ''}, so nothing is to be learned",
+        )
         marked = bool(wanted and _MARKED.search(self.tokenizer.get_chat_template(None, tools)))
         text, marks = self._render(messages, tools, False, marked)
         refuse_if(
@@ -240,12 +242,18 @@ def _with_json(messages: Sequence[Message]) -> list[Message]:
 def _unwritten(text: str, messages: Sequence[Message], tools: list[Any] | None) -> frozenset[str]:
     """Name the parts of a conversation that the template leaves out, but the assistant's."""
     written = _dense(text)
-    found = {"tools"} if any(tool.get("function", {}).get("name", "") not in text for tool in tools or ()) else set()
-    for message in messages:
-        words = message.get("content") or ""
-        if message["role"] != "assistant" and _dense(words) not in written and json.dumps(words)[1:-1] not in text:
-            found.add(f"messages.content of {message['role']} turns")
-    return frozenset(found)
+    found = {
+        f"messages.content of {message['role']} turns"
+        for message in messages
+        if message["role"] != "assistant" and not _shows(text, written, message.get("content") or "")
+    }
+    lacks_tools = any(tool.get("function", {}).get("name", "") not in text for tool in tools or ())
+    return frozenset(found | ({"tools"} if lacks_tools else set()))
+
+
+def _shows(text: str, written: str, words: str) -> bool:
+    """Tell if a text has words, as they are or in JSON. written: the text without white space."""
+    return _dense(words) in written or json.dumps(words)[1:-1] in text
 
 
 def _dense(text: Any) -> str:
