@@ -13,6 +13,7 @@ class TextReader(FileReader):
     """Text files in UTF-8: a file is a document, or a separator cuts it into several."""
 
     suffixes = (".txt",)
+    contents = ()
     shared_options = ("separator",)
 
     @dataclass
@@ -29,11 +30,11 @@ class TextReader(FileReader):
         return split_file(file, self.options.separator.encode())
 
     def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
-        text, separator = chunk.text(), self.options.separator
-        if separator is None:
-            yield Document(text, str(chunk.file))
-            return
-        offset = chunk.start
-        for part in text.split(separator):
-            yield Document(part, f"{chunk.file} at byte {offset}")
-            offset += len((part + separator).encode())
+        offset, separator = chunk.start, (self.options.separator or "").encode()
+        for part in chunk.read().split(separator) if separator else [chunk.read()]:
+            place = f"{chunk.file} at byte {offset}" if separator else str(chunk.file)
+            try:
+                yield Document(part.decode("utf-8" if offset else "utf-8-sig"), place)
+            except UnicodeDecodeError as error:
+                self.unusable(str(chunk.file), f"is not UTF-8 text: invalid at byte {offset + error.start}")
+            offset += len(part) + len(separator)
