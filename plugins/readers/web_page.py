@@ -43,19 +43,27 @@ class WarcReader(FileReader):
 
     def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
         warcio = require("warcio.archiveiterator", "reading web archives")
-        number = 1
+        number, end = 0, 0
         with io.opened(chunk.file) as stream:
             archive = warcio.ArchiveIterator(stream)
             try:
-                for number, record in enumerate(archive, 1):  # noqa: B007 - the error names it
+                for number, record in enumerate(archive, 1):
                     document = _page(record, f"{chunk.file}: {record.rec_headers.get_header('WARC-Target-URI')}")
                     with redirect_stderr(StringIO()):  # warcio writes of damage and goes on
                         archive.read_to_end()
-                    if not record.rec_type or record.length is None or record.raw_stream.limit or archive.err_count:
-                        raise EOFError("it is shorter or longer than its header says")
+                    size, end = record.rec_headers.get_header("Content-Length"), archive.offset
+                    if (
+                        not record.rec_type
+                        or size != str(record.length)
+                        or record.raw_stream.limit
+                        or archive.err_count
+                    ):
+                        raise EOFError(f"record {number} is shorter or longer than its header says")
                     yield document
+                if archive.fh.tell() != end:
+                    raise EOFError(f"a record begins behind record {number} and does not end")
             except (warcio.ArchiveLoadFailed, AttributeError, ValueError, EOFError) as error:
-                raise DataError(f"{chunk.file} is damaged at record {number}: {error}; fetch it again") from None
+                raise DataError(f"{chunk.file} is damaged ({error}): fetch it again") from None
 
 
 def page_document(content: bytes, content_type: str, source: str, url: str | None = None) -> Document:

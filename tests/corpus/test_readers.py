@@ -6,10 +6,9 @@ import bz2
 import gzip
 import lzma
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pyarrow
@@ -21,22 +20,10 @@ from hypothesis import strategies as st
 
 from conftest import TEXTS, json_lines
 from crosstrain.config.schema import Component
-from crosstrain.corpus import reader, sources
+from crosstrain.corpus import reader
 from crosstrain.utils.errors import DataError
+from fixtures_corpus import documents, read
 from fixtures_web import PAGE
-
-
-def documents(given: sources.Input, **settings: Any) -> Iterator[reader.Document]:
-    for source in sources.sources(given, settings):
-        each = source.open()
-        for task in each.tasks():
-            yield from each.read(task)
-
-
-def read(*given: Path | str | Component, key: str = "text", separator: str | None = None) -> list[str]:
-    named = [each if isinstance(each, Component) else str(each) for each in given]
-    found = documents(named, text_key=key, separator=separator)
-    return [document.text for document in found if document.text and not document.text.isspace()]
 
 
 def test_the_standard_library_is_always_there_in_the_same_order() -> None:

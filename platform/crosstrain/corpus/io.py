@@ -50,8 +50,6 @@ def _packing(path: Path) -> str:
 
 def _open_wide(path: Path, _: str) -> BytesIO:
     """Open a file of UTF-16 or UTF-32 as UTF-8."""
-    if path.stat().st_size > _MAX_READ:
-        raise ValueError(f"more than {_MAX_READ >> 30} GiB in another encoding than UTF-8: convert it, with iconv")
     return BytesIO(path.read_bytes().decode(_packing(path)[1:]).encode())
 
 

@@ -110,14 +110,7 @@ def write_report(
     try:
         with picture(folder / "lengths.svg", 9, 3 * len(rows)) as figure:
             for axis, (unit, found) in zip(figure.subplots(len(rows), squeeze=False)[:, 0], rows.items(), strict=True):
-                axis.bar([_short(row["from"]) for row in found], [row["documents"] for row in found])
+                axis.bar([f"{row['from']:,}" for row in found], [row["documents"] for row in found])
                 axis.set(title=f"documents by length in {unit}", xlabel="from this length on", ylabel="documents")
     except UserError as error:  # matplotlib is missing; the numbers are there
         _log.warning("%s", error)
-
-
-def _short(number: int) -> str:
-    for shift, sign in ((30, "G"), (20, "M"), (10, "k")):
-        if number >> shift:
-            return f"{number >> shift}{sign}"
-    return str(number)
