@@ -11,7 +11,7 @@ from crosstrain.corpus.reader import ColumnReader, flaw, line_number, split_file
 
 # A list of objects, an object over several lines, or perhaps one around a list of objects.
 _DOCUMENT = re.compile(rb'(\xef\xbb\xbf)?\s*(\[\s*[{\]]|\{[ \t]*\r?\n|(?P<perhaps>\{[^\n]*?"\s*:\s*\[\s*\{))')
-_MOST = 1 << 29  # bytes of a JSON document, which is held in memory
+_MOST = 1 << 29  # bytes of a JSON document: it is held in memory
 
 
 @registry.register_reader("jsonl")

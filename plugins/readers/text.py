@@ -30,11 +30,11 @@ class TextReader(FileReader):
         return split_file(file, self.options.separator.encode())
 
     def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
-        offset, separator = chunk.start, (self.options.separator or "").encode()
-        for part in chunk.read().split(separator) if separator else [chunk.read()]:
-            place = f"{chunk.file} at byte {offset}" if separator else str(chunk.file)
-            try:
-                yield Document(part.decode("utf-8" if offset else "utf-8-sig"), place)
-            except UnicodeDecodeError as error:
-                self.unusable(str(chunk.file), f"is not UTF-8 text: invalid at byte {offset + error.start}")
-            offset += len(part) + len(separator)
+        separator = self.options.separator
+        if separator is None:
+            yield Document(chunk.text(), str(chunk.file))
+            return
+        offset = chunk.start
+        for part in chunk.text().split(separator):
+            yield Document(part, f"{chunk.file} at byte {offset}")
+            offset += len((part + separator).encode(errors="surrogateescape"))

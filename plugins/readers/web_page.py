@@ -12,7 +12,7 @@ from crosstrain.corpus import io
 
 TYPES = ("text/html", "application/xhtml+xml", "text/plain")  # of pages with a text
 _CHARSET = re.compile(rb"""(?:charset|encoding)\s*=\s*["']?\s*([\w:.-]+)""", re.IGNORECASE)
-_LOOK = 2048  # bytes in which a page names its encoding
+_LOOK = 2048  # bytes that are searched for the encoding of a page
 _MOST = 64 << 20  # bytes of a page of an archive
 # Encodings that browsers read instead of the ones that pages name.
 _READ_AS = {

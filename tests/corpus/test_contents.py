@@ -23,6 +23,7 @@ from warcio.warcwriter import WARCWriter
 
 from crosstrain.config.schema import Component
 from crosstrain.corpus import io as corpus_io
+from crosstrain.corpus.conversations import rows
 from crosstrain.corpus.minhash import shingles
 from crosstrain.corpus.options import PrepareOptions
 from crosstrain.corpus.prepare import prepare
@@ -90,7 +91,7 @@ def packed_tar() -> bytes:
         ("x.parquet", b"version https://git-lfs.github.com/spec/v1\noid 5", "git lfs pull"),
         ("x.txt", b"\x80\x04\x95words", "pickle"), ("x.txt", b"SQLite format 3\0", "SQLite"),
         ("x.txt", "wörter".encode("latin-1"), "not UTF-8 text: invalid at byte 1"),
-        ("x.csv", "text\nwörter\n".encode("latin-1"), r"x\.csv:2 is not UTF-8 text: .* the byte 0xf6"),
+        ("x.csv", "text\nwörter\n".encode("latin-1"), r"x\.csv:2 is not UTF-8 text: invalid at byte 1"),
         ("x.txt", "words".encode("utf-16-le"), "NUL"), ("x.txt", b"wor\0ds", "NUL"),
         ("x.txt", b"\xff\xfe\0\xd8a\0", "damaged"), ("x.jsonl", b'{"text": "wor\\u0000ds"}\n', r"x\.jsonl:1 .*NUL"),
         ("x.json", b'[{"text": "one"}, {"text": 5}]', r"x\.json:2 .*holds int"),
@@ -161,10 +162,10 @@ def prepared(tokenizer: Path, given: Any, out: Path, **more: Any) -> dict[str, A
 def test_unusable_records_are_dropped_up_to_a_bound_and_counted(
     tokenizer: Path, tmp_path: Path, rule: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = [json.dumps({"text": f"words {n}", "id": n, "meta": {"a": 1}}) for n in range(18)]
-    rows[3:3] = ['{"text": "half \\ud83d"}', '{"text": null}', '{"text": "cut']
-    path = written(tmp_path / "x.jsonl", "\n".join(rows).encode())
-    with pytest.raises(DataError, match=r"x\.jsonl:4 .*half of a character, 0xd83d"):
+    lines = [json.dumps({"text": f"words {n}", "id": n, "meta": {"a": 1}}) for n in range(18)]
+    lines[3:3] = ['{"text": "half \\ud83d"}', '{"text": null}', '{"text": "cut']
+    path = written(tmp_path / "x.jsonl", "\n".join(lines).encode())
+    with pytest.raises(DataError, match=r"x\.jsonl:4 .*not UTF-8 text: invalid at byte 5, as '\\ud83d'"):
         prepared(tokenizer, str(path), tmp_path / "out")
     with pytest.raises(DataError, match=r"2 of 21 rows are dropped.*more than max_dropped=0.05"):
         prepared(tokenizer, str(path), tmp_path / "out", unusable=rule, max_dropped=0.05)
@@ -306,3 +307,16 @@ def test_an_archive_cut_anywhere_is_named(tmp_path: Path) -> None:
                 read(written(tmp_path / "cut.warc", whole[:length]))
     with pytest.raises(DataError, match="truncated"):
         read(written(tmp_path / "cut.warc.gz", gzip.compress(whole)[:-9]))
+
+
+def test_a_table_whose_text_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    column = pyarrow.array([b"good", b"w\xf6rter"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=r"x\.parquet is not a readable Parquet file: .*can't decode byte 0xf6"):
+        read(tmp_path)
+
+
+def test_conversations_of_a_parquet_file_are_bounded_too(tmp_path: Path) -> None:
+    bomb = table_of(tmp_path / "x.parquet", "x" * (8 << 20), 1000)
+    with pytest.raises(DataError, match=r"x\.parquet (takes more than|becomes more than 250 times)"):
+        list(rows([str(bomb)]))

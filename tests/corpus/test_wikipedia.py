@@ -76,7 +76,8 @@ def dump(path: Path, site: str, *pages: str) -> Path:
         (
             "ja",
             "__目次強制__'''東京'''（{{読み仮名|東京|とうきょう}}、{{lang-en|Tokyo}}）は[[日本]]の都市で、"
-            "{{仮リンク|都庁|en|City Hall}}がある。\n[[ファイル:tokyo.jpg|サムネイル|右|都市]]\n[[画像:b.png|thumb|b]]\n[[カテゴリ:都市]]\n[[Category:都市]]",
+            "{{仮リンク|都庁|en|City Hall}}がある。\n[[ファイル:tokyo.jpg|サムネイル|右|都市]]"
+            "\n[[画像:b.png|thumb|b]]\n[[カテゴリ:都市]]\n[[Category:都市]]",
             "東京（東京（とうきょう）、Tokyo）は日本の都市で、都庁がある。",
         ),
         (
@@ -115,7 +116,10 @@ def test_pages_that_are_no_wikitext_are_named_and_left_out(tmp_path: Path, model
 
 
 def test_templates_that_leave_a_gap_in_a_sentence_are_named(tmp_path: Path) -> None:
-    markup = "{{Infobox|a=b}}\nIt weighs {{weight of|it}} and {{citation|title=T}} more{{sfn|A}}.\n{{Navbox}}\n* {{flag icon}} F"
+    markup = (
+        "{{Infobox|a=b}}\nIt weighs {{weight of|it}} and {{citation|title=T}} more{{sfn|A}}.\n{{Navbox}}\n"
+        "* {{flag icon}} F"
+    )
     [document] = documents(str(dump(tmp_path / "x.xml", "en", page("A", revision(markup)))))
     assert document.text == "A\n\nIt weighs  and  more.\n\nF"
     assert document.unread == ("template weight of", "template citation", "template sfn", "template flag icon")

@@ -136,6 +136,8 @@ def bounded(path: Path, more: int = 0) -> Iterator[None]:
     try:
         with at_most(_MEMORY + more, _SECONDS):
             yield
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from None
     except (MemoryError, OutOfTime):
         raise DataError(
             f"{path} takes more than {_MEMORY >> 20} MiB or {_SECONDS} seconds for a few rows, as no text does"
@@ -176,7 +178,7 @@ def parquet_table(file: Path) -> Iterator[SimpleNamespace]:
             yield SimpleNamespace(metadata=table.metadata, schema_arrow=table.schema_arrow, iter_batches=batches)
         finally:
             table.close(force=True)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} is not a readable Parquet file: {first_line(error)}") from None
 
 

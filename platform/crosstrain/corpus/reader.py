@@ -57,12 +57,8 @@ class Chunk:
             return stream.read(self.stop - self.start)
 
     def text(self) -> str:
-        """Decode it, without the byte order mark of a file. DataError names the first byte that is not UTF-8."""
-        try:
-            text = self.read().decode()
-        except UnicodeDecodeError as error:
-            raise DataError(f"{self.file} is not UTF-8 text: invalid at byte {self.start + error.start}") from None
-        return text.removeprefix("\ufeff") if self.start == 0 else text
+        """Decode it from UTF-8, without the byte order mark of a file. `Reader.usable` refuses other bytes."""
+        return self.read().decode(errors="surrogateescape").removeprefix("" if self.start else "\ufeff")
 
 
 @dataclass(frozen=True)
@@ -92,10 +88,9 @@ def flaw(text: object) -> str:
         return f"holds a NUL character, as no text does, behind {text[max(0, place - 20) : place]!r}"
     try:
         text.encode()
-    except UnicodeEncodeError as error:
-        code = ord(text[error.start])  # a byte that was no UTF-8, or half of a surrogate pair
-        what = f"the byte {code - 0xDC00:#x}" if 0xDC80 <= code <= 0xDCFF else f"half of a character, {code:#x}"
-        return f"is not UTF-8 text: behind {error.start} characters is {what}"
+    except UnicodeEncodeError as error:  # a byte that was no UTF-8, or half of a surrogate pair
+        valid = len(text[: error.start].encode())
+        return f"is not UTF-8 text: invalid at byte {valid}, as {text[error.start]!r}"
     return ""
 
 
@@ -269,7 +264,7 @@ def split_file(file: Path, separator: bytes, size: int | None = None) -> Iterato
             while len(held) >= least:
                 stop = _boundary(held, separator, least)
                 if stop < 0:
-                    least = len(held) + 1  # what was searched is not searched again
+                    least = len(held) + 1  # the rest was searched already
                     break
                 yield Chunk(file, start, start + stop, None if sought else bytes(held[:stop]))
                 del held[:stop]
