@@ -155,7 +155,7 @@ def _page(url: str, options: CrawlOptions, stop: threading.Event) -> tuple[str, 
                 body = answer.read(options.max_bytes + 1)
                 if len(body) > options.max_bytes:
                     return "is too large", "", b""
-                return ("ok", answer.headers["Content-Type"], body) if body else ("is empty", "", b"")
+                return ("ok", answer.headers.get("Content-Type", kind), body) if body else ("is empty", "", b"")
         except urllib.error.HTTPError as error:
             state = f"the server says {error.code}"
             if error.code < 500 and error.code not in (408, 425, 429):
