@@ -21,8 +21,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the project and say what it lacks; returns the exit code. Raises UserError for an unknown program."""
     path = arguments.output
     text, notes, ranks = migrate(arguments.file, _origin(arguments.origin, arguments.file), _count)
-    problem = f"{path} cannot be written, choose another name with --output"
-    with os_errors_as(UserError, problem), open(path, "x", encoding="utf-8") as file:
+    with (
+        os_errors_as(UserError, f"{path} cannot be written, choose another name with --output"),
+        open(path, "x", encoding="utf-8") as file,
+    ):
         file.write(text)
     following = command("train", "--cfg-path", path, "--dry-run", *(("--world-size", ranks) if ranks else ()))
     unknown = "look up the settings that are not known, as the project lacks them, then: "
