@@ -215,24 +215,25 @@ class _Migration:
         """Put a value under a key of the project, unless its runner has no such option."""
         given = self._project["run"].get("runner", DEFAULT_RUNNER)
         runner = given.get("name", DEFAULT_RUNNER) if isinstance(given, dict) else given
-        if parts[:2] == ["run", "runner"] and len(parts) > 2 and parts[2] not in _options(runner):
+        if parts[:2] == ["run", "runner"] and parts[-1] not in {
+            "runner",
+            *(
+                f.name
+                for f in fields(AheadChecker(".".join).options_class("runner", preset_component("runner", runner)))
+            ),
+        }:
             self.notes.append((_NO_NEED, ".".join(key), f"run.runner is {runner}, which has no {parts[-1]}"))
         else:
             if key[-1].lower() not in self._origin.answers:
-                theirs = f"{self._origin.name} has no such setting, a project has; look at its value"
-                self.notes.append((_CARRIED, ".".join(key), theirs))
+                self.notes.append((_CARRIED, ".".join(key), f"{self._origin.name} has no such setting; look at it"))
             carried = _without_gaps(reduce(lambda inner, part: {part: inner}, reversed(parts), value), (), self.notes)
             self._project = sources.merge(carried, self._project, names_replace=False)
 
 
-def _options(runner: str) -> set[str]:
-    """Return the names of a runner's options."""
-    return {f.name for f in fields(AheadChecker(".".join).options_class("runner", preset_component("runner", runner)))}
-
-
 def _leave_out_zeros(project: dict[str, Any], notes: list[Note]) -> None:
     """Leave out numbers of `run` that are refused here; in other programs such a number mostly means off."""
-    for name in [name for name, value in project["run"].items() if re.search(r"(?<![\w.])(0|-)", json.dumps(value))]:
+    not_positive = re.compile(r"(?<![\w.])(-\d|0(\.0)?(?![\d.]))")  # a number, in JSON
+    for name in [name for name, value in project["run"].items() if not_positive.search(json.dumps(value))]:
         try:
             hint = get_type_hints(RunOptions, include_extras=True)[name]
             Checker(".".join).value(hint, project["run"][name], ("run", name))
