@@ -44,7 +44,7 @@ def to_give(tree: Any, key: str = "") -> list[str]:
 
 
 def loaded(project: Path, tree: dict[str, Any]) -> Config:
-    values = {"size": "512", "split": "[9,1]"}
+    values = {"size": "512", "split": "[9,1]", "arch": "blip2_qwen", "lr": "0.1"}
     return load_config(project, [f"{key}={values.get(re.split('[._]', key)[-1], 'given')}" for key in to_give(tree)])
 
 
@@ -633,7 +633,7 @@ def test_the_pages_have_the_lists_of_keys() -> None:
     spec = spec_from_file_location("write_foreign_keys", ROOT / "docs" / "write_foreign_keys.py")
     spec.loader.exec_module(generator := module_from_spec(spec))
     pages = sorted((ROOT / "docs").glob("from-*.md"))
-    assert len(pages) == len(origins()) == 7
+    assert len(pages) == len(origins()) + 1 == 8  # ColossalAI is driven from Python, so its page has no list of keys
     for page in pages:
         assert page.read_text() == generator.written(page), "run: python docs/write_foreign_keys.py"
         assert "| `" in page.read_text()
