@@ -11,7 +11,7 @@ from webdataset import ShardWriter
 
 from crosstrain import DataError, FilePath, OptionError, PositiveInt
 from crosstrain.corpus.prepare import new_folder, output_lock
-from crosstrain.data.vision.image_dataset import LARGEST_IMAGE
+from crosstrain.data.vision.image import LARGEST_IMAGE
 from crosstrain.utils.errors import os_errors_as
 from crosstrain.utils.files import read_regular, write_json
 

@@ -1,6 +1,5 @@
 """The base of datasets of images with text: processors, tokenizer, bad samples, questions and prompts."""
 
-import io
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -26,13 +25,11 @@ from crosstrain.data.vision.conversations import (
     check_images,
     collate,
 )
-from crosstrain.utils.errors import DataError, UserError, os_errors_as
-from crosstrain.utils.files import read_regular
+from crosstrain.utils.errors import DataError, UserError
 from crosstrain.utils.types import Batch, Sample
 
 log = logging.getLogger(__name__)
 
-LARGEST_IMAGE = 1 << 29  # bytes of a file
 _TRIED = 1000  # least number of samples, or all, that `max_skipped` is a share of
 
 Annotation = Mapping[str, Any]  # the texts of a sample: a caption, questions, conversations
@@ -272,23 +269,6 @@ def prompt_builder(dataset: Component, tokenizer: Path) -> PromptBuilder:
     if not issubclass(kind, VqaDataset):
         raise UserError(f"{kind.__name__} has no conversations, so questions about images cannot be asked")
     return kind.prompt_builder(dataset.options, tokenizer)
-
-
-def open_image(data: bytes, name: str) -> Any:
-    """Decode an image into an RGB PIL image. SampleError, with its name, if the bytes are none or incomplete."""
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            return image.convert("RGB")
-    except Exception as error:  # PIL raises whatever its decoders come upon
-        raise SampleError(f"{name} is not a readable image ({' '.join(str(error).split())})") from None
-
-
-def open_image_file(path: Path) -> Any:
-    """Read and decode an image file as `open_image` does."""
-    with os_errors_as(SampleError, f"{path} cannot be read"):
-        return open_image(read_regular(path, LARGEST_IMAGE), str(path))
 
 
 def _blank(processor: ImageProcessor) -> np.ndarray:

@@ -1,0 +1,142 @@
+"""Open images: any file that Pillow reads becomes upright RGB of 8 bits, or is refused with the reason."""
+
+import io
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from crosstrain.data.vision.conversations import SampleError
+from crosstrain.utils.errors import os_errors_as
+from crosstrain.utils.files import read_regular
+from crosstrain.utils.optional_deps import require
+
+LARGEST_IMAGE = 1 << 29  # bytes of a file
+_REFUSED = {  # formats whose pixels are not in the file, or have no known range
+    "EPS": "it is a program in PostScript, and none is run: convert it to PNG",
+    "FITS": "the range of its values is not known: convert it to PNG of 8 or 16 bits",
+}
+_SIXTEEN_BITS = ("PNG", "PPM")  # formats of 16 bits that some versions of Pillow open as mode I
+# Pillow keeps the high byte of several channels of 16 bits. These raw modes read the low bytes into the same places,
+# those of grey with alpha into the second and last.
+_NATIVE = "B" if sys.byteorder == "little" else "L"
+_LOW_BYTES = {
+    f"{mode};16{order}": (f"{mode};16{other}", [0, 1, 2, 3])
+    for mode in ("RGB", "RGBA", "RGBX")
+    for order, other in (("B", "L"), ("L", "B"), ("N", _NATIVE))
+}
+_LOW_BYTES["LA;16B"] = ("RGBA", [1, 1, 1, 3])
+_MOST = {"I;12": 4095}  # largest value by raw mode; 65,535 by default
+_BITS, _PHOTOMETRIC, _PLANAR = 258, 262, 284  # TIFF's tags: bits of each channel; 0: 0 is white; 2: planes of channels
+
+
+class ImageTooLarge(SampleError):
+    """An image of more pixels than are read."""
+
+
+def open_image(data: bytes, name: str, *, formats: Sequence[str] | None = None, most_pixels: int | None = None) -> Any:
+    """Decode an image into an upright RGB PIL image of 8 bits.
+
+    The EXIF orientation is applied, 16 bits are scaled by 1/257, transparent pixels are laid on white. Of an animation
+    or of several pages it is the first. `formats` are Pillow's names of those to read; None: all. Raises SampleError,
+    with the image's name, for bytes that are no image or incomplete, for values of unknown range and for more pixels
+    than Pillow's own limit, and ImageTooLarge for more than `most_pixels`.
+    """
+    pillow = require("PIL.Image", "reading images")
+    try:
+        # Pillow's warnings are about metadata, and about sizes up to twice its limit; beyond, it raises an error.
+        with warnings.catch_warnings(action="ignore"), pillow.open(io.BytesIO(data), formats=formats) as image:
+            pixels = image.width * image.height
+            if most_pixels is not None and pixels > most_pixels:
+                raise ImageTooLarge(f"{name} has {pixels} pixels, more than the {most_pixels} allowed")
+            _check_known(image)
+            return _on_white(_eight_bits(image, data))
+    except ImageTooLarge:
+        raise
+    except Exception as error:  # PIL raises whatever its decoders come upon
+        reason = " ".join(str(error).partition(" <_io.")[0].split())  # without the address of its memory
+        raise SampleError(f"{name} is not a readable image ({reason})") from None
+
+
+def open_image_file(path: Path) -> Any:
+    """Read and decode an image file as `open_image` does."""
+    with os_errors_as(SampleError, f"{path} cannot be read"):
+        return open_image(read_regular(path, LARGEST_IMAGE), str(path))
+
+
+def _check_known(image: Any) -> None:
+    """Raise ValueError for an image whose values have no known range, or that Pillow decodes wrongly."""
+    tags = getattr(image, "tag_v2", {})
+    planes = tags.get(_PLANAR) == 2 and image.tile[0][0] == "raw"  # uncompressed
+    reason = _REFUSED.get(image.format)
+    if image.mode == "F" or (image.mode == "I" and image.format not in _SIXTEEN_BITS):
+        reason = f"its values (mode {image.mode}) have no known range: convert it to 8 or 16 bits"
+    elif planes and (max(tags[_BITS]) > 8 or image.mode == "LAB"):
+        reason = "its channels lie in planes, which are not decoded: store them side by side"
+    if reason is not None:
+        raise ValueError(reason)
+
+
+def _eight_bits(image: Any, data: bytes) -> Any:
+    """Return an image turned upright, its channels of 16 bits scaled to 8."""
+    from PIL import Image
+
+    arguments = image.tile[0][3] if image.tile else ""
+    rawmode = arguments if isinstance(arguments, str) else next(iter(arguments or [""]))
+    _turn(image)
+    if rawmode not in _LOW_BYTES and not image.mode.startswith("I"):
+        return image
+    rows: Iterable[np.ndarray] = np.asarray(image)
+    if rawmode in _LOW_BYTES:
+        other, places = _LOW_BYTES[rawmode]
+        pairs = zip(rows, _decoded_as(other, data), strict=True)
+        rows = (high.astype(np.uint16) << 8 | low[:, places[: high.shape[1]]] for high, low in pairs)
+    most = _MOST.get(rawmode, 65535)
+    levels = ((np.arange(most + 1) * 255 + most // 2) // most).astype(np.uint8)  # v / 257, rounded
+    if getattr(image, "tag_v2", {}).get(_PHOTOMETRIC) == 0:
+        levels = levels[::-1]  # Pillow inverts 8 bits only
+    hidden = image.info.get("transparency")  # one colour, in 16 bits
+    made = []
+    for row in rows:  # by rows, to save memory
+        values = row.reshape(image.width, -1)
+        alpha = [] if hidden is None else [(values != hidden).any(1).astype(np.uint8) * 255]
+        made.append(np.column_stack([levels[values], *alpha]))
+    return Image.frombytes(("L", "LA", "RGB", "RGBA")[made[0].shape[1] - 1], image.size, np.stack(made).tobytes())
+
+
+def _decoded_as(rawmode: str, data: bytes) -> np.ndarray:
+    """Decode an image by a different raw mode of Pillow; values [height, width, channels]."""
+    from PIL import Image
+
+    image: Any = Image.open(io.BytesIO(data))
+    with image:
+        tiles = [(tile[:3], tile[3]) for tile in image.tile]
+        image.tile = [(*place, rawmode if isinstance(given, str) else (rawmode, *given[1:])) for place, given in tiles]
+        _turn(image)
+        return np.asarray(image)
+
+
+def _turn(image: Any) -> None:
+    """Turn an image upright, in place, as its EXIF orientation says."""
+    from PIL import ImageOps
+
+    image.load()
+    try:
+        ImageOps.exif_transpose(image, in_place=True)
+    except Exception as error:  # whatever reading its tags comes upon
+        raise ValueError(f"its EXIF data, which say how it is turned, cannot be read ({error})") from None
+
+
+def _on_white(image: Any) -> Any:
+    """Return an image in RGB, laid on white where it is transparent."""
+    from PIL import Image
+
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    solid = image.convert("LA" if image.mode == "La" else "RGBA").convert("RGBA")
+    white = Image.new("RGB", image.size, "white")
+    white.paste(solid, mask=solid)
+    return white
