@@ -76,10 +76,18 @@ class ShardStream:
 
 
 def read_shard(name: str) -> Iterator[_Sample]:
-    """Yield the samples of a shard, compressed or not, in order. Raises errors of tarfile or the system."""
+    """Yield the samples of a shard, compressed or not, in order. Raises errors of tarfile or the system.
+
+    Raises TarError too where the members of a sample are not side by side: only an index can bring them together.
+    """
+    seen = set[str]()
     with open_remote(name) if is_remote(name) else open_regular(local_path(name)) as stream:
         with tarfile.open(fileobj=stream, mode="r|*") as tar:
-            yield from ((f"{name}: {key}", files) for key, files in grouped(tar, _content(tar)))
+            for key, files in grouped(tar, _content(tar)):
+                if key in seen:
+                    raise tarfile.TarError(f"the members of {key} are apart: sort the shard, or set streaming=false")
+                seen.add(key)
+                yield f"{name}: {key}", files
         while stream.read(_CHUNK):  # a command whose output is not taken to the end would seem to have failed
             pass
 

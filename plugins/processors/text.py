@@ -11,8 +11,10 @@ from crosstrain import IMAGE, Annotation, Conversation, Message, PositiveInt, Sa
 
 Asked = list[tuple[Conversation, str, str]]
 _SPEAKERS: dict[str, Literal["system", "user", "assistant"]] = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
+    "bot": "assistant", "chatgpt": "assistant", "system": "system",
 }  # fmt: skip
+_WEIGHTS = ("weight", "loss", "train")  # keys of a turn: 0 or false if it is not learned
 
 
 @registry.register_processor("captions")
@@ -30,7 +32,7 @@ class Caption:
         clean: bool = False  # as BLIP: lower case, and spaces in the place of .!"()*#:;~
 
     def __init__(self, options: Options) -> None:
-        self.options, self.style = options, options.style
+        self.options, self.style, self.keys = options, options.style, (options.key,)
 
     def __call__(self, annotation: Annotation, images: int, rng: np.random.Generator) -> list[Conversation]:
         captions, prompts = self._captions(annotation), self.options.prompts or [""]
@@ -45,7 +47,8 @@ class Caption:
         found = annotation.get(self.options.key)
         texts = [found] if isinstance(found, str) else found
         if not isinstance(texts, Sequence) or not texts or not all(isinstance(t, str) and t.strip() for t in texts):
-            raise SampleError(f"it has no {self.options.key}")
+            held = "" if found in (None, "", [], {}) else f", but {str(found)[:50]!r} and not texts"
+            raise SampleError(f"it has no {self.options.key}{held}")
         if self.options.clean:
             texts = [re.sub(r'[.!"()*#:;~]', " ", text.lower()) for text in texts]
         return [" ".join(text.split()[: self.options.max_words]) for text in texts]
@@ -69,18 +72,19 @@ class Dialogue:
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.keys = tuple(f"{options.key}.{name}" for name in ("from", "role", "value", "content", *_WEIGHTS))
 
     def __call__(self, annotation: Annotation, images: int, rng: np.random.Generator) -> list[Conversation]:
         conversation = self._conversation(annotation, images)
         if conversation[-1].role != "assistant":  # nobody answers it, so nothing can be learned of it
             conversation.pop()
-        if not any(m.role == "assistant" for m in conversation):
+        if not any(m.role == "assistant" and m.learned for m in conversation):
             raise SampleError("there is no assistant turn, so nothing to learn")
         return [conversation]
 
     def questions(self, annotation: Annotation, images: int) -> Asked:
         messages = self._conversation(annotation, images)
-        turns = [(messages[:i], message.text) for i, message in enumerate(messages) if message.role == "assistant"]
+        turns = [(messages[:i], m.text) for i, m in enumerate(messages) if m.role == "assistant" and m.learned]
         return [(before, answer, f"turn {n}") for n, (before, answer) in enumerate(turns, 1)]
 
     def _conversation(self, annotation: Annotation, images: int) -> Conversation:
@@ -109,7 +113,10 @@ def _message(turn: Any) -> Message:
     text = turn.get("value", turn.get("content")) if isinstance(turn, dict) else None
     if role not in _SPEAKERS or not isinstance(text, str):
         raise SampleError("a turn of the conversation is not {from: human or gpt, value: text}")
-    return Message(_SPEAKERS[role], text)
+    weights = [turn[key] for key in _WEIGHTS if turn.get(key) is not None]
+    if any(weight not in (0, 1) for weight in weights):
+        raise SampleError(f"a turn has the weight {weights}, and only 0 and 1 are read")
+    return Message(_SPEAKERS[role], text, all(weights))
 
 
 @registry.register_processor("vqa")
@@ -133,9 +140,14 @@ class Questions:
         self.options = options
         key = options.dialogue_key
         self.dialogue = None if key is None else Dialogue(Dialogue.Options(key, options.system))
+        self.keys = tuple(f"{options.key}.{name}" for name in ("question", "answer", "kind"))
+        self.keys += (options.caption_key or "",) + (self.dialogue.keys if self.dialogue else ())
 
     def __call__(self, annotation: Annotation, images: int, rng: np.random.Generator) -> list[Conversation]:
-        learned = [[*before, Message("assistant", answer)] for before, answer, _ in self._short(annotation, images)]
+        learned = [
+            [*before, Message("assistant", answers[rng.integers(len(answers))])]
+            for before, answers, _ in self._short(annotation, images)
+        ]
         if self.dialogue is not None:  # whose turns are all learned at once
             learned += self.dialogue(annotation, images, rng)
         if self.options.per_sample is not None and self.options.per_sample < len(learned):
@@ -145,23 +157,30 @@ class Questions:
 
     def questions(self, annotation: Annotation, images: int) -> Asked:
         turns = self.dialogue.questions(annotation, images) if self.dialogue is not None else []
-        return self._short(annotation, images) + [(before, answer, "dialogue") for before, answer, _ in turns]
+        short = [(before, max(given, key=given.count), kind) for before, given, kind in self._short(annotation, images)]
+        return short + [(before, answer, "dialogue") for before, answer, _ in turns]
 
-    def _short(self, annotation: Annotation, images: int) -> Asked:
-        """Return all questions of one turn."""
+    def _short(self, annotation: Annotation, images: int) -> list[tuple[Conversation, list[str], str]]:
+        """Return all questions of one turn, with the answers that were given to each."""
         found = annotation.get(self.options.key)
         if not isinstance(found, Sequence) or not all(_is_question(q) for q in found):
             raise SampleError(f"its {self.options.key} are not a list of {{question, answer}}")
-        pairs = [(q["question"], q["answer"], str(q.get("kind", "question"))) for q in found]
+        pairs = [(q["question"], _answers(q), str(q.get("kind", "question"))) for q in found]
         caption = annotation.get(self.options.caption_key) if self.options.caption_key else None
         if isinstance(caption, str):
-            pairs.append((self.options.caption_prompt, caption, "caption"))
-        return [(self.asked([Message("user", f"{IMAGE * images}{q}")]), answer, kind) for q, answer, kind in pairs]
+            pairs.append((self.options.caption_prompt, [caption], "caption"))
+        return [(self.asked([Message("user", f"{IMAGE * images}{q}")]), answers, kind) for q, answers, kind in pairs]
 
     def asked(self, conversation: Conversation) -> Conversation:
         """Return a chat as training has it, after the system prompt."""
         return _told(self.options.system, conversation)
 
 
+def _answers(entry: dict[str, Any]) -> list[str]:
+    """Return the answers to a question, as often as each was given."""
+    return entry["answer"] if isinstance(entry["answer"], list) else [entry["answer"]]
+
+
 def _is_question(entry: Any) -> bool:
-    return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("question", "answer"))
+    texts = [entry.get("question"), *_answers({"answer": None} | entry)] if isinstance(entry, dict) else []
+    return len(texts) > 1 and all(isinstance(text, str) for text in texts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from crosstrain.utils.errors import DataError
@@ -19,7 +19,7 @@ class RowAudit:
     path: `source` for a column, `messages.weight` for a key of a turn. `plain` is its JSON form.
     """
 
-    def __init__(self, ignore_columns: Sequence[str] = ()) -> None:
+    def __init__(self, ignore_columns: Collection[str] = ()) -> None:
         """ignore_columns: names or paths that are not reported; a name covers everything below it."""
         self.ignore_columns = frozenset(ignore_columns)
         self.plain: dict[str, Any] = {"rows": 0, "dropped": 0, "unread": {}, "reasons": {}, "named": []}
@@ -39,11 +39,13 @@ class RowAudit:
         self.plain["named"] = [*self.plain["named"], f"{place}: {reason}"][:_NAMED]
 
     def add(self, plain: dict[str, Any]) -> None:
-        """Add the plain form of other counts; call it in the order of the input."""
+        """Add the plain form of other counts, without what is ignored here; call it in the order of the input."""
         for name in ("rows", "dropped"):
             self.plain[name] += plain[name]
         for name in ("unread", "reasons"):
             for key, (number, first) in plain[name].items():
+                if name == "unread" and self._ignored(key):
+                    continue
                 _count(self.plain[name], key, number, first)
         self.plain["named"] = (self.plain["named"] + plain["named"])[:_NAMED]
 

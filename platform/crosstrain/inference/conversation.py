@@ -11,7 +11,6 @@ from typing import Any
 from crosstrain.config.load import Config
 from crosstrain.data.splits import training_dataset
 from crosstrain.data.vision.conversations import IMAGE, Conversation, Message, SampleError
-from crosstrain.data.vision.image import LARGEST_IMAGE, open_image
 from crosstrain.data.vision.image_dataset import prompt_builder
 from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.generation import as_prompt
@@ -99,6 +98,8 @@ class ChatSession:
 
 
 def _open(file: str) -> Any:
+    from crosstrain.data.vision.image import LARGEST_IMAGE, open_image
+
     with os_errors_as(UserError, f"--image: {file} is not a readable image"):
         data = read_regular(file, LARGEST_IMAGE)
     try:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from crosstrain.data.vision.conversations import IMAGE, Conversation, Message, SampleError
-from crosstrain.data.vision.image import ImageTooLarge, open_image
 from crosstrain.inference.conversation import ChatSession
 from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.generation import as_prompt
@@ -88,6 +87,8 @@ def conversation(given: list[ChatMessage], takes_images: bool, limits: Limits) -
 
 def picture(url: str, most_pixels: int, param: str) -> Any:
     """The RGB PIL image of a `data:` URL in base64. Nothing is fetched: ApiError 400 for anything else."""
+    from crosstrain.data.vision.image import ImageTooLarge, open_image
+
     head, comma, data = url.partition(",")
     if not head.lower().startswith("data:") or not comma:
         problem = "images are not fetched; send the image itself, as data:image/png;base64,..."

@@ -3,22 +3,18 @@
 import io
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image, ImageOps
 
 from crosstrain.data.vision.conversations import SampleError
 from crosstrain.utils.errors import os_errors_as
 from crosstrain.utils.files import read_regular
-from crosstrain.utils.optional_deps import require
 
 LARGEST_IMAGE = 1 << 29  # bytes of a file
-_REFUSED = {  # formats whose pixels are not in the file, or have no known range
-    "EPS": "it is a program in PostScript, and none is run: convert it to PNG",
-    "FITS": "the range of its values is not known: convert it to PNG of 8 or 16 bits",
-}
 _SIXTEEN_BITS = ("PNG", "PPM")  # formats of 16 bits that some versions of Pillow open as mode I
 # Pillow keeps the high byte of several channels of 16 bits. These raw modes read the low bytes into the same places,
 # those of grey with alpha into the second and last.
@@ -37,7 +33,7 @@ class ImageTooLarge(SampleError):
     """An image of more pixels than are read."""
 
 
-def open_image(data: bytes, name: str, *, formats: Sequence[str] | None = None, most_pixels: int | None = None) -> Any:
+def open_image(data: bytes, name: str, *, formats: tuple[str, ...] | None = None, most_pixels: int | None = None) -> Any:
     """Decode an image into an upright RGB PIL image of 8 bits.
 
     The EXIF orientation is applied, 16 bits are scaled by 1/257, transparent pixels are laid on white. Of an animation
@@ -45,10 +41,9 @@ def open_image(data: bytes, name: str, *, formats: Sequence[str] | None = None, 
     with the image's name, for bytes that are no image or incomplete, for values of unknown range and for more pixels
     than Pillow's own limit, and ImageTooLarge for more than `most_pixels`.
     """
-    pillow = require("PIL.Image", "reading images")
     try:
         # Pillow's warnings are about metadata, and about sizes up to twice its limit; beyond, it raises an error.
-        with warnings.catch_warnings(action="ignore"), pillow.open(io.BytesIO(data), formats=formats) as image:
+        with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data), formats=formats) as image:
             pixels = image.width * image.height
             if most_pixels is not None and pixels > most_pixels:
                 raise ImageTooLarge(f"{name} has {pixels} pixels, more than the {most_pixels} allowed")
@@ -71,19 +66,21 @@ def _check_known(image: Any) -> None:
     """Raise ValueError for an image whose values have no known range, or that Pillow decodes wrongly."""
     tags = getattr(image, "tag_v2", {})
     planes = tags.get(_PLANAR) == 2 and image.tile[0][0] == "raw"  # uncompressed
-    reason = _REFUSED.get(image.format)
-    if image.mode == "F" or (image.mode == "I" and image.format not in _SIXTEEN_BITS):
-        reason = f"its values (mode {image.mode}) have no known range: convert it to 8 or 16 bits"
-    elif planes and (max(tags[_BITS]) > 8 or image.mode == "LAB"):
-        reason = "its channels lie in planes, which are not decoded: store them side by side"
-    if reason is not None:
-        raise ValueError(reason)
+    reasons = {
+        "it is a program in PostScript, and none is run: convert it to PNG": image.format == "EPS",
+        f"its values (mode {image.mode}) have no known range: convert it to 8 or 16 bits": image.format == "FITS"
+        or image.mode == "F"
+        or (image.mode == "I" and image.format not in _SIXTEEN_BITS),
+        "its channels lie in planes, which are not decoded: store them side by side": planes
+        and (max(tags[_BITS]) > 8 or image.mode == "LAB"),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(reason)
 
 
 def _eight_bits(image: Any, data: bytes) -> Any:
     """Return an image turned upright, its channels of 16 bits scaled to 8."""
-    from PIL import Image
-
     arguments = image.tile[0][3] if image.tile else ""
     rawmode = arguments if isinstance(arguments, str) else next(iter(arguments or [""]))
     _turn(image)
@@ -109,8 +106,6 @@ def _eight_bits(image: Any, data: bytes) -> Any:
 
 def _decoded_as(rawmode: str, data: bytes) -> np.ndarray:
     """Decode an image by a different raw mode of Pillow; values [height, width, channels]."""
-    from PIL import Image
-
     image: Any = Image.open(io.BytesIO(data))
     with image:
         tiles = [(tile[:3], tile[3]) for tile in image.tile]
@@ -121,8 +116,6 @@ def _decoded_as(rawmode: str, data: bytes) -> np.ndarray:
 
 def _turn(image: Any) -> None:
     """Turn an image upright, in place, as its EXIF orientation says."""
-    from PIL import ImageOps
-
     image.load()
     try:
         ImageOps.exif_transpose(image, in_place=True)
@@ -132,8 +125,6 @@ def _turn(image: Any) -> None:
 
 def _on_white(image: Any) -> Any:
     """Return an image in RGB, laid on white where it is transparent."""
-    from PIL import Image
-
     if not image.has_transparency_data:
         return image.convert("RGB")
     solid = image.convert("LA" if image.mode == "La" else "RGBA").convert("RGBA")

@@ -2,8 +2,8 @@
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from annotated_types import Interval
 
-from crosstrain.config.bounds import FilePath, PositiveInt
+from crosstrain.config.bounds import FilePath, PositiveInt, Text
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Component
 from crosstrain.data.dataset import Dataset, Split
@@ -46,6 +46,9 @@ class TextProcessor(Protocol):
     """A processor of annotations into conversations about their images."""
 
     style: Style
+    # Keys of annotations that it reads, KEY or KEY.NAME for a name within a list of objects; others are reported. A
+    # processor without them reports none.
+    keys: Collection[str]
 
     def __call__(self, annotation: Annotation, images: int, rng: np.random.Generator) -> list[Conversation]:
         """Return the conversations to learn from a sample with `images` images. SampleError if there is none."""
@@ -137,6 +140,8 @@ class ImageDatasetOptions:
     # largest share of skipped samples among those that a process has tried; while it has tried fewer than a thousand,
     # among a thousand or all
     max_skipped: Annotated[float, Interval(ge=0, lt=1)] = 0.01
+    # keys of annotations that are not reported as unused; a key covers all below it
+    ignore_columns: list[Text] = field(default_factory=list)
     blind: bool = False  # images are all zero, to measure what the text alone teaches
 
 
@@ -156,9 +161,8 @@ class ImageDataset(VqaDataset):
         tokenizer, self.tokenizer_path = load_cached(options.tokenizer)
         self.vocab_size = tokenizer.vocab_size
         self.sequence_length = options.max_length
-        kind = "train" if split == "train" else "eval"
-        self.image_processor: ImageProcessor = _processor(getattr(options.vis_processor, kind))
-        self.text_processor: TextProcessor = _processor(getattr(options.text_processor, kind))
+        self.image_processor: ImageProcessor = _processor(_of_split(options.vis_processor, split))
+        self.text_processor: TextProcessor = _processor(_of_split(options.text_processor, split))
         self.encoder = ConversationEncoder(tokenizer, options.image_tokens, self.text_processor.style)
         self.skipped: dict[int, str] = {}
         self.tried = 0
@@ -176,6 +180,12 @@ class ImageDataset(VqaDataset):
     def image_sizes(self) -> frozenset[tuple[int, int]]:  # type: ignore[override]
         height, width = _blank(self.image_processor).shape[-2:]
         return frozenset({(height, width)})
+
+    @classmethod
+    def used(cls, options: Any, split: Split) -> frozenset[str]:
+        """Return the keys of annotations that are used, or not to be reported; none where that is not known."""
+        keys = getattr(_processor(_of_split(options.text_processor, split)), "keys", ())
+        return frozenset(("images", "text_only", *keys, *options.ignore_columns) if keys else ())
 
     @abstractmethod
     def read(self, index: int) -> tuple[list[Any], Annotation]:
@@ -276,6 +286,10 @@ def _blank(processor: ImageProcessor) -> np.ndarray:
     from PIL import Image
 
     return processor(Image.new("RGB", (64, 64)), np.random.default_rng(0))
+
+
+def _of_split(given: Processors, split: Split) -> Component:
+    return given.train if split == "train" else given.eval
 
 
 def _processor(component: Component) -> Any:
