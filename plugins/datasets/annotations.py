@@ -37,7 +37,7 @@ def read_annotations(
     audit = audit or RowAudit(used)
     for place, entry in _entries(path.expanduser()):
         try:
-            sample = annotation_of(entry, used)
+            sample = annotation_of(entry)
             if used and not any(key.partition(".")[0] in sample for key in (*_KNOWN, *used - {"images"})):
                 raise SampleError(
                     f"it has none of the known layouts, but {', '.join(map(str, entry))[:100] or 'no keys'}"
@@ -76,56 +76,52 @@ def _parsed(line: str) -> Any:
 
 
 def _rows(found: Any) -> list[Any]:
-    """Return the rows of a document; those of COCO with the name and the other keys of their images."""
-    rows = found if not isinstance(found, dict) else found.get("annotations", found.get("data"))
+    """Return the rows of a document; those of COCO with the objects that describe their images."""
+    document = found if isinstance(found, dict) else {"data": found}
+    rows, images = document.get("annotations", document.get("data")), document.get("images")
     if not isinstance(rows, list):
         return [found]
-    named = found.get("images") if isinstance(found, dict) else None
-    if not isinstance(named, list):
+    if not isinstance(images, list):
         return rows
-    images = {str(image.get("id")): image for image in named if isinstance(image, dict)}
+    by_id = {str(image.get("id")): image for image in images if isinstance(image, dict)}
     joined = []
     for row in rows:
-        image = images.get(str(row.get("image_id")), {}) if isinstance(row, dict) else {}
-        more = {f"image.{key}": value for key, value in image.items() if key not in ("id", "file_name")}
-        name = image.get("file_name") or {"unknown image_id": row.get("image_id") if isinstance(row, dict) else None}
-        joined.append({"image": name} | row | more if isinstance(row, dict) else row)
+        name = str(row.pop("image_id", None)) if isinstance(row, dict) else ""
+        joined.append({"image": by_id.get(name, {"unknown image_id": name})} | row if isinstance(row, dict) else row)
     return joined
 
 
-def annotation_of(entry: Any, used: Collection[str] = ()) -> dict[str, Any]:
+def annotation_of(entry: Any) -> dict[str, Any]:
     """Return an entry with `images`, a list of names, and `conversations`, `caption` or `questions`, as it has them.
 
-    Conversations are [{from or role, value or content: text}]; messages with parts, instructions and outputs, and
-    questions and answers become such, the latter `questions` where a processor uses these. Keys that are not read here
-    stay. Raises SampleError for an entry that is no object, or that has other media, or images in an unknown form.
+    Conversations are [{from or role, value or content: text}]; messages with parts, and instructions and outputs become
+    such. A question and its answers become `questions`. Keys that are not read here stay. Raises SampleError for an
+    entry that is no object, or that has other media, or images in an unknown form.
     """
     if not isinstance(entry, dict):
         raise SampleError(f"it is no JSON object, but {str(entry)[:50]!r}")
     if media := [key for key in _OTHER_MEDIA if entry.get(key)]:
         raise SampleError(f"it has {media[0]}, and only images and texts are read")
     sample = dict(entry)
-    named = [key for key in _IMAGES if sample.get(key)][:1]
-    images = [sample.pop(key) for key in named]
-    if named and sample.get("images"):
-        raise SampleError(f"it has both {named[0]} and images")
-    images = [_reference(image) for given in images for image in (given if isinstance(given, list) else [given])]
+    named = next((key for key in _IMAGES if sample.get(key)), "images")
+    given = sample.pop(named, None) or []
+    if named == "image" and sample.get("images"):
+        raise SampleError("it has both image and images")
+    images = [_reference(image, sample) for image in (given if isinstance(given, list) else [given])]
+    if "question" in sample and "answer" in sample:
+        sample["questions"] = [{"question": sample.pop("question"), "answer": sample.pop("answer")}]
     if "conversations" not in sample and "messages" in sample:
         sample["conversations"] = sample.pop("messages")
-    elif "instruction" in sample and "output" in sample:
+    elif "conversations" not in sample and "instruction" in sample and "output" in sample:
         asked = sample.pop("instruction")
         if isinstance(asked, str) and isinstance(sample.get("input"), str):  # Alpaca's
             asked = "\n\n".join(filter(None, (asked, sample.pop("input"))))
         sample["conversations"] = _turns(asked, sample.pop("output"))
-    elif "question" in sample and "answer" in sample and "questions.question" in used:
-        sample["questions"] = [{"question": sample.pop("question"), "answer": sample.pop("answer")}]
-    elif "question" in sample and "answer" in sample:
-        sample["conversations"] = _turns(sample.pop("question"), sample.pop("answer"))
     turns = sample.get("conversations")
     if isinstance(turns, list):
         told = [{"from": "system", "value": sample.pop("system")}] if sample.get("system") else []
         parts: list[Any] = []
-        sample["conversations"] = told + [_flat(turn, parts) for turn in turns]
+        sample["conversations"] = told + [_flat(turn, parts, sample) for turn in turns]
         images += parts
     if not images and sample.get("image_id") not in _EMPTY and not any(key in entry for key in _IMAGES):
         name = str(sample.pop("image_id"))
@@ -134,13 +130,10 @@ def annotation_of(entry: Any, used: Collection[str] = ()) -> dict[str, Any]:
 
 
 def _turns(asked: Any, answered: Any) -> list[dict[str, Any]]:
-    """Return the turns of a question and its answer, or of equally many. Raises SampleError for other values."""
+    """Return the turns of an instruction and its output, or of equally many. Raises SampleError for other values."""
     questions, answers = (value if isinstance(value, list) else [value] for value in (asked, answered))
     if len(questions) != len(answers) or not all(isinstance(text, str) for text in (*questions, *answers)):
-        raise SampleError(
-            "its question and answer are neither texts nor lists of equally many; text_processor vqa takes several "
-            "answers to one question"
-        )
+        raise SampleError("its instruction and output are neither texts nor lists of equally many")
     turns = []
     for question, answer in zip(questions, answers, strict=True):
         for placeholder in _PLACEHOLDERS:
@@ -149,33 +142,36 @@ def _turns(asked: Any, answered: Any) -> list[dict[str, Any]]:
     return turns
 
 
-def _flat(turn: Any, images: list[str]) -> Any:
+def _flat(turn: Any, images: list[str], sample: dict[str, Any]) -> Any:
     """Return a turn whose parts are one text, with placeholders of images; add the images that the parts name.
 
-    Keys of parts that are not read become keys of the turn.
+    Keys of parts that are not read become keys of the sample.
     """
     key = "content" if isinstance(turn, dict) and "content" in turn else "value"
     if not isinstance(turn, dict) or not isinstance(turn.get(key), list):
         return turn
-    texts, more = [], dict[str, Any]()
+    text = ""
     for part in turn[key]:
         kind = part.get("type", "text") if isinstance(part, dict) else None
-        if kind not in ("text", "image", "image_url"):
+        if kind not in ("text", "image", "image_url") or not isinstance(part.get("text") or "", str):
             raise SampleError(f"a turn has a part of type {kind}, and only text, image and image_url are read")
-        texts.append(part.get("text") if kind == "text" else IMAGE)
-        given = {source: part[source] for source in _SOURCES if part.get(source)} if kind != "text" else {}
-        images += [_reference(given)] if given else []
-        more |= {f"part.{name}": value for name, value in part.items() if name not in ("type", "text", *given)}
-    if not all(isinstance(text, str) for text in texts):
-        raise SampleError("a part of type text has no text")
-    return turn | more | {key: "".join(texts)}
+        text += part.get("text", "") if kind == "text" else IMAGE
+        if kind != "text" and any(part.get(source) for source in _SOURCES):
+            images.append(_reference(part, sample))
+        else:
+            sample |= {f"part.{name}": value for name, value in part.items() if name not in ("type", "text")}
+    return turn | {key: text}
 
 
-def _reference(given: Any) -> str:
-    """Return a file's name, or a data: URL, from a name or an object of the Hugging Face hub or of OpenAI."""
+def _reference(given: Any, sample: dict[str, Any]) -> str:
+    """Return a file's name, or a data: URL, from a name or an object of the Hugging Face hub, of COCO or of OpenAI.
+
+    Other keys of the object become keys of the sample.
+    """
     name = given
     while isinstance(name, dict):
         source = next((source for source in _SOURCES if name.get(source)), "")
+        sample |= {f"image.{key}": value for key, value in name.items() if key not in (*_SOURCES, "type")}
         name = f"{_DATA};base64,{name[source]}" if source == "bytes" else name.get(source)
     if not isinstance(name, str) or not name or name.startswith(("http:", "https:")):
         raise SampleError(f"its image is {given!r:.80}, and not a file's name, {{path: name}} or {{bytes: base64}}")

@@ -182,10 +182,11 @@ def _annotation(name: str, content: dict[str, bytes]) -> dict[str, Any]:
 
     A caption that differs is there as `txt`, and members of other kinds by their extensions, to be reported.
     """
-    kinds: dict[str, list[str]] = {}
+    described, texts, others = list[str](), list[str](), list[str]()
     for extension in content:
-        kinds.setdefault(extension.rpartition(".")[2], []).append(extension)
-    described, texts = kinds.get("json", []), [e for kind in TEXTS[1:] for e in kinds.get(kind, [])]
+        kind = extension.rpartition(".")[2]
+        held = described if kind == "json" else texts if kind in TEXTS else others
+        held += [extension] if kind not in IMAGES else []
     if len(described) > 1 or len(texts) > 1 or not described + texts:
         raise SampleError(f"{name} has neither a .json object nor a .txt, or several ({', '.join(content)})")
     try:
@@ -194,7 +195,7 @@ def _annotation(name: str, content: dict[str, bytes]) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise SampleError(f"{name}: its text cannot be read ({error})") from None
     annotation = annotation_of({"image": None} | entry if isinstance(entry, dict) else entry)
-    annotation |= {e: "a member" for kind, held in kinds.items() if kind not in (*IMAGES, *TEXTS) for e in held}
+    annotation |= dict.fromkeys(others, "a member")
     if caption and not annotation.get("caption"):
         annotation["caption"] = caption
     elif caption and caption != annotation["caption"]:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import numpy as np
 from braceexpand import braceexpand
@@ -26,7 +26,6 @@ from crosstrain.utils.errors import os_errors_as
 from crosstrain.utils.files import cache_folder, open_regular, write_atomically
 from crosstrain.utils.resource_limits import OutOfTime, timed
 
-T = TypeVar("T")
 Files = dict[str, tuple[int, int]]  # extension -> (first byte, bytes)
 Keys = Callable[[str, dict[str, bytes]], Iterable[str]]
 _VERSION = 2
@@ -205,7 +204,7 @@ def _write_index(path: Path, cache: Path, keys: Keys) -> None:
     """Write the index of a shard. The table comes first, so an index that exists is complete."""
     lines, audit = [], RowAudit()
     with open_regular(path) as file:
-        for key, files in _scan(path):
+        for key, files in _scan(path).items():
             lines.append(json.dumps((key, files)).encode() + b"\n")
             content = dict.fromkeys(files, b"")
             for extension, (start, size) in files.items():
@@ -219,42 +218,33 @@ def _write_index(path: Path, cache: Path, keys: Keys) -> None:
         write_atomically(target, content)
 
 
-def _scan(path: Path) -> Iterator[tuple[str, Files]]:
-    """Yield (key, files) of each sample, in the order of their first members; others may stand anywhere."""
+def _scan(path: Path) -> dict[str, Files]:
+    """Return the files of each sample by its key, in the order of first members; others may stand anywhere."""
     samples = dict[str, Files]()
     try:
         with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            for key, files in grouped(tar, lambda member: (member.offset_data, member.size)):
-                held = samples.setdefault(key, {})
-                if twice := held.keys() & files.keys():
-                    raise tarfile.TarError(f"{key}.{min(twice)} is there twice")
-                held.update(files)
+            for key, extension, member in members(tar):
+                samples.setdefault(key, {})[extension] = (member.offset_data, member.size)
     except (tarfile.TarError, OSError) as error:
         raise DataError(f"the shard {path} is not a readable tar file ({error})") from None
-    yield from samples.items()
+    return samples
 
 
-def grouped(tar: tarfile.TarFile, of: Callable[[tarfile.TarInfo], T]) -> Iterator[tuple[str, dict[str, T]]]:
-    """Yield (key, result of `of` by extension) of each run of members whose names are equal up to the first dot.
+def members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
+    """Yield the sample's key, the extension and the place of each file; the key is the name up to its first dot.
 
-    Raises TarError for two members of one name in a run.
+    Raises TarError for two files of one name.
     """
-    key, files = "", dict[str, T]()
+    seen = set[tuple[str, str]]()
     for member in tar:
-        if not member.isfile():
-            continue
         folder, _, name = member.name.rpartition("/")
         stem, _, extension = name.partition(".")
-        this = f"{folder}/{stem}" if folder else stem
-        if this != key and files:
-            yield key, files
-            files = {}
-        key = this
-        if extension.lower() in files:
+        found = (f"{folder}/{stem}" if folder else stem, extension.lower())
+        if member.isfile() and found in seen:
             raise tarfile.TarError(f"{member.name} is there twice")
-        files[extension.lower()] = of(member)
-    if files:
-        yield key, files
+        if member.isfile():
+            seen.add(found)
+            yield *found, member
 
 
 class Shards:

@@ -14,6 +14,7 @@ _SPEAKERS: dict[str, Literal["system", "user", "assistant"]] = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
     "bot": "assistant", "chatgpt": "assistant", "system": "system",
 }  # fmt: skip
+_OTHERS = (("caption", "captions"), ("questions", "vqa"))  # keys of other processors
 _WEIGHTS = ("weight", "loss", "train")  # keys of a turn: 0 or false if it is not learned
 
 
@@ -47,8 +48,7 @@ class Caption:
         found = annotation.get(self.options.key)
         texts = [found] if isinstance(found, str) else found
         if not isinstance(texts, Sequence) or not texts or not all(isinstance(t, str) and t.strip() for t in texts):
-            held = "" if found in (None, "", [], {}) else f", but {str(found)[:50]!r} and not texts"
-            raise SampleError(f"it has no {self.options.key}{held}")
+            raise SampleError(f"it has no {self.options.key}" + (f", but {str(found)[:50]!r}" if found else ""))
         if self.options.clean:
             texts = [re.sub(r'[.!"()*#:;~]', " ", text.lower()) for text in texts]
         return [" ".join(text.split()[: self.options.max_words]) for text in texts]
@@ -90,8 +90,8 @@ class Dialogue:
     def _conversation(self, annotation: Annotation, images: int) -> Conversation:
         turns = annotation.get(self.options.key)
         if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
-            hint = "; text_processor captions learns its caption" if "caption" in annotation else ""
-            raise SampleError(f"it has no {self.options.key}{hint}")
+            others = [f"; text_processor {name} learns its {key}" for key, name in _OTHERS if key in annotation]
+            raise SampleError(f"it has no {self.options.key}{''.join(others)}")
         messages = [_message(turn) for turn in turns]
         first = next((i for i, m in enumerate(messages) if m.role == "user"), None)
         if first is not None and images and not any(IMAGE in m.text for m in messages):
@@ -140,8 +140,8 @@ class Questions:
         self.options = options
         key = options.dialogue_key
         self.dialogue = None if key is None else Dialogue(Dialogue.Options(key, options.system))
-        self.keys = tuple(f"{options.key}.{name}" for name in ("question", "answer", "kind"))
-        self.keys += (options.caption_key or "",) + (self.dialogue.keys if self.dialogue else ())
+        own = (f"{options.key}.{name}" for name in ("question", "answer", "kind"))
+        self.keys = (*own, options.caption_key or "", *(self.dialogue.keys if self.dialogue else ()))
 
     def __call__(self, annotation: Annotation, images: int, rng: np.random.Generator) -> list[Conversation]:
         learned = [
@@ -165,7 +165,7 @@ class Questions:
         found = annotation.get(self.options.key)
         if not isinstance(found, Sequence) or not all(_is_question(q) for q in found):
             raise SampleError(f"its {self.options.key} are not a list of {{question, answer}}")
-        pairs = [(q["question"], _answers(q), str(q.get("kind", "question"))) for q in found]
+        pairs = [(q["question"], _listed(q["answer"]), str(q.get("kind", "question"))) for q in found]
         caption = annotation.get(self.options.caption_key) if self.options.caption_key else None
         if isinstance(caption, str):
             pairs.append((self.options.caption_prompt, [caption], "caption"))
@@ -176,11 +176,11 @@ class Questions:
         return _told(self.options.system, conversation)
 
 
-def _answers(entry: dict[str, Any]) -> list[str]:
-    """Return the answers to a question, as often as each was given."""
-    return entry["answer"] if isinstance(entry["answer"], list) else [entry["answer"]]
-
-
 def _is_question(entry: Any) -> bool:
-    texts = [entry.get("question"), *_answers({"answer": None} | entry)] if isinstance(entry, dict) else []
+    texts = [entry.get("question"), *_listed(entry.get("answer"))] if isinstance(entry, dict) else []
     return len(texts) > 1 and all(isinstance(text, str) for text in texts)
+
+
+def _listed(answer: Any) -> list[Any]:
+    """Return the answers to a question, as often as each was given."""
+    return answer if isinstance(answer, list) else [answer]

@@ -3,7 +3,6 @@
 import io
 import sys
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,13 @@ from crosstrain.utils.errors import os_errors_as
 from crosstrain.utils.files import read_regular
 
 LARGEST_IMAGE = 1 << 29  # bytes of a file
-_SIXTEEN_BITS = ("PNG", "PPM")  # formats of 16 bits that some versions of Pillow open as mode I
 # Pillow keeps the high byte of several channels of 16 bits. These raw modes read the low bytes into the same places,
-# those of grey with alpha into the second and last.
-_NATIVE = "B" if sys.byteorder == "little" else "L"
+# those of grey with alpha into the second and last. N is the order of the machine.
 _LOW_BYTES = {
     f"{mode};16{order}": (f"{mode};16{other}", [0, 1, 2, 3])
     for mode in ("RGB", "RGBA", "RGBX")
-    for order, other in (("B", "L"), ("L", "B"), ("N", _NATIVE))
-}
-_LOW_BYTES["LA;16B"] = ("RGBA", [1, 1, 1, 3])
-_MOST = {"I;12": 4095}  # largest value by raw mode; 65,535 by default
+    for order, other in (("B", "L"), ("L", "B"), ("N", "B" if sys.byteorder == "little" else "L"))
+} | {"LA;16B": ("RGBA", [1, 1, 1, 3])}
 _BITS, _PHOTOMETRIC, _PLANAR = 258, 262, 284  # TIFF's tags: bits of each channel; 0: 0 is white; 2: planes of channels
 
 
@@ -33,7 +28,9 @@ class ImageTooLarge(SampleError):
     """An image of more pixels than are read."""
 
 
-def open_image(data: bytes, name: str, *, formats: tuple[str, ...] | None = None, most_pixels: int | None = None) -> Any:
+def open_image(
+    data: bytes, name: str, *, formats: tuple[str, ...] | None = None, most_pixels: int | None = None
+) -> Any:
     """Decode an image into an upright RGB PIL image of 8 bits.
 
     The EXIF orientation is applied, 16 bits are scaled by 1/257, transparent pixels are laid on white. Of an animation
@@ -44,16 +41,15 @@ def open_image(data: bytes, name: str, *, formats: tuple[str, ...] | None = None
     try:
         # Pillow's warnings are about metadata, and about sizes up to twice its limit; beyond, it raises an error.
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data), formats=formats) as image:
-            pixels = image.width * image.height
-            if most_pixels is not None and pixels > most_pixels:
+            if most_pixels is not None and (pixels := image.width * image.height) > most_pixels:
                 raise ImageTooLarge(f"{name} has {pixels} pixels, more than the {most_pixels} allowed")
             _check_known(image)
             return _on_white(_eight_bits(image, data))
     except ImageTooLarge:
         raise
     except Exception as error:  # PIL raises whatever its decoders come upon
-        reason = " ".join(str(error).partition(" <_io.")[0].split())  # without the address of its memory
-        raise SampleError(f"{name} is not a readable image ({reason})") from None
+        reason = str(error).partition(" <_io.")[0]  # without the address of its memory
+        raise SampleError(f"{name} is not a readable image ({' '.join(reason.split())})") from None
 
 
 def open_image_file(path: Path) -> Any:
@@ -70,7 +66,7 @@ def _check_known(image: Any) -> None:
         "it is a program in PostScript, and none is run: convert it to PNG": image.format == "EPS",
         f"its values (mode {image.mode}) have no known range: convert it to 8 or 16 bits": image.format == "FITS"
         or image.mode == "F"
-        or (image.mode == "I" and image.format not in _SIXTEEN_BITS),
+        or (image.mode == "I" and image.format not in ("PNG", "PPM")),  # of 16 bits, in some versions of Pillow
         "its channels lie in planes, which are not decoded: store them side by side": planes
         and (max(tags[_BITS]) > 8 or image.mode == "LAB"),
     }
@@ -86,32 +82,28 @@ def _eight_bits(image: Any, data: bytes) -> Any:
     _turn(image)
     if rawmode not in _LOW_BYTES and not image.mode.startswith("I"):
         return image
-    rows: Iterable[np.ndarray] = np.asarray(image)
+    values = np.asarray(image)
     if rawmode in _LOW_BYTES:
         other, places = _LOW_BYTES[rawmode]
-        pairs = zip(rows, _decoded_as(other, data), strict=True)
-        rows = (high.astype(np.uint16) << 8 | low[:, places[: high.shape[1]]] for high, low in pairs)
-    most = _MOST.get(rawmode, 65535)
+        values = values.astype(np.uint16) << 8 | _decoded_as(other, data)[..., places[: values.shape[2]]]
+    most = 4095 if rawmode == "I;12" else 65535
     levels = ((np.arange(most + 1) * 255 + most // 2) // most).astype(np.uint8)  # v / 257, rounded
     if getattr(image, "tag_v2", {}).get(_PHOTOMETRIC) == 0:
         levels = levels[::-1]  # Pillow inverts 8 bits only
-    hidden = image.info.get("transparency")  # one colour, in 16 bits
-    made = []
-    for row in rows:  # by rows, to save memory
-        values = row.reshape(image.width, -1)
-        alpha = [] if hidden is None else [(values != hidden).any(1).astype(np.uint8) * 255]
-        made.append(np.column_stack([levels[values], *alpha]))
-    return Image.frombytes(("L", "LA", "RGB", "RGBA")[made[0].shape[1] - 1], image.size, np.stack(made).tobytes())
+    values = values.reshape(image.height, image.width, -1)
+    made = np.stack([levels[row] for row in values])  # by rows, to save memory
+    if (hidden := image.info.get("transparency")) is not None:  # one colour, in 16 bits
+        made = np.dstack([made, (values != hidden).any(2).astype(np.uint8) * 255])
+    return Image.frombytes(("L", "LA", "RGB", "RGBA")[made.shape[2] - 1], image.size, made.tobytes())
 
 
 def _decoded_as(rawmode: str, data: bytes) -> np.ndarray:
     """Decode an image by a different raw mode of Pillow; values [height, width, channels]."""
     image: Any = Image.open(io.BytesIO(data))
-    with image:
-        tiles = [(tile[:3], tile[3]) for tile in image.tile]
-        image.tile = [(*place, rawmode if isinstance(given, str) else (rawmode, *given[1:])) for place, given in tiles]
-        _turn(image)
-        return np.asarray(image)
+    arguments = [rawmode if isinstance(tile[3], str) else (rawmode, *tile[3][1:]) for tile in image.tile]
+    image.tile = [(*tile[:3], given) for tile, given in zip(image.tile, arguments, strict=True)]
+    _turn(image)
+    return np.asarray(image)
 
 
 def _turn(image: Any) -> None:
