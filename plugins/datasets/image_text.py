@@ -43,7 +43,7 @@ IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm")
 
 @registry.register_dataset("image_text")
 class ImageText(ImageDataset):
-    """Samples in tar shards: KEY.jpg or several KEY.0.jpg, KEY.1.jpg, ..., with KEY.json, or KEY.txt for a caption.
+    """Samples in tar shards: KEY.jpg or several KEY.0.jpg, KEY.1.jpg, ..., with KEY.json, KEY.txt for a caption, or both.
 
     Every sample is reachable by its index, so the order is the platform's own and resuming is seeking. A streamed train
     split is the exception: see `ShardStream`.

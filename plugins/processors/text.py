@@ -129,7 +129,7 @@ class Questions:
     class Options:
         """The questions of an annotation to use."""
 
-        key: Text = "questions"  # a list of {question, answer, kind}
+        key: Text = "questions"  # a list of {question, answer, kind}; one of several answers is drawn
         caption_key: Text | None = "caption"  # a caption to go with them; None: no captions
         caption_prompt: Text = "describe the image"  # the question before a caption
         dialogue_key: Text | None = None  # a conversation as LLaVA writes it to go with them; None: none
