@@ -2,7 +2,7 @@
 
 import base64
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from crosstrain.utils.files import read_regular
 
 _MOST_BYTES = 1 << 32
 _ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
-_IMAGES = ("image", "images", "file_name", "image_path")  # keys of names of images
+IMAGE_KEYS = ("image", "images", "file_name", "image_path")  # keys of names of images
 _OTHER_MEDIA = ("video", "videos", "audio", "audios")
 _KNOWN = ("conversations", "caption", "questions")  # of which an annotation has one, beside what a processor reads
 _PLACEHOLDERS = ("<Img><ImageHere></Img>", "<ImageHere>")  # MiniGPT-4's
@@ -25,7 +25,7 @@ _DATA = "data:"  # begins an image that stands in the annotation itself, in base
 
 
 def read_annotations(
-    path: Path, audit: RowAudit | None = None, used: Collection[str] = (), max_dropped: float = 0.1
+    path: Path, audit: RowAudit | None = None, used: frozenset[str] = frozenset(), max_dropped: float = 0.1
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the place and the annotation of each sample, in the form that `annotation_of` describes.
 
@@ -53,7 +53,9 @@ def read_annotations(
 def _entries(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the rows of a file with their places. A line that is no JSON is a row too, its text."""
     with opened(path) as stream:
-        data = stream.read(_MOST_BYTES)
+        data = stream.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise DataError(f"{path} has more than {_MOST_BYTES >> 30} GiB: use shards of images and texts")
     try:
         text = data.decode(json.detect_encoding(data))
         rows = _rows(json.loads(text))
@@ -103,7 +105,7 @@ def annotation_of(entry: Any) -> dict[str, Any]:
     if media := [key for key in _OTHER_MEDIA if entry.get(key)]:
         raise SampleError(f"it has {media[0]}, and only images and texts are read")
     sample = dict(entry)
-    named = next((key for key in _IMAGES if sample.get(key)), "images")
+    named = next((key for key in IMAGE_KEYS if sample.get(key)), "images")
     given = sample.pop(named, None) or []
     if named == "image" and sample.get("images"):
         raise SampleError("it has both image and images")
@@ -123,7 +125,7 @@ def annotation_of(entry: Any) -> dict[str, Any]:
         parts: list[Any] = []
         sample["conversations"] = told + [_flat(turn, parts, sample) for turn in turns]
         images += parts
-    if not images and sample.get("image_id") not in _EMPTY and not any(key in entry for key in _IMAGES):
+    if not images and sample.get("image_id") not in _EMPTY and not any(key in entry for key in IMAGE_KEYS):
         name = str(sample.pop("image_id"))
         images = [name if Path(name).suffix.lower() in _ENDINGS else f"{name}.jpg"]
     return sample | {"images": images}

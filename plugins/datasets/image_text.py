@@ -33,7 +33,7 @@ from crosstrain import (
 )
 from crosstrain.data.row_audit import RowAudit
 
-from .annotations import annotation_of, keys_of
+from .annotations import IMAGE_KEYS, annotation_of, keys_of
 from .packing import PackOptions, pack
 from .streaming import ShardStream
 from .webdataset import TEXTS, Shards, check_there, default_cache, expand, prepare
@@ -43,7 +43,7 @@ IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm")
 
 @registry.register_dataset("image_text")
 class ImageText(ImageDataset):
-    """Samples in tar shards: KEY.jpg or several KEY.0.jpg, KEY.1.jpg, ..., with KEY.json, KEY.txt for a caption, or both.
+    """Samples in tar shards: KEY.jpg or several KEY.0.jpg, KEY.1.jpg, ..., with KEY.json, KEY.txt (a caption), or both.
 
     Every sample is reachable by its index, so the order is the platform's own and resuming is seeking. A streamed train
     split is the exception: see `ShardStream`.
@@ -194,8 +194,9 @@ def _annotation(name: str, content: dict[str, bytes]) -> dict[str, Any]:
         caption = content[texts[0]].decode("utf-8-sig").strip() if texts else ""
     except (ValueError, RecursionError) as error:
         raise SampleError(f"{name}: its text cannot be read ({error})") from None
-    annotation = annotation_of({"image": None} | entry if isinstance(entry, dict) else entry)
-    annotation |= dict.fromkeys(others, "a member")
+    beside = {key: entry[key] for key in IMAGE_KEYS if key in entry} if isinstance(entry, dict) else {}
+    annotation = annotation_of(entry | dict.fromkeys(IMAGE_KEYS) if isinstance(entry, dict) else entry)
+    annotation |= beside | dict.fromkeys(others, "a member")
     if caption and not annotation.get("caption"):
         annotation["caption"] = caption
     elif caption and caption != annotation["caption"]:

@@ -88,9 +88,7 @@ class Instructions(ImageDataset):
 
     def read(self, index: int) -> tuple[list[Any], Annotation]:
         place, entry = self.entries[self.start + index]
-        names = [place if name.startswith("data:") else str(self.folder / name) for name in entry["images"]]
-        contents = [read_image(name, self.folder) for name in entry["images"]]
-        return [open_image(data, name) for data, name in zip(contents, names, strict=True)], entry
+        return [open_image(read_image(n, self.folder), f"{place}: {n[:100]}") for n in entry["images"]], entry
 
     @classmethod
     def _entries(cls, options: Any, split: Split) -> tuple[list[Entry], str]:

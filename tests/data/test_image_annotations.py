@@ -139,7 +139,7 @@ def test_bytes_that_are_no_image_are_skipped_with_their_place(home: Path, words:
     rows = [{"image": given, "conversations": ASKED}, {"image": "1.png", "conversations": ASKED}]
     dataset = opened(home, notes(home, words, rows))
     assert said(dataset) == "red <|im_end|>"
-    assert "not base64" in dataset.skipped[0] or "entry 0 of" in dataset.skipped[0]
+    assert "not base64" in dataset.skipped[0] or f"entry 0 of {home}/notes.json: {DATA_URL}" in dataset.skipped[0]
 
 
 # ---- files
@@ -444,6 +444,16 @@ def test_a_text_that_is_another_caption_and_other_members_are_named(home: Path, 
     assert said(dataset).startswith("red")
     for key in ("txt", "npy", "mp4"):
         assert f"{key} (1 of 1 rows, first in a.tar: 000000)" in dataset.notice
+
+
+def test_names_of_images_in_the_metadata_of_a_shard_are_only_named(home: Path, words: Path) -> None:
+    metadata = {"caption": "red", "image": "https://example.org/1.jpg", "image_id": 7}
+    path = write_shard(home / "a.tar", [{"jpg": jpeg(0), "json": json.dumps(metadata).encode()}])
+    dataset = opened(home, captions(words, train=str(path), max_skipped=0.0))
+    assert said(dataset).startswith("red")
+    assert get(dataset)["pixel_values"].shape[0] == 1
+    assert "image_id (1 of 1 rows" in dataset.notice
+    assert " image (1 of 1 rows" in dataset.notice
 
 
 def test_names_with_several_endings(home: Path, words: Path) -> None:
