@@ -35,7 +35,7 @@ def read_annotations(
     `max_dropped` of the rows is dropped.
     """
     audit = audit or RowAudit(used)
-    for place, entry in _entries(path.expanduser()):
+    for place, entry in _entries(path.expanduser(), audit):
         try:
             sample = annotation_of(entry)
             if used and not any(key.partition(".")[0] in sample for key in (*_KNOWN, *used - {"images"})):
@@ -50,7 +50,7 @@ def read_annotations(
     audit.check(str(path), max_dropped)
 
 
-def _entries(path: Path) -> Iterator[tuple[str, Any]]:
+def _entries(path: Path, audit: RowAudit) -> Iterator[tuple[str, Any]]:
     """Yield the rows of a file with their places. A line that is no JSON is a row too, its text."""
     with opened(path) as stream:
         data = stream.read(_MOST_BYTES + 1)
@@ -58,7 +58,7 @@ def _entries(path: Path) -> Iterator[tuple[str, Any]]:
         raise DataError(f"{path} has more than {_MOST_BYTES >> 30} GiB: use shards of images and texts")
     try:
         text = data.decode(json.detect_encoding(data))
-        rows = _rows(json.loads(text))
+        rows = _rows(json.loads(text), str(path), audit)
     except json.JSONDecodeError as error:
         if error.msg != "Extra data":
             raise DataError(f"{path}:{error.lineno} is not JSON ({error.msg})") from None
@@ -77,20 +77,21 @@ def _parsed(line: str) -> Any:
         return line
 
 
-def _rows(found: Any) -> list[Any]:
-    """Return the rows of a document; those of COCO with the objects that describe their images."""
+def _rows(found: Any, path: str, audit: RowAudit) -> list[Any]:
+    """Return a document's rows, those of COCO with the objects that describe their images; count the other keys."""
     document = found if isinstance(found, dict) else {"data": found}
-    rows, images = document.get("annotations", document.get("data")), document.get("images")
+    held = "annotations" if "annotations" in document else "data"
+    rows, images = document.get(held), document.get("images")
     if not isinstance(rows, list):
         return [found]
-    if not isinstance(images, list):
-        return rows
-    by_id = {str(image.get("id")): image for image in images if isinstance(image, dict)}
-    joined = []
-    for row in rows:
-        name = str(row.pop("image_id", None)) if isinstance(row, dict) else ""
-        joined.append({"image": by_id.get(name, {"unknown image_id": name})} | row if isinstance(row, dict) else row)
-    return joined
+    others = keys_of({key: document[key] for key in document.keys() - {held, "images"}})
+    audit.add(RowAudit().plain | {"unread": {key: [1, path] for key in sorted(others)}})
+    if isinstance(images, list):
+        by_id = {str(image.get("id")): image for image in images if isinstance(image, dict)}
+        for row in (row for row in rows if isinstance(row, dict)):
+            name = str(row.pop("image_id", None))
+            row.setdefault("image", by_id.get(name, {"unknown image_id": name}))
+    return rows
 
 
 def annotation_of(entry: Any) -> dict[str, Any]:

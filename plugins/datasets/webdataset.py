@@ -206,11 +206,9 @@ def _write_index(path: Path, cache: Path, keys: Keys) -> None:
     with open_regular(path) as file:
         for key, files in _scan(path).items():
             lines.append(json.dumps((key, files)).encode() + b"\n")
-            content = dict.fromkeys(files, b"")
-            for extension, (start, size) in files.items():
-                if extension.rpartition(".")[2] in TEXTS:
-                    content[extension] = os.pread(file.fileno(), min(size, _TEXT_BYTES), start)
-            audit.row(f"{path.name}: {key}", keys(key, content))
+            texts = {e: place for e, place in files.items() if e.rpartition(".")[2] in TEXTS}
+            content = {e: os.pread(file.fileno(), min(size, _TEXT_BYTES), start) for e, (start, size) in texts.items()}
+            audit.row(f"{path.name}: {key}", keys(key, dict.fromkeys(files, b"") | content))
     head = json.dumps(_state(path) | {"samples": len(lines), "audit": audit.plain}).encode() + b"\n"
     index = _index_path(path, cache)
     begin = np.array([0, *accumulate(map(len, lines))], np.int64) + len(head)

@@ -212,7 +212,7 @@ def test_rows_that_cannot_be_used_are_dropped_up_to_a_share(home: Path, words: P
 
 def test_captions_of_coco_have_the_names_that_the_file_gives(home: Path, words: Path) -> None:
     coco = {
-        "info": {"year": 2014}, "licenses": [],
+        "info": {"year": 2014}, "licenses": [], "categories": [{"id": 1}],
         "images": [{"id": 7, "file_name": "2.png", "height": 20, "license": 3}, {"id": 9, "file_name": "0.png"}],
         "annotations": [
             {"image_id": 7, "id": 1, "caption": "red circle"}, {"image_id": 9, "id": 2, "caption": "blue"},
@@ -224,8 +224,9 @@ def test_captions_of_coco_have_the_names_that_the_file_gives(home: Path, words: 
     assert [said(dataset, i) for i in range(3)] == ["red circle <|im_end|>", "blue <|im_end|>", "left <|im_end|>"]
     for part in ("image.id (3 of 3 rows", "image.height (2 of 3 rows", "image.license (2 of 3", " id (3 of 3 rows"):
         assert part in dataset.notice
+    assert f"info (1 of 3 rows, first in {home}/notes.json)" in dataset.notice
     assert "image_id" not in dataset.notice
-    quiet = notes(home, words, coco, **by("captions"), ignore_columns=["id", "image"])
+    quiet = notes(home, words, coco, **by("captions"), ignore_columns=["id", "image", "info", "categories"])
     assert opened(home, quiet).notice == ""
     coco["annotations"] += [{"image_id": 8, "id": 4, "caption": "lost"}]
     with pytest.raises(DataError, match=r"1 of 4 rows are dropped, .* its image is {'unknown image_id': '8'}, and"):
