@@ -158,7 +158,7 @@ def _flat(turn: Any, images: list[str], sample: dict[str, Any]) -> Any:
         kind = part.get("type", "text") if isinstance(part, dict) else None
         if kind not in ("text", "image", "image_url") or not isinstance(part.get("text") or "", str):
             raise SampleError(f"a turn has a part of type {kind}, and only text, image and image_url are read")
-        text += part.get("text", "") if kind == "text" else IMAGE
+        text += (part.get("text") or "") if kind == "text" else IMAGE
         if kind != "text" and any(part.get(source) for source in _SOURCES):
             images.append(_reference(part, sample))
         else:

@@ -111,7 +111,7 @@ def _told(system: str | None, conversation: Conversation) -> Conversation:
 def _message(turn: Any) -> Message:
     role = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
     text = turn.get("value", turn.get("content")) if isinstance(turn, dict) else None
-    if role not in _SPEAKERS or not isinstance(text, str):
+    if not isinstance(role, str) or role not in _SPEAKERS or not isinstance(text, str):
         raise SampleError("a turn of the conversation is not {from: human or gpt, value: text}")
     weights = [turn[key] for key in _WEIGHTS if turn.get(key) is not None]
     if any(weight not in (0, 1) for weight in weights):

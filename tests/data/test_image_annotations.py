@@ -7,6 +7,8 @@ import gzip
 import io
 import json
 import tarfile
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from crosstrain.config.load import load_config
+from crosstrain.config.registry import registry
 from crosstrain.data.splits import open_split, prepare_data
-from crosstrain.data.vision.conversations import IMAGE_ID
+from crosstrain.data.vision.conversations import IMAGE_ID, SampleError
 from crosstrain.utils.errors import DataError
 from crosstrain.utils.types import IGNORE_INDEX
 from fixtures_shards import captions, jpeg, module_of, opened, write_shard
@@ -276,6 +279,35 @@ def test_no_key_is_passed_over(more: dict[str, int], place: str) -> None:
     read = {"image", "images", "conversations", "from", "value", "image_id"}
     prefix = "conversations." if place == "turn" else ""
     assert found >= {prefix + key for key in more if key not in read}
+
+
+KEYS = ["image", "images", "conversations", "messages", "from", "value", "role", "content", "type", "text", "caption",
+        "bytes", "path", "url", "question", "answer", "questions", "instruction", "input", "output", "system", "weight",
+        "image_id", "annotations", "data", "id", "file_name", "video"]  # fmt: skip
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 2) | st.sampled_from(["", "a", "image", "text", "user", "assistant"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5),
+    max_leaves=25,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(ODD)
+def test_rows_of_any_shape_are_read_or_refused(document: Any) -> None:
+    layouts = module_of("instructions", "annotations")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "notes.json"
+        path.write_text(json.dumps(document))
+        try:
+            rows = [row for _, row in layouts.read_annotations(path, None, frozenset({"images", "caption"}), 0.99)]
+        except DataError:
+            rows = []
+    for name in ("captions", "dialogue", "vqa"):
+        kind = registry.get("processor", name)
+        for row in rows:
+            with suppress(SampleError):
+                for conversation in kind(kind.Options())(row, len(row["images"]), np.random.default_rng(0)):
+                    assert all(isinstance(message.text, str) for message in conversation)
 
 
 def test_nulls_and_empty_values_mean_nothing(home: Path, words: Path) -> None:
