@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from crosstrain.utils.errors import DataError, printable
@@ -20,7 +20,7 @@ class RowAudit:
     path: `source` for a column, `messages.weight` for a key of a turn. `plain` is its JSON form.
     """
 
-    def __init__(self, ignore_columns: Sequence[str] = ()) -> None:
+    def __init__(self, ignore_columns: Collection[str] = ()) -> None:
         """ignore_columns: names or paths that are not reported; a name covers everything below it."""
         self.ignore_columns = frozenset(ignore_columns)
         self.plain: dict[str, Any] = {"rows": 0, "dropped": 0, "unread": {}, "reasons": {}, "named": []}
