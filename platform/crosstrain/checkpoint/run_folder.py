@@ -6,6 +6,7 @@ The folder of a run in a bucket is a local one, whose files, except checkpoints,
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -39,6 +40,8 @@ _INTERVAL = 60.0  # seconds between two copies of a run's files to a bucket
 _WRITER = ".writer"  # file with the id of the last process that wrote to a bucket from this folder
 _copied: dict[Path, tuple[int, int]] = {}  # file of a run in a bucket -> time and size when it was copied there
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
+# Errors of a name with NUL, of one that is too long, and of one that is a file and a folder.
+_IMPOSSIBLE = {errno.EINVAL, errno.ENAMETOOLONG, errno.EEXIST, errno.EISDIR, errno.ENOTDIR}
 
 
 class RunFolder:
@@ -352,14 +355,23 @@ class _Sync:
 
 
 def bring(url: str, folder: Path) -> None:
-    """Copy the files of a run in a bucket, except checkpoints, to a local folder."""
+    """Copy the files of a run in a bucket, except checkpoints and what belongs to its writers, to a local folder."""
+    left_out = []
     for top, size in storage.listing(url).items():
-        names = [top] if size is not None else []
-        if size is None and top not in ("checkpoints", ".writers"):
-            names = [f"{top}/{name}" for name in storage.files(storage.join(url, top))]
-        for name in names:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        names = [top] if size is not None else [f"{top}/{name}" for name in storage.files(storage.join(url, top))]
+        for name in names if top not in ("checkpoints", ".writers", ".lock", _WRITER) else ():
+            try:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).touch()
+            except (ValueError, OSError) as error:
+                if getattr(error, "errno", errno.EINVAL) not in _IMPOSSIBLE:
+                    raise
+                left_out.append(name)
+                continue
             storage.download(storage.join(url, name), folder / name)
+    if left_out:
+        said = "%s: %d object(s) are left out, as no file here can have such a name: %r"
+        log.warning(said, url, len(left_out), left_out[0][:80])
 
 
 def _is(path: Path, known: os.stat_result) -> bool:

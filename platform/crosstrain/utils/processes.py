@@ -1,5 +1,8 @@
-"""Processes that are spawned without running the main script again, which may lack `if __name__ == "__main__"`."""
+"""Processes that are spawned: they do not outlive their parent, and need not run the main script again."""
 
+import ctypes
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,10 +11,29 @@ from types import ModuleType
 
 @contextmanager
 def main_hidden() -> Iterator[None]:
-    """Hide the main module from processes that are spawned in the block; what they run must be importable."""
+    """Hide the main module, which may run on import, from processes that are spawned in the block."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")  # without a file
     try:
         yield
     finally:
         sys.modules["__main__"] = main
+
+
+class Bond:
+    """Something to pickle for a spawned process: once it is read, the system ends that process with this one."""
+
+    def __reduce__(self) -> tuple:
+        return _bind, (os.getpid(),)
+
+
+def _bind(parent: int) -> None:
+    on_parents_death(signal.SIGKILL)
+    if os.getppid() != parent:  # it was killed sooner
+        os._exit(1)
+
+
+def on_parents_death(number: signal.Signals) -> None:
+    """Have the system send this process a signal when its parent ends, however it ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG

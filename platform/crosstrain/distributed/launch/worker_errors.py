@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from crosstrain.utils.errors import OutOfMemory, RankLost, UserError, refusal, sentence
+from crosstrain.utils.processes import on_parents_death
 
 _AGAIN = "start the same command again: a training resumes from its last checkpoint, if it has one"
 _BROKEN = "Connection closed by peer|Connection reset by peer|Broken pipe"  # as gloo and TCP say it
@@ -41,9 +42,10 @@ def run_worker(worker: Callable[..., int], args: tuple[Any, ...]) -> int:
     global _launcher_shows_errors
     _launcher_shows_errors = True
     os.setpgid(0, 0)  # what a terminal, `timeout` or `kill -- -GROUP` sends is for the launcher, which forwards it
+    on_parents_death(signal.SIGKILL)  # torch has asked for SIGINT, which libraries may swallow
     launcher = multiprocessing.parent_process()
     if launcher is not None and not launcher.is_alive():
-        os._exit(1)  # killed before torch had asked the system to tell us
+        os._exit(1)
     try:
         result = worker(*args)
         if launcher is not None:
