@@ -1,4 +1,4 @@
-"""Ranks that srun, mpirun, torchrun or deepspeed start: they say whom they wait for, leave when told, name a used port."""
+"""Ranks of srun, mpirun, torchrun or deepspeed say whom they wait for, leave when told, and name a port in use."""
 
 from __future__ import annotations
 
@@ -189,9 +189,8 @@ def test_variables_that_are_missing_are_named(workspace: Workspace) -> None:
 @pytest.mark.parametrize("how", ["deepspeed", "torch.distributed.launch"])
 def test_programs_that_pass_the_local_rank_start_train_and_evaluate(workspace: Workspace, how: str) -> None:
     port = str(free_port())
-    environment = PLAIN | {
-        "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    }  # fmt: skip
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = PLAIN | {"GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu", "PATH": path}
     if how == "deepspeed":
         start = ["deepspeed", "--num_gpus=2", f"--master_port={port}"]
     else:

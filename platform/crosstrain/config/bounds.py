@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from annotated_types import Ge, Gt, Interval, MinLen
+from annotated_types import Ge, Interval, MinLen
 
 LONGEST_TEXT = 65_536  # characters
 _LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, as file systems have it
@@ -30,8 +30,8 @@ class IsPath:
 
 PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
-PositiveFloat = Annotated[float, Gt(0)]
-NonNegativeFloat = Annotated[float, Ge(0)]
+PositiveFloat = Annotated[float, Interval(ge=1e-12, le=1e12)]  # beyond, products in fp32 vanish or overflow
+NonNegativeFloat = Annotated[float, Interval(ge=0, le=1e12)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 Text = Annotated[str, MinLen(1)]
 FilePath = Annotated[str, IsPath()]
