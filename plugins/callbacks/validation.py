@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from crosstrain import Callback, ConfigError, NonNegativeFloat, PositiveInt, RunOptions, registry
 
-_MISSPELT = 0.87  # similarity of two names, from which one is taken for the other misspelt
-
 
 @dataclass
 class _Followed:
@@ -22,9 +20,9 @@ class _Follower(Callback):
     def check(cls, options: Any, run: RunOptions) -> None:
         if run.eval_interval is None:
             raise ConfigError(f"run.callbacks: there is no {options.metric} without validations; set run.eval_interval")
-        metrics = [registry.get("metric", metric.name).token_hits or metric.name for metric in run.metrics]
-        known = [f"val_{name}" for name in ("loss", "perplexity", *metrics)]
-        near = get_close_matches(options.metric, known, 1, _MISSPELT)  # others are recorded by models and objectives
+        known = [f"val_{name}" for name in ("loss", "perplexity", *(metric.name for metric in run.metrics))]
+        # Models and objectives record numbers of other names; this near they are the same name, misspelt.
+        near = get_close_matches(options.metric, known, 1, 0.87)
         if options.metric not in known and (near or not options.metric.startswith("val_")):
             raise ConfigError(f"run.callbacks: validation gives no {options.metric}, but {', '.join(near or known)}")
 

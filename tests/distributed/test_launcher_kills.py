@@ -5,19 +5,31 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import time
 
 import pytest
 
-from conftest import Workspace, kill, session
+from conftest import Workspace, kill, logged_step, session, wait_until
 from fixtures_ranks import mostly_slow
 
-STARTS = 30.0  # seconds until the first step of a start, at most, on a busy machine
+
+def _start(workspace: Workspace, name: str, runner: str) -> subprocess.Popen[str]:
+    return workspace.start(name, f"run.runner={runner}", "run.max_iters=1000000", "run.save_interval=1000", nproc=2)
+
+
+def _seconds_to_the_first_step(workspace: Workspace, runner: str) -> float:
+    begun, process = time.monotonic(), _start(workspace, f"measured_{runner}", runner)
+    try:
+        wait_until(lambda: logged_step(workspace.path / f"measured_{runner}") >= 1, process, 300)
+        return time.monotonic() - begun
+    finally:
+        kill(process)
 
 
 def _killed_after(workspace: Workspace, name: str, runner: str, seconds: float) -> list[int]:
     """Kill a launcher that many seconds after its start; returns the processes that are there 10 s later."""
-    process = workspace.start(name, f"run.runner={runner}", "run.max_iters=1000000", "run.save_interval=1000", nproc=2)
+    process = _start(workspace, name, runner)
     try:
         time.sleep(seconds)
         assert process.poll() is None, process.communicate()[0]
@@ -31,11 +43,13 @@ def _killed_after(workspace: Workspace, name: str, runner: str, seconds: float) 
         kill(process)
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kills", mostly_slow([2, 30], [2]))
 def test_no_worker_outlives_a_launcher_that_is_killed_during_its_start(workspace: Workspace, kills: int) -> None:
-    rng = random.Random(5)
+    rng, runners = random.Random(5), ("zero2", "ddp")
+    last = {runner: _seconds_to_the_first_step(workspace, runner) if kills > 2 else 10.0 for runner in runners}
     for number in range(kills):
-        seconds, runner = rng.uniform(2, STARTS if kills > 2 else 12), ("zero2", "ddp")[number % 2]
+        runner = runners[number % 2]
+        seconds = rng.uniform(1, last[runner])
         left = _killed_after(workspace, f"out{number}", runner, seconds)
         assert not left, f"{runner}, killed after {seconds:.1f} s"

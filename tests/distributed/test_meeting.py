@@ -101,9 +101,8 @@ def test_a_rank_without_the_others_says_so_and_leaves_when_told(
     port = port_for_slurm()
     with ranks(workspace, launcher, rank, port=port) as (process,):
         wait_until(lambda: "waits for" in process.said, process)
-        missing = r"1 ranks \(1\)" if rank == 0 else "rank 0"
         host = "localhost" if launcher == "srun" else "127.0.0.1"
-        assert re.search(rf"rank {rank} of 2 on \S+ waits for {missing} to come to {host}:{port} ", process.said)
+        assert re.search(rf"rank {rank} of 2 on \S+ waits for \[{1 - rank}\] at {host}:{port}, ", process.said)
         told = time.monotonic()
         process.send_signal(signal.Signals[number])
         assert process.wait(5) != 0
@@ -168,7 +167,7 @@ def test_the_store_of_a_different_job_is_none_of_ours(workspace: Workspace) -> N
 def test_ranks_that_come_late_train(workspace: Workspace, launcher: str) -> None:
     port = port_for_slurm()
     with ranks(workspace, launcher, 1, port=port) as (late,):
-        wait_until(lambda: "waits for rank 0" in late.said, late)
+        wait_until(lambda: "waits for [0] at" in late.said, late)
         with ranks(workspace, launcher, 0, port=port) as (first,):
             assert (first.wait(200), late.wait(60)) == (0, 0), first.said + late.said
             assert "runner ddp on 2 cpu worker(s)" in first.said

@@ -6,7 +6,6 @@ The folder of a run in a bucket is a local one, whose files, except checkpoints,
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
@@ -40,8 +39,6 @@ _INTERVAL = 60.0  # seconds between two copies of a run's files to a bucket
 _WRITER = ".writer"  # file with the id of the last process that wrote to a bucket from this folder
 _copied: dict[Path, tuple[int, int]] = {}  # file of a run in a bucket -> time and size when it was copied there
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
-# Errors of a name with NUL, of one that is too long, and of one that is a file and a folder.
-_IMPOSSIBLE = {errno.EINVAL, errno.ENAMETOOLONG, errno.EEXIST, errno.EISDIR, errno.ENOTDIR}
 
 
 class RunFolder:
@@ -120,13 +117,10 @@ class RunFolder:
                 if self.descriptor is not None and os.path.sameopenfile(self.descriptor, descriptor):
                     os.dup2(self.descriptor, descriptor)  # which shares the lock that this process has
                 held.callback(os.close, descriptor)
-                deadline = time.monotonic() + patience
                 try:
                     held.enter_context((lock := FileLock(self.path / ".lock")).acquire(timeout=patience))
-                    while not _locks(descriptor, fcntl.LOCK_EX):
-                        if time.monotonic() > deadline:
-                            raise Timeout(str(self.path))
-                        time.sleep(0.1)
+                    if not _locks(descriptor, fcntl.LOCK_EX):
+                        raise Timeout(str(self.path))
                 except Timeout:
                     problem = f"another process is training in {self.path}; choose another folder"
                     raise UserError(f"run.output_dir: {problem}") from None
@@ -367,32 +361,31 @@ class _Sync:
 
 def bring(url: str, folder: Path) -> None:
     """Copy the files of a run in a bucket, except checkpoints and what belongs to its writers, to a local folder."""
-    left_out = []
+    names = list[str]()
     for top, size in storage.listing(url).items():
-        names = [top] if size is not None else [f"{top}/{name}" for name in storage.files(storage.join(url, top))]
-        for name in names if top not in ("checkpoints", ".writers", ".lock", _WRITER) else ():
-            try:
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                (folder / name).touch()
-            except (ValueError, OSError) as error:
-                if getattr(error, "errno", errno.EINVAL) not in _IMPOSSIBLE:
-                    raise
-                left_out.append(name)
-                continue
-            storage.download(storage.join(url, name), folder / name)
-    if left_out:
+        if top not in ("checkpoints", ".writers", ".lock", _WRITER):
+            names += [top] if size is not None else [f"{top}/{n}" for n in storage.files(storage.join(url, top))]
+    also_folders = {str(folder) for name in names for folder in Path(name).parents}
+    possible = [name for name in names if name not in also_folders and _fits_a_disk(name)]
+    if left_out := sorted({*names} - {*possible}):
         said = "%s: %d object(s) are left out, as no file here can have such a name: %r"
         log.warning(said, url, len(left_out), left_out[0][:80])
+    for name in possible:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        storage.download(storage.join(url, name), folder / name)
+
+
+def _fits_a_disk(name: str) -> bool:
+    """Return True where each part of an object's name can be that of a file."""
+    return "\0" not in name and all(len(part) <= 255 for part in os.fsencode(name).split(b"/"))
 
 
 def _locks(descriptor: int, kind: int) -> bool:
     """Lock a file or a folder, if its file system can; returns False where another process has the lock."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # NFS locks files only
-        pass
+    except OSError as error:  # NFS locks files only
+        return not isinstance(error, BlockingIOError)
     return True
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from annotated_types import Ge, Interval, MinLen
+from annotated_types import Ge, Gt, Interval, MinLen
 
 LONGEST_TEXT = 65_536  # characters
 _LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, as file systems have it
@@ -30,7 +30,7 @@ class IsPath:
 
 PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
-PositiveFloat = Annotated[float, Interval(ge=1e-12, le=1e12)]  # beyond, products in fp32 vanish or overflow
+PositiveFloat = Annotated[float, Gt(0), Interval(ge=1e-12, le=1e12)]  # beyond, fp32 products vanish or overflow
 NonNegativeFloat = Annotated[float, Interval(ge=0, le=1e12)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 Text = Annotated[str, MinLen(1)]

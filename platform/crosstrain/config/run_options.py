@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Interval, MinLen
+from annotated_types import Gt, Interval, MinLen
 
 from crosstrain.config.bounds import FilePath, NonNegativeFloat, NonNegativeInt, PositiveInt, Text
 from crosstrain.config.schema import Component, NoOptions, OptionError
@@ -167,7 +167,8 @@ class RunOptions:
     objective: Annotated[Component, "objective"] | None = None
     # rule of the update
     optimizer: Annotated[Component, "optimizer"] = field(default_factory=lambda: Component("adamw"))
-    init_lr: Annotated[float, Interval(ge=1e-12, le=10_000)] = 1e-4  # highest learning rate, reached when warmup ends
+    # highest learning rate, reached when warmup ends
+    init_lr: Annotated[float, Gt(0), Interval(ge=1e-12, le=10_000)] = 1e-4
     min_lr: NonNegativeFloat = 0.0  # where the schedule ends
     # of parameters with two or more dimensions
     weight_decay: Annotated[float, Interval(ge=0, le=10_000)] = 0.01

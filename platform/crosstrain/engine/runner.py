@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from crosstrain.config.bounds import PositiveInt
 from crosstrain.config.run_options import RunOptions
 from crosstrain.data.loader import MicroBatch
-from crosstrain.distributed.group import Group, choose_device, world
-from crosstrain.distributed.launch.meeting import meet
+from crosstrain.distributed.group import Group, choose_device, meet, world
 from crosstrain.distributed.watchdog import watchdog
 from crosstrain.engine.expert_parallel import check_experts
 from crosstrain.engine.footprint import Layout, PlanContext, data_parallel

@@ -24,16 +24,12 @@ class Bond:
     """Something to pickle for a spawned process: once it is read, the system ends that process with this one."""
 
     def __reduce__(self) -> tuple:
-        return _bind, (os.getpid(),)
+        return on_parents_death, (signal.SIGKILL, os.getpid())
 
 
-def _bind(parent: int) -> None:
-    on_parents_death(signal.SIGKILL)
-    if os.getppid() != parent:  # it was killed sooner
-        os._exit(1)
-
-
-def on_parents_death(number: signal.Signals) -> None:
-    """Have the system send this process a signal when its parent ends, however it ends (Linux)."""
+def on_parents_death(number: signal.Signals, parent: int | None = None) -> None:
+    """Have the system send this process a signal when its parent ends (Linux); end it if `parent` did already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+    if parent not in (None, os.getppid()):
+        os._exit(1)

@@ -12,7 +12,6 @@ import re
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -48,20 +47,16 @@ def run_worker(worker: Callable[..., int], args: tuple[Any, ...]) -> int:
         os._exit(1)
     try:
         result = worker(*args)
-        if launcher is not None:
-            threading.Thread(target=_exit_with, args=(launcher,), daemon=True).start()
+        # After a worker's end, torch would wait forever for a dead launcher's answer.
+        on_parents_death(signal.SIGKILL)
+        if launcher is not None and not launcher.is_alive():
+            os._exit(1)
         return result
     except Exception as error:
         if _is_lost_peer(str(error)):
             time.sleep(5)  # the rank that went away has the real error; the launcher ends this one meanwhile
         report_error(error)
         os._exit(1)  # whatever other threads wait for
-
-
-def _exit_with(launcher: Any) -> NoReturn:
-    """Exit with the launcher: after a worker's end, torch would wait forever for a dead launcher's answer."""
-    launcher.join()
-    os._exit(1)
 
 
 def report_error(error: Exception) -> None:
