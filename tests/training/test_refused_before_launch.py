@@ -17,6 +17,7 @@ from crosstrain.cli.main import main
 from crosstrain.config.load import load_config
 from crosstrain.config.yaml_text import LARGEST_TREE, Unreadable, parse
 from crosstrain.utils.errors import ConfigError, UserError
+from crosstrain.utils.units import finite
 
 
 @pytest.mark.parametrize(
@@ -156,3 +157,12 @@ def test_a_deleted_lock_lets_nobody_in(tmp_path: Path, monkeypatch: pytest.Monke
     living.release()
     assert not RunFolder(tmp_path / "out").is_held()
     RunFolder(tmp_path / "out").create({"run": {}})
+
+
+def test_numbers_without_a_form_in_json_are_null_at_any_depth() -> None:
+    nan, inf = float("nan"), float("inf")
+    given = {"loss": nan, "timers": {"forward": inf, "backward": 1.5}, "rows": [1, (-inf, "inf")], "step": 3}
+    text = json.dumps(finite(given), allow_nan=False)
+    assert json.loads(text) == {
+        "loss": None, "timers": {"forward": None, "backward": 1.5}, "rows": [1, [None, "inf"]], "step": 3,
+    }  # fmt: skip
