@@ -27,15 +27,18 @@ def _seconds_to_the_first_step(workspace: Workspace, runner: str) -> float:
         kill(process)
 
 
-def _killed_after(workspace: Workspace, name: str, runner: str, seconds: float) -> list[int]:
-    """Kill a launcher that many seconds after its start; returns the processes that are there 10 s later."""
+def _left_after(workspace: Workspace, name: str, runner: str, seconds: float) -> list[int]:
+    """Kill a launcher that many seconds after its start; returns the processes that stay too long."""
     process = _start(workspace, name, runner)
+    log = workspace.path / name / "log.txt"
     try:
         time.sleep(seconds)
         assert process.poll() is None, process.communicate()[0]
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        deadline = time.monotonic() + 10
+        # Where training has begun, workers save first, which takes longer on a busy machine.
+        patience = 60 if log.exists() and "global batch" in log.read_text() else 10
+        deadline = time.monotonic() + patience
         while (left := session(process)) and time.monotonic() < deadline:
             time.sleep(0.1)
         return left
@@ -51,5 +54,5 @@ def test_no_worker_outlives_a_launcher_that_is_killed_during_its_start(workspace
     for number in range(kills):
         runner = runners[number % 2]
         seconds = rng.uniform(1, last[runner])
-        left = _killed_after(workspace, f"out{number}", runner, seconds)
+        left = _left_after(workspace, f"out{number}", runner, seconds)
         assert not left, f"{runner}, killed after {seconds:.1f} s"

@@ -107,6 +107,8 @@ def meet(rank: int, size: int, timeout: float) -> dist.Store:
         raise ConfigError("MASTER_ADDR, MASTER_PORT: set them to rank 0's machine and a free port there")
     here, free = socket.gethostname(), "set MASTER_PORT to a free one, the same for every rank"
     at = f"rank {rank} of {size} on {here}"
+    # Our launcher and torchrun choose the port, and choose anew when they start workers again.
+    in_use = RankLost if "TORCHELASTIC_RUN_ID" in os.environ else ConfigError
     found, began, due, error = dict[str, Any](), time.monotonic(), _QUIET, None
     # In a thread, as the library's call may never return, and holds signals off.
     Thread(target=_arrive, args=(found, (host, int(port)), rank, size, timeout), daemon=True).start()
@@ -115,14 +117,14 @@ def meet(rank: int, size: int, timeout: float) -> dist.Store:
         if store is not None and store.add("ranks", 0) >= size:
             return store
         if store is None and time.monotonic() > found.get("answered", began + timeout) + _STRANGE:
-            raise ConfigError(f"MASTER_PORT: what answers at {host}:{port} is not rank 0 of this run; {free}")
+            raise in_use(f"MASTER_PORT: what answers at {host}:{port} is not rank 0 of this run; {free}")
         if waited > due:
             due = waited + 60
             absent = [n for n in range(min(size, _SHOWN)) if not (store.check([f"rank {n}"]) if store else n)]
             print(f"{at} waits for {absent} at {host}:{port}, for at most {timeout:.0f} s", file=sys.stderr, flush=True)
-        time.sleep(0.1)
+        time.sleep(max(0.1, size / 10_000))
     if "EADDRINUSE" in str(error):
-        raise ConfigError(f"MASTER_PORT: {port} is in use on {here}; {free}")
+        raise in_use(f"MASTER_PORT: {port} is in use on {here}; {free}")
     why = f" ({first_line(error)})" if error else ": one is stopped or stuck, or its machine is lost"
     limit = f"within {timeout:.0f} s (run.collective_timeout and a minute)"
     raise RankLost(f"the ranks did not all start {limit}; {at} waited at {host}:{port}{why}")
