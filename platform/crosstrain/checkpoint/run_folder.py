@@ -366,18 +366,16 @@ def bring(url: str, folder: Path) -> None:
         if top not in ("checkpoints", ".writers", ".lock", _WRITER):
             names += [top] if size is not None else [f"{top}/{n}" for n in storage.files(storage.join(url, top))]
     also_folders = {str(folder) for name in names for folder in Path(name).parents}
-    possible = [name for name in names if name not in also_folders and _fits_a_disk(name)]
+    possible = [
+        name for name in names
+        if name not in also_folders and "\0" not in name and max(map(len, os.fsencode(name).split(b"/"))) <= 255
+    ]  # fmt: skip
     if left_out := sorted({*names} - {*possible}):
         said = "%s: %d object(s) are left out, as no file here can have such a name: %r"
         log.warning(said, url, len(left_out), left_out[0][:80])
     for name in possible:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         storage.download(storage.join(url, name), folder / name)
-
-
-def _fits_a_disk(name: str) -> bool:
-    """Return True where each part of an object's name can be that of a file."""
-    return "\0" not in name and all(len(part) <= 255 for part in os.fsencode(name).split(b"/"))
 
 
 def _locks(descriptor: int, kind: int) -> bool:

@@ -126,8 +126,10 @@ def meet(rank: int, size: int, timeout: float) -> dist.Store:
     if "EADDRINUSE" in str(error):
         raise in_use(f"MASTER_PORT: {port} is in use on {here}; {free}")
     why = f" ({first_line(error)})" if error else ": one is stopped or stuck, or its machine is lost"
-    limit = f"within {timeout:.0f} s (run.collective_timeout and a minute)"
-    raise RankLost(f"the ranks did not all start {limit}; {at} waited at {host}:{port}{why}")
+    raise RankLost(
+        f"the ranks did not all start within {timeout:.0f} s (run.collective_timeout and a minute); {at} waited at "
+        f"{host}:{port}{why}"
+    )
 
 
 def _arrive(found: dict[str, Any], address: tuple[str, int], rank: int, size: int, timeout: float) -> None:

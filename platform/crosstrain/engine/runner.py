@@ -111,8 +111,8 @@ class Runner(HeldState):
         if not dist.is_initialized() and (size > 1 or self.needs_process_group):
             cuda = self.device.type == "cuda"
             # The timeout is later than the watchdog's.
-            rank, timeout = int(os.environ.get("RANK", 0)), (self.run.collective_timeout or 1740) + 60
-            store = dist.HashStore() if size == 1 else meet(rank, size, timeout)
+            rank, timeout = int(os.environ["RANK"]) if size > 1 else 0, (self.run.collective_timeout or 1740) + 60
+            store = meet(rank, size, timeout) if size > 1 else dist.HashStore()
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size,
                 device_id=self.device if cuda else None, timeout=timedelta(seconds=timeout),
