@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -119,6 +120,7 @@ def test_each_kind_of_damage_is_passed_over(root: Path, every: bool, caplog: pyt
         data = storage.read(at(NEWER, file))
         kind(random.Random(number), at(NEWER, file), data)
         caplog.clear()
+        shutil.rmtree(root.parent, ignore_errors=True)  # this machine's copies, which are sound
         is_there = storage.listing(f"{RUN}/checkpoints/step_{NEWER:06d}").get(file) is not None
         left = storage.read_end(at(NEWER, file), 1 << 20) if is_there else None
         harmed, gone = left != data, left is None and file == "manifest.json"
@@ -127,7 +129,9 @@ def test_each_kind_of_damage_is_passed_over(root: Path, every: bool, caplog: pyt
         assert is_as_written(start, OLDER if harmed else NEWER), (kind, file)
         said = [r.getMessage() for r in caplog.records if "damaged checkpoint passed over" in r.getMessage()]
         assert len(said) == (harmed and not gone), (kind, file)  # without a manifest there is no checkpoint
-        assert all(file in line and "\n" not in line for line in said), (kind, file, said)
+        # A manifest of the older one is sound, and the files beside it are not as it says.
+        named = f"step_{NEWER:06d}/{'' if file == 'manifest.json' else file}"
+        assert all(named in line and "\n" not in line for line in said), (kind, file, said)
         passed += harmed
         storage.remove(at(NEWER, file))
         storage.write(at(NEWER, file), data)
