@@ -22,10 +22,18 @@ class Unreadable(Exception):
 
 
 class _Loader(yaml.SafeLoader):
+    composed = 0  # values so far
+
     def fetch_key(self) -> None:
         if self.peek(1) not in _BLANK:  # in a flow mapping, PyYAML reads {?x: 1} as {x: 1}
             raise yaml.MarkedYAMLError(problem="text with ? between braces needs quotes", problem_mark=self.get_mark())
         super().fetch_key()
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.composed += 1  # before the rest is read, which may take long
+        if self.composed > LARGEST_TREE:
+            raise Unreadable(f"more than {LARGEST_TREE:,} values", self.get_mark())
+        return super().compose_node(parent, index)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:

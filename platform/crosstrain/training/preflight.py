@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from crosstrain.checkpoint.folders import find_checkpoint, steps
+from crosstrain.checkpoint.folders import find_checkpoint, steps, verified
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.checkpoint.weights import PretrainedWeights
 from crosstrain.config.batch import BatchPlan
@@ -29,7 +29,6 @@ from crosstrain.monitor.tracker import check_trackers
 from crosstrain.utils.errors import CheckpointError, UserError, explained
 from crosstrain.utils.foreign_weights import foreign_weights
 from crosstrain.utils.paths import near
-from crosstrain.utils.storage import is_url
 from crosstrain.utils.types import Batch
 
 
@@ -79,10 +78,9 @@ def preflight(config: Config, world_size: int, dry: bool = False) -> Preflight:
             if run.eval_interval:
                 open_split(config, "val")
     folder = RunFolder(run.output_dir)
-    if dry or is_url(run.output_dir):
-        folder.check()
+    folder.check()
     if dry and run.resume_from and not steps(folder.checkpoints):
-        find_checkpoint(run.resume_from, whole=False)
+        find_checkpoint(run.resume_from, lambda folder: verified(folder, whole=False))
     with explained("the model, its data and the run do not go together"):
         if dataset is not None:
             check_fit(model, dataset)

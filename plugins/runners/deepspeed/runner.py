@@ -12,6 +12,7 @@ from unittest.mock import patch
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from torch import Tensor, nn
@@ -74,6 +75,11 @@ class DeepSpeedRunner(Runner):
 
     @classmethod
     def check_model(cls, options: Any, model: Model) -> None:
+        if options.nvme_paths and not AsyncIOBuilder().is_compatible():
+            raise ConfigError(
+                "run.runner: offloading to nvme needs libaio, which is not here: apt-get install libaio-dev, or choose "
+                "device: cpu"
+            )
         if options.stage == 3 and model.reads_across:
             raise ConfigError("run.runner.stage: parts of the model (dora) need whole weights; use stage 2 or fsdp")
         if options.param_dtype == "bf16" and not all(p.requires_grad for p in model.parameters()):
