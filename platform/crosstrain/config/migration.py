@@ -89,6 +89,7 @@ def migrate(path: Path, origin: Origin, count: Count = lambda *files: None) -> t
     """
     template = _templates(origin.file.parent).get_template(f"{origin.file.stem}.jinja")
     tree = read_foreign(path, origin.calls)
+    unread: dict[str, str] = tree.pop(UNKNOWN, {})
 
     def located(name: Any, there: Callable[[Path], bool] = Path.is_file) -> str | None:
         """Find a file that the configuration names, beside it or in the working directory."""
@@ -184,6 +185,7 @@ def migrate(path: Path, origin: Origin, count: Count = lambda *files: None) -> t
     for name, *others in _NEEDED:
         if run.keys().isdisjoint((name, *others)):
             run[name] = _settled(UNKNOWN, ("run", name), notes)
+    notes += [f"{_LOST}: {name}: {why}" for name, why in unread.items()]
     together = dict[tuple[str, str], dict[str, None]]()
     for title, names, why in (note.split(": ", 2) for note in notes):
         together.setdefault((title, why), {})[names] = None

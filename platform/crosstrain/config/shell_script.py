@@ -1,0 +1,308 @@
+"""Shell scripts: the options that a script's training command would receive. Nothing is run."""
+
+import re
+from contextlib import suppress
+from itertools import pairwise, takewhile
+from typing import Any, NamedTuple
+
+from crosstrain.config.literals import UNKNOWN, value_of
+from crosstrain.config.yaml_text import Unreadable, parse
+from crosstrain.utils.optional_deps import require
+
+_MOST = 2**21  # characters of all texts with their variables
+_GAP, _QUOTED = "\x1e", "\x1f"  # between fields, and between an array's elements; in a field, which may be empty
+_FIRST = 0xF0000
+_DOUBT = re.compile("[\U000f0000-\U0010ffff]")
+_WORD = re.compile(f"[\\s{_GAP}]*[^\\s{_GAP}]+")
+_OPTION = re.compile(r"(?:--?|\+{0,2}(?=[\w.]+=))([A-Za-z_][\w.-]*)(?:=(.*))?", re.DOTALL)
+_VARIABLE = re.compile(r"(\s*)\$\{?(\w+|[@*])(?:\[([@*]|\d+)])?(?:(:[-=+?]).*?)?\}?", re.DOTALL)
+_FILES, _BRACES = re.compile(r"^~|[*?]"), re.compile(r"(?<!\$)\{[^{}]*(,|\.\.)[^{}]*\}")  # one word may become several
+_SEQUENCES = (
+    "program",
+    "compound_statement",
+    "redirected_statement",
+    "variable_assignments",
+    "declaration_command",
+    "do_group",
+)
+_BRANCHES = ("if_statement", "list", "case_statement", "elif_clause", "else_clause", "case_item", "negated_command")
+_SETS = re.compile(rb"unset|\(\(|\w+\s+-\w*[iAnlu]")  # statements that set variables by other rules
+_LOOPS = ("for_statement", "while_statement", "c_style_for_statement")
+_JOINED = ("string", "concatenation", "command_name", "arithmetic_expansion")
+_LAUNCHER = re.compile(r"\b(launch|run|runner)\w*$")  # a module that starts a program
+_COUNTS = {"nproc_per_node", "nnodes", "num_processes", "num_gpus", "num_nodes", "config_file"}  # options of launchers
+
+
+def read_script(text: str) -> dict[str, Any]:
+    """Return the options of a script's training command by name, with `-` as `_`; without a value an option is true.
+
+    UNKNOWN stands for a value that only a run of the script knows; the item UNKNOWN has the reasons, by option, and
+    what else is not read. Raises Unreadable for a text that is no script, or too long with its variables.
+    """
+    if found := re.search(f"[{_GAP}{_QUOTED}]|{_DOUBT.pattern}", text):
+        raise Unreadable(f"a script has no character {found[0]!r}")
+    shell = _Shell()
+    shell.follow(text, sure=True)
+    return shell.settings()
+
+
+class _Doubt(NamedTuple):
+    """Text that only a run knows: the options that it may hold, and whether it may begin with another word."""
+
+    why: str
+    options: frozenset[str]
+    bare: bool
+
+
+class _Shell:
+    """A script that is followed without running it, to the fields that its commands would receive.
+
+    A text has a doubt, one character of a private plane, for each part that only a run knows: the environment, the
+    script's arguments, output of commands. A variable that a branch or a loop assigns keeps the words that it has in
+    any case, before a doubt.
+    """
+
+    def __init__(self) -> None:
+        library, language = (require(f"tree_sitter{part}", "crosstrain migrate of a script") for part in ("", "_bash"))
+        self._parser = library.Parser(library.Language(language.language()))
+        self._variables, self._arguments, self._functions = dict[str, str](), dict[str, str](), dict[str, Any]()
+        self._doubts, self._length = list[_Doubt](), 0
+        self._commands = list[tuple[int, list[str]]]()  # lines and fields
+
+    def follow(self, text: str, sure: bool) -> None:
+        """Follow a script to its end; unless it is `sure` to be executed, variables may keep their values."""
+        self._run(self._parser.parse(f"{text}\n".encode()).root_node, sure)
+
+    def _run(self, node: Any, sure: bool) -> None:
+        kind, inner = node.type, node.named_children
+        match kind:
+            case "ERROR":
+                raise Unreadable(
+                    f"line {node.start_point.row + 1}: {node.text.decode()[:40]!r} is no statement of bash"
+                )
+            case "variable_assignment":
+                self._assign(node, sure)
+            case "function_definition":
+                self._functions[inner[0].text.decode()] = node.child_by_field_name("body")
+            case "command":
+                self._command(node, sure)
+            case "unset_command" | "compound_statement" | "declaration_command" if _SETS.match(node.text):
+                self._forget(node, node.text.decode())
+            case "pipeline" | "subshell":
+                before = dict(self._variables)
+                for child in inner:
+                    self._run(child, sure)
+                self._variables = before
+            case _ if kind in _SEQUENCES:
+                for child in inner:
+                    self._run(child, sure and not node.text.startswith(b"local"))
+                    if re.match(rb"(exit|return|break|continue)\b", child.text):
+                        break
+        if kind in (*_BRANCHES, *_LOOPS):
+            if kind.endswith("for_statement"):
+                values = [field for child in node.children_by_field_name("value") for field in self._fields(child)]
+                self._forget(node, inner[0].text.decode(), *values)
+            for _ in range(1 + (kind in _LOOPS)):
+                for i, child in enumerate(inner):
+                    self._run(child, sure and i == 0 and kind in _BRANCHES)
+
+    def _command(self, node: Any, sure: bool) -> None:
+        parts = [child for child in node.named_children if not child.type.endswith(("_redirect", "_assignment"))]
+        name, *rest = fields = [field for part in parts for field in self._fields(part)] or [""]
+        match name:
+            case "eval" if rest and not _DOUBT.match(rest[0]):
+                self.follow("\n" * node.start_point.row + " ".join(rest), sure)
+            case "eval" | "source" | ".":
+                self._forget(node, " ".join(self._variables))
+            case "read" | "mapfile" | "readarray" | "getopts" | "let" | "printf" if name != "printf" or "-v" in rest:
+                self._forget(node, " ".join(rest))
+            case "shift" | "set" if name == "shift" or "--" in rest:
+                self._arguments = dict.fromkeys("@123456789", self._doubt(node, *rest))
+            case _ if name in self._functions:
+                before, body = self._arguments, self._functions[name]
+                given = [self._doubt(node, *rest)] * 9 if _DOUBT.search("".join(rest)) else rest
+                self._arguments = {"@": _GAP.join(rest)} | dict(zip("123456789", given, strict=False))
+                self._run(body, sure and b"return" not in body.text)
+                self._arguments = before
+            case _ if name not in ("echo", "printf"):
+                self._commands.append((node.start_point.row + 1, fields))
+        for option, text in pairwise(rest):
+            if re.fullmatch(r"-\w*c", option) and " " in text:  # a script for a shell of its own
+                before, self._variables = self._variables, {}
+                self.follow("\n" * node.start_point.row + text, sure=False)
+                self._variables = before
+
+    def _assign(self, node: Any, sure: bool) -> None:
+        name, value = node.child_by_field_name("name").text.decode(), node.child_by_field_name("value")
+        old, array = self._variables.get(name, ""), value is not None and value.type == "array"
+        text = self._text(value, quoted=True).replace(_QUOTED, "") if value else ""
+        text = text if array else text.replace(_GAP, " ")
+        if "[" in name:  # an element
+            return self._forget(node, name)
+        if any(child.type == "+=" for child in node.children):
+            text = f"{old}{_GAP}{text}" if array and old and text else f"{old}{text}"
+        self._set(name, text, node, sure)
+
+    def _set(self, name: str, text: str, node: Any, sure: bool) -> None:
+        """Assign to a variable. One that may keep its value keeps the words that both begin with."""
+        old = self._variables.get(name)
+        if not sure and text != old:
+            both = zip(_WORD.findall(old or ""), _WORD.findall(text), strict=False)
+            kept = "".join(word for word, _ in takewhile(lambda pair: pair[0] == pair[1], both))
+            rest = self._doubt(node, (old or "")[len(kept) :], text[len(kept) :])
+            text = f"{kept}{_GAP if _GAP in f'{old}{text}' else ' '}{rest}" if kept else rest
+        self._variables[name] = text
+
+    def _forget(self, node: Any, names: str, *texts: str) -> None:
+        self._variables |= dict.fromkeys(re.findall(r"\w+", names), self._doubt(node, *texts))
+
+    def _doubt(self, node: Any, *texts: str) -> str:
+        """Return a doubt that stands for one of the texts, or for any."""
+        self._spend(32)
+        source, words = (
+            node.text.decode().strip(),
+            [re.split(f"[\\s{_GAP}]+", text.lstrip(f" {_GAP}")) for text in texts],
+        )
+        within = [self._doubts[ord(each) - _FIRST].options for each in _DOUBT.findall(" ".join(texts))]
+        options = {found[1] for each in words for word in each if (found := _OPTION.fullmatch(word))}
+        begins = {first for first, *_ in words if first} or {source.strip("${}")}
+        bare = any(not re.match("--?[A-Za-z]|[@*]", first) for first in begins)
+        why = f"line {node.start_point.row + 1}: only a run of the script knows {source.splitlines()[0][:40]!r}"
+        self._doubts.append(_Doubt(why, frozenset(options.union(*within)), bare))
+        return chr(_FIRST + len(self._doubts) - 1)
+
+    def _spend(self, characters: int) -> None:
+        self._length += characters
+        if self._length > _MOST:
+            raise Unreadable(f"more than {_MOST:,} characters, with the values of variables")
+
+    def _fields(self, node: Any) -> list[str]:
+        """Return the fields that a word becomes."""
+        return [field.replace(_QUOTED, "") for field in self._text(node, quoted=False).split(_GAP) if field]
+
+    def _text(self, node: Any, quoted: bool) -> str:
+        """Return a word with its values. Outside of quotes, gaps separate the fields that it becomes."""
+        kind, source = node.type, node.text.decode()
+        self._spend(len(source))
+        match kind:
+            case "comment":
+                return ""
+            case "raw_string":
+                return f"{_QUOTED}{source[1:-1]}"
+            case "array":
+                return _GAP.join(field for child in node.named_children for field in self._fields(child))
+            case "simple_expansion" | "expansion":
+                return self._variable(node, quoted)
+            case "variable_name":  # in arithmetic, which computes its text
+                return f"({self._variables.get(source) or self._doubt(node)})"
+            case "word" | "number" | "string_content":
+                escaped = r'\\(["$`\\\n])' if kind == "string_content" else r"\\([\s\S])"
+                text = re.sub(escaped, lambda found: found[1].strip("\n"), source)
+                return self._doubt(node) if not quoted and _FILES.search(source) else text
+            case "concatenation" if not quoted and _BRACES.search(source):
+                return self._doubt(node, source)
+            case _ if kind not in _JOINED and not kind.endswith("_expression"):
+                return self._doubt(node, source if kind == "ERROR" else "")
+        within, text = quoted or kind not in ("concatenation", "command_name"), node.text
+        for child in reversed(node.named_children):
+            begin, end = child.start_byte - node.start_byte, child.end_byte - node.start_byte
+            text = text[:begin] + self._text(child, within).encode() + text[end:]
+        joined: str = text.decode()
+        if kind == "arithmetic_expansion":
+            computed = re.sub(rf"^\$(\(\(|\[)|(\)\)|])$|{_QUOTED}", "", joined).replace("/", "@")
+            number = value_of(computed, {})
+            return str(number) if type(number) is int else self._doubt(node)
+        return f"{_QUOTED}{joined[1:-1]}" if kind == "string" else joined
+
+    def _variable(self, node: Any, quoted: bool) -> str:
+        found = _VARIABLE.fullmatch(node.text.decode())
+        if not found:
+            return self._doubt(node)
+        space, name, index, operator = found.groups(default="")
+        value = (self._arguments if name in "*@123456789" else self._variables).get(name.replace("*", "@"))
+        other = "".join(self._text(child, quoted) for child in node.named_children[1:])
+        if operator in (":-", ":=") and not value:
+            if operator == ":=":
+                self._variables[name] = other.replace(_QUOTED, "")
+            return space + other
+        if value is None or (operator and value and not _DOUBT.sub("", value)):
+            return space + self._doubt(node, *filter(None, (value, other)))
+        if operator == ":+":
+            return space + (other if value else "")
+        if not {"*", "@"} & {index, name}:
+            elements = value.split(_GAP)
+            if (len(elements) > 1 and _DOUBT.search(value)) or int(index or 0) >= len(elements):
+                return space + self._doubt(node)
+            value = elements[int(index or 0)]
+        if not quoted:
+            return self._doubt(node) if _FILES.search(value) else re.sub(r"\s", _GAP, value)
+        many = value.replace(_GAP, f"{_GAP}{_QUOTED}" if "@" in (index, name) else " ")
+        return space + (f"{_QUOTED}{many}" if "@" in (index, name) and value else many)
+
+    def _options(self, fields: list[str]) -> tuple[dict[str, list[str]], list[str]]:
+        """Return the words of each option in fields, and why others belong to none."""
+        options, lost = dict[str, list[str]](), list[str]()
+        current, doubt = list[list[str]](), ""
+        for field in fields:
+            doubts = [self._doubts[ord(each) - _FIRST] for each in _DOUBT.findall(field)]
+            option = _OPTION.fullmatch(field)
+            if option and (field.startswith("-") or not current or current[0]):
+                words = options[_named(option[1])] = [option[2]] if option[2] is not None else []
+                current, doubt = [] if words else [words], ""
+            elif current and (_DOUBT.sub("", field) or any(each.bare for each in doubts)):
+                for words in current:
+                    words.append(field + doubt)
+            elif not any(each.options for each in doubts):
+                lost += [each.why for each in doubts] or [f"{field!r} belongs to no option"]
+            if not _DOUBT.sub("", field):
+                doubt = field
+            for name in {name for each in doubts for name in each.options}:
+                options[_named(name)] = [field]
+                current.append(options[_named(name)])
+        return options, lost
+
+    def settings(self) -> dict[str, Any]:
+        """Return the options of the command that trains: the one with most options, of a Python program if there is one."""
+        runs = []
+        for line, fields in self._commands:
+            programs = [
+                i for i, word in enumerate(fields)
+                if word.endswith(".py") or (i and fields[i - 1] == "-m" and not _LAUNCHER.search(word))
+            ]  # fmt: skip
+            start = programs[0] if programs else 0
+            options, lost = self._options(fields[start + 1 :])
+            counts = {name: words for name, words in self._options(fields[:start])[0].items() if name in _COUNTS}
+            if options:
+                runs.append((bool(programs), len(options), fields[start], line, counts | options, lost))
+        if not runs:
+            return {}
+        _, _, program, first, options, lost = max(runs, key=lambda run: run[:2])
+        found = [(name, _DOUBT.search("".join(words))) for name, words in options.items()]
+        reasons = {name: self._doubts[ord(doubt[0]) - _FIRST].why for name, doubt in found if doubt}
+        for _, _, name, line, others, _ in runs:
+            if name != program:
+                reasons[f"line {line}"] = (
+                    f"of several commands the one with most options is read, {program} in line {first}"
+                )
+                continue
+            for option in {option for option in options | others if options.get(option) != others.get(option)}:
+                reasons.setdefault(option, f"{program} is started with different ones in lines {first} and {line}")
+            options = others | options
+        if lost:
+            reasons["words without an option"] = "; ".join(lost)
+        values = {name: UNKNOWN if name in reasons else _parsed(words) for name, words in options.items()}
+        return values | ({UNKNOWN: reasons} if reasons else {})
+
+
+def _named(option: str) -> str:
+    return option.replace("-", "_").lower()
+
+
+def _parsed(words: list[str]) -> Any:
+    """Return an option's value: numbers, booleans, JSON and lists as YAML has them, all else as text."""
+    values: list[Any] = [word.strip("'\"") for word in words]
+    for i, word in enumerate(values):
+        with suppress(Unreadable):
+            read = parse(word)[0]
+            values[i] = read if isinstance(read, (bool, int, float)) or word.startswith(("[", "{")) else word
+    return values if len(values) > 1 else values[0] if values else True
