@@ -1,6 +1,7 @@
 """Shell scripts: the options that a script's training command would receive. Nothing is run."""
 
 import re
+from collections import ChainMap
 from contextlib import suppress
 from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
@@ -65,7 +66,8 @@ class _Shell:
     def __init__(self) -> None:
         library, language = (require(f"tree_sitter{part}", "crosstrain migrate of a script") for part in ("", "_bash"))
         self._parser = library.Parser(library.Language(language.language()))
-        self._variables, self._arguments, self._functions = dict[str, str](), dict[str, str](), dict[str, Any]()
+        self._variables = ChainMap[str, str | None]()  # those of the script, behind those of functions that are called
+        self._functions, self._sure = dict[str, Any](), True
         self._doubts, self._length = list[_Doubt](), 0
         self._commands = list[tuple[int, list[str]]]()  # lines and fields
 
@@ -74,7 +76,7 @@ class _Shell:
         self._run(self._parser.parse(f"{text}\n".encode()).root_node, sure)
 
     def _run(self, node: Any, sure: bool) -> None:
-        kind, inner = node.type, node.named_children
+        kind, inner, self._sure = node.type, node.named_children, sure
         match kind:
             case "ERROR":
                 raise Unreadable(
@@ -89,13 +91,15 @@ class _Shell:
             case "unset_command" | "compound_statement" | "declaration_command" if _SETS.match(node.text):
                 self._forget(node, node.text.decode())
             case "pipeline" | "subshell":
-                before = dict(self._variables)
+                before = ChainMap(*map(dict, self._variables.maps))
                 for child in inner:
                     self._run(child, sure)
                 self._variables = before
             case _ if kind in _SEQUENCES:
                 for child in inner:
-                    self._run(child, sure and not node.text.startswith(b"local"))
+                    if node.text.startswith((b"local", b"declare", b"typeset")):
+                        self._variables.maps[0].setdefault(re.match(r"\w*", child.text.decode())[0])
+                    self._run(child, sure)
                     if re.match(rb"(exit|return|break|continue)\b", child.text):
                         break
         if kind in (*_BRANCHES, *_LOOPS):
@@ -117,24 +121,26 @@ class _Shell:
             case "read" | "mapfile" | "readarray" | "getopts" | "let" | "printf" if name != "printf" or "-v" in rest:
                 self._forget(node, " ".join(rest))
             case "shift" | "set" if name == "shift" or "--" in rest:
-                self._arguments = dict.fromkeys("@123456789", self._doubt(node, *rest))
+                left = self._doubt(node, *rest, self._variables.get("@") or "")
+                self._variables.maps[0].update(dict.fromkeys("@123456789", left))
             case _ if name in self._functions:
-                before, body = self._arguments, self._functions[name]
                 given = [self._doubt(node, *rest)] * 9 if _DOUBT.search("".join(rest)) else rest
-                self._arguments = {"@": _GAP.join(rest)} | dict(zip("123456789", given, strict=False))
+                arguments = {**dict.fromkeys("123456789"), **dict(zip("123456789", given, strict=False))}
+                self._variables = self._variables.new_child(arguments | {"@": _GAP.join(rest)})
+                body = self._functions[name]
                 self._run(body, sure and b"return" not in body.text)
-                self._arguments = before
+                self._variables = self._variables.parents
             case _ if name not in ("echo", "printf"):
                 self._commands.append((node.start_point.row + 1, fields))
         for option, text in pairwise(rest):
             if re.fullmatch(r"-\w*c", option) and " " in text:  # a script for a shell of its own
-                before, self._variables = self._variables, {}
+                before, self._variables = self._variables, ChainMap()
                 self.follow("\n" * node.start_point.row + text, sure=False)
                 self._variables = before
 
     def _assign(self, node: Any, sure: bool) -> None:
         name, value = node.child_by_field_name("name").text.decode(), node.child_by_field_name("value")
-        old, array = self._variables.get(name, ""), value is not None and value.type == "array"
+        old, array = self._variables.get(name) or "", value is not None and value.type == "array"
         text = self._text(value, quoted=True).replace(_QUOTED, "") if value else ""
         text = text if array else text.replace(_GAP, " ")
         if "[" in name:  # an element
@@ -151,10 +157,11 @@ class _Shell:
             kept = "".join(word for word, _ in takewhile(lambda pair: pair[0] == pair[1], both))
             rest = self._doubt(node, (old or "")[len(kept) :], text[len(kept) :])
             text = f"{kept}{_GAP if _GAP in f'{old}{text}' else ' '}{rest}" if kept else rest
-        self._variables[name] = text
+        next((scope for scope in self._variables.maps if name in scope), self._variables.maps[-1])[name] = text
 
     def _forget(self, node: Any, names: str, *texts: str) -> None:
-        self._variables |= dict.fromkeys(re.findall(r"\w+", names), self._doubt(node, *texts))
+        for name in re.findall(r"[A-Za-z_]\w*", names):
+            self._set(name, self._doubt(node, *texts), node, sure=False)
 
     def _doubt(self, node: Any, *texts: str) -> str:
         """Return a doubt that stands for one of the texts, or for any."""
@@ -198,7 +205,7 @@ class _Shell:
             case "word" | "number" | "string_content":
                 escaped = r'\\(["$`\\\n])' if kind == "string_content" else r"\\([\s\S])"
                 text = re.sub(escaped, lambda found: found[1].strip("\n"), source)
-                return self._doubt(node) if not quoted and _FILES.search(source) else text
+                return self._doubt(node, text) if not quoted and _FILES.search(source) else text
             case "concatenation" if not quoted and _BRACES.search(source):
                 return self._doubt(node, source)
             case _ if kind not in _JOINED and not kind.endswith("_expression"):
@@ -212,18 +219,20 @@ class _Shell:
             computed = re.sub(rf"^\$(\(\(|\[)|(\)\)|])$|{_QUOTED}", "", joined).replace("/", "@")
             number = value_of(computed, {})
             return str(number) if type(number) is int else self._doubt(node)
-        return f"{_QUOTED}{joined[1:-1]}" if kind == "string" else joined
+        if kind == "string":
+            return joined[1:-1] if re.fullmatch(r'"\$(@|\{(@|\w+\[@])})"', source) else f"{_QUOTED}{joined[1:-1]}"
+        return joined
 
     def _variable(self, node: Any, quoted: bool) -> str:
         found = _VARIABLE.fullmatch(node.text.decode())
         if not found:
             return self._doubt(node)
         space, name, index, operator = found.groups(default="")
-        value = (self._arguments if name in "*@123456789" else self._variables).get(name.replace("*", "@"))
+        value = self._variables.get(name.replace("*", "@"))
         other = "".join(self._text(child, quoted) for child in node.named_children[1:])
         if operator in (":-", ":=") and not value:
             if operator == ":=":
-                self._variables[name] = other.replace(_QUOTED, "")
+                self._set(name, other.replace(_QUOTED, "").replace(_GAP, " "), node, self._sure)
             return space + other
         if value is None or (operator and value and not _DOUBT.sub("", value)):
             return space + self._doubt(node, *filter(None, (value, other)))
@@ -232,10 +241,10 @@ class _Shell:
         if not {"*", "@"} & {index, name}:
             elements = value.split(_GAP)
             if (len(elements) > 1 and _DOUBT.search(value)) or int(index or 0) >= len(elements):
-                return space + self._doubt(node)
+                return space + self._doubt(node, value)
             value = elements[int(index or 0)]
         if not quoted:
-            return self._doubt(node) if _FILES.search(value) else re.sub(r"\s", _GAP, value)
+            return self._doubt(node, value) if _FILES.search(value) else re.sub(r"\s", _GAP, value)
         many = value.replace(_GAP, f"{_GAP}{_QUOTED}" if "@" in (index, name) else " ")
         return space + (f"{_QUOTED}{many}" if "@" in (index, name) and value else many)
 
@@ -249,12 +258,12 @@ class _Shell:
             if option and (field.startswith("-") or not current or current[0]):
                 words = options[_named(option[1])] = [option[2]] if option[2] is not None else []
                 current, doubt = [] if words else [words], ""
-            elif current and (_DOUBT.sub("", field) or any(each.bare for each in doubts)):
+            elif current and (not doubts or _DOUBT.sub("", field) or any(each.bare for each in doubts)):
                 for words in current:
                     words.append(field + doubt)
             elif not any(each.options for each in doubts):
                 lost += [each.why for each in doubts] or [f"{field!r} belongs to no option"]
-            if not _DOUBT.sub("", field):
+            if doubts and not _DOUBT.sub("", field):
                 doubt = field
             for name in {name for each in doubts for name in each.options}:
                 options[_named(name)] = [field]
