@@ -44,7 +44,7 @@ def to_give(tree: Any, key: str = "") -> list[str]:
 
 
 def loaded(project: Path, tree: dict[str, Any]) -> Config:
-    values = {"size": "512", "split": "[9,1]"}
+    values = {"size": "512", "split": "[9,1]", "arch": "blip2_qwen", "lr": "0.1"}
     return load_config(project, [f"{key}={values.get(re.split('[._]', key)[-1], 'given')}" for key in to_give(tree)])
 
 
