@@ -12,7 +12,7 @@ from typing import Any
 
 from crosstrain.config.literals import UNKNOWN, value_of
 from crosstrain.config.shell_script import read_script
-from crosstrain.config.yaml_text import parse
+from crosstrain.config.yaml_text import DEEPEST, LARGEST_TREE, Unreadable, parse
 from crosstrain.utils.errors import ConfigError, explained
 from crosstrain.utils.files import read_regular
 
@@ -33,7 +33,20 @@ def read_foreign(path: Path, calls: Mapping[str, str] | None = None) -> dict[str
     if not isinstance(tree, dict) or not tree:
         of = f"; a script's are the arguments of {', '.join([*calls][:4])}" if calls and path.suffix == ".py" else ""
         raise ConfigError(f"{path}: there are no settings in it{of}")
+    with explained(f"{path}: cannot be read"):
+        _measure(tree)
     return tree
+
+
+def _measure(value: Any, depth: int = 0) -> int:
+    """Return the number of values, with a text for one in each 100 characters. Raises Unreadable for a large tree."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    size = 1 + (len(value) // 100 if isinstance(value, str) else 0)
+    for part in parts:
+        size += _measure(part, depth + 1)
+        if size > LARGEST_TREE or depth > DEEPEST:
+            raise Unreadable(f"expected at most {LARGEST_TREE:,} values in {DEEPEST} levels")
+    return size
 
 
 def _assignments(text: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import re
 from collections import ChainMap
 from contextlib import suppress
 from itertools import pairwise, takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 from crosstrain.config.literals import UNKNOWN, value_of
 from crosstrain.config.yaml_text import Unreadable, parse
@@ -12,8 +12,8 @@ from crosstrain.utils.optional_deps import require
 
 _MOST = 2**21  # characters of all texts with their variables
 _GAP, _QUOTED = "\x1e", "\x1f"  # between fields, and between an array's elements; in a field, which may be empty
-_FIRST = 0xF0000
-_DOUBT = re.compile("[\U000f0000-\U0010ffff]")
+_FIRST, _DOUBT = 0xF0000, re.compile("[\U000f0000-\U0010ffff]")
+_OWN = re.compile(f"[{_GAP}{_QUOTED}]|{_DOUBT.pattern}")
 _WORD = re.compile(f"[\\s{_GAP}]*[^\\s{_GAP}]+")
 _OPTION = re.compile(r"(?:--?|\+{0,2}(?=[\w.]+=))([A-Za-z_][\w.-]*)(?:=(.*))?", re.DOTALL)
 _VARIABLE = re.compile(r"(\s*)\$\{?(\w+|[@*])(?:\[([@*]|\d+)])?(?:(:[-=+?]).*?)?\}?", re.DOTALL)
@@ -26,7 +26,16 @@ _SEQUENCES = (
     "declaration_command",
     "do_group",
 )
-_BRANCHES = ("if_statement", "list", "case_statement", "elif_clause", "else_clause", "case_item", "negated_command")
+_BRANCHES = (
+    "if_statement",
+    "list",
+    "heredoc_redirect",
+    "case_statement",
+    "elif_clause",
+    "else_clause",
+    "case_item",
+    "negated_command",
+)
 _SETS = re.compile(rb"unset|\(\(|\w+\s+-\w*[iAnlu]")  # statements that set variables by other rules
 _LOOPS = ("for_statement", "while_statement", "c_style_for_statement")
 _JOINED = ("string", "concatenation", "command_name", "arithmetic_expansion")
@@ -40,19 +49,9 @@ def read_script(text: str) -> dict[str, Any]:
     UNKNOWN stands for a value that only a run of the script knows; the item UNKNOWN has the reasons, by option, and
     what else is not read. Raises Unreadable for a text that is no script, or too long with its variables.
     """
-    if found := re.search(f"[{_GAP}{_QUOTED}]|{_DOUBT.pattern}", text):
-        raise Unreadable(f"a script has no character {found[0]!r}")
     shell = _Shell()
-    shell.follow(text, sure=True)
+    shell.follow(_OWN.sub("\ufffd", text), sure=True)
     return shell.settings()
-
-
-class _Doubt(NamedTuple):
-    """Text that only a run knows: the options that it may hold, and whether it may begin with another word."""
-
-    why: str
-    options: frozenset[str]
-    bare: bool
 
 
 class _Shell:
@@ -68,8 +67,10 @@ class _Shell:
         self._parser = library.Parser(library.Language(language.language()))
         self._variables = ChainMap[str, str | None]()  # those of the script, behind those of functions that are called
         self._functions, self._sure = dict[str, Any](), True
-        self._doubts, self._length = list[_Doubt](), 0
-        self._commands = list[tuple[int, list[str]]]()  # lines and fields
+        # Of each doubt why there is one, the options that it may hold, and whether it may begin with another word.
+        self._doubts, self._length = list[tuple[str, set[str], bool]](), 0
+        # Of each command its rank, program, line, options, and why other words belong to none.
+        self._runs = list[tuple[tuple[bool, int], str, int, dict[str, list[str]], list[str]]]()
 
     def follow(self, text: str, sure: bool) -> None:
         """Follow a script to its end; unless it is `sure` to be executed, variables may keep their values."""
@@ -100,7 +101,7 @@ class _Shell:
                     if node.text.startswith((b"local", b"declare", b"typeset")):
                         self._variables.maps[0].setdefault(re.match(r"\w*", child.text.decode())[0])
                     self._run(child, sure)
-                    if re.match(rb"(exit|return|break|continue)\b", child.text):
+                    if re.match(rb"(exit|return|break|continue)(\s|$)", child.text):
                         break
         if kind in (*_BRANCHES, *_LOOPS):
             if kind.endswith("for_statement"):
@@ -131,7 +132,7 @@ class _Shell:
                 self._run(body, sure and b"return" not in body.text)
                 self._variables = self._variables.parents
             case _ if name not in ("echo", "printf"):
-                self._commands.append((node.start_point.row + 1, fields))
+                self._record(fields, node.start_point.row + 1)
         for option, text in pairwise(rest):
             if re.fullmatch(r"-\w*c", option) and " " in text:  # a script for a shell of its own
                 before, self._variables = self._variables, ChainMap()
@@ -140,14 +141,16 @@ class _Shell:
 
     def _assign(self, node: Any, sure: bool) -> None:
         name, value = node.child_by_field_name("name").text.decode(), node.child_by_field_name("value")
-        old, array = self._variables.get(name) or "", value is not None and value.type == "array"
         text = self._text(value, quoted=True).replace(_QUOTED, "") if value else ""
-        text = text if array else text.replace(_GAP, " ")
+        first, gap, others = (self._variables.get(name) or "").partition(_GAP)
+        adds = any(child.type == "+=" for child in node.children)
         if "[" in name:  # an element
-            return self._forget(node, name)
-        if any(child.type == "+=" for child in node.children):
-            text = f"{old}{_GAP}{text}" if array and old and text else f"{old}{text}"
-        self._set(name, text, node, sure)
+            self._forget(node, name, text)
+        elif value is None or value.type != "array":
+            self._set(name, f"{first if adds else ''}{text.replace(_GAP, ' ')}{gap}{others}", node, sure)
+        else:
+            old = f"{first}{gap}{others}" if adds else ""
+            self._set(name, f"{old}{_GAP}{text}" if old and text else f"{old}{text}", node, sure)
 
     def _set(self, name: str, text: str, node: Any, sure: bool) -> None:
         """Assign to a variable. One that may keep its value keeps the words that both begin with."""
@@ -165,23 +168,23 @@ class _Shell:
 
     def _doubt(self, node: Any, *texts: str) -> str:
         """Return a doubt that stands for one of the texts, or for any."""
-        self._spend(32)
-        source, words = (
-            node.text.decode().strip(),
-            [re.split(f"[\\s{_GAP}]+", text.lstrip(f" {_GAP}")) for text in texts],
-        )
-        within = [self._doubts[ord(each) - _FIRST].options for each in _DOUBT.findall(" ".join(texts))]
-        options = {found[1] for each in words for word in each if (found := _OPTION.fullmatch(word))}
+        source = node.text.decode().strip()
+        words = [re.split(rf"[\s{_GAP}]+", text.lstrip(f" {_GAP}")) for text in texts]
+        options = {_named(found[1]) for each in words for word in each if (found := _OPTION.fullmatch(word))}
+        within = [self._doubts[ord(each) - _FIRST][1] for each in _DOUBT.findall(" ".join(texts))]
         begins = {first for first, *_ in words if first} or {source.strip("${}")}
-        bare = any(not re.match("--?[A-Za-z]|[@*]", first) for first in begins)
         why = f"line {node.start_point.row + 1}: only a run of the script knows {source.splitlines()[0][:40]!r}"
-        self._doubts.append(_Doubt(why, frozenset(options.union(*within)), bare))
+        bare = any(not re.match("--?[A-Za-z]|[@*]", first) for first in begins)
+        self._doubts.append((why, options.union(*within), bare))
         return chr(_FIRST + len(self._doubts) - 1)
 
-    def _spend(self, characters: int) -> None:
-        self._length += characters
-        if self._length > _MOST:
-            raise Unreadable(f"more than {_MOST:,} characters, with the values of variables")
+    def _unread(self, node: Any) -> str:
+        """Return a doubt for an expansion that is not followed. It may hold the variables in it, and words of echo."""
+        source = node.text.decode()
+        names = self._variables if "${!" in source else re.findall(r"\w+", source)
+        own = source if node.type == "ERROR" or re.search(r"echo|printf|^\s*\$\{", source) else ""
+        values = (self._variables.get(name) or "" for name in names)
+        return self._doubt(node, "?", *values, re.sub(r"[^\w.=-]+", " ", own))
 
     def _fields(self, node: Any) -> list[str]:
         """Return the fields that a word becomes."""
@@ -190,7 +193,9 @@ class _Shell:
     def _text(self, node: Any, quoted: bool) -> str:
         """Return a word with its values. Outside of quotes, gaps separate the fields that it becomes."""
         kind, source = node.type, node.text.decode()
-        self._spend(len(source))
+        self._length += 16 + len(source)  # a word takes time, too
+        if self._length > _MOST:
+            raise Unreadable(f"more than {_MOST:,} characters, with the values of variables")
         match kind:
             case "comment":
                 return ""
@@ -199,26 +204,30 @@ class _Shell:
             case "array":
                 return _GAP.join(field for child in node.named_children for field in self._fields(child))
             case "simple_expansion" | "expansion":
-                return self._variable(node, quoted)
-            case "variable_name":  # in arithmetic, which computes its text
+                text = self._variable(node, quoted)
+                self._length += len(text)
+                return text
+            case "variable_name" if node.parent.type not in ("concatenation", "expansion"):  # in arithmetic
                 return f"({self._variables.get(source) or self._doubt(node)})"
-            case "word" | "number" | "string_content":
+            case "word" | "number" | "string_content" | "variable_name":
                 escaped = r'\\(["$`\\\n])' if kind == "string_content" else r"\\([\s\S])"
-                text = re.sub(escaped, lambda found: found[1].strip("\n"), source)
+                split = source if quoted else re.sub(r"(?<!\\)\s+", _GAP, source)
+                text = re.sub(escaped, lambda found: found[1].strip("\n"), split)
                 return self._doubt(node, text) if not quoted and _FILES.search(source) else text
             case "concatenation" if not quoted and _BRACES.search(source):
                 return self._doubt(node, source)
             case _ if kind not in _JOINED and not kind.endswith("_expression"):
-                return self._doubt(node, source if kind == "ERROR" else "")
-        within, text = quoted or kind not in ("concatenation", "command_name"), node.text
-        for child in reversed(node.named_children):
-            begin, end = child.start_byte - node.start_byte, child.end_byte - node.start_byte
-            text = text[:begin] + self._text(child, within).encode() + text[end:]
-        joined: str = text.decode()
+                return self._unread(node)
+        within, end, parts = quoted or kind not in ("concatenation", "command_name"), node.start_byte, list[str]()
+        for child in node.named_children:
+            between = node.text[end - node.start_byte : child.start_byte - node.start_byte].decode()
+            parts += [between, self._text(child, within)]
+            end = child.end_byte
+        joined = "".join(parts) + node.text[end - node.start_byte :].decode()
         if kind == "arithmetic_expansion":
             computed = re.sub(rf"^\$(\(\(|\[)|(\)\)|])$|{_QUOTED}", "", joined).replace("/", "@")
             number = value_of(computed, {})
-            return str(number) if type(number) is int else self._doubt(node)
+            return str(number) if type(number) is int else self._unread(node)
         if kind == "string":
             return joined[1:-1] if re.fullmatch(r'"\$(@|\{(@|\w+\[@])})"', source) else f"{_QUOTED}{joined[1:-1]}"
         return joined
@@ -226,7 +235,7 @@ class _Shell:
     def _variable(self, node: Any, quoted: bool) -> str:
         found = _VARIABLE.fullmatch(node.text.decode())
         if not found:
-            return self._doubt(node)
+            return self._unread(node)
         space, name, index, operator = found.groups(default="")
         value = self._variables.get(name.replace("*", "@"))
         other = "".join(self._text(child, quoted) for child in node.named_children[1:])
@@ -245,61 +254,61 @@ class _Shell:
             value = elements[int(index or 0)]
         if not quoted:
             return self._doubt(node, value) if _FILES.search(value) else re.sub(r"\s", _GAP, value)
-        many = value.replace(_GAP, f"{_GAP}{_QUOTED}" if "@" in (index, name) else " ")
-        return space + (f"{_QUOTED}{many}" if "@" in (index, name) and value else many)
+        if "@" in (index, name):
+            return space + re.sub(f"^(?=.)|(?<={_GAP})", _QUOTED, value, flags=re.DOTALL)
+        return space + value.replace(_GAP, " ")
 
     def _options(self, fields: list[str]) -> tuple[dict[str, list[str]], list[str]]:
         """Return the words of each option in fields, and why others belong to none."""
         options, lost = dict[str, list[str]](), list[str]()
-        current, doubt = list[list[str]](), ""
+        current, doubt = list[str](), ""  # options that the next word may belong to
         for field in fields:
             doubts = [self._doubts[ord(each) - _FIRST] for each in _DOUBT.findall(field)]
+            only, held = bool(doubts) and not _DOUBT.sub("", field), {name for each in doubts for name in each[1]}
             option = _OPTION.fullmatch(field)
-            if option and (field.startswith("-") or not current or current[0]):
-                words = options[_named(option[1])] = [option[2]] if option[2] is not None else []
-                current, doubt = [] if words else [words], ""
-            elif current and (not doubts or _DOUBT.sub("", field) or any(each.bare for each in doubts)):
-                for words in current:
-                    words.append(field + doubt)
-            elif not any(each.options for each in doubts):
-                lost += [each.why for each in doubts] or [f"{field!r} belongs to no option"]
-            if doubts and not _DOUBT.sub("", field):
-                doubt = field
-            for name in {name for each in doubts for name in each.options}:
-                options[_named(name)] = [field]
-                current.append(options[_named(name)])
+            if option and (field.startswith("-") or not current or options[current[0]]):
+                current, doubt = [_named(option[1])], ""
+                options[current[0]] = [] if option[2] is None else [option[2]]
+                current = current if option[2] is None else []
+            elif current and (not only or any(bare for _, _, bare in doubts)):
+                for name in current:
+                    options[name].append(field + doubt)
+            elif not held:
+                lost += [why for why, _, _ in doubts] or [f"{field!r} belongs to no option"]
+            doubt = field if only else doubt
+            options |= {name: [field] for name in held}
+            current += held
         return options, lost
 
+    def _record(self, fields: list[str], line: int) -> None:
+        """Note a command that has options, those of its launcher apart."""
+        programs = [
+            i for i, word in enumerate(fields)
+            if word.endswith(".py") or (i and fields[i - 1] == "-m" and not _LAUNCHER.search(word))
+        ]  # fmt: skip
+        start = (*programs, 0)[0]
+        options, lost = self._options(fields[start + 1 :])
+        counts = {name: words for name, words in self._options(fields[:start])[0].items() if name in _COUNTS}
+        if options:
+            self._runs.append(((bool(programs), len(options)), fields[start], line, counts | options, lost))
+
     def settings(self) -> dict[str, Any]:
-        """Return the options of the command that trains: the one with most options, of a Python program if there is one."""
-        runs = []
-        for line, fields in self._commands:
-            programs = [
-                i for i, word in enumerate(fields)
-                if word.endswith(".py") or (i and fields[i - 1] == "-m" and not _LAUNCHER.search(word))
-            ]  # fmt: skip
-            start = programs[0] if programs else 0
-            options, lost = self._options(fields[start + 1 :])
-            counts = {name: words for name, words in self._options(fields[:start])[0].items() if name in _COUNTS}
-            if options:
-                runs.append((bool(programs), len(options), fields[start], line, counts | options, lost))
-        if not runs:
+        """Return the options of the command with most of them, one of a Python program if there is one."""
+        if not self._runs:
             return {}
-        _, _, program, first, options, lost = max(runs, key=lambda run: run[:2])
+        _, program, first, options, lost = max(self._runs, key=lambda run: run[0])
         found = [(name, _DOUBT.search("".join(words))) for name, words in options.items()]
-        reasons = {name: self._doubts[ord(doubt[0]) - _FIRST].why for name, doubt in found if doubt}
-        for _, _, name, line, others, _ in runs:
-            if name != program:
-                reasons[f"line {line}"] = (
-                    f"of several commands the one with most options is read, {program} in line {first}"
-                )
-                continue
-            for option in {option for option in options | others if options.get(option) != others.get(option)}:
-                reasons.setdefault(option, f"{program} is started with different ones in lines {first} and {line}")
-            options = others | options
-        if lost:
-            reasons["words without an option"] = "; ".join(lost)
+        reasons = {name: self._doubts[ord(doubt[0]) - _FIRST][0] for name, doubt in found if doubt}
+        for _, name, line, others, _ in self._runs:
+            for option in options | others if name == program else ():
+                if options.get(option) != others.get(option):
+                    reasons.setdefault(option, f"{program} is started with different ones in lines {first} and {line}")
+            if name == program:
+                options = others | options
+            else:
+                reasons[f"line {line}"] = f"of several commands the one with most options is read, in line {first}"
         values = {name: UNKNOWN if name in reasons else _parsed(words) for name, words in options.items()}
+        reasons |= {"words without an option": "; ".join(lost)} if lost else {}
         return values | ({UNKNOWN: reasons} if reasons else {})
 
 
