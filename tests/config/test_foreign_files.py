@@ -304,7 +304,8 @@ HOSTILE = {
     "chain.py": "x = y" + ".a()" * 60000,
     "sum.py": "x = " + "1+" * 100_000 + "1",
     "deep.toml": "a = " + "[" * 50_000 + "]" * 50_000,
-    "dots.toml": "a." * 400 + "a = 1",
+    "dots.toml": "a." * 60_000 + "a = 1",
+    "quoted.toml": "x = {" + "'a' . " * 40_000 + "a = 1}",
     "deep.json": "[" * 90_000,
     "levels.json": '{"a":' * 400 + "1" + "}" * 400,
     "keys.json": json.dumps(dict.fromkeys(map(str, range(12_000)), 1)),
@@ -356,6 +357,6 @@ def test_a_migration_ends_in_time(tmp_path: Path) -> None:
         "raise SystemExit(main.main(['migrate', 'a.sh', '--from', 'transformers']))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
-    wanted = "error: a.sh: to read it takes more than 0.05 s; give a file that holds settings only\n"
+    wanted = "error: a.sh: to read it takes more than 0.05 s; give its settings only\n"
     assert (done.returncode, done.stderr) == (1, wanted)
     assert not (tmp_path / "project.yaml").exists()

@@ -635,7 +635,7 @@ def test_the_pages_have_the_lists_of_keys() -> None:
     spec = spec_from_file_location("write_foreign_keys", ROOT / "docs" / "write_foreign_keys.py")
     spec.loader.exec_module(generator := module_from_spec(spec))
     pages = sorted((ROOT / "docs").glob("from-*.md"))
-    assert len(pages) == len(origins()) == 7
+    assert len(pages) == len(origins()) + 1 == 8  # ColossalAI is driven from Python, so its page has no list of keys
     for page in pages:
         assert page.read_text() == generator.written(page), "run: python docs/write_foreign_keys.py"
         assert "| `" in page.read_text()

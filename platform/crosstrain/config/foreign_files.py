@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -29,7 +30,10 @@ def read_foreign(path: Path, calls: Mapping[str, str] | None = None) -> dict[str
     readers[".py"] = partial(_arguments, calls=calls) if calls else _assignments
     readers |= dict.fromkeys((".yaml", ".yml"), lambda text: parse(text)[0])
     with explained(f"{path}: cannot be read"):
-        tree = readers.get(path.suffix.lower(), read_script)(read_regular(path, _LARGEST_FILE).decode("utf-8-sig"))
+        text = read_regular(path, _LARGEST_FILE).decode("utf-8-sig")
+        if path.suffix.lower() == ".toml" and re.search(rf"(\.\s*[\w\"'-]+\s*){{{DEEPEST}}}", text):  # tomllib's memory
+            raise Unreadable(f"expected at most {DEEPEST} levels")
+        tree = readers.get(path.suffix.lower(), read_script)(text)
     if not isinstance(tree, dict) or not tree:
         of = f"; a script's are the arguments of {', '.join([*calls][:4])}" if calls and path.suffix == ".py" else ""
         raise ConfigError(f"{path}: there are no settings in it{of}")

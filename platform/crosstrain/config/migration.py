@@ -81,7 +81,7 @@ def looks_like(path: Path) -> Origin | None:
             tree = read_foreign(path, origin.calls)
             if "calls" in tree and path.suffix == ".py":  # functions of this program
                 return origin
-            _Tree(tree, {}, (), account := {})
+            _Tree(tree, {}, (), account := dict[Key, list[Any]]())
             names = {part for key in account if _SECTIONS.isdisjoint(key[:-1]) for part in key} - _OWN.keys()
             found[len(names & origin.answers.maps[0].keys())] = origin
     return found[max(found)] if max(found, default=0) >= 4 else None
@@ -106,9 +106,9 @@ def migrate(path: Path, origin: Origin, count: Count = lambda *files: None) -> t
         yaml.safe_dump({name: project[name]}, sort_keys=False, default_flow_style=None, width=110)
         for name in ("model", "datasets", "run")
     )
-    text = "\n".join(["".join(f"# {note}\n" for note in notes), *dumped])
     # A template writes "null" for a null that has to be said.
-    return text.replace(": 'null'", ": null"), notes, int(ranks) if ranks in range(1, 10**6) else None
+    text = "\n".join(["".join(f"# {note}\n" for note in notes), *dumped]).replace(": 'null'", ": null")
+    return text, notes, int(ranks) if ranks in range(1, 10**6) else None
 
 
 class _Migration:
@@ -167,7 +167,9 @@ class _Migration:
             one = value[0] if isinstance(value, list) and len(value) == 1 else value
             quiet = None, "", "auto", "none", [], {}, *self._origin.neutral.get(name, [])
             if _acts(value):
-                self._note(_LOST, key, "a command, or a reference ${...}, is not carried over; give the value itself")
+                self.notes.append(
+                    (_LOST, ".".join(key), "a command, or a reference ${...}, is not carried over; give the value")
+                )
             elif one not in quiet and (value is not False or ": " not in answer):  # else it says nothing
                 self._settle(key, end, value, read, answer)
         return self._project
@@ -184,7 +186,11 @@ class _Migration:
         why = reason if title else f"give {'.'.join(parts)}{f' ({reason})' if reason else ''}"
         if not reason and there is not None:
             why = f"the project has {'.'.join(parts)}={here}"
-        elif reason == UNHEARD and (meant := nearest(key[-1].lower(), [*self._origin.answers, *_OWN], 0.8)):
+        elif (
+            reason == UNHEARD
+            and len(self._account) < 300
+            and (meant := nearest(key[-1].lower(), [*self._origin.answers, *_OWN], 0.8))
+        ):
             why += f"; did you mean {meant[0]}?"
         said = {word for _, names, _ in self._made[1] for word in names.split(", ")}
         known = end < len(key) or reason == UNHEARD or not value or there == value or said & {".".join(key), *key}
@@ -192,42 +198,46 @@ class _Migration:
         if read and (known or not self._ignores(key, value)):
             return
         if rival and not read:
-            self._note(_NO_NEED, key, f"run.{rival} says it")
+            self.notes.append((_NO_NEED, ".".join(key), f"run.{rival} says it"))
         elif read or reason or end < len(key) or there not in (None, value):
             partly = any(seen and other[:end] == key[:end] for other, (_, seen) in self._account.items())
-            self._note(title or _LOST, key if partly else key[:end], why)
+            self.notes.append((title or _LOST, ".".join(key if partly else key[:end]), why))
         else:
             self._carry(key, parts, value)
 
     def _ignores(self, key: Key, value: Any) -> bool:
         """True if the template makes the same of a different value."""
         with suppress(require("jinja2", "crosstrain migrate").TemplateError, TypeError, ValueError):
-            other = f"?{value}" if isinstance(value, str) else value is not True and value + value
-            return bool(self._rendered({key: other})[0] == self._made)
+            changes = {key: f"?{value}" if isinstance(value, str) else value is not True and value + value}
+            return bool(self._rendered(changes)[0] == self._made)
         return False
 
     def _carry(self, key: Key, parts: list[str], value: Any) -> None:
         """Put a value under a key of the project, unless its runner has no such option."""
         given = self._project["run"].get("runner", DEFAULT_RUNNER)
         runner = given.get("name", DEFAULT_RUNNER) if isinstance(given, dict) else given
-        options = AheadChecker(".".join).options_class("runner", preset_component("runner", runner))
-        if parts[:2] == ["run", "runner"] and len(parts) > 2 and parts[2] not in {f.name for f in fields(options)}:
-            return self._note(_NO_NEED, key, f"run.runner is {runner}, which has no {parts[-1]}")
-        if key[-1].lower() not in self._origin.answers:
-            self._note(_CARRIED, key, f"{self._origin.name} has no such setting, a project has; look at its value")
-        carried = _without_gaps(reduce(lambda inner, part: {part: inner}, reversed(parts), value), (), self.notes)
-        self._project = sources.merge(carried, self._project, names_replace=False)
-
-    def _note(self, title: str, key: Key, why: str) -> None:
-        self.notes.append((title, ".".join(key), why))
+        if parts[:2] == ["run", "runner"] and parts[-1] not in {
+            "runner",
+            *(
+                f.name
+                for f in fields(AheadChecker(".".join).options_class("runner", preset_component("runner", runner)))
+            ),
+        }:
+            self.notes.append((_NO_NEED, ".".join(key), f"run.runner is {runner}, which has no {parts[-1]}"))
+        else:
+            if key[-1].lower() not in self._origin.answers:
+                self.notes.append((_CARRIED, ".".join(key), f"{self._origin.name} has no such setting; look at it"))
+            carried = _without_gaps(reduce(lambda inner, part: {part: inner}, reversed(parts), value), (), self.notes)
+            self._project = sources.merge(carried, self._project, names_replace=False)
 
 
 def _leave_out_zeros(project: dict[str, Any], notes: list[Note]) -> None:
     """Leave out numbers of `run` that are refused here; in other programs such a number mostly means off."""
-    hints = get_type_hints(RunOptions, include_extras=True)
-    for name in [name for name, value in project["run"].items() if re.search(r"(?<![\w.])(0|-)", json.dumps(value))]:
+    not_positive = re.compile(r"(?<![\w.])(-\d|0(\.0)?(?![\d.]))")  # a number, in JSON
+    for name in [name for name, value in project["run"].items() if not_positive.search(json.dumps(value))]:
         try:
-            Checker(".".join).value(hints[name], project["run"][name], ("run", name))
+            hint = get_type_hints(RunOptions, include_extras=True)[name]
+            Checker(".".join).value(hint, project["run"][name], ("run", name))
         except ConfigError as error:
             for wrong in error.sentences:
                 if found := re.match(r"([\w.]+): (expected .*, got (?:-.+|0(?:\.0)?))$", wrong):
@@ -241,8 +251,9 @@ def _lines(notes: list[Note]) -> list[str]:
     together = dict[tuple[str, str], dict[str, None]]()
     for title, names, why in sorted(notes, key=lambda note: _TITLES.index(note[0])):
         together.setdefault((title, why), {})[names] = None
-    lines = (f"{title}: {', '.join(names)}: {why}" for (title, why), names in together.items())
-    return [printable(" ".join(line.split())) for line in lines]  # a name may hold line breaks
+    return [  # a name may hold line breaks
+        printable(" ".join(f"{title}: {', '.join(names)}: {why}".split())) for (title, why), names in together.items()
+    ]
 
 
 def _without_gaps(value: Any, key: Key, notes: list[Note]) -> Any:
