@@ -90,16 +90,17 @@ def _data_files(tree: ast.Module, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the files of the datasets that a trainer is given; UNKNOWN where they cannot be followed."""
     variables, given, loads = list[tuple[int, str, ast.expr]](), dict[str, ast.expr](), list[str]()
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            both = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
-            pairs = zip(target.elts, node.value.elts, strict=False) if both else [(target, node.value)]  # type: ignore[attr-defined]
-            variables += [(node.end_lineno or 0, ast.unparse(name), value) for name, value in pairs]
-        elif isinstance(node, ast.Call):
-            loads += [ast.unparse(node)] if ast.unparse(node.func).endswith("load_dataset") else []
-            for word in node.keywords:
-                if word.arg in ("train_dataset", "eval_dataset") and ast.unparse(word.value) != "None":
-                    given[word.arg] = word.value
+        match node:
+            case (
+                ast.Assign(targets=[target, *_], value=value) | ast.AnnAssign(target=target, value=ast.expr() as value)
+            ):
+                both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+                pairs = zip(target.elts, value.elts, strict=False) if both else [(target, value)]  # type: ignore[attr-defined]
+                variables += [(node.end_lineno or 0, ast.unparse(name), value) for name, value in pairs]
+            case ast.Call(func=function, keywords=words):
+                loads += [ast.unparse(node)] if ast.unparse(function).endswith("load_dataset") else []
+                sets = (word for word in words if word.arg in ("train_dataset", "eval_dataset"))
+                given |= {str(word.arg): word.value for word in sets if ast.unparse(word.value) != "None"}
     if len({*loads}) < 2 and not given:
         return {}
     passed: dict[str, list[ast.Call]] = {name: [] for name in given}
@@ -128,23 +129,24 @@ def _loaded(
     """
     part: Any = None
     for _ in range(99):
-        if isinstance(node, ast.Name):
-            earlier = [each for each in variables if each[1] == node.id and each[0] < node.lineno]
-            if not earlier:
+        match node:
+            case ast.Name(id=own):
+                earlier = [each for each in variables if each[1] == own and each[0] < node.lineno]
+                if not earlier:
+                    break
+                node = max(earlier, key=lambda each: each[0])[2]
+            case ast.Subscript(value=whole, slice=index):
+                part, node = part or value_of(index, known), whole
+            case ast.Call(func=function) if ast.unparse(function).endswith("load_dataset"):
+                words = {word.arg: value_of(word.value, known) for word in node.keywords}
+                name = value_of(node.args[0], known) if node.args else words.get("path", UNKNOWN)
+                files = words.get("data_files", words.get("data_dir", name))
+                return files.get(part or words.get("split"), UNKNOWN) if isinstance(files, dict) else files
+            case ast.Call(func=ast.Attribute(value=whole, attr=method)):
+                splits += [node] if method == "train_test_split" else []
+                node = whole
+            case ast.Call(args=[first, *_]):
+                node = first
+            case _:
                 break
-            node = max(earlier, key=lambda each: each[0])[2]
-        elif isinstance(node, ast.Subscript):
-            part, node = part or value_of(node.slice, known), node.value
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("load_dataset"):
-            words = {word.arg: value_of(word.value, known) for word in node.keywords}
-            name = value_of(node.args[0], known) if node.args else words.get("path", UNKNOWN)
-            files = words.get("data_files", words.get("data_dir", name))
-            return files.get(part or words.get("split"), UNKNOWN) if isinstance(files, dict) else files
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            splits += [node] if node.func.attr == "train_test_split" else []
-            node = node.func.value
-        elif isinstance(node, ast.Call) and node.args:
-            node = node.args[0]
-        else:
-            break
     return UNKNOWN

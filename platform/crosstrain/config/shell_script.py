@@ -99,7 +99,7 @@ class _Shell:
             case _ if kind in _SEQUENCES:
                 for child in inner:
                     if node.text.startswith((b"local", b"declare", b"typeset")):
-                        self._variables.maps[0].setdefault(re.match(r"\w*", child.text.decode())[0])
+                        self._variables.maps[0].setdefault(re.split(r"\W", child.text.decode())[0])
                     self._run(child, sure)
                     if re.match(rb"(exit|return|break|continue)(\s|$)", child.text):
                         break
@@ -204,9 +204,7 @@ class _Shell:
             case "array":
                 return _GAP.join(field for child in node.named_children for field in self._fields(child))
             case "simple_expansion" | "expansion":
-                text = self._variable(node, quoted)
-                self._length += len(text)
-                return text
+                return self._variable(node, quoted)
             case "variable_name" if node.parent.type not in ("concatenation", "expansion"):  # in arithmetic
                 return f"({self._variables.get(source) or self._doubt(node)})"
             case "word" | "number" | "string_content" | "variable_name":
@@ -238,6 +236,7 @@ class _Shell:
             return self._unread(node)
         space, name, index, operator = found.groups(default="")
         value = self._variables.get(name.replace("*", "@"))
+        self._length += len(value or "")
         other = "".join(self._text(child, quoted) for child in node.named_children[1:])
         if operator in (":-", ":=") and not value:
             if operator == ":=":
