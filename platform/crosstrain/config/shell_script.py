@@ -36,7 +36,7 @@ _BRANCHES = (
     "case_item",
     "negated_command",
 )
-_SETS = re.compile(rb"unset|\(\(|\w+\s+-\w*[iAnlu]")  # statements that set variables by other rules
+_SETS = re.compile(rb"unset|\(\(|\w+\s+(-\w*[iAnlu]|[\"'$])")  # statements that set variables by other rules
 _LOOPS = ("for_statement", "while_statement", "c_style_for_statement")
 _JOINED = ("string", "concatenation", "command_name", "arithmetic_expansion")
 _LAUNCHER = re.compile(r"\b(launch|run|runner)\w*$")  # a module that starts a program
@@ -176,6 +176,7 @@ class _Shell:
         why = f"line {node.start_point.row + 1}: only a run of the script knows {source.splitlines()[0][:40]!r}"
         bare = any(not re.match("--?[A-Za-z]|[@*]", first) for first in begins)
         self._doubts.append((why, options.union(*within), bare))
+        self._length += 32
         return chr(_FIRST + len(self._doubts) - 1)
 
     def _unread(self, node: Any) -> str:
@@ -212,17 +213,19 @@ class _Shell:
                 split = source if quoted else re.sub(r"(?<!\\)\s+", _GAP, source)
                 text = re.sub(escaped, lambda found: found[1].strip("\n"), split)
                 return self._doubt(node, text) if not quoted and _FILES.search(source) else text
-            case "concatenation" if not quoted and _BRACES.search(source):
+            case "concatenation" | "brace_expression" if not quoted and _BRACES.search(source):
                 return self._doubt(node, source)
             case _ if kind not in _JOINED and not kind.endswith("_expression"):
                 return self._unread(node)
         within, end, parts = quoted or kind not in ("concatenation", "command_name"), node.start_byte, list[str]()
         for child in node.named_children:
             between = node.text[end - node.start_byte : child.start_byte - node.start_byte].decode()
-            parts += [between, self._text(child, within)]
+            parts += [between.replace("\\\n", ""), self._text(child, within)]
             end = child.end_byte
         joined = "".join(parts) + node.text[end - node.start_byte :].decode()
         if kind == "arithmetic_expansion":
+            if re.search(r"(?<![=!<>])=(?!=)|\+\+|--", source):
+                self._forget(node, source)
             computed = re.sub(rf"^\$(\(\(|\[)|(\)\)|])$|{_QUOTED}", "", joined).replace("/", "@")
             number = value_of(computed, {})
             return str(number) if type(number) is int else self._unread(node)
@@ -252,7 +255,11 @@ class _Shell:
                 return space + self._doubt(node, value)
             value = elements[int(index or 0)]
         if not quoted:
-            return self._doubt(node, value) if _FILES.search(value) else re.sub(r"\s", _GAP, value)
+            return (
+                self._doubt(node, value)
+                if _FILES.search(value) or "IFS" in self._variables
+                else re.sub(r"\s", _GAP, value)
+            )
         if "@" in (index, name):
             return space + re.sub(f"^(?=.)|(?<={_GAP})", _QUOTED, value, flags=re.DOTALL)
         return space + value.replace(_GAP, " ")
@@ -272,7 +279,7 @@ class _Shell:
             elif current and (not only or any(bare for _, _, bare in doubts)):
                 for name in current:
                     options[name].append(field + doubt)
-            elif not held:
+            elif not held or any(bare for _, _, bare in doubts):
                 lost += [why for why, _, _ in doubts] or [f"{field!r} belongs to no option"]
             doubt = field if only else doubt
             options |= {name: [field] for name in held}
