@@ -240,7 +240,7 @@ def _leave_out_zeros(project: dict[str, Any], notes: list[Note]) -> None:
             Checker(".".join).value(hint, project["run"][name], ("run", name))
         except ConfigError as error:
             for wrong in error.sentences:
-                if found := re.match(r"([\w.]+): (expected .*, got (?:-.+|0(?:\.0)?))$", wrong):
+                if found := re.match(r"(run(?:\.[a-z]\w*)+): (expected .*, got (?:-.+|0(?:\.0)?))$", wrong):
                     notes.append((_LOST, found[1], f"{found[2]}; it is left out"))
                     *section, last = found[1].split(".")
                     del reduce(lambda tree, part: tree[part], section, project)[last]
