@@ -195,6 +195,12 @@ def test_an_option_that_may_follow_takes_no_words_of_the_one_before(tmp_path: Pa
     assert (tree["lr"], tree["wd"], tree["data"], tree["fast"]) == ("???", 3, "a", "???")
 
 
+def test_a_script_for_a_shell_of_its_own_has_no_variables_but_its_own(tmp_path: Path) -> None:
+    """Python's -c is no script of bash."""
+    text = "LR=1\npython -c 'import torch; print(\"(\")'\nbash -c 'python a.py --lr $LR --wd 2'\n"
+    assert {key: value for key, value in read(tmp_path, text).items() if key != "???"} == {"lr": "???", "wd": 2}
+
+
 def test_words_of_echo_in_a_substitution_are_options(tmp_path: Path) -> None:
     tree = read(tmp_path, "X=--deep\npython a.py --lr 1 $([ $F ] && echo --fp16) $(echo $X)\n")
     assert (tree["fp16"], tree["deep"]) == ("???", "???")
@@ -265,7 +271,7 @@ def test_scripts_of_all_kinds_differ_from_bash_in_nothing_unnamed(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(script=SCRIPT, tail=TAIL)
 def test_many_scripts_differ_from_bash_in_nothing_unnamed(
     tmp_path_factory: pytest.TempPathFactory, stubs: Path, script: str, tail: str

@@ -39,6 +39,7 @@ _BRANCHES = (
 _SETS = re.compile(rb"unset|\(\(|\w+\s+(-\w*[iAnlu]|[\"'$])")  # statements that set variables by other rules
 _LOOPS = ("for_statement", "while_statement", "c_style_for_statement")
 _JOINED = ("string", "concatenation", "command_name", "arithmetic_expansion")
+_SHELLS = {f"{folder}{name}" for folder in ("", "/bin/", "/usr/bin/") for name in ("bash", "sh", "zsh")}
 _LAUNCHER = re.compile(r"\b(launch|run|runner)\w*$")  # a module that starts a program
 _COUNTS = {"nproc_per_node", "nnodes", "num_processes", "num_gpus", "num_nodes", "config_file"}  # options of launchers
 
@@ -58,8 +59,8 @@ class _Shell:
     """A script that is followed without running it, to the fields that its commands would receive.
 
     A text has a doubt, one character of a private plane, for each part that only a run knows: the environment, the
-    script's arguments, output of commands. A variable that a branch or a loop assigns keeps the words that it has in
-    any case, before a doubt.
+    script's arguments, output of commands. A doubt has a reason, and names the options that may stand in its place. A
+    variable that a branch or a loop assigns keeps the words that are there in any case, before a doubt.
     """
 
     def __init__(self) -> None:
@@ -67,9 +68,9 @@ class _Shell:
         self._parser = library.Parser(library.Language(language.language()))
         self._variables = ChainMap[str, str | None]()  # those of the script, behind those of functions that are called
         self._functions, self._sure = dict[str, Any](), True
-        # Of each doubt why there is one, the options that it may hold, and whether it may begin with another word.
+        # A doubt is its reason, the options that it may hold, and true if it may begin with a word that is no option.
         self._doubts, self._length = list[tuple[str, set[str], bool]](), 0
-        # Of each command its rank, program, line, options, and why other words belong to none.
+        # A run is its rank, program, line, words by option, and the reasons why other words belong to no option.
         self._runs = list[tuple[tuple[bool, int], str, int, dict[str, list[str]], list[str]]]()
 
     def follow(self, text: str, sure: bool) -> None:
@@ -134,7 +135,7 @@ class _Shell:
             case _ if name not in ("echo", "printf"):
                 self._record(fields, node.start_point.row + 1)
         for option, text in pairwise(rest):
-            if re.fullmatch(r"-\w*c", option) and " " in text:  # a script for a shell of its own
+            if re.fullmatch(r"-\w*c", option) and _SHELLS & {*fields}:  # a script for a shell of its own
                 before, self._variables = self._variables, ChainMap()
                 self.follow("\n" * node.start_point.row + text, sure=False)
                 self._variables = before
