@@ -195,6 +195,12 @@ def test_an_option_that_may_follow_takes_no_words_of_the_one_before(tmp_path: Pa
     assert (tree["lr"], tree["wd"], tree["data"], tree["fast"]) == ("???", 3, "a", "???")
 
 
+def test_a_program_is_the_same_in_different_folders(tmp_path: Path) -> None:
+    tree = read(tmp_path, "D=`pwd`\ncd a && python $D/../a.py --lr 1 --wd 2\npython a.py --lr 3 --wd 2\n")
+    assert (tree["lr"], tree["wd"]) == ("???", 2)
+    assert tree["???"] == {"lr": "a.py is started with different ones in lines 2 and 3"}
+
+
 def test_a_script_for_a_shell_of_its_own_has_no_variables_but_its_own(tmp_path: Path) -> None:
     """Python's -c is no script of bash."""
     text = "LR=1\npython -c 'import torch; print(\"(\")'\nbash -c 'python a.py --lr $LR --wd 2'\n"

@@ -297,7 +297,8 @@ class _Shell:
         options, lost = self._options(fields[start + 1 :])
         counts = {name: words for name, words in self._options(fields[:start])[0].items() if name in _COUNTS}
         if options:
-            self._runs.append(((bool(programs), len(options)), fields[start], line, counts | options, lost))
+            program = _DOUBT.sub("...", fields[start].rpartition("/")[2])
+            self._runs.append(((bool(programs), len(options)), program, line, counts | options, lost))
 
     def settings(self) -> dict[str, Any]:
         """Return the options of the command with most of them, one of a Python program if there is one."""
