@@ -195,6 +195,13 @@ def test_an_option_that_may_follow_takes_no_words_of_the_one_before(tmp_path: Pa
     assert (tree["lr"], tree["wd"], tree["data"], tree["fast"]) == ("???", 3, "a", "???")
 
 
+def test_blanks_between_expansions_in_quotes_are_kept(tmp_path: Path) -> None:
+    tree = read(tmp_path, 'A=3\nB="--lr $((A+1)) $(date) `pwd` ${A:+--c} $A  $A"\npython a.py --x "$A $A" --wd 2 $B\n')
+    assert {key: value for key, value in tree.items() if key != "???"} == {
+        "x": "3 3", "wd": 2, "lr": "???", "c": [3, 3],
+    }  # fmt: skip
+
+
 def test_a_program_is_the_same_in_different_folders(tmp_path: Path) -> None:
     tree = read(tmp_path, "D=`pwd`\ncd a && python $D/../a.py --lr 1 --wd 2\npython a.py --lr 3 --wd 2\n")
     assert (tree["lr"], tree["wd"]) == ("???", 2)

@@ -16,7 +16,7 @@ _FIRST, _DOUBT = 0xF0000, re.compile("[\U000f0000-\U0010ffff]")
 _OWN = re.compile(f"[{_GAP}{_QUOTED}]|{_DOUBT.pattern}")
 _WORD = re.compile(f"[\\s{_GAP}]*[^\\s{_GAP}]+")
 _OPTION = re.compile(r"(?:--?|\+{0,2}(?=[\w.]+=))([A-Za-z_][\w.-]*)(?:=(.*))?", re.DOTALL)
-_VARIABLE = re.compile(r"(\s*)\$\{?(\w+|[@*])(?:\[([@*]|\d+)])?(?:(:[-=+?]).*?)?\}?", re.DOTALL)
+_VARIABLE = re.compile(r"\s*\$\{?(\w+|[@*])(?:\[([@*]|\d+)])?(?:(:[-=+?]).*?)?\}?", re.DOTALL)
 _FILES, _BRACES = re.compile(r"^~|[*?]"), re.compile(r"(?<!\$)\{[^{}]*(,|\.\.)[^{}]*\}")  # one word may become several
 _SEQUENCES = (
     "program",
@@ -221,13 +221,15 @@ class _Shell:
         within, end, parts = quoted or kind not in ("concatenation", "command_name"), node.start_byte, list[str]()
         for child in node.named_children:
             between = node.text[end - node.start_byte : child.start_byte - node.start_byte].decode()
-            parts += [between.replace("\\\n", ""), self._text(child, within)]
+            # In quotes, the parser counts blanks before $ to the expansion.
+            blanks = re.match(r"\s*(?=[$`])", child.text.decode())
+            parts += [between.replace("\\\n", ""), blanks[0] if blanks else "", self._text(child, within)]
             end = child.end_byte
         joined = "".join(parts) + node.text[end - node.start_byte :].decode()
         if kind == "arithmetic_expansion":
             if re.search(r"(?<![=!<>])=(?!=)|\+\+|--", source):
                 self._forget(node, source)
-            computed = re.sub(rf"^\$(\(\(|\[)|(\)\)|])$|{_QUOTED}", "", joined).replace("/", "@")
+            computed = re.sub(rf"^\s*\$(\(\(|\[)|(\)\)|])$|{_QUOTED}", "", joined).replace("/", "@")
             number = value_of(computed, {})
             return str(number) if type(number) is int else self._unread(node)
         if kind == "string":
@@ -238,22 +240,22 @@ class _Shell:
         found = _VARIABLE.fullmatch(node.text.decode())
         if not found:
             return self._unread(node)
-        space, name, index, operator = found.groups(default="")
+        name, index, operator = found.groups(default="")
         value = self._variables.get(name.replace("*", "@"))
         self._length += len(value or "")
         other = "".join(self._text(child, quoted) for child in node.named_children[1:])
         if operator in (":-", ":=") and not value:
             if operator == ":=":
                 self._set(name, other.replace(_QUOTED, "").replace(_GAP, " "), node, self._sure)
-            return space + other
+            return other
         if value is None or (operator and value and not _DOUBT.sub("", value)):
-            return space + self._doubt(node, *filter(None, (value, other)))
+            return self._doubt(node, *filter(None, (value, other)))
         if operator == ":+":
-            return space + (other if value else "")
+            return other if value else ""
         if not {"*", "@"} & {index, name}:
             elements = value.split(_GAP)
             if (len(elements) > 1 and _DOUBT.search(value)) or int(index or 0) >= len(elements):
-                return space + self._doubt(node, value)
+                return self._doubt(node, value)
             value = elements[int(index or 0)]
         if not quoted:
             return (
@@ -262,8 +264,8 @@ class _Shell:
                 else re.sub(r"\s", _GAP, value)
             )
         if "@" in (index, name):
-            return space + re.sub(f"^(?=.)|(?<={_GAP})", _QUOTED, value, flags=re.DOTALL)
-        return space + value.replace(_GAP, " ")
+            return re.sub(f"^(?=.)|(?<={_GAP})", _QUOTED, value, flags=re.DOTALL)
+        return value.replace(_GAP, " ")
 
     def _options(self, fields: list[str]) -> tuple[dict[str, list[str]], list[str]]:
         """Return the words of each option in fields, and why others belong to none."""
