@@ -284,7 +284,7 @@ def test_scripts_of_all_kinds_differ_from_bash_in_nothing_unnamed(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(script=SCRIPT, tail=TAIL)
 def test_many_scripts_differ_from_bash_in_nothing_unnamed(
     tmp_path_factory: pytest.TempPathFactory, stubs: Path, script: str, tail: str
