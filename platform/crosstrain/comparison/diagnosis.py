@@ -405,7 +405,9 @@ class _Judge:
             what = f"the {what} of {_list(wrong)}"
             if not exact:
                 said = f"after step {number} {what} differs, with equal gradients"
-                yield self._finding(phase, said, causes.moment_cause(kind, found, self.reference), wrong, off)
+                yield self._finding(
+                    phase, said, causes.moment_cause(kind, found, self.reference), wrong, off
+                )
                 continue
             said = f"{what} is not what {'was saved' if phase == 'resume' else 'the runner holds'}"
             cause = "it is not read back into the memory that trains" if phase == "resume" else (

@@ -97,7 +97,9 @@ def check_ahead(project: ProjectLike, options: sources.Overrides = ()) -> None:
             print(sentence(note), file=sys.stderr)
 
 
-def _builder(project: ProjectLike, options: sources.Overrides, checker: type[Checker], without: Key = ()) -> _Builder:
+def _builder(
+    project: ProjectLike, options: sources.Overrides, checker: type[Checker], without: Key = ()
+) -> _Builder:
     if isinstance(project, Mapping):
         base = sources.plain_layer("config", to_plain(project))
     else:

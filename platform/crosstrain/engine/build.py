@@ -235,12 +235,7 @@ def construct_model(config: Config, runner: Runner, make: Callable[[], Model], f
 
 
 def build_model(
-    config: Config,
-    runner: Runner,
-    checkpoint: Path | None,
-    *,
-    for_training: bool,
-    weights: str | None = None,
+    config: Config, runner: Runner, checkpoint: Path | None, *, for_training: bool, weights: str | None = None,
     moments: bool = True,
 ) -> dict[str, FrozenParameter]:
     """Set up the runner with the model, and the optimizer if it is to train, and fill in what it holds.

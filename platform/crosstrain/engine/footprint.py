@@ -110,7 +110,9 @@ def data_parallel(at: PlanContext) -> Layout:
     return replicated(Sizes.of(at.model), ranks, ranks == 1 and at.batch.accumulation == 1)
 
 
-def with_experts(model: Model, copies: int, expert_parallel: int, describe: Callable[[Sizes, int], Layout]) -> Layout:
+def with_experts(
+    model: Model, copies: int, expert_parallel: int, describe: Callable[[Sizes, int], Layout]
+) -> Layout:
     """Layout of a rank with its part of the experts, where `expert_parallel` of the `copies` ranks share them.
 
     model: the rank's part. `describe` gives the layout of parameters of these sizes on this number of ranks.

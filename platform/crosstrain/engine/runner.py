@@ -81,7 +81,9 @@ class Runner(HeldState):
         """Number of ranks that see different samples; ConfigError where `world_size` does not fit the options."""
         sharing = context_size(options)
         if world_size % sharing:
-            raise ConfigError(f"run.runner.context_parallel: {sharing} does not divide the {world_size} ranks evenly")
+            raise ConfigError(
+                f"run.runner.context_parallel: {sharing} does not divide the {world_size} ranks evenly"
+            )
         return world_size // sharing
 
     @classmethod

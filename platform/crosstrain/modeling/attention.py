@@ -163,8 +163,6 @@ class Documents:
 
 
 Compute = Callable[..., tuple[Tensor, Any]]
-
-
 def _sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
     dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,

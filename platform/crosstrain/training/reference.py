@@ -73,7 +73,9 @@ def read_reference(checkpoint: Path, dataset: Dataset) -> np.ndarray:
     return values
 
 
-def _measure(dataset: Dataset, runner: Runner, objective: Objective, micro_batch: int, num_workers: int) -> np.ndarray:
+def _measure(
+    dataset: Dataset, runner: Runner, objective: Objective, micro_batch: int, num_workers: int
+) -> np.ndarray:
     batches = evaluation_batches(
         dataset, micro_batch, dp_rank=runner.dp.rank, dp_size=runner.dp.size, num_workers=num_workers,
         vocab_size=runner.model.vocab_size,
