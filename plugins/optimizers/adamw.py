@@ -13,7 +13,7 @@ Beta = Annotated[float, Interval(ge=0, lt=1)]
 
 @registry.register_optimizer("adamw")
 class AdamW(torch.optim.AdamW):
-    """Adam with decoupled weight decay (Loshchilov & Hutter, 2019), with torch's fused kernel."""
+    """Adam with torch's fused kernel, and decoupled weight decay (Loshchilov & Hutter, 2019) unless told otherwise."""
 
     @dataclass
     class Options:
