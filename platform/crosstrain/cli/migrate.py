@@ -9,6 +9,9 @@ from crosstrain.config.foreign_keys import Origin, origins
 from crosstrain.config.migration import UNHEARD, looks_like, migrate
 from crosstrain.utils.errors import DataError, UserError, os_errors_as
 from crosstrain.utils.program import command
+from crosstrain.utils.resource_limits import OutOfTime, timed
+
+_SECONDS = 15  # of computing, for a whole migration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the project and say what it lacks; returns the exit code. Raises UserError for an unknown program."""
     path = arguments.output
-    text, notes, ranks = migrate(arguments.file, _origin(arguments.origin, arguments.file), _count)
+    try:
+        with timed(_SECONDS):
+            text, notes, ranks = migrate(arguments.file, _origin(arguments.origin, arguments.file), _count)
+    except OutOfTime:
+        raise UserError(f"{arguments.file}: to read it takes more than {_SECONDS} s; give its settings only") from None
     with (
         os_errors_as(UserError, f"{path} cannot be written, choose another name with --output"),
         open(path, "x", encoding="utf-8") as file,

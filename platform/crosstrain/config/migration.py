@@ -117,9 +117,10 @@ class _Migration:
     def __init__(self, path: Path, origin: Origin, count: Count) -> None:
         self._path, self._origin, self._count = path, origin, count
         self._tree = read_foreign(path, origin.calls)
+        unread = self._tree.pop(UNKNOWN, {})
         with explained(f"{path}: a value in it cannot be understood"):
             self._made, self._account = self._rendered({})
-            self.notes = list(self._made[1])
+            self.notes = [*self._made[1], *((_LOST, name, why) for name, why in unread.items())]
             self._project = _without_gaps(parse(self._made[0])[0], (), self.notes)
 
     def _rendered(self, changes: dict[Key, Any]) -> tuple[tuple[str, list[Note]], dict[Key, list[Any]]]:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 LARGEST_TREE = 10_000  # values, with a text for one in each 100 characters
-_DEEPEST = 50
+DEEPEST = 50
 
 
 class Unreadable(Exception):
@@ -110,8 +110,8 @@ def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple
     for child in children:
         more, levels = _measure(child, known)
         size, depth = size + more, max(depth, levels + 1)
-        if size > LARGEST_TREE or depth > _DEEPEST:
-            what = f"more than {LARGEST_TREE:,} values" if size > LARGEST_TREE else f"more than {_DEEPEST} levels"
+        if size > LARGEST_TREE or depth > DEEPEST:
+            what = f"more than {LARGEST_TREE:,} values" if size > LARGEST_TREE else f"more than {DEEPEST} levels"
             raise Unreadable(f"{what}, aliases written out", node.start_mark)
     known[id(node)] = size, depth
     return size, depth

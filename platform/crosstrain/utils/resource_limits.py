@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 
 class OutOfTime(BaseException):
     """The end of a time limit. Not an Exception, which a library could catch."""
@@ -23,6 +21,8 @@ def at_most(memory: int, seconds: float) -> Iterator[None]:
     where the system does not tell a process's size. torch computes in one thread, because to start others takes address
     space, and a library may end the process where it cannot.
     """
+    import torch  # here, as it takes seconds, and a limit of time does without it
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     before = resource.getrlimit(resource.RLIMIT_AS)
