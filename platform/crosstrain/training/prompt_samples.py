@@ -8,8 +8,10 @@ import torch
 
 from crosstrain.config.run_options import RunOptions
 from crosstrain.engine.runner import Runner
-from crosstrain.inference.generation import Sampling, generate
+from crosstrain.inference.encoding import open_tokenizer
+from crosstrain.inference.generation import Sampling, as_prompt, generate
 from crosstrain.utils.errors import UserError
+from crosstrain.utils.limited_process import LimitedProcess
 from crosstrain.utils.logging import log
 
 
@@ -18,25 +20,30 @@ class PromptSamples:
 
     def __init__(self, runner: Runner, run: RunOptions, tokenizer: Path | None) -> None:
         self._runner, self._folder, self._compiled = runner, tokenizer, run.compile != "none"
-        self._prompts = list(run.sample_prompts) if tokenizer is not None else []
+        self._prompts: list[tuple[str, Any]] = []  # with their tokens, once the tokenizer is there
+        if tokenizer is not None:
+            self._prompts = [(text, None) for text in run.sample_prompts]
         self._sampling = Sampling(max_new_tokens=run.sample_tokens, temperature=0.8, top_k=50, seed=run.seed)
         self._tokenizer: Any = None
 
     def draw(self) -> list[dict[str, str]]:
         """{"prompt", "text"} of every prompt, the same on every rank. Collective."""
         if self._prompts and self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            self._tokenizer = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
+            self._tokenizer = open_tokenizer(self._folder)
+            ids = LimitedProcess(self._encode, "run.sample_prompts: the tokenizer")
+            self._prompts = [(text, as_prompt(ids(text), self._tokenizer.eos_token_id)) for text, _ in self._prompts]
         out = []
         # Texts grow by a token at a time: to compile for each of these lengths would take longer than to train on.
         with torch.compiler.set_stance("force_eager") if self._compiled else nullcontext():
-            for prompt in list(self._prompts):
+            for prompt, sample in list(self._prompts):
                 try:
-                    text = generate(self._runner, self._tokenizer, prompt, self._sampling)[0]
+                    text = generate(self._runner, self._tokenizer, sample, self._sampling)[0]
                 except UserError as error:  # a prompt that is too long is no reason to fail, on any rank
                     log.warning("run.sample_prompts: %s", error)
-                    self._prompts.remove(prompt)
+                    self._prompts.remove((prompt, sample))
                 else:
                     out.append({"prompt": prompt, "text": text})
         return out
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
