@@ -29,7 +29,6 @@ Change = Callable[[dict[str, Any]], object]  # of a checkpoint's configuration
 _PROCESSES = (
     "subprocess.Popen",
     "os.exec",
-    "os.fork",
     "os.forkpty",
     "os.posix_spawn",
     "os.spawn",

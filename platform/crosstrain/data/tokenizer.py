@@ -139,7 +139,7 @@ def warn_if_rebuilt(spec: str) -> None:
             text += "here; transformers.PreTrainedTokenizerFast.from_pretrained reads the file"
             _log.warning(text, spec)
     except LimitError as error:
-        _log.warning("%s: transformers' AutoTokenizer cannot be tried: %s", spec, error)
+        _log.warning("transformers' AutoTokenizer does not open %s: %s", spec, error)
 
 
 def _is_rebuilt(spec: str) -> bool:
@@ -150,19 +150,11 @@ def _is_rebuilt(spec: str) -> bool:
     reads_it = config.get("tokenizer_class") in (None, "PreTrainedTokenizerFast", "TokenizersBackend")
     if reads_it and not (path / "config.json").is_file():  # whose model's tokenizer may be of a class of its own
         return False
-    from transformers import AutoTokenizer
-
-    own = _backend(path / TOKENIZER)
-
-    def differs(folder: Path) -> bool:
-        text = own.decode(list(range(own.get_vocab_size())))  # every token once
-        with suppress(Exception):  # whatever its code or its files make of it
-            theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer
-            return theirs.encode(text, add_special_tokens=False).ids != own.encode(text, add_special_tokens=False).ids
-        return False
-
-    plain_files(path, TOKENIZER_FILES | MODEL_FILES)
-    return LimitedProcess(differs, "it")(path)
+    with suppress(DataError):  # no tokenizer, so no other one
+        own, theirs = _from_file(path / TOKENIZER, config), _from_transformers(str(path))
+        text = own.decode(list(range(own.backend.get_vocab_size())), words=True)  # every token once
+        return theirs.encode(text) != own.encode(text)
+    return False
 
 
 # Keys of a checkpoint's tokenizer_config.json that transformers gets: nothing that names a file, an address or a class.
@@ -315,14 +307,13 @@ def _backend(path: Path) -> Tokenizer:
     """Load a tokenizer.json, which a process with limits has tried. DataError if it is none."""
     data = _read(path)
     if (digest := hashlib.sha256(data).hexdigest()) not in _tried:
-        LimitedProcess(_try, f"the tokenizer {path}", seconds=_TRYING)((path, data))
+        LimitedProcess(partial(_try, path), f"the tokenizer {path}", seconds=_TRYING)(data)
         _tried.add(digest)
     return Tokenizer.from_buffer(data)
 
 
-def _try(given: tuple[Path, bytes]) -> None:
+def _try(path: Path, data: bytes) -> None:
     """Load a tokenizer, decode all its tokens and encode some: most that take all memory do so at once."""
-    path, data = given
     try:
         tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # the Rust side raises nothing finer
@@ -337,8 +328,7 @@ def _from_transformers(spec: str) -> TextTokenizer:
     check_source(f"the tokenizer {spec}")
     from transformers import AutoTokenizer
 
-    if (folder := Path(spec)).is_dir():
-        plain_files(folder, TOKENIZER_FILES | MODEL_FILES)
+    plain_files(Path(spec), TOKENIZER_FILES | MODEL_FILES)
     backend, end, files = LimitedProcess(partial(_rebuilt, AutoTokenizer), f"the tokenizer {spec}", seconds=15.0)(spec)
 
     def copy(folder: Path) -> None:

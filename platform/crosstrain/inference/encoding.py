@@ -4,7 +4,6 @@ A regular expression of a tokenizer and a chat template may never end, or take a
 """
 
 import json
-import threading
 import time
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +13,7 @@ from crosstrain.checkpoint.manifest import read_json
 from crosstrain.data.tokenizer import CONFIG, TextTokenizer, load_tokenizer, stored_tokenizer
 from crosstrain.utils.assets import GENERATION_CONFIG, end_tokens
 from crosstrain.utils.errors import CheckpointError, ConfigError, UserError, first_line, sentence
-from crosstrain.utils.limited_process import LimitedProcess, LimitError
+from crosstrain.utils.limited_process import LimitedProcess, LimitError, TooLate
 
 Kind = Literal["text", "chat", "words"]
 _SECONDS = 4.0  # for one prompt
@@ -67,12 +66,15 @@ def check_decoder(tokenizer: Any, checkpoint: Path) -> None:
 
 
 class Encoders:
-    """Processes that turn texts and chats into token ids. Every call has one to itself, so that none delays another."""
+    """Processes that turn texts and chats into token ids. Every call has one to itself, so that none delays another.
+
+    Raises CheckpointError where the tokenizer cannot be loaded, in little time.
+    """
 
     def __init__(self, checkpoint: Path) -> None:
         check_stored(checkpoint)
         self._checkpoint = checkpoint
-        self._lock = threading.Lock()  # of the tokenizer
+        self.tokenizer = open_tokenizer(checkpoint)  # to decode with
         self._idle: list[LimitedProcess] = []
         self._busy: dict[LimitedProcess, float] = {}  # since when
 
@@ -81,31 +83,21 @@ class Encoders:
         """Number of prompts whose encoding takes unusually long."""
         return sum(time.monotonic() - since > _SLOW for since in list(self._busy.values()))
 
-    def load(self) -> Any:
-        """The tokenizer, to decode with. Raises CheckpointError where it cannot be loaded, in little time."""
-        with self._lock:
-            return self._tokenizer
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        return open_tokenizer(self._checkpoint)
-
-    @cached_property
-    def _words(self) -> TextTokenizer:
-        return load_tokenizer(self._checkpoint)
-
     def ends(self, tokenizer: Any) -> set[int]:
         """Tokens that end an answer: the tokenizer's end of text, and those of the model's generation_config.json."""
         path = self._checkpoint / GENERATION_CONFIG
         settings = read_json(path, most_bytes=1 << 20) if path.exists() else {}
         return {tokenizer.eos_token_id} | end_tokens(settings)
 
+    @cached_property
+    def _words(self) -> TextTokenizer:
+        return load_tokenizer(self._checkpoint)
+
     def encode(self, kind: Kind, given: Any) -> list[int]:
         """Token ids of a text; of a chat, by the tokenizer's template; or of words, in which no token is special.
 
         Raises EncodingError for any error, and for what takes too long or too much memory.
         """
-        self.load()
         try:
             process = self._idle.pop()
         except IndexError:
@@ -115,7 +107,8 @@ class Encoders:
         try:
             ids = process((kind, given))
         except LimitError as error:
-            raise EncodingError(str(error), "encoding_timeout" if error.late else "encoding_failed") from None
+            code = "encoding_timeout" if isinstance(error, TooLate) else "encoding_failed"
+            raise EncodingError(str(error), code) from None
         except OSError as error:
             raise EncodingError(f"no process can encode ({error}); try again later", "busy") from None
         finally:
@@ -133,8 +126,8 @@ class Encoders:
             if kind == "words":
                 return self._words.compute([given])[0].tolist()
             if kind == "chat":
-                given = self._tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
-            return [-1 if i is None else i for i in self._tokenizer(given, add_special_tokens=False)["input_ids"]]
+                given = self.tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+            return [-1 if i is None else i for i in self.tokenizer(given, add_special_tokens=False)["input_ids"]]
         except Exception as error:  # of jinja, the tokenizer, or whatever the template raises
             return first_line(error)[:1000]
 

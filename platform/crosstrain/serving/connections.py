@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import sys
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
@@ -36,7 +36,7 @@ class StrictHttp(h11.Connection):
 
     def next_event(self) -> Any:
         """Return the next event. Raises RemoteProtocolError for a request that is not HTTP, or ambiguous."""
-        given, reader = self.trailing_data[0], self._reader
+        given, reader = self.trailing_data[0], cast(Any, self._reader)
         headers = self.their_state is h11.IDLE or getattr(reader, "_reading_trailer", False)
         if not headers and getattr(reader, "_bytes_in_chunk", 1) == 0:
             size, end, given = given.removeprefix(reader._bytes_to_discard).partition(b"\r\n")

@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,25 +12,23 @@ from crosstrain.inference.generation import Sampling, as_prompt, generate
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.limited_process import LimitedProcess
 from crosstrain.utils.logging import log
+from crosstrain.utils.types import Sample
 
 
 class PromptSamples:
     """Continues `run.sample_prompts`, each time with the same random numbers; training's are not touched."""
 
     def __init__(self, runner: Runner, run: RunOptions, tokenizer: Path | None) -> None:
-        self._runner, self._folder, self._compiled = runner, tokenizer, run.compile != "none"
-        self._prompts: list[tuple[str, Any]] = []  # with their tokens, once the tokenizer is there
-        if tokenizer is not None:
-            self._prompts = [(text, None) for text in run.sample_prompts]
+        self._runner, self._compiled = runner, run.compile != "none"
+        self._prompts: list[tuple[str, Sample]] = []
         self._sampling = Sampling(max_new_tokens=run.sample_tokens, temperature=0.8, top_k=50, seed=run.seed)
-        self._tokenizer: Any = None
+        if tokenizer is not None and run.sample_prompts:
+            self._tokenizer = made = open_tokenizer(tokenizer)
+            encode = LimitedProcess(lambda text: made(text, add_special_tokens=False)["input_ids"], "the tokenizer")
+            self._prompts = [(text, as_prompt(encode(text), made.eos_token_id)) for text in run.sample_prompts]
 
     def draw(self) -> list[dict[str, str]]:
         """{"prompt", "text"} of every prompt, the same on every rank. Collective."""
-        if self._prompts and self._tokenizer is None:
-            self._tokenizer = open_tokenizer(self._folder)
-            ids = LimitedProcess(self._encode, "run.sample_prompts: the tokenizer")
-            self._prompts = [(text, as_prompt(ids(text), self._tokenizer.eos_token_id)) for text, _ in self._prompts]
         out = []
         # Texts grow by a token at a time: to compile for each of these lengths would take longer than to train on.
         with torch.compiler.set_stance("force_eager") if self._compiled else nullcontext():
@@ -44,6 +41,3 @@ class PromptSamples:
                 else:
                     out.append({"prompt": prompt, "text": text})
         return out
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]

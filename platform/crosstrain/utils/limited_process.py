@@ -4,14 +4,13 @@ import multiprocessing
 import os
 import resource
 import signal
-import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from crosstrain.utils.errors import UserError, first_line
+from crosstrain.utils.forks import CheckedForkContext
 
 _PER_SECOND = 20_000  # bytes of text for which a call gets one second more
 _PER_BYTE = 400  # bytes of memory that a call gets more for each byte of text
@@ -21,9 +20,11 @@ _IDLE = 60.0  # seconds without a call after which the process ends
 
 
 class LimitError(UserError):
-    """A call that reached a limit, or failed in its process."""
+    """A call that failed in its process, or ended it."""
 
-    late = False  # the caller waited too long
+
+class TooLate(LimitError):
+    """A call without a result when its time was over."""
 
 
 class LimitedProcess:
@@ -43,7 +44,7 @@ class LimitedProcess:
         """
         self._function, self.name = function, name
         self._memory, self._seconds, self._urgent = memory, seconds, urgent
-        self._owner = 0  # the process that forked ours
+        self._owner = 0  # the process that started ours
 
     def __call__(self, given: Any, size: int = 0) -> Any:
         """Return function(given). The limits grow with the `size` of a text in it, in bytes.
@@ -53,91 +54,68 @@ class LimitedProcess:
         if self._owner != os.getpid():
             self._start()
         seconds = self._seconds + size / _PER_SECOND
+        computing = seconds + 1 if self._urgent else seconds  # so that the clock decides
         try:
-            self._connection.send((given, self._memory + size * _PER_BYTE, seconds + self._urgent))
-            self._wait(seconds)
+            self._connection.send((given, self._memory + size * _PER_BYTE, computing))
+            if self._urgent and not self._connection.poll(_PATIENCE):
+                os.setpriority(os.PRIO_PROCESS, self._process.pid or 0, 10)
+            if not self._connection.poll(seconds if self._urgent else seconds * _WAITING):
+                self.close()
+                raise TooLate(f"{self.name} has no result after {seconds:g} s")
             error, result = self._connection.recv()
         except (OSError, EOFError):
-            status = self.close()
-            if status == 0:  # it had just ended for want of calls
+            if (code := self.close()) == 0:  # it had just ended for want of calls
                 return self(given, size)
-            how = "crashed or took too much memory"
-            if status == signal.SIGPROF:
-                how = f"took more than {seconds:g} s of computing"
+            late = code == -signal.SIGPROF
+            how = f"took more than {seconds:g} s of computing" if late else "crashed or took too much memory"
             raise LimitError(f"{self.name} {how}") from None
         if error is not None:
             raise error
         return result
 
-    def close(self) -> int:
-        """End the process, which need not be there; returns the status that os.waitpid gives."""
+    def close(self) -> int | None:
+        """End the process, which need not be there; returns its exit code."""
         if self._owner != os.getpid():
-            return 0
+            return None
         self._owner = 0
         self._connection.close()
-        with suppress(ProcessLookupError, ChildProcessError):
-            os.kill(self._pid, signal.SIGKILL)
-            return os.waitpid(self._pid, 0)[1]
-        return -1
-
-    def __del__(self) -> None:
-        self.close()
-
-    def _wait(self, seconds: float) -> None:
-        """Wait for the result. LimitError where it does not come."""
-        if not self._urgent:
-            seconds *= _WAITING
-        elif not self._connection.poll(_PATIENCE):
-            os.setpriority(os.PRIO_PROCESS, self._pid, 10)
-            seconds -= _PATIENCE
-        if not self._connection.poll(seconds):
-            self.close()
-            error = LimitError(f"{self.name} has no result after {self._seconds:g} s")
-            error.late = True
-            raise error
+        self._process.kill()
+        self._process.join()
+        return self._process.exitcode
 
     def _start(self) -> None:
         self._connection, theirs = multiprocessing.Pipe()
-        with warnings.catch_warnings(action="ignore"):  # of threads, whose locks the function does not use
-            self._pid = os.fork()
-        if not self._pid:
-            self._serve(theirs)
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # else it starts none
+        self._process = CheckedForkContext().Process(target=self._serve, args=(theirs,), daemon=True)
+        self._process.start()
         self._owner = os.getpid()
         theirs.close()
 
-    def _serve(self, connection: Connection) -> NoReturn:
+    def _serve(self, connection: Connection) -> None:
         """Answer calls with (error, result) until the caller is gone."""
-        code = 1
-        try:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides when to stop
-            for number in (signal.SIGTERM, signal.SIGPROF):
-                signal.signal(number, signal.SIG_DFL)
-            for output in (1, 2):  # Rust's panics; the error goes to the caller
-                os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-            # Connections of the caller would stay open as long as this process.
-            os.closerange(3, connection.fileno())
-            os.closerange(connection.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-            used, hard = address_space() or 0, resource.getrlimit(resource.RLIMIT_AS)[1]
-            while connection.poll(_IDLE):
-                given, memory, seconds = connection.recv()
-                if used:
-                    resource.setrlimit(resource.RLIMIT_AS, (used + memory, hard))
-                signal.setitimer(signal.ITIMER_PROF, seconds)
-                connection.send(self._answer(given))
-                signal.setitimer(signal.ITIMER_PROF, 0)
-            code = 0
-        finally:
-            os._exit(code)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides when to stop
+        for number in (signal.SIGTERM, signal.SIGPROF):
+            signal.signal(number, signal.SIG_DFL)
+        for output in (1, 2):  # Rust's panics; the error goes to the caller
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+        # Connections of the caller would stay open as long as this process.
+        os.closerange(3, connection.fileno())
+        os.closerange(connection.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        used, hard = address_space(), resource.getrlimit(resource.RLIMIT_AS)[1]
+        while connection.poll(_IDLE):
+            given, memory, seconds = connection.recv()
+            if used is not None:
+                resource.setrlimit(resource.RLIMIT_AS, (used + memory, hard))
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+            connection.send(self._answer(given))
+            signal.setitimer(signal.ITIMER_PROF, 0)
 
     def _answer(self, given: Any) -> tuple[UserError | None, Any]:
         try:
             return None, self._function(given)
-        except UserError as error:
-            return error, None
-        except MemoryError:
-            os._exit(1)
         except BaseException as error:  # a panic in Rust is no Exception
-            return LimitError(f"{self.name} fails ({first_line(error)[:1000]})"), None
+            own = isinstance(error, UserError)
+            return error if own else LimitError(f"{self.name} fails ({first_line(error)[:1000]})"), None
 
 
 def address_space() -> int | None:
