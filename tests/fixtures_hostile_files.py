@@ -284,8 +284,6 @@ CONFIGS: dict[str, dict[str, Any] | bytes] = {
     "several models": {"model_type": "llava", "text_config": LLAMA, "vision_config": {"hidden_size": -1}},
     "a quantizer": LLAMA | {"quantization_config": {"quant_method": "evil", "modules_to_not_convert": ["*"]}},
     "no object": b"[1]", "no JSON": b"\x80\x04}.", "too deep": b"[" * 10**6,
-    "900 MB": b'{"model_type": "gpt2", "x": "' + b" " * (900 << 20) + b'"}',
-    "a hundred MB of numbers": b'{"model_type": "gpt2", "x": [' + b"1," * (50 << 20) + b"1]}",
 }  # fmt: skip
 
 
@@ -317,7 +315,21 @@ def _link(name: str, kind: str) -> Callable[[Path], object]:
     return _special(name, kind)
 
 
+def _long(length: int) -> Callable[[Path], object]:
+    """A config.json of so many bytes, which take no place."""
+
+    def change(folder: Path) -> None:
+        with open(folder / "config.json", "r+b") as file:
+            file.truncate(length)
+
+    return change
+
+
 WEIGHTS: dict[str, Callable[[Path], object]] = {
+    "a configuration of 900 MB": _long(900 << 20), "a configuration of a terabyte": _long(1 << 40),
+    "a configuration of many numbers": lambda folder: (folder / "config.json").write_bytes(
+        b'{"model_type": "gpt2", "x": [' + b"1," * (20 << 20) + b"1]}"
+    ),
     "a pickle beside the weights": lambda folder: plant(folder / "pytorch_model.bin", folder / "harm", "torch.save"),
     "a pickle for the weights": lambda folder: plant(folder / "model.safetensors", folder / "harm", "pickle"),
     "a header of a petabyte": _raw("model.safetensors", (2**50).to_bytes(8, "little") + b"{}"),
@@ -408,36 +420,42 @@ def _export(change: Callable[[Path], object], checkpoint: Path) -> Callable[[Pat
 # ---- data and other programs' configurations
 
 
-def _parquet(rows: int, page: str, kind: str) -> Callable[[Path, Path], list[str]]:
+def _parquet(rows: int, length: int) -> Callable[[Path, Path], list[str]]:
     """A few hundred bytes that stand for gigabytes: one text, `rows` times."""
 
     def make(folder: Path, canary: Path) -> list[str]:
         words = write_tokenizer(folder / "words", TEMPLATE)
-        column = pa.DictionaryArray.from_arrays(np.zeros(rows, np.int32), pa.array([page]))
-        column = column if kind == "dictionary" else column.cast(pa.string())
+        column = pa.DictionaryArray.from_arrays(np.zeros(rows, np.int32), pa.array(["x" * length]))
         pq.write_table(pa.table({"text": column}), folder / "bomb.parquet", compression="zstd")
         return ["prepare", "--input", "bomb.parquet", "--output", "out", "--tokenizer", str(words), "--workers", "1"]
 
     return make
 
 
-def _input(name: str, content: bytes) -> Callable[[Path, Path], list[str]]:
+def _input(name: str, content: bytes, packed: int = 0) -> Callable[[Path, Path], list[str]]:
+    """An input of this content, or of it so many times, packed."""
+
     def make(folder: Path, canary: Path) -> list[str]:
         words = write_tokenizer(folder / "words", TEMPLATE)
-        (folder / name).write_bytes(content)
+        if packed:
+            with gzip.open(folder / name, "wb", 1) as file:
+                for _ in range(packed):
+                    file.write(content)
+        else:
+            (folder / name).write_bytes(content)
         return ["prepare", "--input", name, "--output", "out", "--tokenizer", str(words), "--workers", "1"]
 
     return make
 
 
 DATA: dict[str, Callable[[Path, Path], list[str]]] = {
-    "a text a hundred times": _parquet(100, "x" * (80 << 20), "dictionary"),
-    "a text a thousand times": _parquet(1000, "x" * (8 << 20), "dictionary"),
+    "a text a hundred times": _parquet(100, 80 << 20),
+    "a text a thousand times": _parquet(1000, 8 << 20),
     "no Parquet": _input("a.parquet", b"PAR1" + b"\xff" * 100 + b"PAR1"),
     "a cut Parquet": _input("a.parquet", b"PAR1\x15\x04\x15"),
     "nested too deep": _input("a.jsonl", b'{"text": ' + b"[" * 10**6),
-    "a line of a gigabyte, packed": _input("a.jsonl.gz", gzip.compress(b" " * (1 << 30), 9)),
-    "packed zeros": _input("a.txt.gz", gzip.compress(b"\0" * (1 << 30), 9)),
+    "a line of a gigabyte, packed": _input("a.jsonl.gz", b" " * (1 << 20), packed=1 << 10),
+    "packed zeros": _input("a.txt.gz", b"\0" * (1 << 20), packed=1 << 10),
     "half a character": _input("a.jsonl", b'{"text": "\\ud800"}\n'),
     "control characters": _input("a.jsonl", b'{"text": "\x1b[2J\x00"}\n'),
     "a pickle": _input("a.jsonl", pickle.dumps(os.getcwd)),

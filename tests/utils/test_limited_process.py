@@ -49,11 +49,11 @@ def test_results_and_errors_come_from_one_other_process() -> None:
     limited = process()
     first = limited(("process", None))
     assert first != os.getpid()
-    with pytest.raises(DataError, match="^no data$"):
+    with pytest.raises(DataError, match=r"^no data$"):
         limited(("data error", "no data"))
     with pytest.raises(LimitError, match=r"^the work fails \('x'\)$"):
         limited(("error", "x"))
-    with pytest.raises(LimitError, match="the work fails .*chunk size must be non-zero"):
+    with pytest.raises(LimitError, match=r"the work fails .*chunk size must be non-zero"):
         limited(("panic", None))
     assert limited(("text", "naïve")) == "naïve"
     assert limited(("process", None)) == first
@@ -66,7 +66,7 @@ def test_results_and_errors_come_from_one_other_process() -> None:
 ])  # fmt: skip
 def test_what_goes_too_far_is_one_error(kind: str, given: Any, said: str, capfd: pytest.CaptureFixture[str]) -> None:
     limited = process(seconds=5.0 if kind == "abort" else 0.2)
-    with pytest.raises(LimitError, match=f"the work.*{said}"):
+    with pytest.raises(LimitError, match=rf"the work.*{said}"):
         limited((kind, given))
     assert limited(("text", "again")) == "again"
     assert capfd.readouterr() == ("", "")

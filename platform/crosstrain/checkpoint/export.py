@@ -216,11 +216,12 @@ def _copy(path: Path, target: Path, progress: Callable[[str], None]) -> Any:
         shutil.copyfile(path, target)
         return None
     try:
-        content = given = _without_redirections(read_json(path))
-        if path.name in MODEL_FILES and isinstance(given, dict):
-            content = _known(given, path.name == GENERATION_CONFIG)
-            if left := sorted(map(str, given.keys() - content.keys())):
-                progress(f"{path.name}: left out {sentence(', '.join(left))}, which transformers does not have there")
+        given = read_json(path)
+        content = _without_redirections(given)
+        if path.name in MODEL_FILES and isinstance(content, dict):
+            content = _known(content, path.name == GENERATION_CONFIG)
+            if left := sorted(given.keys() - content.keys()):
+                progress(f"{path.name}: left out {sentence(', '.join(left))}, which names code or files, or is unknown")
         write_json(target, content)
     except RecursionError as error:
         raise CheckpointError(f"{path}: not a configuration ({error})") from None

@@ -37,7 +37,7 @@ Place = str | Excerpt | Stack
 _MOST_BYTES = 1 << 22  # of a config.json
 # Sizes in it without which there is no model, and the largest that are read.
 _SIZE = re.compile(
-    r'"((?:n|num)_(?:hidden_|attention_)?(?:layers?|heads?|embd|positions)|(?:hidden|intermediate|vocab|image|patch)_size'
+    r'"((?:n|num)_(?:hidden_|attention_|key_value_)?(?:layers?|heads?|embd|positions)|(?:hidden|intermediate|vocab|image|patch)_size'
     r'|d_model|max_position_embeddings)"\s*:\s*([-+\d.eE]*\d)'
 )
 _MOST, _LARGEST = {"layer": 10_000, "position": 1 << 31}, 10_000_000
