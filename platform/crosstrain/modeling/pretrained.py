@@ -94,11 +94,12 @@ def pretrained_folder(source: str) -> Path:
     path = last_checkpoint(Path(source).expanduser())
     if foreign := lone_adapter(path, source):
         raise CheckpointError(f"{source}: {foreign}")
-    if os.path.lexists(path / "config.json"):
+    if described := os.path.lexists(path / "config.json"):
         _check_sizes(path / "config.json")
-        return path
-    if foreign := foreign_weights(path):
+    if not any(path.glob("*.safetensors")) and (foreign := foreign_weights(path)):
         raise CheckpointError(f"{source}: {foreign}")
+    if described:
+        return path
     if path.exists():
         raise CheckpointError(f"{source}: no config.json, so it is neither a Hugging Face model folder nor a run's")
     from huggingface_hub import snapshot_download
