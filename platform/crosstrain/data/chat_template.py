@@ -87,6 +87,8 @@ class ChatTemplate:
                 chat_template=self.tokenizer.get_chat_template(None, tools), return_assistant_tokens_mask=marked,
                 **self.tokenizer.special_tokens_map,
             )  # fmt: skip
+        except MemoryError:  # of a process with limits
+            raise
         except Exception as error:  # templates raise whatever they like
             raise ChatError(f"the chat template refuses it ({first_line(error)})") from None
         return texts[0], marks[0] if marked else []
