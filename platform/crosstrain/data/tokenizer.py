@@ -21,6 +21,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from crosstrain.data.template_library import lacking, template_library
 from crosstrain.utils.assets import MODEL_FILES, TOKENIZER_FILES, copy_files, plain_files
 from crosstrain.utils.errors import DataError, first_line, os_errors_as
 from crosstrain.utils.files import cache_folder, last_checkpoint, read_regular, write_json
@@ -266,12 +267,22 @@ def cached_folder(tokenizer: TextTokenizer, spec: str = "") -> Path:
 
 @lru_cache(maxsize=8)
 def load_cached(spec: str, chat_template: str | None = None) -> tuple[TextTokenizer, Path]:
-    """Load a tokenizer, with another chat template or the file of one, and return it with its `cached_folder`."""
+    """Load a tokenizer and return it with its `cached_folder`.
+
+    chat_template: replaces its own: a name in configs/chat_templates, Jinja, or the file of it.
+    """
     tokenizer = load_tokenizer(spec)
     if chat_template is not None:
+        if chat_template in (library := template_library()):
+            if missing := lacking(tokenizer.backend, library[chat_template]):
+                raise DataError(f"chat_template: {chat_template} needs {', '.join(missing)}, which {spec} lacks")
+            chat_template = library[chat_template]
         if "{" not in chat_template:
             check_source(f"the chat template {chat_template}")
-            problem = f"chat_template: {chat_template} is neither Jinja nor a file that can be read"
+            problem = (
+                f"chat_template: {chat_template} is neither Jinja nor a file that can be read, nor one of "
+                f"{', '.join(library)}"
+            )
             with os_errors_as(DataError, problem):
                 chat_template = read_regular(Path(chat_template).expanduser(), _MAX_BYTES).decode("utf-8", "replace")
         tokenizer = replace(tokenizer, chat_template=chat_template)

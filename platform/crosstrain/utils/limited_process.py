@@ -114,8 +114,8 @@ class LimitedProcess:
         try:
             return None, self._function(given)
         except BaseException as error:  # a panic in Rust is no Exception
-            own = isinstance(error, UserError)
-            return error if own else LimitError(f"{self.name} fails ({first_line(error)[:1000]})"), None
+            failure = LimitError(f"{self.name} fails ({first_line(error)[:1000]})")
+            return error if isinstance(error, UserError) else failure, None
 
 
 def address_space() -> int | None:

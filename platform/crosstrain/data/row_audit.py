@@ -1,0 +1,84 @@
+"""Account for the rows that a reader takes in: keys that nothing reads, and rows that cannot be used."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from crosstrain.utils.errors import DataError, printable
+
+_NAMED = 1000  # dropped rows that the plain form lists
+_LONGEST = 80  # characters of a key in a sentence
+_KINDS = 100  # kinds of reasons and names of keys that are kept apart; names in data may be anything
+
+
+class RowAudit:
+    """Counts of rows, of keys that were not read, and of dropped rows by the kind of reason, each with its first place.
+
+    Every reader of rows reports here, so that a key with a meaning is never left out in silence. A key is named by its
+    path: `source` for a column, `messages.weight` for a key of a turn. `plain` is its JSON form.
+    """
+
+    def __init__(self, ignore_columns: Sequence[str] = ()) -> None:
+        """ignore_columns: names or paths that are not reported; a name covers everything below it."""
+        self.ignore_columns = frozenset(ignore_columns)
+        self.plain: dict[str, Any] = {"rows": 0, "dropped": 0, "unread": {}, "reasons": {}, "named": []}
+
+    def row(self, place: str, unread: Iterable[str] = ()) -> None:
+        """Count a row that is used, and the paths of its keys that were not read."""
+        self.plain["rows"] += 1
+        for path in unread:
+            if not self._ignored(path):
+                _count(self.plain["unread"], path, 1, place)
+
+    def drop(self, place: str, reason: str) -> None:
+        """Count a row that is not used. Reasons that differ in their numbers only are of one kind."""
+        self.plain["rows"] += 1
+        self.plain["dropped"] += 1
+        _count(self.plain["reasons"], re.sub(r"\d+", "N", reason), 1, f"{place}: {reason}")
+        self.plain["named"] = [*self.plain["named"], f"{place}: {reason}"][:_NAMED]
+
+    def add(self, plain: dict[str, Any]) -> None:
+        """Add the plain form of other counts, but keys to ignore; call it in the order of the input."""
+        for name in ("rows", "dropped"):
+            self.plain[name] += plain[name]
+        for name in ("unread", "reasons"):
+            for key, (number, first) in plain[name].items():
+                if name == "reasons" or not self._ignored(key):
+                    _count(self.plain[name], key, number, first)
+        self.plain["named"] = (self.plain["named"] + plain["named"])[:_NAMED]
+
+    def notices(self) -> list[str]:
+        """Return a sentence about keys that were not read, and one about dropped rows, where there are such."""
+        said, total = [], self.plain["rows"]
+        if unread := self.plain["unread"]:
+            parts = [
+                f"{key[:_LONGEST]} ({number} of {total} rows, first in {place})"
+                for key, (number, place) in unread.items()
+            ]
+            more = f" and {len(parts) - 8} more" if len(parts) > 8 else ""
+            said.append(f"not used: {', '.join(parts[:8])}{more}; list names in ignore_columns if that is intended")
+        if reasons := self.plain["reasons"]:
+            kinds = sorted(reasons.values(), key=lambda kind: -kind[0])[:3]
+            why = "; ".join(f"{number} such as {first}" for number, first in kinds)
+            said.append(f"{self.plain['dropped']} of {total} rows are dropped, {why}")
+        return [printable(text) for text in said]
+
+    def check(self, source: str, max_dropped: float) -> None:
+        """Raise DataError where more rows of `source` than the share `max_dropped` are dropped, or all of them."""
+        dropped, total = self.plain["dropped"], self.plain["rows"]
+        if dropped and (dropped == total or dropped > max_dropped * total):
+            raise DataError(
+                f"{source}: {self.notices()[-1]}: more than max_dropped={max_dropped:g}; mend the rows or raise it"
+            )
+
+    def _ignored(self, path: str) -> bool:
+        parts = path.split(".")
+        return any(".".join(parts[:length]) in self.ignore_columns for length in range(1, len(parts) + 1))
+
+
+def _count(counts: dict[str, list[Any]], key: str, number: int, first: str) -> None:
+    if key not in counts and len(counts) >= _KINDS:
+        key = "others"
+    counts.setdefault(key, [0, first])[0] += number
