@@ -67,7 +67,7 @@ class LimitedProcess:
             if (code := self.close()) == 0:  # it had just ended for want of calls
                 return self(given, size)
             late = code == -signal.SIGPROF
-            how = f"took more than {seconds:g} s of computing" if late else "crashed or took too much memory"
+            how = f"took more than {round(seconds, 1)} s of computing" if late else "crashed or took too much memory"
             raise LimitError(f"{self.name} {how}") from None
         if error is not None:
             raise error
