@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import pickle
-import random
 import resource
 import sys
 import traceback
@@ -602,11 +601,3 @@ def _run(folder: Path, arguments: list[str], out: Path, err: Path, seen: Path) -
     measured = {"peak": max(u.ru_maxrss for u in usage) << 10, "seconds": sum(u.ru_utime + u.ru_stime for u in usage)}
     seen.write_text(json.dumps(measured))
     os._exit(code)
-
-
-def some(kind: str, count: int, checkpoint: Path) -> list[Hostile]:
-    """A few of a kind, the same every time."""
-    found = list(hostile(kind, checkpoint))
-    return random.Random(kind).sample(found, min(count, len(found)))
-
-
