@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def test_some_hostile_files(kind: str, checkpoint: Path, tmp_path: Path) -> None
     chosen = [case for case in hostile(kind, checkpoint) if case.name in QUICK[kind]]
     assert len(chosen) == len(QUICK[kind])
     found = [complaints(case, tmp_path / str(n)) for n, case in enumerate(chosen)]
-    assert not any(found), "\n".join(sum(found, []))
+    assert not any(found), "\n".join(chain.from_iterable(found))
 
 
 @pytest.mark.slow
