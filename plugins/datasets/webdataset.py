@@ -24,7 +24,7 @@ from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils import storage
 from crosstrain.utils.errors import os_errors_as
 from crosstrain.utils.files import cache_folder, open_regular, write_atomically
-from crosstrain.utils.resource_limits import OutOfTime, timed
+from crosstrain.utils.limited_process import LimitedProcess
 
 Files = dict[str, tuple[int, int]]  # extension -> (first byte, bytes)
 Keys = Callable[[str, dict[str, bytes]], Iterable[str]]
@@ -78,12 +78,9 @@ def _braces(pattern: str) -> Iterator[str]:
 
 
 def _matches(name: str) -> list[str]:
-    """Return the files that match a wildcard, in order. DataError if the search takes too long."""
-    try:
-        with timed(_GLOB_SECONDS):
-            return sorted(glob.glob(os.path.expanduser(name)))
-    except OutOfTime:
-        raise DataError(f"{name[:100]}: looking for files of that name takes too long: use fewer wildcards") from None
+    """Return the files that match a wildcard, in order. LimitError if the search takes too long."""
+    look = LimitedProcess(glob.glob, f"{name[:100]}: looking for files, with so many wildcards,", seconds=_GLOB_SECONDS)
+    return sorted(look(os.path.expanduser(name)))
 
 
 def is_remote(name: str) -> bool:

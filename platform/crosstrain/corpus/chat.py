@@ -28,10 +28,9 @@ from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils import storage
 from crosstrain.utils.errors import DataError, first_line
 from crosstrain.utils.files import cache_folder, write_json
-from crosstrain.utils.resource_limits import OutOfTime, timed
+from crosstrain.utils.limited_process import LimitedProcess
 
 _FORMAT = 4  # of the folder; another number makes it anew
-_SECONDS = 20  # of computing time for a row
 _AT_ONCE = 256  # rows of a worker's item
 _WORTH_WORKERS = 1 << 22  # bytes of conversations that take longer than it takes workers to start
 
@@ -61,21 +60,23 @@ class _Encode(CorpusStage[tuple[tuple[Row | str, str], ...], list[tuple[str, _Re
     source: ChatSource
 
     def open(self) -> None:
-        global _template
+        global _template, _process
         _template = ChatTemplate(self.source.tokenizer)
+        _process = LimitedProcess(self._read, "")
 
     def __call__(self, item: tuple[tuple[Row | str, str], ...]) -> list[tuple[str, _Result]]:
-        return [(place, self._read(row)) for row, place in item]
+        found = []
+        for row, place in item:
+            _process.name = f"{place}: the chat template or its tokenizer"
+            found.append((place, _process(row)))
+        return found
 
     def _read(self, row: Row | str) -> _Result:
         if isinstance(row, str):
             return row, set()
         try:
-            with timed(_SECONDS):
-                found, unread = conversations(row, self.source.preferences)
-                return [(self._tokens(conversation, unread), conversation.is_good) for conversation in found], unread
-        except OutOfTime:
-            return f"the chat template takes more than {_SECONDS} seconds", set()
+            found, unread = conversations(row, self.source.preferences)
+            return [(self._tokens(conversation, unread), conversation.is_good) for conversation in found], unread
         except ChatError as error:
             return str(error), set()
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:  # JSON may be anything
@@ -96,6 +97,7 @@ class _Encode(CorpusStage[tuple[tuple[Row | str, str], ...], list[tuple[str, _Re
 
 
 _template: ChatTemplate  # of a worker
+_process: LimitedProcess  # that renders by it
 
 
 def check_inputs(paths: Iterable[str]) -> None:

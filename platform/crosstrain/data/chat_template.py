@@ -96,6 +96,8 @@ class ChatTemplate:
             )  # fmt: skip
             if not any(str(arguments) in texts[0] and str(arguments) not in words for arguments in objects):
                 return texts[0], marks[0] if marked else []
+        except MemoryError:  # of a process with limits
+            raise
         except Exception as error:  # templates raise whatever they like
             if not objects:
                 raise ChatError(f"the chat template refuses it ({first_line(error)})") from None

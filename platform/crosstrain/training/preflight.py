@@ -18,9 +18,17 @@ from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Component
 from crosstrain.data.dataset import Dataset
-from crosstrain.data.splits import first_batch, is_prepared, open_split, prepare_data, training_dataset
+from crosstrain.data.splits import first_batch, is_prepared, open_split, prepare_data, training_dataset, vocabulary_size
 from crosstrain.distributed.launch.signals import sigint_kills
-from crosstrain.engine.build import batch_plan, check_fit, check_held, freeze, make_schedule, model_on_meta
+from crosstrain.engine.build import (
+    batch_plan,
+    check_fit,
+    check_held,
+    check_vocabulary,
+    freeze,
+    make_schedule,
+    model_on_meta,
+)
 from crosstrain.engine.optimizer import optimizer_factory
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling.base import Model
@@ -84,6 +92,8 @@ def preflight(config: Config, world_size: int, dry: bool = False) -> Preflight:
     with explained("the model, its data and the run do not go together"):
         if dataset is not None:
             check_fit(model, dataset)
+        else:
+            check_vocabulary(model, vocabulary_size(config))
         check_held(model, runner, config)
         if not absent:
             weights = PretrainedWeights.of(model)
