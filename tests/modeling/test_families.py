@@ -160,9 +160,8 @@ def test_what_a_forward_returns_besides_changes_nothing(family: str, key: str) -
 
 @pytest.mark.parametrize("family", ["doge", "jetmoe"])
 def test_the_loss_of_routers_that_are_not_watched_is_transformers_own(family: str) -> None:
-    config = tiny(family) | {"output_router_logits": True, "aux_loss_coef" if family == "jetmoe" else "router_aux_loss_coef": 0.5}
-    if family == "doge":
-        config |= {"is_moe": True}
+    own = {"doge": {"is_moe": True, "router_aux_loss_coef": 0.5}, "jetmoe": {"aux_loss_coef": 0.5}}
+    config = tiny(family) | {"output_router_logits": True} | own[family]
     reference, model = theirs_of(config), ours(config=config)
     values = logical(model)
     with torch.no_grad():
@@ -179,7 +178,6 @@ def test_the_loss_of_routers_that_are_not_watched_is_transformers_own(family: st
     for name, parameter in reference.named_parameters():
         if parameter.grad is not None:
             assert torch.allclose(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5), name
-    assert model.take_recorded()["load_balancing_loss"][0] / 22 == pytest.approx(out.aux_loss.item(), rel=1e-5)
     with torch.no_grad():  # an evaluation's loss is the tokens'
         logits = reference.eval()(input_ids=ids).logits[:, :-1].flatten(0, 1)
         expected = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
@@ -209,4 +207,5 @@ def test_padding_of_the_vocabulary_has_no_share_in_a_head_of_its_own_kind(family
         if (logical_shape := model.logical_shape(name, parameter.shape)) != parameter.shape:
             padding += 1
             assert not parameter.grad[logical_shape[0] :].any(), name
-    assert padding and model(input_ids=ids).shape == (2, 100)
+    assert padding
+    assert model(input_ids=ids).shape == (2, 100)

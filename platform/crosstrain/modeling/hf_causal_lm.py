@@ -104,19 +104,13 @@ class TransformersModel(LanguageModel):
         if hf_internals.routers_of(lm):
             lm.config.output_router_logits = False  # hooks give them
         self.measured = hf_internals.measured_logits(lm)  # None: only the model's own forward gives its logits
-        takes = inspect.signature(self._called.forward).parameters
+        takes = inspect.signature((lm if self.measured is None else lm.base_model).forward).parameters
         self.takes_positions = "position_ids" in takes
         # transformers 5.24 gave it another name. A model with neither gets all tokens again.
         self._cache_name = next((name for name in ("cache", "past_key_values") if name in takes), None)
         # A head may have a bias under two names, tied.
         rows = {id(p) for module in words if module is not None for p in module.parameters(recurse=False)}
         self._vocabulary = {n for n, p in lm.named_parameters(remove_duplicate=False) if id(p) in rows}
-
-    @property
-    def _called(self) -> nn.Module:
-        """The module that is called: without a head if its logits are measured, so that they never exist all at once."""
-        base: nn.Module = self.lm.base_model
-        return self.lm if self.measured is None else base
 
     def forward(  # type: ignore[override]
         self, input_ids: Tensor | None = None, labels: Tensor | None = None, cache: Any = None,
@@ -156,16 +150,17 @@ class TransformersModel(LanguageModel):
         else:
             routers = None
         hf_internals.attend_by(self.lm, attention)
-        out = self._called(input_ids, use_cache=cache is not None, **more)
+        # Without its head, if that is measured: then the logits never exist all at once.
+        called: nn.Module = self.lm if self.measured is None else self.lm.base_model
+        out = called(input_ids, use_cache=cache is not None, **more)
         if documents is not None and attention != "eager" and has_values(out[0]):  # not so in a plan
             documents.check_seen(self.blocks())
         if self.measured is None:
             result = self.head(out.logits, None, labels, self.vocab_size)
             if self.training and labels is not None and getattr(out, "aux_loss", None) is not None:
                 # Routers that are not watched, under config.output_router_logits: transformers' own loss of them.
-                targets = (labels != IGNORE_INDEX).sum()
-                self.record("load_balancing_loss", out.aux_loss, targets)
-                result = self.head.add(result, hf_internals.router_coefficient(self.lm) * out.aux_loss * targets)
+                coefficient: Any = getattr(self.lm, "router_aux_loss_coef", getattr(self.lm, "aux_loss_coef", 0.0))
+                result = self.head.add(result, coefficient * out.aux_loss * (labels != IGNORE_INDEX).sum())
         else:
             head = self.lm.get_output_embeddings()
             logits = Logits(head.bias, *self.measured)

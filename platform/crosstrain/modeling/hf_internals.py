@@ -26,10 +26,6 @@ from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.logging import log
 
 
-# What a forward returns beside the hidden states; training reads nothing of it.
-_OUTPUTS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
-
-
 def padded(
     config: PreTrainedConfig, multiple: int, attention: Attention | None, model: type[PreTrainedModel]
 ) -> PreTrainedConfig:
@@ -37,8 +33,8 @@ def padded(
     config = copy.deepcopy(config)
     config.vocab_size = -(-config.vocab_size // multiple) * multiple
     config._attn_implementation = choose_attention(attention, model, config)
-    for key, value in _OUTPUTS.items():
-        setattr(config, key, value)
+    # Training reads nothing that a forward returns beside the hidden states.
+    config.update({"return_dict": True, "output_hidden_states": False, "output_attentions": False})
     return config
 
 
@@ -54,11 +50,6 @@ def routers_of(lm: PreTrainedModel) -> list[nn.Module]:
     recorder: Any = recorders.get("router_logits") if isinstance(recorders, dict) else None
     kind = getattr(recorder, "target_class", None)
     return [] if kind is None or recorder.index != 0 else [m for m in lm.modules() if isinstance(m, kind)]
-
-
-def router_coefficient(lm: PreTrainedModel) -> float:
-    """The factor with which the model's own forward adds its routers' loss to the mean of the targets' losses."""
-    return float(next(getattr(lm, name) for name in ("router_aux_loss_coef", "aux_loss_coef") if hasattr(lm, name)))
 
 
 @contextmanager
