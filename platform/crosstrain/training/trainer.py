@@ -245,11 +245,12 @@ class Trainer:
         interval = self.run.eval_interval
         return interval == "epoch" or (interval is not None and interval <= self.max_iters)
 
-    def validate(self) -> LossMetrics:
-        """Loss on the validation split's first `eval_iters` global batches. Collective."""
-        assert self.val_dataset is not None
+    def validate(self, dataset: Dataset | None = None) -> LossMetrics:
+        """Loss on the first `eval_iters` global batches of a split, by default the validation split. Collective."""
+        chosen = dataset or self.val_dataset
+        assert chosen is not None
         samples = self.run.eval_iters * self.plan.global_batch
-        return evaluate_loss(self.runner, self.val_dataset, self.plan.micro_batch, samples, self.run.num_workers)
+        return evaluate_loss(self.runner, chosen, self.plan.micro_batch, samples, self.run.num_workers)
 
     def _validate(self) -> Row:
         """Validate, draw samples, and log; returns what trackers record of it."""

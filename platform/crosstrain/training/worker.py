@@ -16,7 +16,7 @@ from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.config.schema import to_plain
-from crosstrain.data.splits import open_split
+from crosstrain.data.splits import open_split, training_dataset
 from crosstrain.data.tokenizer import TOKENIZER
 from crosstrain.distributed.group import Group
 from crosstrain.distributed.launch.cluster_env import restart_reason
@@ -178,11 +178,18 @@ def _open_folder(config: Config, world: Group, quiet: bool) -> RunFolder:
 def _log_setup(trainer: Trainer) -> None:
     """Log model, runner and batch plan. Collective."""
     runner, plan, config, held_out = trainer.runner, trainer.plan, trainer.config, trainer.val_dataset
-    mine = {n: (p.requires_grad, runner.full_shape(p).numel()) for n, p in runner.model.canonical_parameters().items()}
+    # ZeRO keeps a parameter's own shape elsewhere; tensor parallelism pads the vocabulary for its ranks.
+    mine = {
+        n: (p.requires_grad, max(runner.full_shape(p).numel(), p.numel()))
+        for n, p in runner.model.canonical_parameters().items()
+    }
+    own = [(runner.held(p), getattr(p, "to_local", p.detach)()) for p in runner.model.parameters()]
+    here = sum(max(held.numel(), part.numel()) for held, part in own)
     parameters = {name: count for held in runner.world.all_gather(mine) for name, count in held.items()}
     log.info(
-        "%s: %s parameters (%s trainable), runner %s on %d %s worker(s), %s", config.model.name,
+        "%s: %s parameters (%s trainable, %s on rank 0), runner %s on %d %s worker(s), %s", config.model.name,
         f"{sum(n for _, n in parameters.values()):,}", f"{sum(n for trains, n in parameters.values() if trains):,}",
+        f"{here:,}",
         config.run.runner.name, runner.world.size, runner.device.type, config.run.amp.dtype,
     )  # fmt: skip
     first, last = trainer.state.step + 1, trainer.max_iters
@@ -211,7 +218,9 @@ def _log_restart(world: Group, step: int) -> None:
 
 
 def _log_summary(trainer: Trainer) -> None:
-    """Log the final perplexity beside baselines that no training gives, samples of text, and what to open next."""
+    """Log the final perplexity beside baselines that no training gives, a named test split's loss, samples of text,
+    and what to open next.
+    """
     if trainer.val_dataset is not None and trainer.ends_validated:
         metrics = trainer.last_validation or trainer.validate()
         if trainer.last_validation is None:
@@ -222,6 +231,8 @@ def _log_summary(trainer: Trainer) -> None:
         if trainer.is_main and metrics.of_tokens:
             for name, perplexity in trainer.val_dataset.baselines().items():
                 log.info("  against %.2f of the %s model, which learns nothing from context", perplexity, name)
+    if getattr(training_dataset(trainer.config).options, "test", None):  # the split is named
+        log.info("test %s", trainer.validate(open_split(trainer.config, "test")).line(".6E"))
     for sample in trainer.last_samples if trainer.last_validation else trainer.samples.draw():
         text = sample["prompt"] + sample["text"]
         log.info("sample of generated text:\n%s", textwrap.indent(text, "    | ", lambda _: True))

@@ -35,13 +35,14 @@ from crosstrain import (
     create_state,
     flat_range_pieces,
     log,
+    parameters_on_meta,
     registry,
 )
 from crosstrain.config.batch import BatchPlan
 
 from .exchange import reduce_scatter
 from .footprint import half_weights, layout
-from .nvme import SwapFolder, SwappedStage3
+from .nvme import SwapFolder, SwappedStage3, fitted
 from .options import Options
 from .partition import Partition, Stage3, Stage12
 
@@ -114,6 +115,9 @@ class DeepSpeedRunner(Runner):
     def construct(self, make_model: Callable[[], Model]) -> Model:
         if self.options.stage < 3:
             return super().construct(make_model)
+        if self.options.nvme_paths:
+            with parameters_on_meta():
+                self.options = fitted(self.options, make_model(), self.world.size)
         # The type follows from the configuration: its argument `dtype` becomes bf16 on a CPU, whatever is asked for.
         with deepspeed.zero.Init(config_dict_or_path=self._config(1, 1)):
             model = make_model()
