@@ -80,7 +80,7 @@ def as_begun(config: Config, fresh: bool) -> Config:
     for place in filter(None, (None if fresh else config.run.output_dir, config.run.resume_from)):
         # Where there is nothing to continue, the start itself says what is wrong with it.
         with suppress(CheckpointError, OSError), patch.object(log, "disabled", True):
-            return config.continuing(load_state(find_checkpoint(place, whole=False)))
+            return config.continuing(load_state(find_checkpoint(place, lambda folder: verified(folder, whole=False))))
     return config
 
 
