@@ -30,7 +30,7 @@ from crosstrain.corpus.stats import BINS, Counts, histogram, write_report
 from crosstrain.data.indexed_dataset import TokenWriter, best_dtype
 from crosstrain.data.prepared import FORMAT_VERSION, Summary, hash_of
 from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe, warn_if_rebuilt
-from crosstrain.utils.errors import DataError
+from crosstrain.utils.errors import DataError, printable
 
 _SMALL = 16 << 20  # bytes of input for which starting processes takes longer than working
 _log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class _Pipeline:
         for label, found in counts.items():
             found.rows.check(label, self.options.max_dropped)
             for notice in found.rows.notices():
-                _log.warning("%s: %s", label, notice)
+                _log.warning("%s: %s", printable(label), notice)
             if not found.kept:
                 raise DataError(f"{label} holds no document: {found.all_dropped()}")
         inputs = {label: found.plain for label, found in counts.items()}

@@ -14,7 +14,7 @@ from crosstrain.corpus import io
 from crosstrain.corpus.kinds import kind_of
 from crosstrain.corpus.reader import Reader
 from crosstrain.utils import storage
-from crosstrain.utils.errors import ConfigError, DataError, UserError
+from crosstrain.utils.errors import ConfigError, DataError, UserError, printable
 
 Input = str | Component | list[str | Component]
 _log = logging.getLogger(__name__)
@@ -102,7 +102,8 @@ def _resolve(item: str | Component, settings: dict[str, Any]) -> Iterator[InputS
 def _name_others(folder: str, names: list[str]) -> None:
     """Log the files in a folder that no reader reads by their ending."""
     if names:
-        _log.warning("%s: %d files are not read, such as %s: no reader has that ending", folder, len(names), names[0])
+        first = printable(names[0])  # a name need not be UTF-8
+        _log.warning("%s: %d files are not read, such as %s: no reader has that ending", folder, len(names), first)
 
 
 def _by_suffix(name: Path) -> str | None:
