@@ -12,6 +12,7 @@ from annotated_types import MinLen
 
 from crosstrain import (
     IMAGE,
+    SPLITS,
     Batch,
     Component,
     DataError,
@@ -78,6 +79,12 @@ class Mixture(VqaDataset):
     @classmethod
     def is_prepared(cls, options: Any) -> bool:
         return all([registry.get("dataset", p.dataset.name).is_prepared(p.dataset.options) for p in options.parts])
+
+    @classmethod
+    def named_splits(cls, options: Any) -> list[Split]:
+        """Return the splits that every part has files for."""
+        named = [registry.get("dataset", p.dataset.name).named_splits(p.dataset.options) for p in options.parts]
+        return [split for split in SPLITS if all(split in names for names in named)]
 
     @classmethod
     def shapes(cls, options: Any) -> Batch | None:

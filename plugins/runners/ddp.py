@@ -1,6 +1,5 @@
 """Data parallelism: every rank holds the whole model and sees other samples. With one process, plain training."""
 
-import re
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from crosstrain import (
     PlanContext,
     Runner,
     Sizes,
-    TrainingError,
     registry,
 )
 from crosstrain.engine.footprint import data_parallel
@@ -61,6 +59,8 @@ class DDPRunner(Runner):
             init_sync=False,  # every rank fills in the same weights itself
             gradient_as_bucket_view=True,
         )
+        if not self.options.find_unused_parameters:
+            self.watch_use()
         # A lambda, because torch checks a hook's annotations and cannot read postponed ones.
         self.module.register_comm_hook(None, lambda _, bucket: self._exchange(bucket))
 
@@ -80,22 +80,12 @@ class DDPRunner(Runner):
             waited = time.perf_counter() - self._bucket_ready
             self.timers.add("backward", -waited)
             self.timers.add("allreduce", waited)
-        if self.module is not self.model and self.module.require_backward_grad_sync:
-            self._check_all_used()
-
-    def _check_all_used(self) -> None:
-        """Raise TrainingError if gradients were not exchanged because a parameter had none; torch numbers those."""
-        try:
-            self.module.reducer._check_reducer_finalized()
-        except RuntimeError as error:
-            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-            trained = [self.model.canonical_name(name) for name, p in self.model.named_parameters() if p.requires_grad]
-            unused = [trained[int(number)] for number in found[1].split()] if found else ["a parameter"]
-            names = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
-            raise TrainingError(
-                f"{names} took no part in the loss of a micro batch, so ranks cannot average gradients; for a model "
-                f"that leaves parameters out use run.runner: {{name: ddp, find_unused_parameters: true}}"
-            ) from error
+        exchanges = self.module is not self.model and self.module.require_backward_grad_sync
+        if exchanges and not self.options.find_unused_parameters:
+            self.check_all_used(
+                "so ranks cannot average gradients; for a model that leaves parameters out use run.runner: {name: ddp, "
+                "find_unused_parameters: true}"
+            )
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last or self.module is self.model else self.module.no_sync()

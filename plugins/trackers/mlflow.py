@@ -36,13 +36,9 @@ class MlflowTracker(Tracker):
         ours = f"sqlite:///{folder}/mlflow.db"
         self._uri = options.uri or os.environ.get("MLFLOW_TRACKING_URI") or ours
         self._client = client(tracking_uri=self._uri)
-        remembered = folder / "run_id"
-        if remembered.exists():
-            self._id = remembered.read_text(encoding="utf-8").strip()
-            self._client.update_run(self._id, status="RUNNING")
-        else:
-            self._id = self._create(f"file://{folder}/artifacts" if self._uri == ours else None)
-            remembered.write_text(self._id, encoding="utf-8")
+        artifacts = f"file://{folder}/artifacts" if self._uri == ours else None
+        self._id = run.remembered("mlflow", lambda: self._create(artifacts))
+        self._client.update_run(self._id, status="RUNNING")
         known = self._client.get_run(self._id).data.metrics
         self._last = int(known.get("step", 0))  # the last step that the server has: none is sent twice
 

@@ -40,12 +40,10 @@ class WandbTracker(Tracker):
     def __init__(self, options: Options, run: TrackedRun) -> None:
         super().__init__(options, run)
         wandb = self._wandb = require("wandb", "tracker 'wandb'")
-        folder = run.folder.resolve() / "wandb"
-        folder.mkdir(exist_ok=True)
         self._run = wandb.init(
             project=options.project, entity=options.entity, name=options.run_name or run.name, group=options.group,
             tags=options.tags or None, mode=options.mode, config=run.config, dir=str(run.folder.resolve()),
-            id=_remembered_id(folder / "run_id"), resume="allow", reinit="create_new",
+            id=run.remembered("wandb", lambda: secrets.token_hex(4)), resume="allow", reinit="create_new",
             # log.txt has the console's lines, and the project's code is none of a tracker's business.
             settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
         )  # fmt: skip
@@ -61,10 +59,3 @@ class WandbTracker(Tracker):
     def place(self) -> str:
         offline = self._run.offline
         return f"wandb sync {Path(self._run.dir).parent}" if offline else str(self._run.url)
-
-
-def _remembered_id(file: Path) -> str:
-    """Return the id by which a resumed run continues the same run, from a file in the run's folder."""
-    if not file.exists():
-        file.write_text(secrets.token_hex(4), encoding="utf-8")
-    return file.read_text(encoding="utf-8").strip()

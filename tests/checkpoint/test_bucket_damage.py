@@ -17,7 +17,7 @@ import yaml
 from test_damage import NEWER, OLDER, is_as_written, shards, state
 
 from crosstrain.checkpoint import folders, writer
-from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
+from crosstrain.checkpoint.checkpointer import Checkpointer, Retention, load_state
 from crosstrain.checkpoint.manifest import manifest_text
 from crosstrain.checkpoint.run_folder import bring
 from crosstrain.cli.main import main
@@ -53,6 +53,14 @@ def root(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 def at(step: int, file: str) -> str:
     return f"{RUN}/checkpoints/step_{step:06d}/{file}"
+
+
+def test_the_state_is_read_before_any_tensor_is_fetched(root: Path) -> None:
+    folder = folders.step_folder(root, NEWER)
+    assert not folder.exists()
+    folders.verified(folder, whole=False)
+    assert load_state(folder) == {**state(NEWER).document(), "step": NEWER}
+    assert not [*folder.glob("*.safetensors")]
 
 
 # ---- kinds of damage: each gets random numbers, the object and its contents

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import crosstrain
 from conftest import Workspace, json_lines, write_text
 from crosstrain.config.batch import BatchPlan
+from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import CurriculumOptions
 from crosstrain.config.schema import Checker, OptionError
@@ -22,7 +23,7 @@ from crosstrain.corpus.options import PrepareOptions
 from crosstrain.corpus.prepare import prepare
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import training_steps
-from crosstrain.data.splits import open_split
+from crosstrain.data.splits import named_splits, open_split
 from crosstrain.utils.errors import ConfigError, DataError
 from fixtures_ranks import run_ranks, train
 from fixtures_shards import module_of
@@ -202,3 +203,11 @@ def test_a_run_validates_on_the_files_of_that_split(workspace: Workspace, datase
     assert losses[0] == pytest.approx(expected, rel=1e-6)  # batches of other sizes
     ((of_two, *_),) = run_ranks(1, evaluate, str(workspace.path / "two" / "checkpoints" / "step_000002"), ())
     assert losses[1] == pytest.approx(of_two, rel=1e-6)
+
+
+def test_a_mixture_names_the_splits_that_all_its_parts_name(workspace: Workspace, dataset: Path) -> None:
+    both = workspace.config["datasets"]["tiny"] | {"test": str(dataset)}
+    one = {key: value for key, value in both.items() if key != "test"}
+    for parts, named in (((both, both), ["test"]), ((both, one), []), ((both,), ["test"])):
+        datasets = {"abc"[k]: dict(part) for k, part in enumerate(parts)}
+        assert named_splits(load_config(workspace.config | {"datasets": datasets})) == named

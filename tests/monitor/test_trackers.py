@@ -180,6 +180,15 @@ def test_a_slow_network_gets_every_row_in_order(stuck: type[Stuck], tmp_path: Pa
     assert stuck.seen == [(1, False), (2, False), (3, False), False]
 
 
+def test_a_run_remembers_its_id_at_each_tracker(tmp_path: Path) -> None:
+    made = iter(["first", "second"])
+    run = TrackedRun(tmp_path, {}, 0)
+    assert run.remembered("a", lambda: next(made)) == "first"
+    assert run.remembered("b", lambda: next(made)) == "second"
+    (tmp_path / "a" / "run_id").write_text("first\n")
+    assert TrackedRun(tmp_path, {}, 8).remembered("a", lambda: next(made)) == "first"
+
+
 def installed(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
 

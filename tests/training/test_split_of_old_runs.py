@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from crosstrain.checkpoint.checkpointer import load_state
 from crosstrain.config.load import Config, load_config
 from crosstrain.inference.open_checkpoint import open_config
 from crosstrain.training.preflight import as_begun, preflight
+from crosstrain.utils.errors import CheckpointError
 
 OLD = ROOT / "tests" / "checkpoint" / "format_2" / "ddp"
 
@@ -49,6 +51,8 @@ def test_so_are_the_parts_of_a_stored_mixture(workspace: Workspace) -> None:
     continued = new.continuing({"config": without_key(new.plain)})
     assert [part["dataset"].options.split_rounding for part in parts_of(continued)] == ["legacy", "legacy"]
     assert new.continuing({"config": new.plain}) == new
+    again = new.continuing({"config": continued.plain})
+    assert [part["dataset"].options.split_rounding for part in parts_of(again)] == ["legacy", "legacy"]
 
 
 def parts_of(config: Config) -> list[Any]:
@@ -69,11 +73,26 @@ def test_a_checkpoint_from_before_is_evaluated_on_its_split(workspace: Workspace
 def test_a_run_from_before_goes_on_with_its_split(
     workspace: Workspace, tmp_path: Path, key: str, fresh: bool, rule: str
 ) -> None:
-    run = tmp_path / "old" / "checkpoints" / "step_000004"
-    run.parent.mkdir(parents=True)
-    run.mkdir()
-    for file in OLD.iterdir():
-        (run / file.name).write_bytes(file.read_bytes())
-    config = load_config(str(workspace.project), [f"run.output_dir={tmp_path}/new", f"run.{key}={run.parent.parent}"])
+    shutil.copytree(OLD, tmp_path / "old" / "checkpoints" / "step_000004")
+    config = load_config(str(workspace.project), [f"run.output_dir={tmp_path}/new", f"run.{key}={tmp_path}/old"])
     assert text_of(as_begun(config, fresh)).split_rounding == rule
     assert text_of(preflight(config, 1, fresh=fresh).config).split_rounding == rule
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "state.json"])
+def test_a_newer_damaged_checkpoint_is_passed_over_without_a_word(
+    workspace: Workspace, tmp_path: Path, file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (4, 5):
+        shutil.copytree(OLD, tmp_path / "old" / "checkpoints" / f"step_{step:06d}")
+    damaged = tmp_path / "old" / "checkpoints" / "step_000005" / file
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    config = load_config(str(workspace.project), [f"run.output_dir={tmp_path}/old"])
+    assert text_of(as_begun(config, fresh=False)).split_rounding == "legacy"
+    assert not caplog.records, "the start itself names it"
+
+
+def test_a_checkpoint_to_begin_with_that_is_not_there_is_named(workspace: Workspace, tmp_path: Path) -> None:
+    config = load_config(str(workspace.project), [f"run.resume_from={tmp_path}/nowhere"])
+    with pytest.raises(CheckpointError, match="nowhere"):
+        preflight(config, 1)

@@ -232,11 +232,15 @@ class Reader:
         """
         if storage.origin(self.folder) is not None:
             bucket.check_sizes(self.folder, self.files)
-            small = self.files.keys() - self._headers.keys()
-            wanted = {c for name in small for c in bucket.chunks(name, 0, self.files[name]["bytes"])}
-            return self._fetch(wanted | (self._share(*share) if share else self._weights()))
+            self.fetch_small()
+            return self._fetch(self._share(*share) if share else self._weights())
         with ThreadPoolExecutor(8, "verify") as threads:  # reading and hashing do without the interpreter's lock
             list(threads.map(check_file, map(self.folder.joinpath, self.files), self.files.values()))
+
+    def fetch_small(self) -> None:
+        """Fetch a bucket's files without tensors, such as the state, and check their sums."""
+        small = self.files.keys() - self._headers.keys()
+        self._fetch({c for name in small for c in bucket.chunks(name, 0, self.files[name]["bytes"])})
 
     def _share(self, rank: int, ranks: int) -> set[Chunk]:
         """Return a rank's share of the chunks with tensors, mostly those that it wrote under the same layout."""

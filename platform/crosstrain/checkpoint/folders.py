@@ -158,19 +158,25 @@ def prune(
 
 
 def verified(folder: Path, whole: bool = True, share: tuple[int, int] | None = None) -> Reader:
-    """Open a checkpoint and, if `whole`, check its files as `Reader.verify` does. A bucket's manifest is read anew."""
-    if storage.origin(folder) is not None:
+    """Open a checkpoint and, if `whole`, check its files as `Reader.verify` does.
+
+    A bucket's manifest is read anew, and its files without tensors are fetched.
+    """
+    remote = storage.origin(folder) is not None
+    if remote:
         fetch_manifest(folder)
     reader = Reader.open(folder)
     if whole:
         reader.verify(share)
+    elif remote:
+        reader.fetch_small()
     return reader
 
 
 def newest_valid(
     root: Path, run: str | None = None, check: Callable[[Path], object] = verified
 ) -> tuple[Path | None, list[str]]:
-    """Return the newest intact checkpoint, and a sentence for each damaged newer one, which is also logged.
+    """Return the newest intact checkpoint, and a sentence for each damaged newer one.
 
     `check` raises CheckpointError for a damaged one. Raises CheckpointError where another run than `run` (None: any)
     wrote it.
@@ -184,18 +190,23 @@ def newest_valid(
             raise
         except CheckpointError as error:
             damaged.append(str(error))
-            log.warning("damaged checkpoint passed over: %s", error)
         else:
             check_own(folder, run)
             return folder, damaged
     return None, damaged
 
 
+def warn_of(damaged: list[str]) -> None:
+    """Log the sentences on damaged checkpoints that `newest_valid` returns."""
+    for problem in damaged:
+        log.warning("damaged checkpoint passed over: %s", problem)
+
+
 def find_checkpoint(place: str | Path, check: Callable[[Path], object] = verified) -> Path:
     """Find a checkpoint: `place` itself, or the newest intact one of a run's folder or its `checkpoints/`.
 
     It may be a URL, for which the local copy's path is returned, and a pointer file, such as `checkpoints/best`.
-    `check` is as for `newest_valid`. Raises CheckpointError where there is none.
+    `check` is as for `newest_valid`, whose damaged checkpoints are logged. Raises CheckpointError where there is none.
     """
     path = storage.local(place)
     if (url := storage.origin(path)) is not None:
@@ -212,6 +223,7 @@ def find_checkpoint(place: str | Path, check: Callable[[Path], object] = verifie
         return _plain(path)
     for root in (path, path / "checkpoints"):
         folder, damaged = newest_valid(root, check=check)
+        warn_of(damaged)
         if folder is not None:
             return _plain(folder)
         if damaged:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -70,10 +71,11 @@ class Config:
     def continuing(self, state: Mapping[str, Any]) -> Config:
         """The configuration under the rules of a checkpoint that it continues, if that is older than their keys.
 
-        state: the checkpoint's own, with the configuration that it was written under.
+        A run that was continued so has the earlier values in its configuration and keeps them. state: the checkpoint's
+        own, with the configuration that it was written under.
         """
         old = json.dumps(state.get("config"))
-        older = {key: value for key, value in _EARLIER.items() if f'"{key}"' not in old}
+        older = {key: value for key, value in _EARLIER.items() if not re.search(f'"{key}": (?!"{value}")', old)}
         text = json.dumps(self.plain["datasets"])
         datasets = json.loads(text, object_hook=lambda part: part | {key: older[key] for key in part.keys() & older})
         return replace(self, datasets=Config.from_plain(self.plain | {"datasets": datasets}).datasets)

@@ -74,6 +74,14 @@ class Dataset(ABC):
         """
         return cls.prepare.__func__ is Dataset.prepare.__func__  # type: ignore[attr-defined]
 
+    @classmethod
+    def named_splits(cls, options: Any) -> list[Split]:
+        """Return the splits that `options` name files for, as `of_split` reads them.
+
+        Training evaluates a named test split at its end.
+        """
+        return [split for split in SPLITS if getattr(options, split, None)]
+
     def begin(self, context: ReadContext) -> None:  # noqa: B027 - only streams need to know
         """Get ready to read; called in every process of a run before the first sample."""
 

@@ -26,6 +26,12 @@ def _labelled(config: Config) -> tuple[str, Component]:
     return labelled
 
 
+def named_splits(config: Config) -> list[Split]:
+    """Return the splits that the training dataset has files of their own for."""
+    component = training_dataset(config)
+    return registry.get("dataset", component.name).named_splits(component.options)
+
+
 def open_split(config: Config, split: Split) -> Dataset:
     """Open a prepared split of the configured dataset. DataError if it would be empty; ConfigError without trust."""
     label, component = _labelled(config)

@@ -24,7 +24,7 @@ from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, create_s
 from crosstrain.engine.precision import Precision
 from crosstrain.modeling.base import Model, Sums, add_sums, largest_share
 from crosstrain.modeling.meta_init import construct
-from crosstrain.utils.errors import ConfigError, first_line
+from crosstrain.utils.errors import ConfigError, TrainingError, first_line
 from crosstrain.utils.rng import seed_everything_for
 from crosstrain.utils.timers import Timers
 from crosstrain.utils.types import Batch
@@ -74,6 +74,7 @@ class Runner(HeldState):
         self.options, self.run = options, run
         self.timers = Timers()
         self.micro_losses = []
+        self.used = set[nn.Parameter]()  # reached by the last backward; empty unless `watch_use` was called
 
     # ---- joining
 
@@ -82,9 +83,7 @@ class Runner(HeldState):
         """Number of ranks that see different samples; ConfigError where `world_size` does not fit the options."""
         sharing = context_size(options)
         if world_size % sharing:
-            raise ConfigError(
-                f"run.runner.context_parallel: {sharing} does not divide the {world_size} ranks evenly"
-            )
+            raise ConfigError(f"run.runner.context_parallel: {sharing} does not divide the {world_size} ranks evenly")
         return world_size // sharing
 
     @classmethod
@@ -235,8 +234,22 @@ class Runner(HeldState):
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of a weighted loss."""
+        self.used.clear()
         with self.timers("backward"):
             loss.backward()
+
+    def watch_use(self) -> None:
+        """Note the trained parameters that each backward reaches, for `check_all_used`; for `prepare`."""
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.used.add)
+
+    def check_all_used(self, problem: str) -> None:
+        """Raise TrainingError, with the `problem` that it is, where the last backward left out a trained parameter."""
+        parameters = self.model.canonical_parameters().items()
+        if unused := [name for name, p in parameters if p.requires_grad and p not in self.used]:
+            more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+            raise TrainingError(f"{', '.join(unused[:5])}{more} took no part in the loss of a micro batch, {problem}")
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         """Context of a micro batch: where an engine can wait, gradients are exchanged only after the last."""

@@ -32,6 +32,14 @@ class TrackedRun:
     def name(self) -> str:
         return self.folder.resolve().name
 
+    def remembered(self, tracker: str, make: Callable[[], str]) -> str:
+        """Return the id of this run at a tracker, from TRACKER/run_id in its folder; the first start makes it."""
+        file = self.folder / tracker / "run_id"
+        if not file.exists():
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(make(), encoding="utf-8")
+        return file.read_text(encoding="utf-8").strip()
+
 
 class Tracker(ABC):
     """Base class of all trackers. `run.trackers: [{name: ..., <Options>}]` chooses and configures some.

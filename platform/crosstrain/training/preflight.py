@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from crosstrain.checkpoint.checkpointer import load_state
-from crosstrain.checkpoint.folders import find_checkpoint, steps, verified
+from crosstrain.checkpoint.folders import find_checkpoint, newest_valid, verified
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.checkpoint.weights import PretrainedWeights
 from crosstrain.config.batch import BatchPlan
@@ -21,7 +19,15 @@ from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Component
 from crosstrain.data.dataset import Dataset
-from crosstrain.data.splits import first_batch, is_prepared, open_split, prepare_data, training_dataset, vocabulary_size
+from crosstrain.data.splits import (
+    first_batch,
+    is_prepared,
+    named_splits,
+    open_split,
+    prepare_data,
+    training_dataset,
+    vocabulary_size,
+)
 from crosstrain.distributed.launch.signals import sigint_kills
 from crosstrain.engine.build import (
     batch_plan,
@@ -39,7 +45,6 @@ from crosstrain.modeling.pretrained import downloaded
 from crosstrain.monitor.tracker import check_trackers
 from crosstrain.utils.errors import CheckpointError, UserError, explained
 from crosstrain.utils.foreign_weights import foreign_weights
-from crosstrain.utils.logging import log
 from crosstrain.utils.paths import near
 from crosstrain.utils.types import Batch
 
@@ -75,13 +80,21 @@ class Preflight:
 def as_begun(config: Config, fresh: bool) -> Config:
     """The configuration under the rules of the checkpoint that the run continues, which may be older than their keys.
 
-    fresh: the run's own folder is not continued.
+    fresh: the run's own folder is not continued. Raises CheckpointError where `run.resume_from` has no checkpoint and
+    is needed.
     """
-    for place in filter(None, (None if fresh else config.run.output_dir, config.run.resume_from)):
-        # Where there is nothing to continue, the start itself says what is wrong with it.
-        with suppress(CheckpointError, OSError), patch.object(log, "disabled", True):
-            return config.continuing(load_state(find_checkpoint(place, lambda folder: verified(folder, whole=False))))
-    return config
+    run, newest = config.run, None
+    if not fresh:
+        newest, _ = newest_valid(RunFolder(run.output_dir).checkpoints, check=_read)
+    if newest is None and run.resume_from:
+        newest = find_checkpoint(run.resume_from, _read)
+    return config if newest is None else config.continuing(load_state(newest))
+
+
+def _read(checkpoint: Path) -> None:
+    """Raise CheckpointError for a checkpoint without a sound manifest or state; the start checks its sums."""
+    verified(checkpoint, whole=False)
+    load_state(checkpoint)
 
 
 def preflight(config: Config, world_size: int, dry: bool = False, fresh: bool = False) -> Preflight:
@@ -102,12 +115,9 @@ def preflight(config: Config, world_size: int, dry: bool = False, fresh: bool = 
             dataset = open_split(config, "train")
             if run.eval_interval:
                 open_split(config, "val")
-            if getattr(training_dataset(config).options, "test", None):  # it is evaluated at the end
+            if "test" in named_splits(config):  # it is evaluated at the end
                 open_split(config, "test")
-    folder = RunFolder(run.output_dir)
-    folder.check()
-    if dry and run.resume_from and not steps(folder.checkpoints):
-        find_checkpoint(run.resume_from, lambda folder: verified(folder, whole=False))
+    RunFolder(run.output_dir).check()
     with explained("the model, its data and the run do not go together"):
         if dataset is not None:
             check_fit(model, dataset)

@@ -122,6 +122,7 @@ def starting_point(root: Path, resume_from: str | None, world: Group, run: str |
 
 def _newest(root: Path, resume_from: str | None, run: str | None, check: Callable[[Path], object]) -> Path | None:
     newest, damaged = folders.newest_valid(root, run, check)
+    folders.warn_of(damaged)
     if newest is None and damaged:
         raise CheckpointError(f"{root}: every checkpoint is damaged; --fresh starts over and keeps them")
     if newest is None and resume_from:

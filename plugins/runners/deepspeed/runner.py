@@ -30,7 +30,6 @@ from crosstrain import (
     Runner,
     RunOptions,
     StepResult,
-    TrainingError,
     check_elementwise,
     create_state,
     flat_range_pieces,
@@ -159,9 +158,11 @@ class DeepSpeedRunner(Runner):
         if self.optimizer is not None:
             self.partition.create_state() if self.partition else create_state(self.optimizer)
         if self.options.offloads_optimizer and self.optimizer is not None:
-            self._watch_use()
+            self.watch_use()
         if self.options.dump_state:
-            _log_configuration(self.engine)
+            log.info("deepspeed: configuration of the engine")
+            for key, value in sorted(vars(self.engine._config).items()):
+                log.info("deepspeed: %s = %s", key, value)
 
     def _lower(self, model: Model) -> None:
         """Give parameters the types in which ZeRO gathers them; the optimizer's copies are fp32."""
@@ -231,27 +232,14 @@ class DeepSpeedRunner(Runner):
         if self.partition is not None:
             loss = loss / self.gradient_scale  # by which ZeRO multiplies it
         ours = patch("deepspeed.runtime.zero.stage3.reduce_scatter_coalesced", reduce_scatter)
+        self.used.clear()
         with self.timers("backward"), ours if self._sends_half() else nullcontext():
             self.engine.backward(loss, scale_wrt_gas=False)
         if self.options.offloads_optimizer:
-            self._check_all_used()
-
-    def _watch_use(self) -> None:
-        """Note which parameters a backward reaches."""
-        self._used = set[nn.Parameter]()
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._used.add)
-
-    def _check_all_used(self) -> None:
-        """Raise TrainingError for an unused parameter, whose old gradient DeepSpeed would keep with offloading."""
-        for name, parameter in self.model.canonical_parameters().items():
-            if parameter.requires_grad and parameter not in self._used:
-                raise TrainingError(
-                    f"{name} took no part in a micro batch, and DeepSpeed would go on with an old gradient of it; "
-                    f"multiply by zero what a batch does not need, or train without offload_optimizer"
-                )
-        self._used.clear()
+            self.check_all_used(
+                "and DeepSpeed would go on with an old gradient; multiply by zero what a batch does not need, or train "
+                "without offload_optimizer"
+            )
 
     def optimizer_step(self, apply: bool = True) -> StepResult:
         if self.partition is None:
@@ -327,22 +315,3 @@ class DeepSpeedRunner(Runner):
     def loaded(self) -> None:
         if self.partition is not None:
             self.partition.loaded()
-
-
-class _Forward(logging.Handler):
-    """DeepSpeed's log lines in the run's own log."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        log.info("deepspeed: %s", record.getMessage().strip())
-
-
-def _log_configuration(engine: Any) -> None:
-    theirs, handler = logging.getLogger("DeepSpeed"), _Forward()
-    level, handlers = theirs.level, theirs.handlers
-    theirs.setLevel(logging.INFO)
-    theirs.handlers = [handler]
-    try:
-        engine._config.print("configuration of the engine")
-    finally:
-        theirs.setLevel(level)
-        theirs.handlers = handlers

@@ -34,30 +34,10 @@ def layouts(options: Options, at: PlanContext) -> list[Layout]:
     tensor = mesh = None
     if options.tensor_parallel > 1:
         group = dist.new_group(list(range(options.tensor_parallel)))
-        tensor, mesh = _FakeTensorParallel(group, options.sequence_parallel), DeviceMesh.from_group(group, "cpu")
+        tensor = TensorParallel(group, options.sequence_parallel, RngTracker(torch.device("cpu"), 0))
+        mesh = DeviceMesh.from_group(group, "cpu")
     ranks = dict.fromkeys((0, options.pipeline_parallel - 1))
     return [_layout(options, at, tensor, mesh, rank) for rank in ranks]
-
-
-class _NoRng(RngTracker):
-    """A tracker that draws nothing, because fake tensors have no values."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"), 0)
-
-    def fork(self) -> None: ...
-    def enter(self) -> None: ...
-    def leave(self) -> None: ...
-
-
-class _FakeTensorParallel(TensorParallel):
-    """Tensor parallelism over a fake process group."""
-
-    def __init__(self, group: dist.ProcessGroup, splits_sequence: bool) -> None:
-        super().__init__(group, splits_sequence, _NoRng())
-
-    def __deepcopy__(self, memo: Any) -> _FakeTensorParallel:
-        return self
 
 
 class _Head(ParallelHead):
@@ -88,6 +68,7 @@ def _layout(
         assert mesh is not None
         plan = resolve(model, options.plan)
         cuts = shard_model(model, plan, tensor, mesh)
+        tensor.has_dropout = False  # tensors have no values, so nothing is drawn
         head = model.head
         _plain(model)
         if cuts and "vocabulary" in plan.modules.values():

@@ -6,7 +6,7 @@ dispatcher has no more to do than in an ordinary module.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ class TensorParallel:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.has_dropout = True  # without it random numbers are left alone, and a block is one graph for torch.compile
         self._aside: Tensor | None = None
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
 
     def enter(self, x: Tensor) -> Tensor:
         """Input of column-parallel products: the same [batch, length, width] on every rank; or without a batch."""
