@@ -68,8 +68,9 @@ def start_evaluation(job: dict[str, Any], talk: Talk | None = None, *, alone: bo
     elif job["task_path"]:
         raise UserError("--task-path: name tasks with --tasks")
     checkpoint = find_model(job["checkpoint"], job["weights"])
-    source = job["cfg_path"], job["options"], job["trust_data"]
-    config, how = open_on_workers(checkpoint, *source, job["nproc_per_node"], alone)
+    config, how = open_on_workers(
+        checkpoint, job["cfg_path"], job["options"], job["trust_data"], job["nproc_per_node"], alone
+    )
     splits: list[Split] = ["val", "test"] if job["splits"] is None else list(job["splits"])
     if opened := dict.fromkeys([*splits, *job["answers"]]):
         prepare_data(config)

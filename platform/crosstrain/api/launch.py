@@ -35,18 +35,7 @@ def manifest(
     Raises UserError for a flag that the target has no use for or that the manifest's own text contradicts, and for
     whatever `crosstrain plan` refuses.
     """
-    jinja2, meta = (require(module, "crosstrain launch") for module in ("jinja2", "jinja2.meta"))
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(paths.home() / "configs" / "launch"), undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
-    environment.filters["quote"] = shlex.quote
-    wanted, sources = set[str](), [f"{to}.jinja"]
-    for source in sources:
-        tree = environment.parse(environment.loader.get_source(environment, source)[0])
-        wanted |= meta.find_undeclared_variables(tree)
-        sources += filter(None, meta.find_referenced_templates(tree))
-    wanted |= {"gpu"} if "gpus" in wanted else set()
+    template, wanted = _template(to)
     if unused := [flag for flag, value in given.items() if value is not None and flag not in wanted]:
         raise UserError(f"--{unused[0].replace('_', '-')}: --to {to} has no use for it; leave it out")
     config = load_config(project, options)
@@ -75,7 +64,7 @@ def manifest(
     }  # fmt: skip
     facts |= {flag: value for flag, value in given.items() if value is not None}
     facts["pod"] = {field: _read(field, value) for field, value in facts["pod"].items()}
-    text = environment.get_template(f"{to}.jinja").render(
+    text = template.render(
         facts, project=project, made_by=made_by,
         output=output, file=re.sub("[^-._a-zA-Z0-9]", "_", file.name), text=file.read_text(encoding="utf-8").rstrip(),
         options=[*options, *([] if config.run.max_restarts else [f"run.max_restarts={restarts}"])], restarts=restarts,
@@ -89,6 +78,22 @@ def manifest(
                 own = f"give --{name}" if name in facts else "print it, and edit that"
                 raise UserError(f"--{flag} {name}: the manifest has one of its own; {own}")
     return text
+
+
+def _template(to: str) -> tuple[Any, set[str]]:
+    """Return the template of a target, and the names of the values that it shows."""
+    jinja2, meta = (require(module, "crosstrain launch") for module in ("jinja2", "jinja2.meta"))
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(paths.home() / "configs" / "launch"), undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    environment.filters["quote"] = shlex.quote
+    wanted, sources = set[str](), [f"{to}.jinja"]
+    for source in sources:
+        tree = environment.parse(environment.loader.get_source(environment, source)[0])
+        wanted |= meta.find_undeclared_variables(tree)
+        sources += filter(None, meta.find_referenced_templates(tree))
+    return environment.get_template(sources[0]), wanted | ({"gpu"} if "gpus" in wanted else set())
 
 
 def _read(field: str, text: str) -> Any:

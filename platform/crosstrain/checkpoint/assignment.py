@@ -31,8 +31,7 @@ def holdings(shards: list[Shard]) -> dict[Holding, Tensor]:
         for piece in shard.pieces:
             if piece.data.dtype not in DTYPES:
                 raise CheckpointError(f"{shard.kind} {shard.name} is {piece.data.dtype}, which checkpoints cannot hold")
-            dtype = DTYPES[piece.data.dtype]
-            held[Holding(shard.kind, shard.name, tuple(shard.shape), dtype, piece.box)] = piece.data
+            held[Holding(shard.kind, shard.name, tuple(shard.shape), DTYPES[piece.data.dtype], piece.box)] = piece.data
     return held
 
 

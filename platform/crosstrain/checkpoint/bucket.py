@@ -59,8 +59,9 @@ def fetch(folder: Path, files: Files, wanted: Collection[Chunk]) -> None:
     for name in sorted({name for name, _ in wanted}):
         entry, url = files[name], storage.join(storage.origin(folder) or "", name)
         if "xxh3" not in entry:
-            problem = "is of an earlier format; copy the checkpoint to a disk, and name it there"
-            raise IncompatibleCheckpointError(f"{url} {problem}")
+            raise IncompatibleCheckpointError(
+                f"{url} is of an earlier format; copy the checkpoint to a disk, and name it there"
+            )
         sums = {i: entry["xxh3"][DIGITS * i : DIGITS * (i + 1)] for file, i in sorted(wanted) if file == name}
         with open(folder / name, "r+b", buffering=0, opener=lambda p, flags: os.open(p, flags | os.O_CREAT)) as file:
             file.truncate(entry["bytes"])

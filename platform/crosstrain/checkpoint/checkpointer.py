@@ -111,9 +111,9 @@ class Checkpointer:
         final = folders.step_folder(self.root, save.step)
         temporary = final if storage.origin(final) else self.root / f".{final.name}.tmp"
         try:
-            self._together(lambda: self._begin(temporary))
+            self._together(lambda: self._begin(temporary), by_first=True)
             shares = self._together(lambda: self._write_share(temporary, save, held))
-            self._together(lambda: self._complete(temporary, save, shares))
+            self._together(lambda: self._complete(temporary, save, shares), by_first=True)
             self._together(lambda: self._check(temporary, shares))
             self._together(lambda: self._publish(temporary, final, save))
         except CheckpointError as problem:
@@ -126,8 +126,9 @@ class Checkpointer:
                 f"any earlier one is intact"
             )
         except Exception as error:  # a rank is gone; `wait` tells, unless that rank's own error ends the run before
-            why = first_line(error)
-            self._error = RankLost(f"{self.root}: the save was broken off ({why}); any earlier one is intact")
+            self._error = RankLost(
+                f"{self.root}: the save was broken off ({first_line(error)}); any earlier one is intact"
+            )
             self._error.__cause__ = error
         if self.group.rank == 0:
             if self._error is not None:
@@ -146,18 +147,17 @@ class Checkpointer:
             self._thread.join()
             self._thread = None
 
-    def _together(self, action: Callable[[], Any]) -> list[Any]:
-        """Run `action` on every rank; returns the ranks' results. CheckpointError, on every rank, if one fails."""
-        result = problem = None
-        try:
-            self._check_own()
-            result = action()
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            problem = f"{error} (rank {self.group.rank})"
-        results, problems = zip(*self.group.all_gather((result, problem)), strict=True)
-        if any(problems):
-            raise CheckpointError(next(filter(None, problems)))
-        return list(results)
+    def _together(self, action: Callable[[], Any], by_first: bool = False) -> list[Any]:
+        """Run `action` on every rank, or the first; returns the results. CheckpointError on every rank if one fails."""
+
+        def checked() -> Any:
+            try:
+                self._check_own()
+                return action() if self.group.rank == 0 or not by_first else None
+            except Exception as error:  # whatever it is, the other ranks must hear of it
+                raise CheckpointError(f"{error} (rank {self.group.rank})") from error
+
+        return self.group.together(checked)
 
     def _check_own(self) -> None:
         if storage.origin(self.root):
@@ -167,15 +167,13 @@ class Checkpointer:
             raise CheckpointError(f"{self.root.parent} is not this run's folder any more")
 
     def _begin(self, temporary: Path) -> None:
+        folders.remove(temporary)
         if (url := storage.origin(temporary)) is not None:
-            if self.group.rank == 0:
-                folders.remove(temporary)
-                if has_manifest(temporary):
-                    folders.check_own(temporary, self.run)  # else it was damaged, and the run went on from before it
-                    storage.rename(url, f"{url}.damaged")
-                storage.remove(url)
-        elif self.group.rank == 0:
-            folders.remove(temporary)
+            if has_manifest(temporary):
+                folders.check_own(temporary, self.run)  # else it was damaged, and the run went on from before it
+                storage.rename(url, f"{url}.damaged")
+            storage.remove(url)
+        else:
             # Not the run's folder: if that was moved away meanwhile, its place is another run's.
             self.root.mkdir(exist_ok=True)
             temporary.mkdir()
@@ -202,13 +200,11 @@ class Checkpointer:
 
     def _complete(self, temporary: Path, save: _Save, shares: list[Files]) -> None:
         """Write the other files beside the ranks' shares, the manifest last."""
-        if self.group.rank != 0:
-            return
         files = {name: entry for share in shares for name, entry in share.items()}
         if index := {h.key: name for h, name in save.names.items() if name.startswith("model-")}:
             size = sum(files[name]["bytes"] for name in set(index.values()))
-            document = {"metadata": {"total_size": size}, "weight_map": index}
-            write_json(temporary / "model.safetensors.index.json", document)
+            target = temporary / "model.safetensors.index.json"
+            write_json(target, {"metadata": {"total_size": size}, "weight_map": index})
         tensors: Tensors = {}
         for h, name in save.names.items():
             stored = tensors.setdefault((h.kind, h.name), StoredTensor(h.shape, h.dtype, []))
@@ -259,12 +255,12 @@ class Checkpointer:
                 RunFolder(self.root.parent).copy()  # without the log, another machine would resume with gaps in it
             if not storage.create(storage.join(url, MANIFEST), (final / MANIFEST).read_bytes()):
                 raise CheckpointError(f"another process has put {storage.join(url, MANIFEST)} meanwhile")
-        elif os.path.lexists(final):
-            folders.check_own(final, self.run)  # else it was damaged, and the run went on from an earlier one
-            damaged = final.with_name(f"{final.name}.damaged")
-            folders.remove(damaged)
-            os.rename(final, damaged)
-        if url is None:
+        else:
+            if os.path.lexists(final):
+                folders.check_own(final, self.run)  # else it was damaged, and the run went on from an earlier one
+                damaged = final.with_name(f"{final.name}.damaged")
+                folders.remove(damaged)
+                os.rename(final, damaged)
             os.rename(temporary, final)
             fsync(self.root)
         try:

@@ -45,7 +45,7 @@ from crosstrain.checkpoint.manifest import (
 )
 from crosstrain.distributed.group import Group
 from crosstrain.utils import storage
-from crosstrain.utils.errors import CheckpointError, StorageError, UserError, os_errors_as
+from crosstrain.utils.errors import CheckpointError, StorageError, os_errors_as
 from crosstrain.utils.files import open_regular
 
 _BLOCK = 1 << 20  # bytes read at a time, which stay in the processor's cache
@@ -203,9 +203,8 @@ class Reader:
         for path in paths:
             with _File(path) as file:
                 for key, entry in file.header.items():
-                    shape = tuple(entry["shape"])
-                    stored = StoredTensor(shape, entry["dtype"], [StoredBox(path.name, key, Box.whole(shape))])
-                    tensors["param", key] = stored
+                    box = Box.whole(tuple(entry["shape"]))
+                    tensors["param", key] = StoredTensor(box.shape, entry["dtype"], [StoredBox(path.name, key, box)])
         return Reader(folder, tensors)
 
     def choose(self, weights: str | None) -> None:
@@ -304,13 +303,7 @@ class Reader:
         mates = [rank for rank, (machine, _) in enumerate(everyone) if machine == mine[0]]
         union = sorted(set[Chunk]().union(*(everyone[rank][1] for rank in mates)))
         first, last = (len(union) * (mates.index(group.rank) + i) // len(mates) for i in (0, 1))
-        problem = None
-        try:
-            self._fetch(set(union[first:last]))
-        except (UserError, OSError) as error:
-            problem = str(error)
-        if problems := list(filter(None, group.all_gather(problem))):
-            raise CheckpointError(problems[0])
+        group.together(lambda: self._fetch(set(union[first:last])))
         self._fetched |= set(union)
 
     def _fetch(self, wanted: set[Chunk]) -> None:

@@ -14,7 +14,7 @@ from crosstrain.checkpoint.files import Reader, fsync
 from crosstrain.checkpoint.manifest import MANIFEST, STATE, IncompatibleCheckpointError, read_json
 from crosstrain.utils import storage
 from crosstrain.utils.errors import CheckpointError
-from crosstrain.utils.files import open_regular, write_atomically
+from crosstrain.utils.files import read_regular, write_atomically
 from crosstrain.utils.foreign_weights import foreign_weights, lone_adapter
 from crosstrain.utils.logging import log
 from crosstrain.utils.paths import missing
@@ -98,11 +98,9 @@ def read_pointer(root: Path, name: str) -> int | None:
     """Return the step that the pointer file `name` means, if it and the folder exist."""
     url = storage.origin(root)
     try:
-        if url is not None:
-            text = storage.read_end(storage.join(url, name), 100, first=True)
-        else:
-            with open_regular(root / name, follow=False) as file:
-                text = file.read(100)  # it may be no pointer, and of any size
+        # It may be no pointer, and of any size.
+        there = storage.join(url, name) if url else ""
+        text = storage.read_end(there, 100, first=True) if url else read_regular(root / name, 100, follow=False)
         match = _STEP.fullmatch(text.decode("ascii").strip())
     except (OSError, UnicodeDecodeError):
         return None

@@ -132,8 +132,10 @@ def read_manifest(folder: Path) -> tuple[Files, Tensors, dict[str, FrozenParamet
         if not intact and ("sha256" in manifest or (manifest["format"], manifest["version"]) != (FORMAT, 1)):
             raise CheckpointError(f"{path}: contents differ from what was written (its own SHA-256 sum is wrong)")
         if intact and (manifest["format"] != FORMAT or manifest["version"] not in (2, VERSION)):
-            found = f"format {show(manifest['format'])} version {show(manifest['version'])}"
-            raise IncompatibleCheckpointError(f"{path}: {found} is not one that this release reads")
+            raise IncompatibleCheckpointError(
+                f"{path}: format {show(manifest['format'])} version {show(manifest['version'])} is not one that this "
+                f"release reads"
+            )
         files = {name: _file(name, entry) for name, entry in manifest["files"].items()}
         tensors = {
             (_name(kind), _name(name)): _tensor(entry)

@@ -80,12 +80,14 @@ class RunFolder:
             known = self.read_id()
             self.run_id = known or newest_run or uuid.uuid4().hex
             if known is None or not self.config.exists():
-                self._describe()
+                self.describe()
 
     def describe(self) -> None:
-        """Write config.yaml anew, which an earlier start has left. Raises UserError where it cannot be written."""
+        """Write the run's id, and config.yaml anew, which an earlier start has left. Raises UserError as `create`."""
         with self._written():
-            self._describe()
+            if self.read_id() != self.run_id:
+                write_atomically(self.path / ".run_id", f"{self.run_id}\n")
+            write_atomically(self.config, yaml.safe_dump(self._config, sort_keys=False))
 
     def check(self) -> None:
         """Raise UserError where the folder could not be made or written to; leaves nothing behind."""
@@ -98,8 +100,10 @@ class RunFolder:
             except FileNotFoundError as error:
                 raise UserError(f"run.output_dir: {self.address} cannot be written to ({error})") from None
             if replaced:
-                problem = "ignores the condition of a put (If-None-Match), so two runs could write there at once"
-                raise UserError(f"run.output_dir: the server of {self.address} {problem}; use another, or a disk")
+                raise UserError(
+                    f"run.output_dir: the server of {self.address} ignores the condition of a put (If-None-Match), so "
+                    f"two runs could write there at once; use another, or a disk"
+                )
             return
         with self._written():
             path = self.path.absolute()
@@ -122,8 +126,9 @@ class RunFolder:
                     if not _locks(descriptor, fcntl.LOCK_EX):
                         raise Timeout(str(self.path))
                 except Timeout:
-                    problem = f"another process is training in {self.path}; choose another folder"
-                    raise UserError(f"run.output_dir: {problem}") from None
+                    raise UserError(
+                        f"run.output_dir: another process is training in {self.path}; choose another folder"
+                    ) from None
                 if _is(self.path, os.fstat(descriptor)):  # not renamed meanwhile
                     self._held.close()
                     self._held, self._lock = held.pop_all(), lock
@@ -166,11 +171,6 @@ class RunFolder:
             return text if _RUN_ID.fullmatch(text) else None
         return None
 
-    def _describe(self) -> None:
-        if self.read_id() != self.run_id:
-            write_atomically(self.path / ".run_id", f"{self.run_id}\n")
-        write_atomically(self.config, yaml.safe_dump(self._config, sort_keys=False))
-
     def _written(self) -> AbstractContextManager[None]:
         return os_errors_as(UserError, f"run.output_dir: {self.path} cannot be written to")
 
@@ -180,36 +180,23 @@ class RunFolder:
         A deleted folder is made again. A moved one is followed; where another run has taken the place of a deleted one,
         the first free NAME.1, NAME.2, ... is made. In both cases `lost` says so.
         """
+        assert self.descriptor is not None
+        held, before = os.fstat(self.descriptor), self.path
         try:
-            if self._is_intact() and (found := self.read_id()) in (None, self.run_id):
+            stays = _is(before, held)
+            if stays and _is(before / ".lock", self._lock_file) and (found := self.read_id()) in (None, self.run_id):
                 if found is None:
-                    self._describe()
+                    self.describe()
                 return False
-            before, moved = self.path, self._held_elsewhere()
-            if moved is not None:
-                self.go_to(moved)
+            present = Path(f"/proc/self/fd/{self.descriptor}").resolve()  # of the held folder, where the system tells
+            if not stays and _is(present, held):
+                self.go_to(present)
                 self._lose(before, "was moved")
             else:
                 self._make_again()
             return True
-        except OSError:  # saving will fail and say why
+        except (OSError, UserError):  # saving will fail and say why
             return False
-
-    def _is_intact(self) -> bool:
-        assert self.descriptor is not None
-        assert self._lock_file is not None
-        held = os.fstat(self.descriptor)
-        return _is(self.path, held) and _is(self.path / ".lock", self._lock_file)
-
-    def _held_elsewhere(self) -> Path | None:
-        """Return the present path of the held folder if it was moved and the system tells (Linux)."""
-        assert self.descriptor is not None
-        held = os.fstat(self.descriptor)
-        with suppress(OSError):
-            place = Path(os.readlink(f"/proc/self/fd/{self.descriptor}"))
-            if _is(place, held) and not _is(self.path, held):
-                return place
-        return None
 
     def _make_again(self) -> None:
         before = self.path
@@ -222,7 +209,7 @@ class RunFolder:
             self.go_to(self._free_name())
             self._hold(0)
             self._lose(before, "was taken by another run")
-        self._describe()
+        self.describe()
 
     def append(self, path: Path, text: str) -> None:
         """Append to a file of the held folder, wherever that is now; raises OSError where it cannot."""
@@ -265,12 +252,10 @@ class RunFolder:
         """Raise UserError, on every rank, unless each sees the folder that rank 0 has made. Collective."""
         if world.size == 1 or storage.is_url(self.address):
             return
-        proof = self.path / ".shared"
-        token = uuid.uuid4().hex if world.rank == 0 else ""
+        proof, token = self.path / ".shared", world.broadcast(uuid.uuid4().hex)
         if world.rank == 0:
             with self._written():
                 proof.write_text(token)
-        token = world.all_gather(token)[0]
         blind = world.all_gather(None if self._holds(proof, token) else socket.gethostname())
         if world.rank == 0:
             proof.unlink(missing_ok=True)
@@ -284,16 +269,13 @@ class RunFolder:
     def _holds(proof: Path, token: str) -> bool:
         """Wait for a file to hold `token`, which other machines may see seconds later. Returns False after that."""
         deadline = time.monotonic() + _PATIENCE
-        while True:
-            try:
+        while time.monotonic() < deadline:
+            with suppress(OSError):
                 os.listdir(proof.parent)  # has a network's file system look again
                 if proof.read_text() == token:
                     return True
-            except OSError:
-                pass
-            if time.monotonic() > deadline:
-                return False
             time.sleep(0.2)
+        return False
 
     def set_aside(self) -> Path | None:
         """Rename an earlier run's folder to the first free NAME.1, NAME.2, ...; UserError where it is in use."""
@@ -371,8 +353,10 @@ def bring(url: str, folder: Path) -> None:
         if name not in also_folders and "\0" not in name and max(map(len, os.fsencode(name).split(b"/"))) <= 255
     ]  # fmt: skip
     if left_out := sorted({*names} - {*possible}):
-        said = "%s: %d object(s) are left out, as no file here can have such a name: %r"
-        log.warning(said, url, len(left_out), left_out[0][:80])
+        log.warning(
+            "%s: %d object(s) are left out, as no file here can have such a name: %r", url, len(left_out),
+            left_out[0][:80],
+        )  # fmt: skip
     for name in possible:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         storage.download(storage.join(url, name), folder / name)
@@ -387,9 +371,8 @@ def _locks(descriptor: int, kind: int) -> bool:
     return True
 
 
-def _is(path: Path, known: os.stat_result) -> bool:
+def _is(path: Path, known: os.stat_result | None) -> bool:
     """Return True where `path` is this very file or folder."""
-    try:
-        return os.path.samestat(os.stat(path), known)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return known is not None and os.path.samestat(os.stat(path), known)
+    return False

@@ -135,13 +135,10 @@ def _as_published(shard: Shard, place: Place) -> Iterator[Shard]:
         for n, parts in enumerate(place.names):
             for part, name in enumerate(parts):
                 box = Box((n, part * shape[0], *[0] * len(shape[1:])), (1, *shape))
-                common = [(p, found) for p in shard.pieces if (found := p.box.intersect(box)) is not None]
                 pieces = [
-                    Piece(
-                        Box((c.offset[1] - box.offset[1], *c.offset[2:]), c.shape[1:]),
-                        p.part(c).squeeze(0),
-                    )
-                    for p, c in common
+                    Piece(Box((c.offset[1] - box.offset[1], *c.offset[2:]), c.shape[1:]), p.part(c).squeeze(0))
+                    for p in shard.pieces
+                    if (c := p.box.intersect(box)) is not None
                 ]
                 if pieces:
                     yield Shard(shard.kind, name, shape, pieces)

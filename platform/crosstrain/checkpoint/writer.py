@@ -49,14 +49,11 @@ class Writer:
         seconds = _LEASE * RENEWAL
         if number and not last.get("ended") and (not last or last["id"] != killed):
             log.info("%s: waiting up to %.0f s to see if %s is alive", url, seconds, _name(last))
-            deadline = time.monotonic() + seconds
-            while time.monotonic() < deadline:
+            deadline, before = time.monotonic() + seconds, (number, text)
+            while time.monotonic() < deadline and not last.get("ended"):
                 time.sleep(min(1.0, seconds / 10))
-                now, changed, last = _last(url)
-                if last.get("ended"):
-                    number = now
-                    break
-                if (now, changed) != (number, text):
+                number, text, last = _last(url)
+                if (number, text) != before and not last.get("ended"):
                     raise _refusal(url, last)
         writer = Writer(url, number + 1, uuid.uuid4().hex, last.get("id"))
         if not storage.create(writer._object, writer._text()):

@@ -51,8 +51,8 @@ _MOST_MISTAKES = 50  # of one configuration that are shown
 class _Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        debug = "show the traceback of an error (or CROSSTRAIN_DEBUG=1)"
-        self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=debug)
+        self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS,
+                          help="show the traceback of an error (or CROSSTRAIN_DEBUG=1)")  # fmt: skip
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

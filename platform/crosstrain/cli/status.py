@@ -28,8 +28,9 @@ def run(arguments: argparse.Namespace) -> int:
         except OSError as error:
             print(printable(f"note: {folder}: its log cannot be read ({error.strerror})"), file=sys.stderr)
     if not found:
-        places = ", ".join(arguments.folders)
-        raise UserError(f"there is no run in or below {places}; name run.output_dir, or a folder above it")
+        raise UserError(
+            f"there is no run in or below {', '.join(arguments.folders)}; name run.output_dir, or a folder above it"
+        )
     if arguments.json:
         print(*(json.dumps(finite(asdict(one))) for one in found), sep="\n")
         return 0

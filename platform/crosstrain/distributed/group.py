@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from crosstrain.utils import paths
-from crosstrain.utils.errors import ConfigError, RankLost, TrainingError, first_line
+from crosstrain.utils.errors import CheckpointError, ConfigError, RankLost, TrainingError, UserError, first_line
 
 T = TypeVar("T")
 
@@ -75,6 +75,22 @@ class Group:
                 f"{caller.f_lineno} in {code.co_name}; each must be called by every rank"
             )
         return sums
+
+    def together(self, action: Callable[[], T]) -> list[T]:
+        """Run `action` on every rank; returns the ranks' results. Collective.
+
+        If some fail with a UserError or an OSError, the error of one is raised on every rank, damage last: a bucket
+        that cannot be read, or a full disk, is none.
+        """
+        result = problem = None
+        try:
+            result = action()
+        except (UserError, OSError) as error:
+            problem = error
+        results, problems = zip(*self.all_gather((result, problem)), strict=True)
+        if found := [error for error in problems if error is not None]:
+            raise min(found, key=lambda error: isinstance(error, CheckpointError))
+        return list(results)
 
     def barrier(self) -> None:
         if self.process_group is not None:
@@ -143,8 +159,9 @@ def _arrive(found: dict[str, Any], address: tuple[str, int], rank: int, size: in
         except OSError:  # rank 0 is not there yet
             time.sleep(0.2)
     try:
-        limit = timedelta(seconds=timeout)
-        store = dist.TCPStore(*address, size, is_host, limit, wait_for_workers=False, multi_tenant=True)
+        store = dist.TCPStore(
+            *address, size, is_host, timedelta(seconds=timeout), wait_for_workers=False, multi_tenant=True
+        )
         job = " ".join(["job", *(os.environ.get(name, "") for name in _JOB)])
         if is_host:
             store.set(job, "")

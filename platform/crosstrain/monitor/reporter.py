@@ -33,8 +33,10 @@ class Reporter:
     def _begin(self, step: int) -> None:
         self.tracked_step = step
         self.trackers = self._start_trackers()
-        shows_bar = self._is_main and sys.stderr.isatty()
-        self._bar = tqdm(total=self._max_iters, initial=step, unit="step", dynamic_ncols=True, disable=not shows_bar)
+        self._bar = tqdm(
+            total=self._max_iters, initial=step, unit="step", dynamic_ncols=True,
+            disable=not (self._is_main and sys.stderr.isatty()),
+        )  # fmt: skip
         self._memory_logged = self._spoke = False
         self._stragglers = StragglerDetector(self._runner, self._config.run.num_workers)
         self.begin_interval()
@@ -71,8 +73,7 @@ class Reporter:
 
     def advance(self, metrics: StepMetrics) -> None:
         """Move the progress bar by a step."""
-        loss = _number(metrics.loss, ".4f")
-        self._bar.set_postfix_str(f"loss {loss}, {metrics.throughput}", refresh=False)
+        self._bar.set_postfix_str(f"loss {_number(metrics.loss, '.4f')}, {metrics.throughput}", refresh=False)
         self._bar.update()
         interval = self._config.run.log_interval
         if not self._spoke and self._bar.disable and metrics.step % interval and metrics.step_ms:

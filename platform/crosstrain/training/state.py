@@ -140,21 +140,18 @@ def _check(folder: Path, world: Group) -> None:
 
 def _check_together(url: str, world: Group) -> None:
     """Check a checkpoint in a bucket, each rank its share. Collective. Raises one rank's error on every rank."""
-    problem: Exception | None = None
-    try:
+
+    def check() -> None:
         folders.verified(storage.local(url), share=(world.rank, world.size))
-    except (UserError, OSError) as error:
-        problem = error
-    if problems := [found for found in world.all_gather(problem) if found is not None]:
-        # A bucket that cannot be read, or a full disk, is no damage.
-        raise min(problems, key=lambda error: isinstance(error, CheckpointError))
+
+    world.together(check)
 
 
 def continues(checkpoint: Path, config: Config) -> bool:
     """Tell whether a run's own checkpoint was written under the same model and the same rule of its optimizer."""
     then, now = load_state(checkpoint)["config"], config.plain
-    rules = ((c["model"], *(c["run"][key] for key in ("optimizer", "freeze", "resume_optimizer"))) for c in (then, now))
-    return next(rules) == next(rules)
+    keys = "optimizer", "freeze", "resume_optimizer"
+    return then["model"] == now["model"] and all(then["run"][key] == now["run"][key] for key in keys)
 
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any], at: str = "") -> Iterator[str]:

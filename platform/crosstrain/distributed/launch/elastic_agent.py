@@ -71,17 +71,8 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
         if not children and (agent is None or not agent.succeeded):
             raise _Stopped
 
-    def pause(*_: Any) -> None:
-        """Stop with the workers, each the head of a process group, and go on with them."""
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for child in multiprocessing.active_children():
-                with suppress(ProcessLookupError, TypeError):
-                    os.killpg(child.pid, number)  # type: ignore[arg-type]
-            if number == signal.SIGSTOP:
-                os.kill(os.getpid(), signal.SIGSTOP)
-
     handlers = {number: signal.signal(number, forward) for number in stop_signals()}
-    handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, pause)
+    handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, _pause)
     restarts_left, nodes = how.max_restarts, how.nodes
     try:
         with _environment(how), TemporaryDirectory(prefix="crosstrain-", ignore_cleanup_errors=True) as logs:
@@ -118,6 +109,16 @@ def run_agent(worker: Callable[..., int], args: tuple[Any, ...], how: Launch) ->
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _pause(*_: Any) -> None:
+    """Stop with the workers, each the head of a process group, and go on with them."""
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for child in multiprocessing.active_children():
+            with suppress(ProcessLookupError, TypeError):
+                os.killpg(child.pid, number)  # type: ignore[arg-type]
+        if number == signal.SIGSTOP:
+            os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class _Agent(LocalElasticAgent):

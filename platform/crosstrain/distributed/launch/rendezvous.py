@@ -8,7 +8,6 @@ import socket
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from crosstrain.utils.errors import ConfigError, UserError
 
@@ -58,7 +57,7 @@ class Nodes:
 
     @property
     def interface(self) -> str | None:
-        """The network interface with this machine's address, where the system tells (Linux)."""
+        """The network interface with this machine's address; None where there is none of that name."""
         return _interface(self.local_addr)
 
     def wait_for_host(self) -> None:
@@ -129,23 +128,9 @@ def _is_loopback(host: str) -> bool:
 
 
 def _interface(address: str) -> str | None:
-    if sys.platform != "linux":
-        return None
-    if ":" in address:
-        wanted = ipaddress.ip_address(address.partition("%")[0]).packed.hex()
-        lines = (line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines())
-        return next((fields[-1] for fields in lines if fields[0] == wanted), None)
-    if _is_loopback(address):
-        return "lo"
-    import fcntl
+    import psutil  # runs on one machine do without
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                # SIOCGIFADDR (linux/sockios.h): struct ifreq with the name in, a sockaddr_in at byte 16 out.
-                answer = fcntl.ioctl(probe, 0x8915, name.encode().ljust(256, b"\0"))
-            except OSError:  # it has no IPv4 address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
+    if _is_loopback(address):  # not every such address is listed
+        return "lo" if sys.platform == "linux" else None
+    listed = {a.address.partition("%")[0]: name for name, known in psutil.net_if_addrs().items() for a in known}
+    return listed.get(address.partition("%")[0])

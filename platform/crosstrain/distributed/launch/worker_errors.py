@@ -135,8 +135,7 @@ def first_failure(failures: Mapping[int, Any], where: str = "") -> Failure:
         name = signal.Signals(-failure.exitcode).name
         summary = f"rank {rank}{where} was killed by {name}"
         hint = f" ({_LIKELY_CAUSES[name]})" if name in _LIKELY_CAUSES else ""
-        error = UserError(f"{summary}{hint}; {_AGAIN}")
-        return Failure(error, summary, is_final=False, lost_another=False)
+        return Failure(UserError(f"{summary}{hint}; {_AGAIN}"), summary, is_final=False, lost_another=False)
     data = failure.error_file_data if isinstance(failure.error_file_data, dict) else {}
     message = data.get("message", {})
     extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
@@ -148,5 +147,4 @@ def first_failure(failures: Mapping[int, Any], where: str = "") -> Failure:
     if "py_callstack" not in extra:  # a library has called exit
         summary = f"rank {rank}{where} ended with exit code {failure.exitcode} and no error of Python's"
         return Failure(UserError(f"{summary}; its output may say why; {_AGAIN}"), summary, False, lost_another=False)
-    trace = extra["py_callstack"]
-    return Failure(WorkerFailure(rank, trace), summary, is_final=False, lost_another=lost)
+    return Failure(WorkerFailure(rank, extra["py_callstack"]), summary, is_final=False, lost_another=lost)

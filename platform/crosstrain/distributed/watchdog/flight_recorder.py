@@ -186,8 +186,8 @@ class FlightRecorder:
 
     def histories(self, training: int, depth: int) -> dict[str, History]:
         """Return the latest `depth` calls by group; `training` is the thread that is not in the background."""
-        threads = (thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread))
-        background = {thread.ident for thread in threads} - {training}  # autograd's threads are not listed
+        # Autograd's threads are not listed.
+        background = {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)} - {training}
         return {name: log.history(background, depth) for name, log in list(self._logs.items()) if log.calls}
 
     def _recorded(self, operation: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -42,10 +42,9 @@ def chart(runs: Sequence[ReadRun], key: str, title: str, unit: str = "", smoothe
             mean = _xy(downsample(curve.steps, smooth(curve.values, len(curve.values) // 100 + 1)))
             traces.append({"mode": "lines", "line": line | {"width": 1.6}, "hoverinfo": "skip", **mean})
     y_axis, remark = _y_axis(heights)
-    x_axis = {"range": [0, max(run.last_step for run in runs) or 1]}
     remarks = ", ".join(filter(None, (unit, remark)))
-    figure = {"data": traces, "layout": {"xaxis": x_axis, "yaxis": y_axis}}
-    return {"title": title, "remarks": remarks, "figure": figure}
+    layout = {"xaxis": {"range": [0, max(run.last_step for run in runs) or 1]}, "yaxis": y_axis}
+    return {"title": title, "remarks": remarks, "figure": {"data": traces, "layout": layout}}
 
 
 def _xy(points: Iterable[tuple[int, float]]) -> dict[str, list[Any]]:

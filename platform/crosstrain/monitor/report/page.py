@@ -125,7 +125,8 @@ def _curves(runs: Sequence[ReadRun]) -> list[Chart]:
 
 def _phases(runs: Sequence[ReadRun]) -> list[tuple[Chart, list[tuple[str, float]]]]:
     """Return for each timed phase a chart and, for each run, the median as text and as percent of the longest one."""
-    medians = {key: _medians(runs, key) for key in _keys(runs) if key.startswith("timers/")}
+    phases = [key for key in _keys(runs) if key.startswith("timers/")]
+    medians = {key: [median(run.curves[key].values) if key in run.curves else None for run in runs] for key in phases}
     longest = max((ms for found in medians.values() for ms in found if ms is not None), default=0) or 1
 
     def cell(run: ReadRun, key: str, ms: float | None) -> tuple[str, float]:
@@ -140,10 +141,6 @@ def _phases(runs: Sequence[ReadRun]) -> list[tuple[Chart, list[tuple[str, float]
          [cell(run, key, ms) for run, ms in zip(runs, found, strict=True)])
         for key, found in medians.items()
     ]  # fmt: skip
-
-
-def _medians(runs: Sequence[ReadRun], key: str) -> list[float | None]:
-    return [median(run.curves[key].values) if key in run.curves else None for run in runs]
 
 
 def _keys(runs: Sequence[ReadRun]) -> list[str]:
