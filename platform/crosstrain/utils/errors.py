@@ -1,10 +1,12 @@
 """Errors that the user can fix: one sentence, no traceback, exit code 1."""
 
+import copyreg
 import difflib
 import errno
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 # Control characters except tab and newline, lone surrogates, and marks that reverse the direction of writing.
 _STEERS_A_TERMINAL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -18,6 +20,10 @@ _REFUSALS = {
 
 class UserError(Exception):
     """A mistake that the user can fix; its message says what, where and what to do, in one sentence."""
+
+    def __reduce__(self) -> Any:
+        """Pickle the message: subclasses have other parameters."""
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
     @property
     def sentences(self) -> list[str]:
