@@ -1,12 +1,10 @@
 """Errors that the user can fix: one sentence, no traceback, exit code 1."""
 
-import copyreg
 import difflib
 import errno
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 # Control characters except tab and newline, lone surrogates, and marks that reverse the direction of writing.
 _STEERS_A_TERMINAL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -21,9 +19,9 @@ _REFUSALS = {
 class UserError(Exception):
     """A mistake that the user can fix; its message says what, where and what to do, in one sentence."""
 
-    def __reduce__(self) -> Any:
-        """Pickle the message: subclasses have other parameters."""
-        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the message: constructors of subclasses take other arguments."""
+        return Exception.__new__, (type(self), *self.args), vars(self)
 
     @property
     def sentences(self) -> list[str]:
@@ -79,15 +77,15 @@ class RankLost(UserError):
 
 
 @contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Turn a library's error inside the block into a ConfigError of one sentence about `what`; UserError passes."""
+def explained(what: str, kind: type[UserError] = ConfigError) -> Iterator[None]:
+    """Turn a library's error inside the block into an error of one sentence about `what`; UserError passes."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
         own = error.strerror if isinstance(error, OSError) else None
-        raise ConfigError(f"{what} ({own or f'{type(error).__name__}: {first_line(error)}'})") from error
+        raise kind(f"{what} ({own or f'{type(error).__name__}: {first_line(error)}'})") from error
 
 
 @contextmanager
