@@ -28,7 +28,7 @@ from crosstrain.distributed.group import Group
 from crosstrain.modeling.base import Merge, Model, Part
 from crosstrain.utils import storage
 from crosstrain.utils.assets import GENERATION_CONFIG, MODEL_FILES, TOKENIZER_FILES, misnamed
-from crosstrain.utils.errors import CheckpointError, UserError, sentence
+from crosstrain.utils.errors import CheckpointError, UserError, explained, sentence
 from crosstrain.utils.files import write_json
 
 _INDEX = "model.safetensors.index.json"
@@ -215,7 +215,7 @@ def _copy(path: Path, target: Path, progress: Callable[[str], None]) -> Any:
     if not path.name.endswith("config.json"):
         shutil.copyfile(path, target)
         return None
-    try:
+    with explained(f"{path}: not a configuration", CheckpointError):  # it may be nested too deep
         given = read_json(path)
         content = _without_redirections(given)
         if path.name in MODEL_FILES and isinstance(content, dict):
@@ -223,8 +223,6 @@ def _copy(path: Path, target: Path, progress: Callable[[str], None]) -> Any:
             if left := sorted(given.keys() - content.keys()):
                 progress(f"{path.name}: left out {sentence(', '.join(left))}, which names code or files, or is unknown")
         write_json(target, content)
-    except RecursionError as error:
-        raise CheckpointError(f"{path}: not a configuration ({error})") from None
     return content
 
 

@@ -5,13 +5,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from crosstrain.config.foreign_files import UNKNOWN, read_foreign
-from crosstrain.config.foreign_keys import Origin, origins
+from crosstrain.config.foreign_keys import origins
 from crosstrain.config.migration import UNHEARD, looks_like, migrate
 from crosstrain.utils.errors import DataError, UserError, os_errors_as
+from crosstrain.utils.limited_process import LimitedProcess
 from crosstrain.utils.program import command
-from crosstrain.utils.resource_limits import OutOfTime, timed
 
-_SECONDS = 15  # of computing, for a whole migration
+_SECONDS = 15.0  # of computing, for a whole migration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,11 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the project and say what it lacks; returns the exit code. Raises UserError for an unknown program."""
     path = arguments.output
-    try:
-        with timed(_SECONDS):
-            text, notes, ranks = migrate(arguments.file, _origin(arguments.origin, arguments.file), _count)
-    except OutOfTime:
-        raise UserError(f"{arguments.file}: to read it takes more than {_SECONDS} s; give its settings only") from None
+    read = LimitedProcess(_read, f"{arguments.file}: to read it", seconds=_SECONDS, advice="give its settings only")
+    text, notes, ranks = read(arguments)
     with (
         os_errors_as(UserError, f"{path} cannot be written, choose another name with --output"),
         open(path, "x", encoding="utf-8") as file,
@@ -41,18 +38,20 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _origin(name: str | None, file: Path) -> Origin:
-    """Return the program of a name, or without one the program whose settings a file has."""
+def _read(arguments: argparse.Namespace) -> tuple[str, list[str], int | None]:
+    """Migrate the file of the named program, or without a name of the program whose settings it has."""
+    file, said = arguments.file, list[str]()
     known = {name: origin for stem, origin in origins().items() for name in (stem, *origin.aliases)}
-    if name is None:
-        if (found := looks_like(file)) is None:
-            read_foreign(file)  # raises for a file that cannot be read
-            raise UserError(f"{file}: its settings do not tell whose they are: give --from, one of {', '.join(known)}")
-        print(f"these are settings of {found.name}")
-        return found
-    if (wanted := name.lower().replace("-", "_")) not in known:
-        raise UserError(f"--from: there is no program {name!r}; known: {', '.join(known)}")
-    return known[wanted]
+    if arguments.origin is not None:
+        if (origin := known.get(arguments.origin.lower().replace("-", "_"))) is None:
+            raise UserError(f"--from: there is no program {arguments.origin!r}; known: {', '.join(known)}")
+    elif (origin := looks_like(file)) is not None:
+        said.append(f"these are settings of {origin.name}")
+    else:
+        read_foreign(file)  # raises for a file that cannot be read
+        raise UserError(f"{file}: its settings do not tell whose they are: give --from, one of {', '.join(known)}")
+    text, notes, ranks = migrate(file, origin, _count)
+    return text, said + notes, ranks
 
 
 def _count(*files: str) -> int | None:

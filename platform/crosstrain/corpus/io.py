@@ -19,6 +19,7 @@ from crosstrain.utils.errors import DataError, first_line, os_errors_as
 from crosstrain.utils.files import open_regular
 from crosstrain.utils.optional_deps import require
 from crosstrain.utils.paths import near
+from crosstrain.utils.resource_limits import OutOfTime, at_most
 
 _MAX_RATIO, _SMALL = 250, 64 << 20  # decompressed bytes per byte of the file, and of any file
 _MAX_READ = 2 << 30  # bytes of a compressed file that one `read()` may return
@@ -131,8 +132,6 @@ def bounded(path: Path, more: int = 0) -> Iterator[None]:
 
     DataError where a limit is reached.
     """
-    from crosstrain.utils.resource_limits import OutOfTime, at_most  # it imports torch
-
     try:
         with at_most(_MEMORY + more, _SECONDS):
             yield

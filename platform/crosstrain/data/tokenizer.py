@@ -12,7 +12,6 @@ import re
 import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import chain
@@ -23,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from crosstrain.data.template_library import lacking, template_library
 from crosstrain.utils.assets import MODEL_FILES, TOKENIZER_FILES, copy_files, plain_files
-from crosstrain.utils.errors import DataError, first_line, os_errors_as
+from crosstrain.utils.errors import DataError, explained, first_line, os_errors_as
 from crosstrain.utils.files import cache_folder, last_checkpoint, read_regular, write_json
 from crosstrain.utils.limited_process import LimitedProcess, LimitError
 from crosstrain.utils.paths import near
@@ -134,28 +133,25 @@ def load_tokenizer(spec: str | Path) -> TextTokenizer:
 
 def warn_if_rebuilt(spec: str) -> None:
     """Warn of a tokenizer's folder for which transformers' class encodes otherwise than the tokenizer.json in it."""
-    try:
-        if spec and _is_rebuilt(spec):
-            text = "transformers' AutoTokenizer makes another tokenizer of %s than its tokenizer.json, which is used "
-            text += "here; transformers.PreTrainedTokenizerFast.from_pretrained reads the file"
-            _log.warning(text, spec)
-    except LimitError as error:
-        _log.warning("transformers' AutoTokenizer does not open %s: %s", spec, error)
-
-
-def _is_rebuilt(spec: str) -> bool:
     path = Path(spec).expanduser()
-    if not (path / CONFIG).is_file() or not (path / TOKENIZER).is_file():
-        return False
+    if not spec or not (path / CONFIG).is_file() or not (path / TOKENIZER).is_file():
+        return
     config = _read_json(path / CONFIG)
     reads_it = config.get("tokenizer_class") in (None, "PreTrainedTokenizerFast", "TokenizersBackend")
     if reads_it and not (path / "config.json").is_file():  # whose model's tokenizer may be of a class of its own
-        return False
-    with suppress(DataError):  # no tokenizer, so no other one
+        return
+    try:
         own, theirs = _from_file(path / TOKENIZER, config), _from_transformers(str(path))
         text = own.decode(list(range(own.backend.get_vocab_size())), words=True)  # every token once
-        return theirs.encode(text) != own.encode(text)
-    return False
+        if theirs.encode(text) != own.encode(text):
+            _log.warning(
+                "transformers' AutoTokenizer makes another tokenizer of %s than its tokenizer.json, which is used "
+                "here; transformers.PreTrainedTokenizerFast.from_pretrained reads the file", spec,
+            )  # fmt: skip
+    except LimitError as error:
+        _log.warning("transformers' AutoTokenizer does not open %s: %s", spec, error)
+    except DataError:  # no tokenizer of transformers, so no other one
+        return
 
 
 # Keys of a checkpoint's tokenizer_config.json that transformers gets: nothing that names a file, an address or a class.
@@ -196,11 +192,8 @@ def load_gpt2(vocab_file: str | Path, merge_file: str | Path) -> TextTokenizer:
         check_source(f"the tokenizer {path}")
         if not Path(path).is_file():
             raise DataError(f"the tokenizer file {path} does not exist, or is not a regular file")
-    try:
-        model = models.BPE.from_file(str(vocab_file), str(merge_file))
-    except Exception as error:  # the Rust side raises nothing finer
-        raise DataError(f"{vocab_file} and {merge_file} are not a BPE vocabulary and its merges: {error}") from None
-    return _byte_level(Tokenizer(model))
+    with explained(f"{vocab_file} and {merge_file} are not a BPE vocabulary and its merges", DataError):
+        return _byte_level(Tokenizer(models.BPE.from_file(str(vocab_file), str(merge_file))))
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, progress: bool = False) -> TextTokenizer:
@@ -279,11 +272,8 @@ def load_cached(spec: str, chat_template: str | None = None) -> tuple[TextTokeni
             chat_template = library[chat_template]
         if "{" not in chat_template:
             check_source(f"the chat template {chat_template}")
-            problem = (
-                f"chat_template: {chat_template} is neither Jinja nor a file that can be read, nor one of "
-                f"{', '.join(library)}"
-            )
-            with os_errors_as(DataError, problem):
+            names = ", ".join(library)
+            with os_errors_as(DataError, f"chat_template: {chat_template} is neither Jinja, a file nor one of {names}"):
                 chat_template = read_regular(Path(chat_template).expanduser(), _MAX_BYTES).decode("utf-8", "replace")
         tokenizer = replace(tokenizer, chat_template=chat_template)
     return tokenizer, cached_folder(tokenizer, spec)
@@ -325,10 +315,8 @@ def _backend(path: Path) -> Tokenizer:
 
 def _try(path: Path, data: bytes) -> None:
     """Load a tokenizer, decode all its tokens and encode some: most that take all memory do so at once."""
-    try:
+    with explained(f"{path} is not a tokenizer", DataError):
         tokenizer = Tokenizer.from_buffer(data)
-    except Exception as error:  # the Rust side raises nothing finer
-        raise DataError(f"{path} is not a tokenizer: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     text = tokenizer.decode(list(tokenizer.get_vocab().values()), skip_special_tokens=False)
@@ -367,10 +355,8 @@ def _rebuilt(kind: Any, spec: str) -> tuple[str, str, dict[str, bytes]]:
 
 
 def _read_json(path: Path) -> dict:
-    try:
+    with explained(f"{path} is not JSON", DataError):
         found = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise DataError(f"{path} is not a JSON object")
     return found

@@ -12,21 +12,13 @@ from typing import Any, Literal
 from crosstrain.checkpoint.manifest import read_json
 from crosstrain.data.tokenizer import CONFIG, TextTokenizer, load_tokenizer, stored_tokenizer
 from crosstrain.utils.assets import GENERATION_CONFIG, end_tokens
-from crosstrain.utils.errors import CheckpointError, ConfigError, UserError, first_line, sentence
-from crosstrain.utils.limited_process import LimitedProcess, LimitError, TooLate
+from crosstrain.utils.errors import CheckpointError, ConfigError, first_line, sentence
+from crosstrain.utils.limited_process import LimitedProcess
 
 Kind = Literal["text", "chat", "words"]
 _SECONDS = 4.0  # for one prompt
 _SLOW = 1.0  # seconds after which a prompt counts as stuck
 _MEMORY = 1 << 29  # bytes that a process may take beyond the tokenizer
-
-
-class EncodingError(UserError):
-    """A prompt that has no token ids."""
-
-    def __init__(self, message: str, code: str | None = None) -> None:
-        super().__init__(message)
-        self.code = code  # as in the server's errors; "busy": the same prompt may be encoded later
 
 
 def open_tokenizer(checkpoint: Path) -> Any:
@@ -96,7 +88,7 @@ class Encoders:
     def encode(self, kind: Kind, given: Any) -> list[int]:
         """Token ids of a text; of a chat, by the tokenizer's template; or of words, in which no token is special.
 
-        Raises EncodingError for any error, and for what takes too long or too much memory.
+        Raises LimitError for any error, and for what takes too long or too much memory.
         """
         try:
             process = self._idle.pop()
@@ -105,31 +97,18 @@ class Encoders:
         process.name = "the tokenizer or its chat template" if kind == "chat" else "the tokenizer"
         self._busy[process] = time.monotonic()
         try:
-            ids = process((kind, given))
-        except LimitError as error:
-            code = "encoding_timeout" if isinstance(error, TooLate) else "encoding_failed"
-            raise EncodingError(str(error), code) from None
-        except OSError as error:
-            raise EncodingError(f"no process can encode ({error}); try again later", "busy") from None
+            return process((kind, given))
         finally:
             del self._busy[process]
-        self._idle.append(process)
-        if isinstance(ids, str):
-            problem = "the chat template refuses them" if kind == "chat" else "the tokenizer fails"
-            raise EncodingError(f"{problem} ({ids})")
-        return ids
+            self._idle.append(process)
 
-    def _encode(self, asked: tuple[Kind, Any]) -> list[int] | str:
-        """Token ids, or the reason why there are none, in a process with limits."""
+    def _encode(self, asked: tuple[Kind, Any]) -> list[int]:
         kind, given = asked
-        try:
-            if kind == "words":
-                return self._words.compute([given])[0].tolist()
-            if kind == "chat":
-                given = self.tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
-            return [-1 if i is None else i for i in self.tokenizer(given, add_special_tokens=False)["input_ids"]]
-        except Exception as error:  # of jinja, the tokenizer, or whatever the template raises
-            return first_line(error)[:1000]
+        if kind == "words":
+            return self._words.compute([given])[0].tolist()
+        if kind == "chat":
+            given = self.tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+        return [-1 if i is None else i for i in self.tokenizer(given, add_special_tokens=False)["input_ids"]]
 
     def close(self) -> None:
         """End every process."""

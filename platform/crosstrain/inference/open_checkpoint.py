@@ -23,12 +23,12 @@ from crosstrain.engine.build import build_model, make_model
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.meta_init import parameters_on_meta
-from crosstrain.utils.errors import CheckpointError, ConfigError, UserError, first_line, sentence
-from crosstrain.utils.resource_limits import OutOfTime, at_most
+from crosstrain.utils.errors import CheckpointError, ConfigError, UserError, sentence
+from crosstrain.utils.limited_process import LimitedProcess
 from crosstrain.utils.trust import Trust, check_source, is_own, limited_to, names_command
 
 # Limits of a model's constructor. The address space, beside the largest parameter, is hardly touched.
-_BUILDING_BYTES, _BUILDING_SECONDS = 1 << 30, 10.0
+_BYTES, _SECONDS = 1 << 30, 10.0
 _PADDING = 1 << 26  # elements beyond twice the checkpoint's that padded vocabularies may have
 
 
@@ -176,15 +176,15 @@ def outline(config: Config, checkpoint: Path) -> Model:
     sizes += [math.prod(frozen.shape) for frozen in reader.frozen.values()]
     # Tied parameters are registered more than once, and libraries may build modules that they then replace. A parameter
     # takes address space, which is not touched, until it is registered.
-    most, memory = 100 + 4 * len(sizes), _BUILDING_BYTES + 8 * max(sizes, default=0)
-    try:
-        with parameters_on_meta(most), at_most(memory, _BUILDING_SECONDS):
-            model = make_model(config)
-    except UserError:
-        raise
-    except (Exception, OutOfTime) as error:  # whatever a library's constructor makes of absurd sizes
-        reason = "it takes too long" if isinstance(error, OutOfTime) else first_line(error)
-        raise CheckpointError(f"{checkpoint}: the model of its configuration cannot be built ({reason})") from error
+    most, memory = 100 + 4 * len(sizes), _BYTES + 8 * max(sizes, default=0)
+
+    def build() -> Model:
+        with parameters_on_meta(most):
+            return make_model(config)
+
+    what = f"{checkpoint}: to build the model of its configuration"
+    LimitedProcess(lambda _: build() is None, what, memory=memory, seconds=_SECONDS, advice="check its sizes")(None)
+    model = build()
     parameters = {**model.canonical_parameters(), **model.canonical_buffers()}
     shards = [Shard("param", name, tuple(model.logical_shape(name, p.shape)), []) for name, p in parameters.items()]
     pretrained = PretrainedWeights.of(model)

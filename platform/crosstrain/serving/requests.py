@@ -1,22 +1,16 @@
 """OpenAI's request schemas. Unknown parameters are refused, never ignored."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from crosstrain.serving.api_error import ApiError, wrong
 
 _FAR = 2**31 - 1
-
-
-def _only(*values: Any) -> Any:
-    """A parameter for which this server takes these values alone, which change nothing."""
-    return Field(None, json_schema_extra={"only": list(values)})
-
-
+_UNSUPPORTED = PydanticCustomError("unsupported", "is not supported by this server; leave it out")
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
 _Many = Field(max_length=64)
 _Likeliest = Annotated[int, Field(ge=0, le=20)]
@@ -25,25 +19,35 @@ _Likeliest = Annotated[int, Field(ge=0, le=20)]
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
-    @field_validator("*")
+    # Parameters that are not supported, with the values besides null that are taken because they change nothing.
+    neutral: ClassVar[dict[str, list[Any]]] = {}
+
+    @model_validator(mode="before")
     @classmethod
-    def _check_only(cls, value: Any, info: ValidationInfo) -> Any:
-        extra = cls.model_fields[str(info.field_name)].json_schema_extra
-        if value is None or not isinstance(extra, dict):
-            return value
-        for known in extra["only"]:  # type: ignore[union-attr]
-            if value == known and isinstance(value, bool) == isinstance(known, bool):
-                return value
-        raise PydanticCustomError("unsupported", "is not supported by this server; leave it out")
+    def _leave_out_neutral(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        given = dict(given)
+        for name, neutral in cls.neutral.items():
+            value = given.pop(name, None)
+            if value is not None and not any(
+                value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral
+            ):
+                error = InitErrorDetails(type=_UNSUPPORTED, loc=(name,), input=value)
+                raise ValidationError.from_exception_data(cls.__name__, [error])
+        return given
 
 
 class StreamOptions(_Strict):
+    neutral = {"include_obfuscation": [False]}
+
     include_usage: bool | None = None
-    include_obfuscation: Any = _only(False)
 
 
 class TextRequest(_Strict):
     """Parameters of both kinds of request."""
+
+    neutral = {"frequency_penalty": [0], "presence_penalty": [0], "logit_bias": [{}]}
 
     model: str | None = None  # of the one that is served
     max_tokens: int | None = Field(None, ge=0, le=_FAR)
@@ -56,9 +60,6 @@ class TextRequest(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None  # nothing depends on it
-    frequency_penalty: Any = _only(0)
-    presence_penalty: Any = _only(0)
-    logit_bias: Any = _only({})
 
     @property
     def stops(self) -> list[str]:
@@ -68,11 +69,11 @@ class TextRequest(_Strict):
 class CompletionRequest(TextRequest):
     """POST /v1/completions"""
 
+    neutral = TextRequest.neutral | {"best_of": [1], "suffix": [""]}
+
     prompt: str | Annotated[list[str], _Many] | list[int] | Annotated[list[list[int]], _Many]
     echo: bool | None = None
     logprobs: _Likeliest | None = None
-    best_of: Any = _only(1)
-    suffix: Any = _only("")
 
     @property
     def prompts(self) -> list[Any]:
@@ -89,8 +90,9 @@ class MegatronRequest(CompletionRequest):
 
 
 class ImageUrl(_Strict):
+    neutral = {"detail": ["auto"]}
+
     url: str
-    detail: Any = _only("auto")
 
 
 class TextPart(_Strict):
@@ -107,14 +109,12 @@ Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
 class ChatMessage(_Strict):
+    neutral = {
+        "name": [], "refusal": [], "audio": [], "annotations": [[]], "function_call": [], "tool_calls": [[]],
+    }  # fmt: skip
+
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Part]
-    name: Any = _only()
-    refusal: Any = _only()
-    audio: Any = _only()
-    annotations: Any = _only([])
-    function_call: Any = _only()
-    tool_calls: Any = _only([])
 
     @property
     def parts(self) -> list[TextPart | ImagePart]:
@@ -124,27 +124,19 @@ class ChatMessage(_Strict):
 class ChatRequest(TextRequest):
     """POST /v1/chat/completions"""
 
+    neutral = TextRequest.neutral | {
+        "response_format": [{"type": "text"}], "tools": [[]], "tool_choice": ["none", "auto"],
+        "parallel_tool_calls": [True, False], "functions": [[]], "function_call": ["none", "auto"],
+        "modalities": [["text"]], "audio": [], "prediction": [], "reasoning_effort": ["none"], "verbosity": ["medium"],
+        "web_search_options": [], "moderation": [], "service_tier": ["auto", "default"], "store": [False],
+        "metadata": [{}],
+    }  # fmt: skip
+
     messages: list[ChatMessage] = Field(min_length=1, max_length=1000)
     max_tokens: int | None = Field(None, ge=1, le=_FAR)
     max_completion_tokens: int | None = Field(None, ge=1, le=_FAR)
     logprobs: bool | None = None
     top_logprobs: _Likeliest | None = None
-    response_format: Any = _only({"type": "text"})
-    tools: Any = _only([])
-    tool_choice: Any = _only("none", "auto")
-    parallel_tool_calls: Any = _only(True, False)
-    functions: Any = _only([])
-    function_call: Any = _only("none", "auto")
-    modalities: Any = _only(["text"])
-    audio: Any = _only()
-    prediction: Any = _only()
-    reasoning_effort: Any = _only("none")
-    verbosity: Any = _only("medium")
-    web_search_options: Any = _only()
-    moderation: Any = _only()
-    service_tier: Any = _only("auto", "default")
-    store: Any = _only(False)
-    metadata: Any = _only({})
     # Labels of the client, which nothing depends on.
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None

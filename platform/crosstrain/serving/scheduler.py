@@ -106,9 +106,7 @@ class Scheduler:
         plan.started = [(slots, job.sample) for slots, job in started]
         if not (plan.freed or plan.started or plan.tokens):
             with self._changed:
-                if not self._waiting:
-                    self._changed.wait(_BEAT)
-                if self._waiting:
+                if self._waiting or self._changed.wait(_BEAT):
                     return
         self._group.broadcast(plan)
         self._plan = StepPlan()

@@ -18,7 +18,7 @@ from crosstrain.engine.build import make_runner
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.conversation import ChatSession
 from crosstrain.inference.decoder import Decoder
-from crosstrain.inference.encoding import Encoders, EncodingError
+from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.open_checkpoint import load_model
 from crosstrain.serving.limits import Limits
 from crosstrain.serving.scheduler import Scheduler, run_follower
@@ -87,7 +87,7 @@ def run_server(
         timeout_graceful_shutdown=int(limits.finish_seconds),
     )  # fmt: skip
     server = uvicorn.Server(settings)
-    with suppress(EncodingError):
+    with suppress(UserError):
         encoders.encode("text", "")  # start a process, so that the first client does not wait for it
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
     thread.start()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from crosstrain.inference.encoding import Encoders, EncodingError
+from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.generation import Sampling, as_prompt, room_after
 from crosstrain.modeling.base import Model
 from crosstrain.serving.api_error import ApiError, wrong
@@ -16,8 +16,10 @@ from crosstrain.serving.jobs import Event, Job
 from crosstrain.serving.limits import Limits
 from crosstrain.serving.requests import ChatRequest, CompletionRequest, TextPart, TextRequest
 from crosstrain.utils.errors import UserError, sentence
+from crosstrain.utils.limited_process import LimitError, NoProcess, TooLate
 
 _TOO_LONG = "context_length_exceeded"
+_LIMITS: dict[type, str] = {TooLate: "encoding_timeout", LimitError: "encoding_failed"}
 _USUAL_TOKENS = 16  # of a completion for which max_tokens is not given; OpenAI's number
 
 Deliver = Callable[[Event], None]
@@ -137,9 +139,7 @@ def _blamed_on(param: str, code: str = "invalid_value") -> Iterator[None]:
     """Turn a UserError inside the block into an ApiError about a parameter."""
     try:
         yield
-    except EncodingError as error:
-        if error.code == "busy":
-            raise ApiError(503, str(error), param, "busy", retry=5) from None
-        raise wrong(param, str(error), error.code) from None
+    except NoProcess as error:
+        raise ApiError(503, str(error), param, "busy", retry=5) from None
     except UserError as error:
-        raise wrong(param, sentence(error), code) from None
+        raise wrong(param, sentence(error), _LIMITS.get(type(error), code)) from None

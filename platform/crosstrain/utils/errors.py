@@ -19,6 +19,10 @@ _REFUSALS = {
 class UserError(Exception):
     """A mistake that the user can fix; its message says what, where and what to do, in one sentence."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the message: constructors of subclasses take other arguments."""
+        return Exception.__new__, (type(self), *self.args), vars(self)
+
     @property
     def sentences(self) -> list[str]:
         """The message, or one message for each of several mistakes."""
@@ -73,15 +77,15 @@ class RankLost(UserError):
 
 
 @contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Turn a library's error inside the block into a ConfigError of one sentence about `what`; UserError passes."""
+def explained(what: str, kind: type[UserError] = ConfigError) -> Iterator[None]:
+    """Turn a library's error inside the block into an error of one sentence about `what`; UserError passes."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
         own = error.strerror if isinstance(error, OSError) else None
-        raise ConfigError(f"{what} ({own or f'{type(error).__name__}: {first_line(error)}'})") from error
+        raise kind(f"{what} ({own or f'{type(error).__name__}: {first_line(error)}'})") from error
 
 
 @contextmanager

@@ -4,12 +4,13 @@ import multiprocessing
 import os
 import resource
 import signal
+import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from crosstrain.utils.errors import UserError, first_line
+from crosstrain.utils.errors import UserError, first_line, os_errors_as
 from crosstrain.utils.forks import CheckedForkContext
 
 _PER_SECOND = 20_000  # bytes of text for which a call gets one second more
@@ -27,6 +28,10 @@ class TooLate(LimitError):
     """A call without a result when its time was over."""
 
 
+class NoProcess(LimitError):
+    """A call for which no process could be started, so that it may have a result later."""
+
+
 class LimitedProcess:
     """A function of data that somebody else wrote, called in a forked process that can be killed.
 
@@ -36,13 +41,13 @@ class LimitedProcess:
 
     def __init__(
         self, function: Callable[[Any], Any], name: str, *, memory: int = 1 << 30, seconds: float = 10.0,
-        urgent: bool = False,
+        urgent: bool = False, advice: str = "shorten the text, or use others",
     ) -> None:  # fmt: skip
         """name: the subject of errors. memory: bytes beyond those of the caller. seconds: of computing time for a call.
 
-        urgent: somebody waits for the result, so `seconds` are of the clock.
+        urgent: somebody waits for the result, so `seconds` are of the clock. advice: what to do beyond a limit.
         """
-        self._function, self.name = function, name
+        self._function, self.name, self._advice = function, name, advice
         self._memory, self._seconds, self._urgent = memory, seconds, urgent
         self._owner = 0  # the process that started ours
 
@@ -52,7 +57,8 @@ class LimitedProcess:
         Raises the function's own UserError, and LimitError for any other error and beyond a limit.
         """
         if self._owner != os.getpid():
-            self._start()
+            with os_errors_as(NoProcess, f"{self.name} has no process; try again later"):
+                self._start()
         seconds = self._seconds + size / _PER_SECOND
         computing = seconds + 1 if self._urgent else seconds  # so that the clock decides
         try:
@@ -61,14 +67,14 @@ class LimitedProcess:
                 os.setpriority(os.PRIO_PROCESS, self._process.pid or 0, 10)
             if not self._connection.poll(seconds if self._urgent else seconds * _WAITING):
                 self.close()
-                raise TooLate(f"{self.name} has no result after {seconds:g} s")
+                raise TooLate(f"{self.name} has no result after {seconds:g} s; {self._advice}")
             error, result = self._connection.recv()
         except (OSError, EOFError):
             if (code := self.close()) == 0:  # it had just ended for want of calls
                 return self(given, size)
             late = code == -signal.SIGPROF
             how = f"took more than {round(seconds, 1)} s of computing" if late else "crashed or took too much memory"
-            raise LimitError(f"{self.name} {how}") from None
+            raise LimitError(f"{self.name} {how}; {self._advice}") from None
         if error is not None:
             raise error
         return result
@@ -101,6 +107,8 @@ class LimitedProcess:
         # Connections of the caller would stay open as long as this process.
         os.closerange(3, connection.fileno())
         os.closerange(connection.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.set_num_threads(1)  # a fork lacks the threads that the caller's computations have started
         used, hard = address_space(), resource.getrlimit(resource.RLIMIT_AS)[1]
         while connection.poll(_IDLE):
             given, memory, seconds = connection.recv()
