@@ -12,7 +12,7 @@ from urllib.parse import urldefrag, urlsplit
 from tqdm import tqdm
 
 from crosstrain import DataError, Document, Reader, Task, registry, require
-from crosstrain.corpus.io import existing, files_below, lines, opened
+from crosstrain.corpus.io import existing, files_below, opened, pieces
 
 from .crawl import CrawlOptions, PageStore, crawl
 from .web_page import page_document
@@ -62,7 +62,7 @@ class UrlListReader(Reader):
     def _urls(self, refused: Counter[str]) -> Iterator[str]:
         for file in self._lists():
             with opened(file) as stream:
-                for line in lines(stream):
+                for line in pieces(stream, b"\n"):
                     url = urldefrag(line.strip().decode("utf-8", "replace")).url
                     if url and (reason := self._refusal(url)):
                         refused[reason] += 1
