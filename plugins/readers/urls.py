@@ -76,16 +76,14 @@ class UrlListReader(Reader):
             host = (parts.hostname or "").lower()
         except ValueError:
             return "no valid URL"
-        if parts.scheme not in ("http", "https") or not host:
-            return "no valid URL"
-        ending = parts.path.rpartition("/")[2].rpartition(".")
-        if ending[1] and ending[2].lower() in self.options.blocked_endings:
-            return "blocked ending"
-        if any(_within(host, domain) for domain in self.options.blocked_domains):
-            return "blocked domain"
-        if self.options.domains and not any(_within(host, domain) for domain in self.options.domains):
-            return "other domain"
-        return None
+        _, dot, ending = parts.path.rpartition("/")[2].rpartition(".")
+        reasons = {
+            "no valid URL": parts.scheme not in ("http", "https") or not host,
+            "blocked ending": dot and ending.lower() in self.options.blocked_endings,
+            "blocked domain": any(_within(host, domain) for domain in self.options.blocked_domains),
+            "other domain": self.options.domains and not any(_within(host, d) for d in self.options.domains),
+        }
+        return next((reason for reason, applies in reasons.items() if applies), None)
 
     def tasks(self) -> Iterator[Task]:
         base = sqlite3.connect(f"file:{self.pages}?mode=ro", uri=True)
