@@ -1,7 +1,6 @@
 """Fetch the pages of a list of URLs politely, into one SQLite file."""
 
 import http.client
-import logging
 import sqlite3
 import threading
 import urllib.error
@@ -9,32 +8,49 @@ import urllib.parse
 import urllib.request
 import urllib.robotparser
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+from annotated_types import Interval
+
+from crosstrain import PositiveInt, Text
 from crosstrain.corpus.download import AGENT
 
 from .web_page import TYPES
 
-_BATCH = 10_000  # URLs put in at once
 _LONGEST_WAIT = 120.0  # seconds, whatever a server asks for
-_log = logging.getLogger(__name__)
 _TABLE = """CREATE TABLE IF NOT EXISTS pages (
     id INTEGER PRIMARY KEY, url TEXT UNIQUE, host TEXT, state TEXT, kind TEXT, body BLOB, size INTEGER DEFAULT 0
 )"""
 
 
-@dataclass(frozen=True)
-class CrawlOptions:
-    """Limits on requests to hosts."""
+_NOT_TEXT = [
+    "3gp", "7z", "ai", "aif", "apk", "app", "avi", "bin", "bmp", "bz2", "css", "csv", "dat", "deb", "dmg", "doc",
+    "docx", "exe", "gif", "gifv", "gz", "iso", "jar", "jpeg", "jpg", "js", "json", "key", "log", "m4a", "m4v", "mid",
+    "midi", "mov", "mp3", "mp4", "mpeg", "mpg", "ogg", "ogv", "otf", "pdf", "pkg", "png", "ppt", "pptx", "psd", "py",
+    "rar", "rss", "rtf", "svg", "swf", "tar", "tif", "tiff", "ttf", "wav", "webm", "webp", "wma", "wmv", "woff",
+    "woff2", "xls", "xlsx", "xml", "xz", "zip",
+]  # fmt: skip
 
-    hosts: int  # visited at the same time, each by one connection
-    delay: float  # seconds between two requests to a host; its robots.txt may ask for more
-    timeout: float  # seconds for an answer
-    retries: int  # after an error that may pass
-    max_bytes: int  # of a page; longer ones are left out
+
+@dataclass
+class CrawlOptions:
+    """Pages to fetch, and limits on the requests. robots.txt is obeyed."""
+
+    path: Text | list[Text]  # lists, compressed or not, and folders of them
+    domains: list[Text] = field(default_factory=list)  # only these and what is below them; none: all
+    blocked_domains: list[Text] = field(default_factory=list)  # not these, nor what is below them
+    blocked_endings: list[Text] = field(default_factory=lambda: list(_NOT_TEXT))  # of the URL's path
+    limit: PositiveInt | None = None  # pages; the first ones of the list
+    hosts: Annotated[int, Interval(ge=1, le=1024)] = 16  # visited at the same time, each by one connection
+    # seconds between two requests to a host; its robots.txt may ask for more
+    delay: Annotated[float, Interval(ge=0, le=86_400)] = 1.0
+    timeout: Annotated[float, Interval(gt=0, le=86_400)] = 30.0  # seconds for an answer
+    retries: Annotated[int, Interval(ge=0, le=100)] = 3  # after an error that may pass
+    max_bytes: Annotated[int, Interval(ge=1, le=2**31)] = 10_000_000  # of a page; longer ones are left out
 
 
 class PageStore:
@@ -50,19 +66,17 @@ class PageStore:
 
     def add(self, urls: Iterable[str]) -> int:
         """Add new URLs; returns the number of those that were there already."""
-        known, batch = 0, []
-        for url in urls:
-            batch.append((url, urllib.parse.urlsplit(url).netloc.lower()))
-            if len(batch) >= _BATCH:
-                known += self._add(batch)
-                batch = []
-        return known + self._add(batch)
+        given = 0
 
-    def _add(self, batch: list[tuple[str, str]]) -> int:
+        def rows() -> Iterator[tuple[str, str]]:
+            nonlocal given
+            for url in urls:
+                given += 1
+                yield url, urllib.parse.urlsplit(url).netloc.lower()
+
         with self.lock, self.base:
-            before = self.base.total_changes
-            self.base.executemany("INSERT OR IGNORE INTO pages (url, host) VALUES (?, ?)", batch)
-            return len(batch) - (self.base.total_changes - before)
+            added = self.base.executemany("INSERT OR IGNORE INTO pages (url, host) VALUES (?, ?)", rows()).rowcount
+        return given - added
 
     def hosts(self) -> list[str]:
         """Return the hosts with pages to fetch."""
@@ -93,15 +107,11 @@ def crawl(pages: PageStore, options: CrawlOptions, advance: Callable[[int], obje
     """Fetch every page that has no state yet. One thread visits a host, one request after another."""
     stop = threading.Event()
     with ThreadPoolExecutor(options.hosts) as pool:
-        visits = [pool.submit(_visit, host, pages, options, advance, stop) for host in pages.hosts()]
+        visits = pool.map(lambda host: _visit(host, pages, options, advance, stop), pages.hosts())
         try:
-            for visit in visits:
-                visit.result()
-        except BaseException:
+            list(visits)  # an error cancels those that have not begun
+        finally:
             stop.set()
-            for visit in visits:
-                visit.cancel()
-            raise
 
 
 def _visit(

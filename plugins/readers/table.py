@@ -2,7 +2,7 @@
 
 import csv
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -10,9 +10,9 @@ from typing import Any
 
 from crosstrain import Chunk, DataError, Document, FilePath, Reader, Task, Text, registry
 from crosstrain.corpus import io
-from crosstrain.corpus.reader import ColumnReader, check_column
+from crosstrain.corpus.reader import ColumnReader, check_column, row_document
 
-_ROWS, _HELD = 4096, 128  # of a saved dataset in a task, and in memory
+_ROWS = 4096  # of a saved dataset in a task
 csv.field_size_limit(1 << 28)  # characters of a value; a quotation mark that never closes takes the rest of the file
 
 
@@ -26,15 +26,15 @@ class CsvReader(ColumnReader):
     def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
         file, key = chunk.file, self.options.text_key
         with io.opened(file) as stream:
-            lines = (line.decode(errors="surrogateescape") for line in io.lines(stream))
-            first = next(lines).removeprefix("\ufeff")
+            lines = (line.decode(errors="surrogateescape") for line in io.pieces(stream, b"\n"))
+            first = next(lines, "").removeprefix("\ufeff")
             rows = csv.reader(chain([first], lines), delimiter=max(",;\t|", key=first.count), strict=True)
             try:
                 names = next(rows, [])
                 check_column(file, names, key)
                 for row in filter(None, rows):
                     if len(row) == len(names):
-                        yield _cell(row[names.index(key)], f"{file}:{rows.line_num}", names, key)
+                        yield row_document(row[names.index(key)], f"{file}:{rows.line_num}", names, key)
                     else:
                         self.unusable(f"{file}:{rows.line_num}", f"has {len(row)} values for {len(names)} columns")
             except csv.Error as error:
@@ -54,7 +54,7 @@ class ParquetReader(ColumnReader):
     def chunks(self, file: Path) -> Iterator[Chunk]:
         """Yield a chunk per row group; start and stop divide the file's bytes evenly among the groups."""
         with io.parquet_table(file) as table:
-            check_column(file, table.schema_arrow.names, self.options.text_key)
+            check_column(file, table.names, self.options.text_key)
             groups = table.metadata.num_row_groups
             size = file.stat().st_size
             for group in range(groups):
@@ -64,11 +64,9 @@ class ParquetReader(ColumnReader):
         assert chunk.data is not None
         group, key = int(chunk.data), self.options.text_key
         with io.parquet_table(chunk.file) as table:
-            row = sum(table.metadata.row_group(before).num_rows for before in range(group))
-            for batch in table.iter_batches(row_groups=[group], columns=[key]):
-                for text in batch.column(0).to_pylist():
-                    row += 1
-                    yield _cell(text, f"column {key!r} of {chunk.file}, row {row}", table.schema_arrow.names, key)
+            before = sum(table.metadata.row_group(number).num_rows for number in range(group))
+            for number, row in enumerate(table.rows(row_groups=[group], columns=[key]), before + 1):
+                yield row_document(row[key], f"column {key!r} of {chunk.file}, row {number}", table.names, key)
 
 
 @registry.register_reader("huggingface")
@@ -120,14 +118,6 @@ class HuggingFaceReader(Reader):
     def read(self, task: Task) -> Iterator[Document]:
         folder, first, end = task.payload
         table, key = self._open(folder), self.options.text_key
-        texts = table.select_columns([key])
-        for start in range(first, end, _HELD):
-            with io.bounded(folder):
-                rows = texts[start : min(start + _HELD, end)][key]
-            for row, text in enumerate(rows, start):
-                yield _cell(text, f"column {key!r} of {folder}, row {row}", table.column_names, key)
-
-
-def _cell(value: Any, source: str, names: Iterable[str], key: str) -> Document:
-    """Return the document of a row; null is an empty text."""
-    return Document("" if value is None else value, source, tuple(name for name in names if name != key))
+        rows = io.saved_rows(folder, table.select_columns([key]).select(range(first, end)))
+        for number, row in enumerate(rows, first):
+            yield row_document(row[key], f"column {key!r} of {folder}, row {number}", table.column_names, key)

@@ -1,56 +1,31 @@
 """Read the main texts of the pages of a list of URLs."""
 
 import hashlib
-import logging
 import sqlite3
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from itertools import islice
 from pathlib import Path
-from typing import Annotated
 from urllib.parse import urldefrag, urlsplit
 
-from annotated_types import Interval
 from tqdm import tqdm
 
-from crosstrain import DataError, Document, PositiveInt, Reader, Task, Text, registry, require
-from crosstrain.corpus.io import existing, files_below, lines, opened
+from crosstrain import DataError, Document, Reader, Task, registry, require
+from crosstrain.corpus.io import existing, files_below, opened, pieces
 
 from .crawl import CrawlOptions, PageStore, crawl
 from .web_page import page_document
 
 _IN_TASK = 256  # pages
-_NOT_TEXT = [
-    "3gp", "7z", "ai", "aif", "apk", "app", "avi", "bin", "bmp", "bz2", "css", "csv", "dat", "deb", "dmg", "doc",
-    "docx", "exe", "gif", "gifv", "gz", "iso", "jar", "jpeg", "jpg", "js", "json", "key", "log", "m4a", "m4v", "mid",
-    "midi", "mov", "mp3", "mp4", "mpeg", "mpg", "ogg", "ogv", "otf", "pdf", "pkg", "png", "ppt", "pptx", "psd", "py",
-    "rar", "rss", "rtf", "svg", "swf", "tar", "tif", "tiff", "ttf", "wav", "webm", "webp", "wma", "wmv", "woff",
-    "woff2", "xls", "xlsx", "xml", "xz", "zip",
-]  # fmt: skip
-_log = logging.getLogger(__name__)
 
 
 @registry.register_reader("urls")
 class UrlListReader(Reader):
     """Lists of URLs, one per line: fetched politely, a document per page, its main text taken out by trafilatura."""
 
-    @dataclass
-    class Options:
-        """Pages to fetch, and limits on the requests. robots.txt is obeyed."""
-
-        path: Text | list[Text]  # lists, compressed or not, and folders of them
-        domains: list[Text] = field(default_factory=list)  # only these and what is below them; none: all
-        blocked_domains: list[Text] = field(default_factory=list)  # not these, nor what is below them
-        blocked_endings: list[Text] = field(default_factory=lambda: list(_NOT_TEXT))  # of the URL's path
-        limit: PositiveInt | None = None  # pages; the first ones of the list
-        hosts: Annotated[int, Interval(ge=1, le=1024)] = 16  # visited at the same time, each by one connection
-        delay: Annotated[float, Interval(ge=0, le=86_400)] = 1.0  # seconds between two requests to a host
-        timeout: Annotated[float, Interval(gt=0, le=86_400)] = 30.0  # seconds for an answer
-        retries: Annotated[int, Interval(ge=0, le=100)] = 3  # after an error that may pass
-        max_bytes: Annotated[int, Interval(ge=1, le=2**31)] = 10_000_000  # of a page
-
-    options: Options
+    Options = CrawlOptions
+    options: CrawlOptions
     pages: Path  # the SQLite file
 
     def fetch(self, folder: Path, progress: bool) -> None:
@@ -60,13 +35,12 @@ class UrlListReader(Reader):
         require("trafilatura", "reading lists of URLs")
         refused: Counter[str] = Counter()
         pages = PageStore(self.pages)
-        known = pages.add(self._urls(refused))
-        crawl_options = CrawlOptions(**{f.name: getattr(self.options, f.name) for f in fields(CrawlOptions)})
+        known = pages.add(islice(self._urls(refused), self.options.limit))
         states = pages.states()
         total, todo = sum(states.values()), states.get("None", 0)
         with tqdm(desc="fetch pages", total=total, initial=total - todo, unit=" pages", disable=not progress) as bar:
             try:
-                crawl(pages, crawl_options, bar.update)
+                crawl(pages, self.options, bar.update)
             except sqlite3.OperationalError as error:
                 raise DataError(
                     f"{self.pages} cannot be written ({error}): what was fetched stays; make room and run the same"
@@ -86,20 +60,14 @@ class UrlListReader(Reader):
         return [file for path in paths for file in (files_below(path) if path.is_dir() else [path])]
 
     def _urls(self, refused: Counter[str]) -> Iterator[str]:
-        taken = 0
         for file in self._lists():
             with opened(file) as stream:
-                for line in lines(stream):
-                    if self.options.limit is not None and taken >= self.options.limit:
-                        return
+                for line in pieces(stream, b"\n"):
                     url = urldefrag(line.strip().decode("utf-8", "replace")).url
-                    if not url:
-                        continue
-                    if reason := self._refusal(url):
+                    if url and (reason := self._refusal(url)):
                         refused[reason] += 1
-                        continue
-                    taken += 1
-                    yield url
+                    elif url:
+                        yield url
 
     def _refusal(self, url: str) -> str | None:
         """Return the reason not to request a URL; None if there is none."""
@@ -108,16 +76,14 @@ class UrlListReader(Reader):
             host = (parts.hostname or "").lower()
         except ValueError:
             return "no valid URL"
-        if parts.scheme not in ("http", "https") or not host:
-            return "no valid URL"
-        ending = parts.path.rpartition("/")[2].rpartition(".")
-        if ending[1] and ending[2].lower() in self.options.blocked_endings:
-            return "blocked ending"
-        if any(_within(host, domain) for domain in self.options.blocked_domains):
-            return "blocked domain"
-        if self.options.domains and not any(_within(host, domain) for domain in self.options.domains):
-            return "other domain"
-        return None
+        _, dot, ending = parts.path.rpartition("/")[2].rpartition(".")
+        reasons = {
+            "no valid URL": parts.scheme not in ("http", "https") or not host,
+            "blocked ending": dot and ending.lower() in self.options.blocked_endings,
+            "blocked domain": any(_within(host, domain) for domain in self.options.blocked_domains),
+            "other domain": self.options.domains and not any(_within(host, d) for d in self.options.domains),
+        }
+        return next((reason for reason, applies in reasons.items() if applies), None)
 
     def tasks(self) -> Iterator[Task]:
         base = sqlite3.connect(f"file:{self.pages}?mode=ro", uri=True)

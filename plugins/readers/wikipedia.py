@@ -52,8 +52,7 @@ class WikipediaReader(FileReader):
             try:
                 page = ElementTree.fromstring(raw)
             except ElementTree.ParseError as error:
-                place = f"byte {offset}" if self.drops else line_number(chunk.file, offset)
-                self.unusable(f"{chunk.file}:{place}", f"begins a page that is not valid XML: {error}")
+                self.unusable(f"{chunk.file} at byte {offset}", f"begins a page that is not valid XML: {error}")
                 continue
             if page.find("redirect") is not None or page.findtext("ns", "0") not in namespaces:
                 continue

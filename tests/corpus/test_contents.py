@@ -23,7 +23,7 @@ from warcio.warcwriter import WARCWriter
 
 from crosstrain.config.schema import Component
 from crosstrain.corpus import io as corpus_io
-from crosstrain.corpus.conversations import rows
+from crosstrain.corpus.conversation_files import rows
 from crosstrain.corpus.minhash import shingles
 from crosstrain.corpus.options import PrepareOptions
 from crosstrain.corpus.prepare import prepare
@@ -240,7 +240,7 @@ def test_a_parquet_file_that_becomes_gigabytes_is_refused(tmp_path: Path) -> Non
         read(small)
     pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.nulls(10_000_000, pyarrow.string())}), bomb)
     with pytest.raises(DataError, match=r"x\.parquet becomes more than 250 times"), corpus_io.parquet_table(bomb) as t:
-        next(t.iter_batches(1024))
+        next(t.rows())
     assert read(table_of(tmp_path / "z.parquet", "words " * 1000, 100)) == ["words " * 1000] * 100
 
 

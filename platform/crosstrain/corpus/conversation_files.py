@@ -1,8 +1,6 @@
 """Rows of conversations from JSON files, Parquet files and folders of `datasets.save_to_disk`."""
 
 import ast
-import codecs
-import json
 import re
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -10,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from crosstrain.corpus import io
+from crosstrain.corpus.json_rows import Row, entries, parsed
 from crosstrain.utils.errors import DataError
 
-Row = dict[str, Any]
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 _SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?![A-Za-z])")  # as the hub's files begin
 
@@ -38,7 +36,8 @@ def _given(item: str, ranked: bool) -> Iterator[tuple[Row | str, str]]:
         return _docstrings(ranked)
     path = io.existing(item)
     if path.is_dir() and (path / "state.json").is_file():
-        return ((row, f"{path}, row {number}") for number, row in enumerate(io.saved_dataset(path)))
+        saved = io.saved_rows(path, io.saved_dataset(path))
+        return ((row, f"{path}, row {number}") for number, row in enumerate(saved))
     files = [file for file in io.files_below(path) if io.has_suffix(file, _SUFFIXES)] if path.is_dir() else [path]
     splits = {found[1] for file in files if (found := _SPLIT.match(file.name))}
     if (path / "dataset_dict.json").is_file() or len(splits) > 1:
@@ -59,44 +58,28 @@ def _in_order(value: Any, order: dict[str, Any]) -> Any:
 
 
 def _json(file: Path) -> Iterator[tuple[Row | str, str]]:
+    whole = entries(file, lambda row: not isinstance(row.get("data"), list))
+    if whole is not None:
+        for number, entry in enumerate(whole):
+            yield entry if isinstance(entry, dict) else "it is no JSON object", f"{file}, entry {number}"
+        return
     with io.opened(file) as stream:
-        data = stream.read().removeprefix(codecs.BOM_UTF8)
-        if not (encoding := json.detect_encoding(data)).startswith("utf-8"):
-            data = data.decode(encoding).encode()
-    is_list = data.lstrip()[:1] == b"["
-    whole = _parsed(data) if is_list or not io.has_suffix(file, (".jsonl", ".ndjson")) else None
-    shared = whole if isinstance(whole, dict) else {}  # columns beside `data`
-    entries = shared.pop("data", None) if isinstance(shared.get("data"), list) else whole
-    if isinstance(entries, list):
-        yield from ((_row(entry, shared), f"{file}, entry {number}") for number, entry in enumerate(entries))
-    elif is_list:
-        raise DataError(f"{file}: {whole}")
-    else:
-        lines = enumerate(data.split(b"\n"), 1)
-        yield from ((_row(_parsed(line)), f"{file}:{number}") for number, line in lines if line.strip())
+        for number, line in enumerate(io.pieces(stream, b"\n"), 1):
+            if line.strip():
+                yield _row(line), f"{file}:{number}"
 
 
-class _Reason(str):
-    """A reason in place of a row."""
-
-
-def _parsed(text: bytes) -> Any:
+def _row(line: bytes) -> Row | str:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return _Reason(f"it is not JSON ({error})")
-
-
-def _row(entry: Any, shared: Row | None = None) -> Row | str:
-    if isinstance(entry, dict):
-        return (shared or {}) | entry
-    return entry if isinstance(entry, _Reason) else "it is no JSON object"
+        row = parsed(line)
+    except ValueError as error:
+        return f"it is not JSON ({error})"
+    return row if isinstance(row, dict) else "it is no JSON object"
 
 
 def _parquet(file: Path) -> Iterator[tuple[Row, str]]:
     with io.parquet_table(file) as table:
-        entries = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches(1024))
-        yield from ((row, f"{file}, row {number}") for number, row in enumerate(entries))
+        yield from ((row, f"{file}, row {number}") for number, row in enumerate(table.rows()))
 
 
 def _docstrings(ranked: bool) -> Iterator[tuple[Row, str]]:

@@ -15,6 +15,7 @@ A regular expression cuts the text into words first. Only expressions known to m
 accepted. Documents with characters whose class may differ between their Unicode tables go to the tokenizer itself.
 """
 
+import importlib.util
 import json
 import logging
 import re
@@ -25,9 +26,9 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from crosstrain.data.tokenizer import TextTokenizer
-from crosstrain.utils.optional_deps import absent_package
 
 GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 _LLAMA3 = (
@@ -35,7 +36,16 @@ _LLAMA3 = (
     r"|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_KNOWN = {_LLAMA3, _QWEN2}
+_NORMALIZERS = (None, {"type": "NFC"})
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+# Expression: the steps of a tokenizer that cuts words by it.
+_CUTTERS = {GPT2: [_BYTES | {"use_regex": True}]} | {
+    pattern: [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False, "trim_offsets": True},
+        _BYTES | {"use_regex": False},
+    ]
+    for pattern in (_LLAMA3, _QWEN2)
+}
 _CHANGES = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback")
 _log = logging.getLogger(__name__)
 
@@ -49,7 +59,7 @@ class FastEncoder:
         self.normalizes = tokenizer.backend.normalizer is not None
         # Added tokens are found in text, except the special ones, which are text like any other.
         added = [t.content for t in tokenizer.backend.get_added_tokens_decoder().values() if not t.special]
-        self.added = re.compile("|".join(map(re.escape, added))) if added else None
+        self.added = re.compile("|".join(map(re.escape, added)) or "(?!)")
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the token ids of each document, without an end-of-text token."""
@@ -66,28 +76,22 @@ class FastEncoder:
 
     def _is_plain(self, text: str) -> bool:
         """Tell whether both libraries are sure to cut a text alike."""
-        if self.added is not None and self.added.search(text):
+        if self.added.search(text) or (self.normalizes and not unicodedata.is_normalized("NFC", text)):
             return False
-        if text.isascii():
-            return True
-        if self.normalizes and not unicodedata.is_normalized("NFC", text):
-            return False
-        return not _unsure()[np.frombuffer(text.encode("utf-32-le"), np.uint32)].any()
+        return text.isascii() or not _unsure()[np.frombuffer(text.encode("utf-32-le"), np.uint32)].any()
 
 
 def _tiktoken(tokenizer: TextTokenizer) -> tuple[Any, np.ndarray] | None:
     """Return (text -> ranks, rank -> id); None if they are not provably right, or tiktoken is not installed."""
     document = json.loads(tokenizer.backend.to_str())
     pattern = _pattern(document)
-    if pattern is None or (ranks := _ranks(document, tokenizer)) is None:
+    if pattern is None or (ranks := _ranks(document)) is None:
         return None
-    try:
-        import tiktoken
-    except ModuleNotFoundError as error:
-        if absent_package(error) is None:
-            raise
+    if importlib.util.find_spec("tiktoken") is None:
         _log.warning("tokenizing would be faster with tiktoken: pip install 'crosstrain[corpus]'")
         return None
+    import tiktoken
+
     order, table = ranks
     encoding = tiktoken.Encoding("corpus", pat_str=pattern, mergeable_ranks=order, special_tokens={})
     buffer, nothing = encoding._core_bpe.encode_to_tiktoken_buffer, set[str]()
@@ -96,23 +100,14 @@ def _tiktoken(tokenizer: TextTokenizer) -> tuple[Any, np.ndarray] | None:
 
 def _pattern(document: dict[str, Any]) -> str | None:
     """Return the expression that cuts text into words, if both libraries understand it alike."""
-    model, cutter = document["model"], document["pre_tokenizer"]
-    plain = model["type"] == "BPE" and not any(model.get(key) for key in _CHANGES)
-    if not plain or cutter is None or document["normalizer"] not in (None, {"type": "NFC"}):
+    model, cutter = document["model"], document["pre_tokenizer"] or {}
+    if model["type"] != "BPE" or any(model.get(key) for key in _CHANGES) or document["normalizer"] not in _NORMALIZERS:
         return None
-    steps = cutter["pretokenizers"] if cutter["type"] == "Sequence" else [cutter]
-    last = steps[-1]
-    if last["type"] != "ByteLevel" or last["add_prefix_space"]:
-        return None
-    if len(steps) == 1:
-        return GPT2 if last.get("use_regex", True) else None
-    first = steps[0]
-    isolated = first["type"] == "Split" and first["behavior"] == "Isolated" and not first["invert"]
-    known = isolated and first["pattern"].get("Regex") in _KNOWN
-    return first["pattern"]["Regex"] if len(steps) == 2 and known and not last.get("use_regex", True) else None
+    steps = [step | {"trim_offsets": True} for step in cutter.get("pretokenizers", [cutter])]  # it changes no token
+    return next((pattern for pattern, cut in _CUTTERS.items() if cut == steps), None)
 
 
-def _ranks(document: dict[str, Any], tokenizer: TextTokenizer) -> tuple[dict[bytes, int], np.ndarray] | None:
+def _ranks(document: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray] | None:
     """Return (bytes of a token -> its rank, rank -> id) if conditions 1 to 3 hold."""
     vocabulary: dict[str, int] = document["model"]["vocab"]
     merges = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in document["model"]["merges"]]
@@ -125,12 +120,8 @@ def _ranks(document: dict[str, Any], tokenizer: TextTokenizer) -> tuple[dict[byt
     added = {token["content"] for token in document["added_tokens"]}
     if not seen.keys() <= vocabulary.keys() or not vocabulary.keys() - seen.keys() <= added:
         return None
-    model = tokenizer.backend.model
-    if document["model"].get("ignore_merges"):  # make the model merge even tokens of the vocabulary
-        from tokenizers import Tokenizer
-
-        changed = document | {"model": document["model"] | {"ignore_merges": False}}
-        model = Tokenizer.from_str(json.dumps(changed)).model
+    merging = document | {"model": document["model"] | {"ignore_merges": False}}  # even tokens of the vocabulary
+    model = Tokenizer.from_str(json.dumps(merging)).model
     if any(len(found := model.tokenize(token)) != 1 or found[0].value != token for token in seen):
         return None
     to_byte = {character: byte for byte, character in enumerate(characters)}

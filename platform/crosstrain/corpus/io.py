@@ -4,6 +4,7 @@ import bz2
 import gzip
 import lzma
 import os
+import pickle
 import re
 import sys
 import zlib
@@ -22,15 +23,16 @@ from crosstrain.utils.paths import near
 from crosstrain.utils.resource_limits import OutOfTime, at_most
 
 _MAX_RATIO, _SMALL = 250, 64 << 20  # decompressed bytes per byte of the file, and of any file
-_MAX_READ = 2 << 30  # bytes of a compressed file that one `read()` may return
-_MEMORY, _SECONDS = 3 << 28, 60  # of a step of reading a table
+MOST = 1 << 28  # bytes of a line, of a separated document, and of a compressed file that is held as a whole
+_MEMORY, _SECONDS = 3 << 28, 15  # of a step of reading: some rows of a table, or a JSON document
+_HELD = 128  # rows of a table in memory
 _VALUE = 16  # bytes that a value of a table counts at least
 _WINDOW = 31  # log2 of the bytes that zstd may look back: the most that its format has, `zstd --long=31`
 HEAD = 4096  # bytes of a file's content that show its kind
 _PACKED = {
     ".gz": rb"\x1f\x8b", ".bz2": rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", ".xz": rb"\xfd7zXZ\0|\]\0\0[\0-\x80]",
     ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", ".utf-32": rb"\xff\xfe\0\0|\0\0\xfe\xff",
-    ".utf-16": rb"\xff\xfe|\xfe\xff",
+    ".utf-16": rb"\xff\xfe|\xfe\xff", ".utf-16-le": rb"[\[{]\0[^\0]\0", ".utf-16-be": rb"\0[\[{]\0[^\0]",
 }  # fmt: skip
 # Endings of a compression and of parts: .jsonl.gz, .jsonl.1, .json-00000-of-00010, .xml-p1p41242.bz2.
 _PART = re.compile(r"(\.(gz|bz2|xz|lzma|zst)|[._-]\d+(-of-\d+)?|-p\d+p\d+)*$")
@@ -56,7 +58,7 @@ def _open_wide(path: Path, _: str) -> BytesIO:
 
 _OPENERS: dict[str, Any] = {
     ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".lzma": lzma.open, ".zst": None, ".utf-16": _open_wide,
-    ".utf-32": _open_wide,
+    ".utf-16-le": _open_wide, ".utf-16-be": _open_wide, ".utf-32": _open_wide,
 }  # fmt: skip
 
 
@@ -97,33 +99,52 @@ class _Decompressed:
 
     def __init__(self, stream: Any, path: Path, damage: type[Exception]) -> None:
         self._stream, self._damage = stream, damage
-        self._limit = max(_SMALL, _MAX_RATIO * path.stat().st_size)
+        self._limit = _allowed(path.stat().st_size)
         self._read = 0
 
     def read(self, size: int = -1) -> bytes:
         rest = self._limit - self._read + 1
         try:
-            data = self._stream.read(min(size if size >= 0 else _MAX_READ + 1, rest))
+            data = self._stream.read(min(size if size >= 0 else MOST + 1, rest))
         except self._damage as error:
             raise ValueError(str(error)) from None
         self._read += len(data)
         if self._read > self._limit:
             raise ValueError(f"it becomes more than {_MAX_RATIO} times as large, as no text does; decompress it first")
-        if size < 0 and len(data) > _MAX_READ:
-            raise ValueError(f"it holds more than {_MAX_READ >> 30} GiB in one document; decompress and separate it")
+        if size < 0 and len(data) > MOST:
+            raise ValueError(f"it holds more than {MOST >> 20} MiB in one document; decompress and separate it")
         return data
 
 
-def lines(stream: IO[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a stream with their ends, reading little ahead."""
-    held = bytearray()
-    while block := stream.read(1 << 20):
-        first, *more = block.split(b"\n")
-        held += first
-        for part in more:
-            yield bytes(held) + b"\n"
-            held[:] = part
-    yield bytes(held)
+def pieces(stream: IO[bytes], separator: bytes, least: int = 1) -> Iterator[bytes]:
+    """Yield the content in pieces of at least `least` bytes that end with a separator; the last may not.
+
+    Reads little ahead. ValueError for a piece that is too long to be held.
+    """
+    held, start = bytearray(), least
+    while block := stream.read(max(least, 1 << 20)):
+        held += block
+        while (stop := _boundary(held, separator, start)) >= 0:
+            yield bytes(memoryview(held)[:stop])
+            del held[:stop]
+            start = least
+        start = max(least, len(held) + 1)  # the rest is searched already
+        if len(held) > MOST:
+            raise ValueError(f"it has no {separator!r} for more than {MOST >> 20} MiB; separate its documents")
+    if held:
+        yield bytes(held)
+
+
+def _boundary(data: bytearray, separator: bytes, least: int) -> int:
+    """Return the end of the first separator that ends at `least` or later; -1 if there is none.
+
+    A separator that another one overlaps from the left is passed over: splitting from the beginning may not see it.
+    """
+    length = len(separator)
+    found = data.find(separator, max(0, least - length))
+    while found >= 0 and data.find(separator, max(0, found - length + 1)) != found:
+        found = data.find(separator, found + 1)
+    return found + length if found >= 0 else -1
 
 
 @contextmanager
@@ -135,19 +156,34 @@ def bounded(path: Path, more: int = 0) -> Iterator[None]:
     try:
         with at_most(_MEMORY + more, _SECONDS):
             yield
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}") from None
     except (MemoryError, OutOfTime):
         raise DataError(
-            f"{path} takes more than {_MEMORY >> 20} MiB or {_SECONDS} seconds for a few rows, as no text does"
+            f"{path} takes more than {_MEMORY >> 20} MiB or {_SECONDS} seconds for some rows, as no text does"
         ) from None
+
+
+def _allowed(size: int) -> int:
+    """Return the bytes that a file of `size` bytes may become."""
+    return max(_SMALL, _MAX_RATIO * size)
+
+
+def _rows(path: Path, left: int, batches: Iterator[list[Any]]) -> Iterator[Any]:
+    """Yield the rows of batches. DataError where they have more than `left` bytes together."""
+    while left >= 0:
+        with bounded(path):
+            batch = next(batches, None)
+            left -= len(pickle.dumps(batch))  # a value that stands there once may be in many rows
+        if batch is None:
+            return
+        yield from batch if left >= 0 else ()
+    raise DataError(f"{path} becomes more than {_MAX_RATIO} times as large as it is, as no text does")
 
 
 @contextmanager
 def parquet_table(file: Path) -> Iterator[SimpleNamespace]:
-    """Open a Parquet file with pyarrow: its metadata, schema_arrow and iter_batches, in batches of bounded size.
+    """Open a Parquet file with pyarrow: its metadata, the names of its columns, and `rows` with iter_batches' options.
 
-    A few bytes of it can stand for gigabytes. DataError if it, or data read from it in the block, is damaged or too
+    A few bytes of it can stand for gigabytes. DataError if it, or a row read from it in the block, is damaged or too
     large.
     """
     pyarrow, parquet = require("pyarrow", f"reading {file}"), require("pyarrow.parquet", f"reading {file}")
@@ -155,26 +191,16 @@ def parquet_table(file: Path) -> Iterator[SimpleNamespace]:
         with bounded(file):
             # Names need not be UTF-8. With a buffer a row group is not held as a whole.
             table = parquet.ParquetFile(pyarrow.OSFile(os.fsencode(file)), buffer_size=1 << 20)
-        left = max(_SMALL, _MAX_RATIO * file.stat().st_size)
         groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
         parts = [group.column(number) for group in groups for number in range(table.metadata.num_columns)]
-        left -= sum(part.total_uncompressed_size + _VALUE * part.num_values for part in parts)
+        least = sum(part.total_uncompressed_size + _VALUE * part.num_values for part in parts)
 
-        def batches(rows: int = 128, **chosen: Any) -> Iterator[Any]:
-            nonlocal left
-            found = table.iter_batches(batch_size=rows, use_threads=False, **chosen)
-            while True:
-                with bounded(file):
-                    batch = next(found, None)
-                if batch is None:
-                    return
-                left -= batch.nbytes
-                if left < 0:
-                    raise DataError(f"{file} becomes more than {_MAX_RATIO} times as large as it is, as no text does")
-                yield batch
+        def rows(**chosen: Any) -> Iterator[Any]:
+            batches = table.iter_batches(batch_size=_HELD, use_threads=False, **chosen)
+            return _rows(file, _allowed(file.stat().st_size) - least, (batch.to_pylist() for batch in batches))
 
         try:
-            yield SimpleNamespace(metadata=table.metadata, schema_arrow=table.schema_arrow, iter_batches=batches)
+            yield SimpleNamespace(metadata=table.metadata, names=table.schema_arrow.names, rows=rows)
         finally:
             table.close(force=True)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -182,15 +208,31 @@ def parquet_table(file: Path) -> Iterator[SimpleNamespace]:
 
 
 def saved_dataset(folder: Path) -> Any:
-    """Open a folder that `datasets.save_to_disk` wrote. DataError if it is damaged."""
-    library = require("datasets", f"reading {folder}")
+    """Open a folder that `datasets.save_to_disk` wrote. DataError if it is damaged, or more than its files hold."""
+    library, size = require("datasets", f"reading {folder}"), _arrow_bytes(folder)
     try:
-        with bounded(folder, sum(file.stat().st_size for file in folder.glob("*.arrow"))):
-            return library.load_from_disk(str(folder))
+        with bounded(folder, size):
+            dataset = library.load_from_disk(str(folder))
     except DataError:
         raise
     except Exception as error:  # whatever of its many parts finds fault
         raise DataError(f"{folder} cannot be read as a Hugging Face dataset: {error}") from None
+    if dataset.data.nbytes > size:
+        raise DataError(f"{folder} holds compressed tables, as save_to_disk writes none: write it again uncompressed")
+    return dataset
+
+
+def saved_rows(folder: Path, dataset: Any) -> Iterator[Any]:
+    """Yield the rows of a dataset from a folder. DataError where they are no text or too large."""
+    tables = dataset.with_format("arrow").iter(_HELD)
+    try:
+        yield from _rows(folder, _allowed(_arrow_bytes(folder)), (table.to_pylist() for table in tables))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{folder} is not UTF-8 text: {error}") from None
+
+
+def _arrow_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.arrow"))
 
 
 def existing(item: str) -> Path:

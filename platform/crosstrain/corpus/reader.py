@@ -5,6 +5,7 @@
 
 import hashlib
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -80,6 +81,11 @@ def check_column(table: object, names: list[str], column: str) -> None:
         raise DataError(f"{table} has no column {column!r}; it has {', '.join(names)}: set text_key")
 
 
+def row_document(value: Any, source: str, names: Iterable[str], key: str) -> Document:
+    """Return the document of a row with a text under a key among `names`; null is an empty text."""
+    return Document("" if value is None else value, source, tuple(name for name in names if name != key))
+
+
 def flaw(text: object) -> str:
     """Return why a value is no text that can be tokenized; nothing if it is."""
     if not isinstance(text, str):
@@ -144,6 +150,8 @@ class Reader(ABC):
     def unusable(self, source: str, reason: str) -> None:
         """Count a record that cannot be used. DataError instead, unless the recipe drops such records."""
         if self.drops is None:
+            if place := re.fullmatch(r"(.+) at byte (\d+)", source, re.DOTALL):
+                source = f"{place[1]}:{line_number(Path(place[1]), int(place[2]))}"
             raise DataError(f"{source} {reason}")
         self.drops.drop(source, reason)
 
@@ -256,40 +264,15 @@ def split_file(file: Path, separator: bytes, size: int | None = None) -> Iterato
     A chunk of a compressed file carries its bytes, because such a file can only be read from the beginning. One chunk
     is held at a time.
     """
-    size, sought = size or TASK_BYTES, not io.is_compressed(file)
-    start, held, least = 0, bytearray(), size
+    sought, start = not io.is_compressed(file), 0
     with io.opened(file) as stream:
-        while block := stream.read(size):
-            held += block
-            while len(held) >= least:
-                stop = _boundary(held, separator, least)
-                if stop < 0:
-                    least = len(held) + 1  # the rest was searched already
-                    break
-                yield Chunk(file, start, start + stop, None if sought else bytes(held[:stop]))
-                del held[:stop]
-                start, least = start + stop, size
-    if held:
-        yield Chunk(file, start, start + len(held), None if sought else bytes(held))
-
-
-def _boundary(data: bytes | bytearray, separator: bytes, least: int) -> int:
-    """Return the end of the first separator that ends at `least` or later; -1 if there is none.
-
-    A separator that another one overlaps from the left is passed over: splitting from the beginning may not see it.
-    """
-    length = len(separator)
-    found = data.find(separator, max(0, least - length))
-    while found >= 0 and data.find(separator, max(0, found - length + 1)) != found:
-        found = data.find(separator, found + 1)
-    return found + length if found >= 0 else -1
+        for piece in io.pieces(stream, separator, size or TASK_BYTES):
+            yield Chunk(file, start, start + len(piece), None if sought else piece)
+            start += len(piece)
 
 
 def line_number(file: Path, offset: int) -> int:
     """Return the number, from 1, of the line at a byte of a file's content; reads the file up to there."""
-    number, left = 1, offset
+    starts = range(0, offset, 1 << 22)
     with io.opened(file) as stream:
-        while left and (block := stream.read(min(left, 1 << 22))):
-            number += block.count(b"\n")
-            left -= len(block)
-    return number
+        return 1 + sum(stream.read(min(starts.step, offset - start)).count(b"\n") for start in starts)

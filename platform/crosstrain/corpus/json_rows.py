@@ -1,0 +1,61 @@
+"""Rows of JSON files: an object per line, those of a list, or those of a list under a key of one object."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from crosstrain.corpus import io
+from crosstrain.utils.errors import DataError
+
+Row = dict[str, Any]
+# A list of objects, an object over several lines, or perhaps one around a list of objects.
+_DOCUMENT = re.compile(rb'(\xef\xbb\xbf)?\s*((?P<list>\[\s*[{\]])|\{[ \t]*\r?\n|(?P<perhaps>\{[^\n]*?"\s*:\s*\[\s*\{))')
+_EXPANSION = 4  # bytes of memory that each byte of a document may take
+
+
+def parsed(text: bytes) -> Any:
+    """Return a JSON value. Raises ValueError for any other text, and for an object with the same key twice."""
+    try:
+        return json.loads(text.decode("utf-8-sig"), object_pairs_hook=_object)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+
+
+def entries(file: Path, is_row: Callable[[Row], bool]) -> list[Any] | None:
+    """Return the entries of a file that is one JSON value; None for a file of lines.
+
+    The value is a list of rows, an object with such a list under `data` or its only one, or a row. The columns beside a
+    list belong to each row. Raises DataError for a damaged list, and for a value that takes too much memory.
+    """
+    with io.opened(file) as stream:
+        data = stream.read(io.HEAD)
+        found = _DOCUMENT.match(data)
+        if not found:
+            return None
+        data += stream.read(io.MOST if found["perhaps"] else max(io.MOST, file.stat().st_size))
+    try:
+        with io.bounded(file, _EXPANSION * len(data)):
+            content = parsed(data)
+    except ValueError as error:
+        if found["list"]:
+            raise DataError(f"{file}: it is not JSON ({error}), or more than {io.MOST >> 20} MiB compressed") from None
+        return None
+    if isinstance(content, list):
+        return content
+    if is_row(content):
+        return None if found["perhaps"] else [content]
+    lists = [name for name, value in content.items() if isinstance(value, list)]
+    if "data" not in lists and len(lists) != 1:
+        return [content]
+    rows = content.pop("data" if "data" in lists else lists[0])
+    return [content | row if isinstance(row, dict) else row for row in rows]
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Row:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has the key {max(names, key=names.count)!r} twice")
+    return made
