@@ -1,4 +1,5 @@
 import pytest
+
 from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils.errors import DataError
 
@@ -8,8 +9,10 @@ def test_a_key_that_nothing_reads_is_named_once_with_its_count_and_first_place()
     for number in range(3):
         audit.row(f"a.jsonl:{number}", ["id", "meta.source", "weight", *(["messages.name"] if number else [])])
     [said] = audit.notices()
-    assert "weight (3 of 3 rows, first in a.jsonl:0)" in said and "messages.name (2 of 3 rows" in said
-    assert "id" not in said.split(";")[0].replace("ignore", "") and "meta" not in said
+    assert "weight (3 of 3 rows, first in a.jsonl:0)" in said
+    assert "messages.name (2 of 3 rows" in said
+    assert "id" not in said.split(";")[0].replace("ignore", "")
+    assert "meta" not in said
 
 
 def test_counts_of_workers_add_up_to_those_of_one_process():
@@ -20,7 +23,8 @@ def test_counts_of_workers_add_up_to_those_of_one_process():
     added = RowAudit()
     for part in parts:
         added.add(part.plain)
-    assert added.plain == whole.plain and added.plain["reasons"] == {"it has N tokens": [6, "f:1: it has 1 tokens"]}
+    assert added.plain == whole.plain
+    assert added.plain["reasons"] == {"it has N tokens": [6, "f:1: it has 1 tokens"]}
 
 
 def test_a_share_of_dropped_rows_above_the_limit_is_an_error_that_says_why():
@@ -38,4 +42,5 @@ def test_names_without_end_are_counted_together():
     audit = RowAudit()
     for number in range(300):
         audit.row(f"f:{number}", [f"key{number}"])
-    assert len(audit.plain["unread"]) == 101 and audit.plain["unread"]["others"][0] == 200
+    assert len(audit.plain["unread"]) == 101
+    assert audit.plain["unread"]["others"][0] == 200

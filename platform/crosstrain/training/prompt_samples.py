@@ -1,26 +1,48 @@
-"""Completions of a run's prompts, drawn at each validation and at the end."""
+"""The hook that draws completions of a run's prompts at each validation."""
 
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from crosstrain.config.run_options import RunOptions
-from crosstrain.engine.runner import Runner
 from crosstrain.inference.generation import Sampling, generate
+from crosstrain.training.callback import Callback
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.logging import log
 
 
-class PromptSamples:
+class PromptSamples(Callback):
     """Continues `run.sample_prompts`, each time with the same random numbers; training's are not touched."""
 
-    def __init__(self, runner: Runner, run: RunOptions, tokenizer: Path | None) -> None:
-        self._runner, self._folder, self._compiled = runner, tokenizer, run.compile != "none"
-        self._prompts = list(run.sample_prompts) if tokenizer is not None else []
+    def __init__(self, options: Any, trainer: Any) -> None:
+        super().__init__(options, trainer)
+        run: RunOptions = trainer.run
+        self._runner, self._compiled = trainer.runner, run.compile != "none"
+        self._folder = trainer.dataset.tokenizer_path
+        self._prompts = list(run.sample_prompts) if self._folder is not None else []
         self._sampling = Sampling(max_new_tokens=run.sample_tokens, temperature=0.8, top_k=50, seed=run.seed)
         self._tokenizer: Any = None
+        self._drawn: list[dict[str, str]] | None = None  # in the present step
+
+    def before_batch(self) -> None:
+        self._drawn = None
+
+    def on_validation(self, metrics: Mapping[str, float]) -> None:
+        self._drawn = self.draw()
+        if self._drawn:
+            self.trainer.row["generated"] = self._drawn
+
+    def on_end(self) -> None:
+        if self.trainer.stopped:
+            return
+        for sample in self.draw() if self._drawn is None else self._drawn:
+            text = sample["prompt"] + sample["text"]
+            log.info("sample of generated text:\n%s", textwrap.indent(text, "    | ", lambda _: True))
 
     def draw(self) -> list[dict[str, str]]:
         """{"prompt", "text"} of every prompt, the same on every rank. Collective."""
