@@ -17,14 +17,15 @@ NOT_TINY = [
     "llama4", "mllama", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "phi4_multimodal", "qwen3_5",
     "qwen3_5_moe", "qwen4_exp", "qwen4_exp_text", "reformer", "zamba",
 ]  # fmt: skip
-HEAD, NEXT, ROWS = "the logits of .* are more", "does not predict the next token", "embeds more than the tokens"
-REFUSED = {
-    "bert": HEAD, "bert-generation": NEXT, "big_bird": HEAD, "camembert": HEAD, "cpmant": ROWS, "data2vec-text": HEAD,
-    "electra": HEAD, "ernie": HEAD, "llama4_text": HEAD, "megatron-bert": HEAD, "modernbert-decoder": HEAD,
-    "moshi": ROWS, "prophetnet": HEAD, "rembert": HEAD, "roberta": HEAD, "roberta-prelayernorm": HEAD,
-    "roc_bert": HEAD, "roformer": HEAD, "whisper": NEXT, "xlm": NEXT, "xlm-roberta": HEAD, "xlm-roberta-xl": HEAD,
-    "xlnet": NEXT, "xmod": HEAD,
-}  # fmt: skip
+NEXT, ROWS = "does not predict the next token", "embeds more than the tokens"
+REFUSED = {"cpmant": ROWS, "moshi": ROWS, "whisper": NEXT, "xlm": NEXT, "xlnet": NEXT}
+# Encoders, which predict the next token as decoders only.
+ENCODERS = [
+    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
+    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
+]  # fmt: skip
+# Families whose logits are more than a matrix product with a bias, a scale and a softcap.
+OWN_HEADS = {*ENCODERS, "llama4_text", "modernbert-decoder", "prophetnet"} - {"bert-generation"}
 
 BUILDS = [family for family in FAMILIES if family not in NOT_TINY]
 
@@ -49,6 +50,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "dots1": {"first_k_dense_replace": 1, "n_shared_experts": 1},
     "gemma4_text": {"vocab_size_per_layer_input": 128, "global_head_dim": 8, "hidden_size_per_layer_input": 8},
+    "xmod": {"default_language": "en_XX"},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
 }
 
@@ -60,4 +62,5 @@ def tiny(family: str) -> dict[str, Any]:
     sizes = _SIZES | ({"num_key_value_heads": 4} if "kv_lora_rank" in own else {})  # as many heads as queries
     named = {cls.attribute_map.get(key, key): value for key, value in sizes.items()}
     kept = {key: value for key, value in named.items() if key in own}
-    return {"model_type": family} | kept | _OWN.get(family, {})
+    decoder = {"is_decoder": True} if family in ENCODERS else {}
+    return {"model_type": family} | kept | _OWN.get(family, {}) | decoder

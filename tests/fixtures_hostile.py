@@ -29,7 +29,6 @@ Change = Callable[[dict[str, Any]], object]  # of a checkpoint's configuration
 _PROCESSES = (
     "subprocess.Popen",
     "os.exec",
-    "os.fork",
     "os.forkpty",
     "os.posix_spawn",
     "os.spawn",
@@ -436,7 +435,7 @@ def _open(main: Callable[[list[str]], int], job: dict[str, Any], place: str) -> 
     os.dup2(texts[0], 1), os.dup2(texts[1], 2)
     seen = Seen(None, "", "", 0.0, 0)
     there = _tree(folder, place)
-    recording = [True]
+    recording, own_process = [True], os.getpid()
     allowed = tuple(str(folder / name) for name in ("out", ".out"))
     own = (str(folder / "run"), *_OURS)
 
@@ -444,6 +443,9 @@ def _open(main: Callable[[list[str]], int], job: dict[str, Any], place: str) -> 
         if not recording[0]:
             return
         told = f"{event} {str(arguments)[:200]}"
+        if os.getpid() != own_process and event.startswith((*_PROCESSES, *_CONNECTIONS)):  # in a fork, such as for text
+            recording[0] = False
+            (folder / "harm of a fork").write_text(told)
         if event.startswith(_PROCESSES):
             seen.processes.append(told)
         elif event.startswith(_CONNECTIONS):

@@ -33,7 +33,7 @@ OTHERS = {  # programs that are not ours
     "apptainer", "apt-get", "cd", "cp", "docker", "enroot", "eval", "export", "kubectl", "lm_eval", "mkdir", "mypy",
     "jq", "ray", "ruff", "sky", "source", "tensorboard", "weed",
 }  # fmt: skip
-LAUNCHERS = {"torchrun", "srun", "mpirun", "sbatch"}
+LAUNCHERS = {"torchrun", "srun", "mpirun", "sbatch", "deepspeed"}
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"data", "output", "build"}
 MODEL_AND_DATA = {
     "model": {"arch": "gpt2", "model_type": "tiny"},

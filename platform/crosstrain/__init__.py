@@ -53,6 +53,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     from crosstrain.data.loader import MicroBatch, Step
     from crosstrain.data.sample_view import SampleView
     from crosstrain.data.vision.conversations import IMAGE, Conversation, Message, SampleError, Style
+    from crosstrain.data.vision.image import open_image, open_image_file
     from crosstrain.data.vision.image_dataset import (
         Annotation,
         Example,
@@ -63,8 +64,6 @@ if TYPE_CHECKING:  # the same names for mypy and editors
         PromptBuilder,
         TextProcessor,
         VqaDataset,
-        open_image,
-        open_image_file,
         processors,
     )
     from crosstrain.distributed.group import Group

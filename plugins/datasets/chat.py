@@ -24,7 +24,7 @@ from crosstrain import (
     of_split,
     registry,
 )
-from crosstrain.corpus.chat import ChatSource, check_inputs, dropped_rows, prepare_chat
+from crosstrain.corpus.chat import ChatSource, check_inputs, prepare_chat, row_audit
 from crosstrain.data.indexed_dataset import TokenFile
 from crosstrain.data.packing import pack
 from crosstrain.data.tokenizer import load_cached
@@ -38,8 +38,12 @@ class ConversationOptions:
     path: FilePath | list[FilePath]
     tokenizer: FilePath  # a Hugging Face name or a folder: the model's
     seq_length: Annotated[int, Interval(ge=1, le=2**30)]  # most tokens of a conversation
-    chat_template: Text | None = None  # Jinja, or the file of it, in place of the tokenizer's own
+    # in place of the tokenizer's own: a name in configs/chat_templates, Jinja, or the file of it
+    chat_template: Text | None = None
     unusable: Literal["drop", "error"] = "drop"  # rows that are malformed, too long or without a target
+    max_dropped: Annotated[float, Interval(ge=0, le=1)] = 0.1  # share of dropped rows; more stop the start
+    # keys of rows that need not be named where nothing reads them: columns, or paths such as messages.name
+    ignore_columns: list[str] = field(default_factory=list)
     # shares of train, val, test, in file order
     split: list[Annotated[float, Interval(ge=0, le=10**12)]] = field(default_factory=lambda: [1.0, 0.0, 0.0])
     val: FilePath | list[FilePath] | None = None  # files of the split, in place of a share of `path`
@@ -76,9 +80,11 @@ class ConversationDataset(Dataset):
 
     @classmethod
     def prepared(cls, options: Any) -> Path:
-        """The folder of the rendered conversations, made if it is not there."""
+        """The folder of the rendered conversations, made if it is not there. DataError if too many are dropped."""
         tokenizer = load_cached(options.tokenizer, options.chat_template)[1]
-        return prepare_chat(cls.source(options, _paths(options), tokenizer))
+        folder = prepare_chat(cls.source(options, _paths(options), tokenizer))
+        row_audit(folder, ()).check(" and ".join(_paths(options)), options.max_dropped)
+        return folder
 
     def __init__(self, options: Any, split: Split) -> None:
         super().__init__(options, split)
@@ -86,7 +92,8 @@ class ConversationDataset(Dataset):
         tokenizer, self.tokenizer_path = load_cached(options.tokenizer, options.chat_template)
         self.vocab_size, self.sequence_length = tokenizer.vocab_size, options.seq_length
         self.folder = self.prepared(options)
-        self.notice = dropped_rows(self.folder)
+        said = row_audit(self.folder, options.ignore_columns).notices()
+        self.notice = "; ".join([*said, f"see {self.folder / 'report.json'}"] if said else [])
         self.file = TokenFile(self.folder / "tokens")
         total = self.file.num_documents // self.row_documents
         k, shares = SPLITS.index(share), [*options.split, 0.0, 0.0][:3]

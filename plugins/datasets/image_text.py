@@ -26,21 +26,24 @@ from crosstrain import (
     SampleError,
     Split,
     Text,
+    log,
     open_image,
     processors,
     registry,
 )
+from crosstrain.data.row_audit import RowAudit
 
+from .annotations import IMAGE_KEYS, annotation_of, keys_of
 from .packing import PackOptions, pack
 from .streaming import ShardStream
-from .webdataset import Shards, check_there, default_cache, expand, prepare
+from .webdataset import TEXTS, Shards, check_there, default_cache, expand, prepare
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm")
 
 
 @registry.register_dataset("image_text")
 class ImageText(ImageDataset):
-    """Samples in tar shards: KEY.jpg or several KEY.0.jpg, KEY.1.jpg, ..., with KEY.json, or KEY.txt for a caption.
+    """Samples in tar shards: KEY.jpg or several KEY.0.jpg, KEY.1.jpg, ..., with KEY.json, KEY.txt (a caption), or both.
 
     Every sample is reachable by its index, so the order is the platform's own and resuming is seeking. A streamed train
     split is the exception: see `ShardStream`.
@@ -78,7 +81,7 @@ class ImageText(ImageDataset):
             if cls.streams(options, split):
                 check_there(names)
             elif names:
-                prepare(names, cls.cache(options))
+                prepare(names, cls.cache(options), _keys)
 
     @classmethod
     def shards(cls, options: Any, split: Split) -> list[str]:
@@ -102,7 +105,10 @@ class ImageText(ImageDataset):
             raise EmptySplit(f"the {split} split has no shards", f"name them under `{split}` of the dataset")
         self.names, self.context = names, ReadContext(0, 0, 0, 1)
         self.indexed = not self.streams(options, split)
-        self.samples = Shards(names, self.cache(options)) if self.indexed else None
+        used = self.used(options, split)
+        self.samples = Shards(names, self.cache(options), used) if self.indexed else None
+        self.audit = RowAudit(used) if self.samples is None else self.samples.audit
+        self.notice = "; ".join(self.audit.notices()) if used else ""
         self._stream: Iterator[tuple[str, dict[str, bytes]]] | None = None
         if not len(self):
             raise EmptySplit(f"the {split} split has no sample: its {len(names)} shards are empty")
@@ -126,9 +132,19 @@ class ImageText(ImageDataset):
         while True:
             self.tried += 1
             try:
-                return self.sample(*_parsed(*next(self._stream)), rng)
+                name, content = next(self._stream)
+                images, annotation = _parsed(name, content)
+                self._account(name, annotation)
+                return self.sample(images, annotation, rng)
             except SampleError as error:
                 self.skip(self.tried, str(error))
+
+    def _account(self, name: str, annotation: Annotation) -> None:
+        """Count the keys of a streamed sample, and name those that are new and not used."""
+        before = len(self.audit.plain["unread"])
+        self.audit.row(name, keys_of(annotation) if self.audit.ignore_columns else [])
+        if len(self.audit.plain["unread"]) > before:
+            log.warning("%s: %s", self._name(), self.audit.notices()[0])
 
     def location(self, index: int) -> str:
         return "" if self.samples is None else self.samples.name(index)
@@ -137,6 +153,13 @@ class ImageText(ImageDataset):
         if self.samples is None:
             raise DataError(f"the {self.split} split is streamed and has no sample {index}: set streaming=false")
         return _parsed(*self.samples.read(index))
+
+
+def _keys(name: str, content: dict[str, bytes]) -> list[str]:
+    try:
+        return keys_of(_annotation(name, content))
+    except SampleError:  # said when the sample is read
+        return []
 
 
 def _parsed(name: str, content: dict[str, bytes]) -> tuple[list[Any], Annotation]:
@@ -154,14 +177,28 @@ def _number(extension: str) -> tuple[int, str]:
     return (int(number) if number.isdecimal() else -1, extension)
 
 
-def _annotation(name: str, content: dict[str, bytes]) -> Annotation:
+def _annotation(name: str, content: dict[str, bytes]) -> dict[str, Any]:
+    """Return a sample's annotation: its .json object; a .txt is the caption, if the object has none or the same.
+
+    A caption that differs is there as `txt`, and members of other kinds by their extensions, to be reported.
+    """
+    described, texts, others = list[str](), list[str](), list[str]()
+    for extension in content:
+        kind = extension.rpartition(".")[2]
+        held = described if kind == "json" else texts if kind in TEXTS else others
+        held += [extension] if kind not in IMAGES else []
+    if len(described) > 1 or len(texts) > 1 or not described + texts:
+        raise SampleError(f"{name} has neither a .json object nor a .txt, or several ({', '.join(content)})")
     try:
-        if "json" in content:
-            found = json.loads(content["json"])
-            if isinstance(found, dict):
-                return found
-        elif "txt" in content:
-            return {"caption": content["txt"].decode().strip()}
-    except ValueError as error:
+        entry = json.loads(content[described[0]]) if described else {}
+        caption = content[texts[0]].decode("utf-8-sig").strip() if texts else ""
+    except (ValueError, RecursionError) as error:
         raise SampleError(f"{name}: its text cannot be read ({error})") from None
-    raise SampleError(f"{name} has neither a .json object nor a .txt")
+    beside = {key: entry[key] for key in IMAGE_KEYS if key in entry} if isinstance(entry, dict) else {}
+    annotation = annotation_of(entry | dict.fromkeys(IMAGE_KEYS) if isinstance(entry, dict) else entry)
+    annotation |= beside | dict.fromkeys(others, "a member")
+    if caption and not annotation.get("caption"):
+        annotation["caption"] = caption
+    elif caption and caption != annotation["caption"]:
+        annotation["txt"] = caption
+    return annotation

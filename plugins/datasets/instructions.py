@@ -18,12 +18,15 @@ from crosstrain import (
     OptionError,
     Processors,
     Split,
-    open_image_file,
+    open_image,
     processors,
     registry,
 )
+from crosstrain.data.row_audit import RowAudit
 
-from .annotations import read_annotations
+from .annotations import read_annotations, read_image
+
+Entry = tuple[str, dict[str, Any]]  # place, annotation
 
 
 @registry.register_dataset("instructions")
@@ -34,7 +37,7 @@ class Instructions(ImageDataset):
     class Options(ImageDatasetOptions):
         """Files and their splits."""
 
-        annotations: FilePath  # a JSON file in the layout of LLaVA, MiniGPT-4 or MiniGPT4Qwen
+        annotations: FilePath  # a JSON file in a layout that docs/vision-language.md lists
         images: FilePath  # folder that image names are relative to
         vis_processor: Processors = field(default_factory=lambda: processors("image_train", "image_eval"))
         text_processor: Processors = field(default_factory=lambda: processors("dialogue", "dialogue"))
@@ -42,6 +45,8 @@ class Instructions(ImageDataset):
         test: FilePath | None = None  # annotations of the split
         # shares of train, val, test, in file order
         split: list[Annotated[float, Interval(ge=0, le=10**12)]] = field(default_factory=lambda: [1.0, 0.0, 0.0])
+
+        max_dropped: Annotated[float, Interval(ge=0, lt=1)] = 0.1  # largest share of entries that cannot be used
 
         def __post_init__(self) -> None:
             if not 1 <= len(self.split) <= 3 or not sum(self.split):
@@ -52,8 +57,8 @@ class Instructions(ImageDataset):
     @classmethod
     def prepare(cls, options: Any) -> None:
         """Read the annotations, so that mistakes in them show before any worker starts."""
-        for file in filter(None, (options.annotations, options.val, options.test)):
-            _entries(file)
+        for split in SPLITS:
+            cls._entries(options, split)
 
     @classmethod
     def is_prepared(cls, options: Any) -> bool:
@@ -63,9 +68,9 @@ class Instructions(ImageDataset):
         super().__init__(options, split)
         own = getattr(options, split, None)
         self.file = own or options.annotations
-        self.entries = _entries(self.file)
+        self.entries, self.notice = self._entries(options, split)
         self.folder = Path(options.images).expanduser()
-        if not self.folder.is_dir() and any(entry["images"] for entry in self.entries):
+        if not self.folder.is_dir() and any(entry["images"] for _, entry in self.entries):
             raise DataError(f"there is no folder {options.images} of images")
         k, shares = (0, [1.0]) if own else (SPLITS.index(split), [*options.split, 0.0, 0.0][:3])
         self.start, self.stop = (round(sum(shares[:n]) / sum(shares) * len(self.entries)) for n in (k, k + 1))
@@ -79,18 +84,22 @@ class Instructions(ImageDataset):
         return self.stop - self.start
 
     def location(self, index: int) -> str:
-        return f"entry {self.start + index} of {self.file}"
+        return self.entries[self.start + index][0]
 
     def read(self, index: int) -> tuple[list[Any], Annotation]:
-        entry = self.entries[self.start + index]
-        return [open_image_file(self.folder / name) for name in entry["images"]], entry
+        place, entry = self.entries[self.start + index]
+        return [open_image(read_image(n, self.folder), f"{place}: {n[:100]}") for n in entry["images"]], entry
 
-
-def _entries(annotations: str) -> list[dict[str, Any]]:
-    path = Path(annotations).expanduser()
-    return _read(path, path.stat().st_mtime_ns if path.exists() else 0)
+    @classmethod
+    def _entries(cls, options: Any, split: Split) -> tuple[list[Entry], str]:
+        """Return the entries of a split's file with their places, and a notice on what is not used of them."""
+        path = Path(getattr(options, split, None) or options.annotations).expanduser()
+        modified = path.stat().st_mtime_ns if path.exists() else 0
+        return _read(path, modified, cls.used(options, split), options.max_dropped)
 
 
 @lru_cache(maxsize=8)
-def _read(path: Path, _modified: int) -> list[dict[str, Any]]:
-    return list(read_annotations(path))
+def _read(path: Path, _modified: int, used: frozenset[str], max_dropped: float) -> tuple[list[Entry], str]:
+    audit = RowAudit(used)
+    entries = list(read_annotations(path, audit, used, max_dropped))
+    return entries, "; ".join(audit.notices())

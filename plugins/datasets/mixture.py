@@ -114,6 +114,8 @@ class Mixture(VqaDataset):
         self.far = any(part.far for part in self.parts)
         self.indexed = all(part.indexed for part in self.parts)
         longest = [part.sequence_length for part in self.parts]
+        if len({*longest}) > 1 and type(first).collate is Dataset.collate:
+            raise DataError(f"the parts of a mixture have samples of {longest} tokens: give them one seq_length")
         self.sequence_length = None if None in longest else max(length or 0 for length in longest)
         lengths = [len(part) for part in self.parts]
         ratios = [part.ratio for part in given]

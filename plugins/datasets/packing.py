@@ -9,13 +9,12 @@ from typing import Annotated, Any
 from annotated_types import Interval
 from webdataset import ShardWriter
 
-from crosstrain import DataError, FilePath, OptionError, PositiveInt
+from crosstrain import DataError, FilePath, OptionError, PositiveInt, SampleError, log
 from crosstrain.corpus.prepare import new_folder, output_lock
-from crosstrain.data.vision.image_dataset import LARGEST_IMAGE
-from crosstrain.utils.errors import os_errors_as
-from crosstrain.utils.files import read_regular, write_json
+from crosstrain.data.row_audit import RowAudit
+from crosstrain.utils.files import write_json
 
-from .annotations import read_annotations
+from .annotations import read_annotations, read_image
 
 Packed = Iterable[dict[str, Any]]  # samples as ShardWriter takes them: __key__, and bytes by extension
 
@@ -40,7 +39,10 @@ def pack(options: PackOptions) -> None:
     """Make the shards unless they exist. DataError for a missing image, or shards made with other options."""
 
     def splits() -> Iterator[tuple[str, Packed]]:
-        entries = list(read_annotations(Path(options.annotations)))
+        audit = RowAudit()
+        entries = [entry for _, entry in read_annotations(Path(options.annotations), audit)]
+        for notice in audit.notices():
+            log.warning("%s: %s", options.annotations, notice)
         val, test = (round(share * len(entries)) for share in (options.val, options.test))
         bounds = {"val": (0, val), "test": (val, val + test), "train": (val + test, len(entries))}
         for split, (start, stop) in bounds.items():
@@ -54,8 +56,10 @@ def _sample(number: int, entry: dict[str, Any], folder: Path) -> dict[str, Any]:
     names = entry.get("images", [])
     for i, name in enumerate(names):
         extension = Path(name).suffix.lower().removeprefix(".") or "jpg"
-        with os_errors_as(DataError, f"{folder / name} cannot be read"):
-            sample[f"{i}.{extension}" if len(names) > 1 else extension] = read_regular(folder / name, LARGEST_IMAGE)
+        try:
+            sample[f"{i}.{extension}" if len(names) > 1 else extension] = read_image(name, folder)
+        except SampleError as error:
+            raise DataError(str(error)) from None
     annotation = {key: value for key, value in entry.items() if key != "images"}
     sample["json"] = json.dumps(annotation if names else annotation | {"text_only": True}).encode()
     return sample

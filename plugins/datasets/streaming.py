@@ -2,8 +2,8 @@
 
 import logging
 import tarfile
-from collections.abc import Callable, Iterator
-from itertools import count
+from collections.abc import Iterator
+from itertools import count, groupby
 from typing import TypeVar
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from crosstrain import DataError, ReadContext, derive_seed
 from crosstrain.utils.files import open_regular
 
-from .webdataset import grouped, is_remote, local_path, open_remote
+from .webdataset import is_remote, local_path, members, open_remote
 
 log = logging.getLogger(__name__)
 
@@ -76,21 +76,26 @@ class ShardStream:
 
 
 def read_shard(name: str) -> Iterator[_Sample]:
-    """Yield the samples of a shard, compressed or not, in order. Raises errors of tarfile or the system."""
+    """Yield the samples of a shard, compressed or not, in order. Raises errors of tarfile or the system.
+
+    Raises TarError too where the members of a sample are not side by side: only an index can bring them together.
+    """
+    seen = set[str]()
     with open_remote(name) if is_remote(name) else open_regular(local_path(name)) as stream:
         with tarfile.open(fileobj=stream, mode="r|*") as tar:
-            yield from ((f"{name}: {key}", files) for key, files in grouped(tar, _content(tar)))
+            for key, run in groupby(members(tar), key=lambda found: found[0]):
+                if key in seen:
+                    raise tarfile.TarError(f"the members of {key} are apart: sort the shard, or set streaming=false")
+                seen.add(key)
+                yield f"{name}: {key}", {extension: _content(tar, member) for _, extension, member in run}
         while stream.read(_CHUNK):  # a command whose output is not taken to the end would seem to have failed
             pass
 
 
-def _content(tar: tarfile.TarFile) -> Callable[[tarfile.TarInfo], bytes]:
-    def read(member: tarfile.TarInfo) -> bytes:
-        file = tar.extractfile(member)
-        assert file is not None  # `grouped` passes over what is no file
-        return file.read()
-
-    return read
+def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = tar.extractfile(member)
+    assert file is not None  # `members` passes over what is no file
+    return file.read()
 
 
 def mixed(items: Iterator[T], size: int, rng: np.random.Generator) -> Iterator[T]:

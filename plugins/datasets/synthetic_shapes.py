@@ -10,7 +10,7 @@ import numpy as np
 from annotated_types import Interval
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from crosstrain import FilePath, NonNegativeInt, Processors, Split, derive_seed, processors, registry
+from crosstrain import FilePath, NonNegativeInt, Processors, Split, Text, derive_seed, processors, registry
 from crosstrain.utils.files import write_json
 
 from .image_text import ImageText
@@ -44,6 +44,8 @@ class Shapes(ImageText):
             default_factory=lambda: processors("image_eval", "image_eval", image_size=48)  # left stays left
         )
         text_processor: Processors = field(default_factory=lambda: processors("vqa", "vqa"))
+        # keys of annotations that are not reported as unused; these are made for every purpose
+        ignore_columns: list[Text] = field(default_factory=lambda: ["caption", "questions", "conversations"])
         images: Annotated[int, Interval(ge=1, le=10**8)] = 24_000  # of the train split
         held_out: Annotated[int, Interval(ge=1, le=10**8)] = 1_000  # of each of val, test and novel
         data_seed: NonNegativeInt = 0  # splits are drawn from seeds of their own

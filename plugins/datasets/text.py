@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -53,6 +54,8 @@ class TextDataset(Dataset):
         seq_length: Annotated[int, Interval(ge=1, le=2**30)]  # tokens per sample
         # shares of train, val, test, by documents; of a single document, by tokens
         split: list[Annotated[float, Interval(ge=0, le=10**12)]] = field(default_factory=lambda: [949.0, 50.0, 1.0])
+        # Megatron's: core rounds the ends of splits; legacy rounds their sizes, as runs do that began without this key
+        split_rounding: Literal["core", "legacy"] = "core"
         val: FilePath | None = None  # as `path`, for the split, in place of a share of `path`
         test: FilePath | None = None  # as `path`, for the split
         document_mask: bool = False  # True: documents of a sample do not see each other
@@ -128,10 +131,13 @@ class TextDataset(Dataset):
 
     def _range(self, split: Split) -> tuple[int, int]:
         """Return the first token of a split, and its last one + 1."""
+        rounding = self.options.split_rounding
         parts, start = self.file.num_documents, self.file.document_start
+        if rounding == "core":  # documents that were split into sentences are several
+            parts, start = self.file.num_sequences, self.file.sequence_start
         if parts == 1:  # such as a long text
             parts, start = self.file.num_tokens, int
-        first, last = split_bounds(self.options.split, parts)[SPLITS.index(split) :][:2]
+        first, last = split_bounds(self.options.split, parts, rounding)[SPLITS.index(split) :][:2]
         return start(first), start(last)
 
     def _empty(self, split: Split) -> EmptySplit:
@@ -215,14 +221,17 @@ class TextDataset(Dataset):
         return counts
 
 
-def split_bounds(split: list[float], documents: int) -> list[int]:
-    """Return [0, end of train, end of val, end of test] in documents, rounded as Megatron-LM rounds.
+def split_bounds(split: list[float], documents: int, rounding: str = "core") -> list[int]:
+    """Return [0, end of train, end of val, end of test] in documents, rounded as Megatron rounds.
 
-    That is `get_train_valid_test_split_` in megatron/data/dataset_utils.py: each share is rounded, and the sum's error
-    is taken off all three ends.
+    core: the cumulative shares are rounded, as in megatron/core/datasets/blended_megatron_dataset_builder.py. legacy:
+    each share is, and the sum's error is taken off all three ends: `get_train_valid_test_split_` in
+    megatron/data/dataset_utils.py.
     """
-    bounds = [0]
-    for share in [*split, 0.0, 0.0][:3]:
+    bounds, shares = [0], [*split, 0.0, 0.0][:3]
+    if rounding == "core":
+        return bounds + [round(end * documents) for end in accumulate((np.array(shares) / np.sum(shares)).tolist())]
+    for share in shares:
         bounds.append(bounds[-1] + round(share / sum(split) * documents))
     error = bounds[-1] - documents
     return [0, *(max(bound - error, 0) for bound in bounds[1:])]

@@ -9,10 +9,10 @@ import shutil
 import stat
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any
 
 import numpy as np
 from braceexpand import braceexpand
@@ -20,14 +20,17 @@ from filelock import FileLock
 from webdataset.gopen import gopen, gopen_schemes
 
 from crosstrain import DataError, check_command
+from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils import storage
 from crosstrain.utils.errors import os_errors_as
 from crosstrain.utils.files import cache_folder, open_regular, write_atomically
-from crosstrain.utils.resource_limits import OutOfTime, timed
+from crosstrain.utils.limited_process import LimitedProcess
 
-T = TypeVar("T")
 Files = dict[str, tuple[int, int]]  # extension -> (first byte, bytes)
-_VERSION = 1
+Keys = Callable[[str, dict[str, bytes]], Iterable[str]]
+_VERSION = 2
+TEXTS = ("json", "txt", "text", "caption")  # the last extensions of members that are texts
+_TEXT_BYTES = 1 << 24  # of a text that is read for the index
 _COMMAND = "pipe:"
 _MOST_SHARDS, _MOST_CHARACTERS = 1_000_000, 1 << 28
 _GLOB_SECONDS = 5.0
@@ -75,12 +78,9 @@ def _braces(pattern: str) -> Iterator[str]:
 
 
 def _matches(name: str) -> list[str]:
-    """Return the files that match a wildcard, in order. DataError if the search takes too long."""
-    try:
-        with timed(_GLOB_SECONDS):
-            return sorted(glob.glob(os.path.expanduser(name)))
-    except OutOfTime:
-        raise DataError(f"{name[:100]}: looking for files of that name takes too long: use fewer wildcards") from None
+    """Return the files that match a wildcard, in order. LimitError if the search takes too long."""
+    look = LimitedProcess(glob.glob, f"{name[:100]}: looking for files, with so many wildcards,", seconds=_GLOB_SECONDS)
+    return sorted(look(os.path.expanduser(name)))
 
 
 def is_remote(name: str) -> bool:
@@ -122,8 +122,12 @@ def default_cache() -> Path:
     return cache_folder("shards")
 
 
-def prepare(names: Iterable[str], cache: Path) -> None:
-    """Fetch and index new shards; several processes may call it at once. DataError if it fails."""
+def prepare(names: Iterable[str], cache: Path, keys: Keys = lambda name, content: ()) -> None:
+    """Fetch and index new shards; several processes may call it at once. DataError if it fails.
+
+    keys: names of what a sample has, of its name and its content by extension; the index counts them. Members that are
+    no text are empty there.
+    """
     cache.mkdir(parents=True, exist_ok=True)
     for name in names:
         with FileLock(cache / f"{_digest(name)}.lock"):
@@ -131,7 +135,7 @@ def prepare(names: Iterable[str], cache: Path) -> None:
             if is_remote(name) and not path.exists():
                 _fetch(name, path)
             if _read_head(path, cache) is None:
-                _write_index(path, cache)
+                _write_index(path, cache, keys)
 
 
 def check_there(names: Iterable[str]) -> None:
@@ -180,8 +184,8 @@ def _state(path: Path) -> dict[str, int]:
     return {"version": _VERSION, "bytes": found.st_size, "modified": found.st_mtime_ns}
 
 
-def _read_head(path: Path, cache: Path) -> int | None:
-    """Return the number of samples by the index; None unless it is complete and fits the shard."""
+def _read_head(path: Path, cache: Path) -> dict[str, Any] | None:
+    """Return the index's line about the shard; None unless the index is complete and fits the shard."""
     state = _state(path)
     if not _index_path(path, cache).with_suffix(".table").exists():
         return None
@@ -190,59 +194,68 @@ def _read_head(path: Path, cache: Path) -> int | None:
             head = json.loads(file.readline())
     except (OSError, ValueError):
         return None
-    return head.pop("samples") if head.keys() == {*state, "samples"} and state.items() <= head.items() else None
+    return head if state.items() <= head.items() else None
 
 
-def _write_index(path: Path, cache: Path) -> None:
+def _write_index(path: Path, cache: Path, keys: Keys) -> None:
     """Write the index of a shard. The table comes first, so an index that exists is complete."""
-    lines = [json.dumps(sample).encode() + b"\n" for sample in _scan(path)]
-    head = json.dumps(_state(path) | {"samples": len(lines)}).encode() + b"\n"
+    lines, audit = [], RowAudit()
+    with open_regular(path) as file:
+        for key, files in _scan(path).items():
+            lines.append(json.dumps((key, files)).encode() + b"\n")
+            texts = {e: place for e, place in files.items() if e.rpartition(".")[2] in TEXTS}
+            content = {e: os.pread(file.fileno(), min(size, _TEXT_BYTES), start) for e, (start, size) in texts.items()}
+            audit.row(f"{path.name}: {key}", keys(key, dict.fromkeys(files, b"") | content))
+    head = json.dumps(_state(path) | {"samples": len(lines), "audit": audit.plain}).encode() + b"\n"
     index = _index_path(path, cache)
     begin = np.array([0, *accumulate(map(len, lines))], np.int64) + len(head)
     for target, content in ((index.with_suffix(".table"), begin.tobytes()), (index, head + b"".join(lines))):
         write_atomically(target, content)
 
 
-def _scan(path: Path) -> Iterator[tuple[str, Files]]:
-    """Yield (key, files) of each sample."""
+def _scan(path: Path) -> dict[str, Files]:
+    """Return the files of each sample by its key, in the order of first members; others may stand anywhere."""
+    samples = dict[str, Files]()
     try:
         with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            yield from grouped(tar, lambda member: (member.offset_data, member.size))
+            for key, extension, member in members(tar):
+                samples.setdefault(key, {})[extension] = (member.offset_data, member.size)
     except (tarfile.TarError, OSError) as error:
         raise DataError(f"the shard {path} is not a readable tar file ({error})") from None
+    return samples
 
 
-def grouped(tar: tarfile.TarFile, of: Callable[[tarfile.TarInfo], T]) -> Iterator[tuple[str, dict[str, T]]]:
-    """Yield (key, result of `of` by extension) of each sample.
+def members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
+    """Yield the sample's key, the extension and the place of each file; the key is the name up to its first dot.
 
-    A sample consists of consecutive members whose names are equal up to the first dot.
+    Raises TarError for two files of one name.
     """
-    key, files = "", dict[str, T]()
+    seen = set[tuple[str, str]]()
     for member in tar:
-        if not member.isfile():
-            continue
         folder, _, name = member.name.rpartition("/")
         stem, _, extension = name.partition(".")
-        this = f"{folder}/{stem}" if folder else stem
-        if this != key and files:
-            yield key, files
-            files = {}
-        key = this
-        files[extension.lower()] = of(member)
-    if files:
-        yield key, files
+        found = (f"{folder}/{stem}" if folder else stem, extension.lower())
+        if member.isfile() and found in seen:
+            raise tarfile.TarError(f"{member.name} is there twice")
+        if member.isfile():
+            seen.add(found)
+            yield *found, member
 
 
 class Shards:
-    """The samples of several prepared shards, one after another."""
+    """The samples of several prepared shards, one after another; `audit` counts them, and their keys but for `used`."""
 
-    def __init__(self, names: list[str], cache: Path) -> None:
+    def __init__(self, names: list[str], cache: Path, used: Collection[str] = ()) -> None:
         self.paths = [_local(name, cache) for name in names]
         self.cache = cache
-        counts = [_read_head(path, cache) for path in self.paths]
-        if None in counts:
-            raise DataError(f"{names[counts.index(None)]} changed, or is new, since training started: start again")
-        self.starts = np.array([0, *accumulate(c or 0 for c in counts)])
+        self.audit = RowAudit(used)
+        counts = []
+        for name, path in zip(names, self.paths, strict=True):
+            if (head := _read_head(path, cache)) is None:
+                raise DataError(f"{name} changed, or is new, since training started: start again")
+            counts.append(head["samples"])
+            self.audit.add(head["audit"])
+        self.starts = np.array([0, *accumulate(counts)])
 
     def __len__(self) -> int:
         return int(self.starts[-1])

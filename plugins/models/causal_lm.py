@@ -88,13 +88,15 @@ class CausalLM(TransformersModel):
         given = {"router_aux_loss_coef": options.router_loss_coef, "router_z_loss_coef": options.router_z_loss_coef}
         balance, z = (getattr(self.config, key, 0) or 0 if own is None else own for key, own in given.items())
         if modules := routers_of(self.lm):
-            self.lm.config.output_router_logits = False  # hooks give them
             scope, balance = options.router_loss, balance * (options.router_loss != "none")
             self.routers = Routers(
                 modules, scope, balance, z, options.router_bias_rate, self.record, self.record_load
             )
         elif any(given.values()):
-            raise ConfigError(f"model.router_loss_coef: {self.config.model_type} has no routers that this can balance")
+            raise ConfigError(
+                f"model.router_loss_coef: {self.config.model_type} has no routers that this can balance; where its "
+                f"configuration has output_router_logits, true adds transformers' own loss"
+            )
 
     def pretrained_sources(self) -> list[Source]:
         """The folder `pretrained`, or the dense model's; its routers begin with initial values."""

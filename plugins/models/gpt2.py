@@ -85,9 +85,3 @@ class GPT2(TransformersModel):
             if name.endswith("c_proj.weight"):
                 std /= math.sqrt(2 * self.config.n_layer)
             value.normal_(0.0, std, generator=rng)
-
-    def flops_per_token(self, sequence_length: int | None) -> float:
-        """Six operations per parameter in a matrix product, and attention's (Narayanan et al., 2021, section 5.1)."""
-        c = self.config
-        matrices = c.n_layer * 12 * c.n_embd**2 + c.vocab_size * c.n_embd
-        return 6 * matrices + 12 * c.n_layer * c.n_embd * (sequence_length or c.n_positions)

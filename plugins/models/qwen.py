@@ -60,27 +60,8 @@ class Qwen(TransformersModel):
             lm = _FAMILIES[config.model_type][1](made)
         super().__init__(options, config, lm, source)
 
-    # ---- structure
-
     def blocks(self) -> list[nn.Module]:
         return list(self.lm.model.layers)
-
-    # ---- arithmetic
-
-    def flops_per_token(self, sequence_length: int | None) -> float:
-        """Six operations per parameter in a matrix product, and attention's (Narayanan et al., 2021, section 5.1)."""
-        c = self.config
-        attention = self.head_dim * c.num_attention_heads
-        keys = self.head_dim * c.num_key_value_heads
-        layer = c.hidden_size * (2 * attention + 2 * keys + 3 * c.intermediate_size)
-        matrices = c.num_hidden_layers * layer + c.vocab_size * c.hidden_size
-        length = sequence_length or c.max_position_embeddings
-        return 6 * matrices + 12 * c.num_hidden_layers * attention * length
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a query, key or value of one head."""
-        return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
 
 
 def _config(options: Qwen.Options, source: Path | None) -> PreTrainedConfig:

@@ -13,7 +13,7 @@ Beta = Annotated[float, Interval(ge=0, lt=1)]
 
 @registry.register_optimizer("adamw")
 class AdamW(torch.optim.AdamW):
-    """Adam with decoupled weight decay (Loshchilov & Hutter, 2019), with torch's fused kernel."""
+    """Adam with torch's fused kernel, and decoupled weight decay (Loshchilov & Hutter, 2019) unless told otherwise."""
 
     @dataclass
     class Options:
@@ -21,6 +21,9 @@ class AdamW(torch.optim.AdamW):
 
         betas: tuple[Beta, Beta] = (0.9, 0.999)  # decay of the averages of gradients and of their squares
         eps: Annotated[float, Interval(gt=0, le=1)] = 1e-8  # added to the square root
+        decoupled: bool = True  # False: the decay is added to the gradient, which is Adam with L2 regularization
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, options: Options) -> None:
         super().__init__(groups, lr=lr, betas=tuple(options.betas), eps=options.eps, fused=True)
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = options.decoupled

@@ -11,8 +11,11 @@ from crosstrain import IMAGE, Annotation, Conversation, Message, PositiveInt, Sa
 
 Asked = list[tuple[Conversation, str, str]]
 _SPEAKERS: dict[str, Literal["system", "user", "assistant"]] = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
+    "bot": "assistant", "chatgpt": "assistant", "system": "system",
 }  # fmt: skip
+_OTHERS = (("caption", "captions"), ("questions", "vqa"))  # keys of other processors
+_WEIGHTS = ("weight", "loss", "train")  # keys of a turn: 0 or false if it is not learned
 
 
 @registry.register_processor("captions")
@@ -30,7 +33,7 @@ class Caption:
         clean: bool = False  # as BLIP: lower case, and spaces in the place of .!"()*#:;~
 
     def __init__(self, options: Options) -> None:
-        self.options, self.style = options, options.style
+        self.options, self.style, self.keys = options, options.style, (options.key,)
 
     def __call__(self, annotation: Annotation, images: int, rng: np.random.Generator) -> list[Conversation]:
         captions, prompts = self._captions(annotation), self.options.prompts or [""]
@@ -45,7 +48,7 @@ class Caption:
         found = annotation.get(self.options.key)
         texts = [found] if isinstance(found, str) else found
         if not isinstance(texts, Sequence) or not texts or not all(isinstance(t, str) and t.strip() for t in texts):
-            raise SampleError(f"it has no {self.options.key}")
+            raise SampleError(f"it has no {self.options.key}" + (f", but {str(found)[:50]!r}" if found else ""))
         if self.options.clean:
             texts = [re.sub(r'[.!"()*#:;~]', " ", text.lower()) for text in texts]
         return [" ".join(text.split()[: self.options.max_words]) for text in texts]
@@ -69,25 +72,26 @@ class Dialogue:
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.keys = tuple(f"{options.key}.{name}" for name in ("from", "role", "value", "content", *_WEIGHTS))
 
     def __call__(self, annotation: Annotation, images: int, rng: np.random.Generator) -> list[Conversation]:
         conversation = self._conversation(annotation, images)
         if conversation[-1].role != "assistant":  # nobody answers it, so nothing can be learned of it
             conversation.pop()
-        if not any(m.role == "assistant" for m in conversation):
+        if not any(m.role == "assistant" and m.learned for m in conversation):
             raise SampleError("there is no assistant turn, so nothing to learn")
         return [conversation]
 
     def questions(self, annotation: Annotation, images: int) -> Asked:
         messages = self._conversation(annotation, images)
-        turns = [(messages[:i], message.text) for i, message in enumerate(messages) if message.role == "assistant"]
+        turns = [(messages[:i], m.text) for i, m in enumerate(messages) if m.role == "assistant" and m.learned]
         return [(before, answer, f"turn {n}") for n, (before, answer) in enumerate(turns, 1)]
 
     def _conversation(self, annotation: Annotation, images: int) -> Conversation:
         turns = annotation.get(self.options.key)
         if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
-            hint = "; text_processor captions learns its caption" if "caption" in annotation else ""
-            raise SampleError(f"it has no {self.options.key}{hint}")
+            others = [f"; text_processor {name} learns its {key}" for key, name in _OTHERS if key in annotation]
+            raise SampleError(f"it has no {self.options.key}{''.join(others)}")
         messages = [_message(turn) for turn in turns]
         first = next((i for i, m in enumerate(messages) if m.role == "user"), None)
         if first is not None and images and not any(IMAGE in m.text for m in messages):
@@ -107,9 +111,12 @@ def _told(system: str | None, conversation: Conversation) -> Conversation:
 def _message(turn: Any) -> Message:
     role = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
     text = turn.get("value", turn.get("content")) if isinstance(turn, dict) else None
-    if role not in _SPEAKERS or not isinstance(text, str):
+    if not isinstance(role, str) or role not in _SPEAKERS or not isinstance(text, str):
         raise SampleError("a turn of the conversation is not {from: human or gpt, value: text}")
-    return Message(_SPEAKERS[role], text)
+    weights = [turn[key] for key in _WEIGHTS if turn.get(key) is not None]
+    if any(weight not in (0, 1) for weight in weights):
+        raise SampleError(f"a turn has the weight {weights}, and only 0 and 1 are read")
+    return Message(_SPEAKERS[role], text, all(weights))
 
 
 @registry.register_processor("vqa")
@@ -122,7 +129,7 @@ class Questions:
     class Options:
         """The questions of an annotation to use."""
 
-        key: Text = "questions"  # a list of {question, answer, kind}
+        key: Text = "questions"  # a list of {question, answer, kind}; one of several answers is drawn
         caption_key: Text | None = "caption"  # a caption to go with them; None: no captions
         caption_prompt: Text = "describe the image"  # the question before a caption
         dialogue_key: Text | None = None  # a conversation as LLaVA writes it to go with them; None: none
@@ -133,9 +140,14 @@ class Questions:
         self.options = options
         key = options.dialogue_key
         self.dialogue = None if key is None else Dialogue(Dialogue.Options(key, options.system))
+        own = (f"{options.key}.{name}" for name in ("question", "answer", "kind"))
+        self.keys = (*own, options.caption_key or "", *(self.dialogue.keys if self.dialogue else ()))
 
     def __call__(self, annotation: Annotation, images: int, rng: np.random.Generator) -> list[Conversation]:
-        learned = [[*before, Message("assistant", answer)] for before, answer, _ in self._short(annotation, images)]
+        learned = [
+            [*before, Message("assistant", answers[rng.integers(len(answers))])]
+            for before, answers, _ in self._short(annotation, images)
+        ]
         if self.dialogue is not None:  # whose turns are all learned at once
             learned += self.dialogue(annotation, images, rng)
         if self.options.per_sample is not None and self.options.per_sample < len(learned):
@@ -145,18 +157,19 @@ class Questions:
 
     def questions(self, annotation: Annotation, images: int) -> Asked:
         turns = self.dialogue.questions(annotation, images) if self.dialogue is not None else []
-        return self._short(annotation, images) + [(before, answer, "dialogue") for before, answer, _ in turns]
+        short = [(before, max(given, key=given.count), kind) for before, given, kind in self._short(annotation, images)]
+        return short + [(before, answer, "dialogue") for before, answer, _ in turns]
 
-    def _short(self, annotation: Annotation, images: int) -> Asked:
-        """Return all questions of one turn."""
+    def _short(self, annotation: Annotation, images: int) -> list[tuple[Conversation, list[str], str]]:
+        """Return all questions of one turn, with the answers that were given to each."""
         found = annotation.get(self.options.key)
         if not isinstance(found, Sequence) or not all(_is_question(q) for q in found):
             raise SampleError(f"its {self.options.key} are not a list of {{question, answer}}")
-        pairs = [(q["question"], q["answer"], str(q.get("kind", "question"))) for q in found]
+        pairs = [(q["question"], _listed(q["answer"]), str(q.get("kind", "question"))) for q in found]
         caption = annotation.get(self.options.caption_key) if self.options.caption_key else None
         if isinstance(caption, str):
-            pairs.append((self.options.caption_prompt, caption, "caption"))
-        return [(self.asked([Message("user", f"{IMAGE * images}{q}")]), answer, kind) for q, answer, kind in pairs]
+            pairs.append((self.options.caption_prompt, [caption], "caption"))
+        return [(self.asked([Message("user", f"{IMAGE * images}{q}")]), answers, kind) for q, answers, kind in pairs]
 
     def asked(self, conversation: Conversation) -> Conversation:
         """Return a chat as training has it, after the system prompt."""
@@ -164,4 +177,10 @@ class Questions:
 
 
 def _is_question(entry: Any) -> bool:
-    return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("question", "answer"))
+    texts = [entry.get("question"), *_listed(entry.get("answer"))] if isinstance(entry, dict) else []
+    return len(texts) > 1 and all(isinstance(text, str) for text in texts)
+
+
+def _listed(answer: Any) -> list[Any]:
+    """Return the answers to a question, as often as each was given."""
+    return answer if isinstance(answer, list) else [answer]

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from crosstrain.corpus.download import AGENT
 
+from .web_page import TYPES
+
 _BATCH = 10_000  # URLs put in at once
 _LONGEST_WAIT = 120.0  # seconds, whatever a server asks for
 _log = logging.getLogger(__name__)
@@ -148,12 +150,12 @@ def _page(url: str, options: CrawlOptions, stop: threading.Event) -> tuple[str, 
         try:
             with _open(url, options) as answer:
                 kind = answer.headers.get_content_type()
-                if kind not in ("text/html", "application/xhtml+xml", "text/plain"):
+                if kind not in TYPES:
                     return f"is {kind}", "", b""
                 body = answer.read(options.max_bytes + 1)
                 if len(body) > options.max_bytes:
                     return "is too large", "", b""
-                return ("ok", kind, body) if body else ("is empty", "", b"")
+                return ("ok", answer.headers.get("Content-Type", kind), body) if body else ("is empty", "", b"")
         except urllib.error.HTTPError as error:
             state = f"the server says {error.code}"
             if error.code < 500 and error.code not in (408, 425, 429):

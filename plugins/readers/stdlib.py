@@ -2,14 +2,24 @@
 
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from crosstrain import Chunk, Document, FileReader, Reader, Task, registry
+from crosstrain import Chunk, Document, FileReader, registry
 
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__"}
 
 
-class _Files(FileReader):
+@registry.register_reader("stdlib")
+class StandardLibraryReader(FileReader):
+    """The Python standard library, a document per .py file; needs no path."""
+
+    @dataclass
+    class Options:
+        """None."""
+
+    _paths = ()
+
     def files(self) -> list[Path]:
         root = Path(sysconfig.get_paths()["stdlib"])
         return sorted(file for file in root.rglob("*.py") if not _SKIPPED & set(file.relative_to(root).parts))
@@ -17,14 +27,3 @@ class _Files(FileReader):
     def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
         # Python tests its own decoder with files that are deliberately not UTF-8.
         yield Document(chunk.read().decode(errors="replace").replace("\r\n", "\n"), str(chunk.file))
-
-
-@registry.register_reader("stdlib")
-class StandardLibraryReader(Reader):
-    """The Python standard library, a document per .py file; needs no path."""
-
-    def tasks(self) -> Iterator[Task]:
-        return _Files(None).tasks()
-
-    def read(self, task: Task) -> Iterator[Document]:
-        return _Files(None).read(task)

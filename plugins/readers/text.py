@@ -13,6 +13,7 @@ class TextReader(FileReader):
     """Text files in UTF-8: a file is a document, or a separator cuts it into several."""
 
     suffixes = (".txt",)
+    contents = ()
     shared_options = ("separator",)
 
     @dataclass
@@ -29,11 +30,11 @@ class TextReader(FileReader):
         return split_file(file, self.options.separator.encode())
 
     def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
-        text, separator = chunk.text(), self.options.separator
+        separator = self.options.separator
         if separator is None:
-            yield Document(text, str(chunk.file))
+            yield Document(chunk.text(), str(chunk.file))
             return
         offset = chunk.start
-        for part in text.split(separator):
+        for part in chunk.text().split(separator):
             yield Document(part, f"{chunk.file} at byte {offset}")
-            offset += len((part + separator).encode())
+            offset += len((part + separator).encode(errors="surrogateescape"))

@@ -15,9 +15,10 @@ from annotated_types import Interval
 from tqdm import tqdm
 
 from crosstrain import DataError, Document, PositiveInt, Reader, Task, Text, registry, require
-from crosstrain.corpus.io import existing, files_below, opened
+from crosstrain.corpus.io import existing, files_below, lines, opened
 
 from .crawl import CrawlOptions, PageStore, crawl
+from .web_page import page_document
 
 _IN_TASK = 256  # pages
 _NOT_TEXT = [
@@ -88,7 +89,7 @@ class UrlListReader(Reader):
         taken = 0
         for file in self._lists():
             with opened(file) as stream:
-                for line in _lines(stream):
+                for line in lines(stream):
                     if self.options.limit is not None and taken >= self.options.limit:
                         return
                     url = urldefrag(line.strip().decode("utf-8", "replace")).url
@@ -131,25 +132,12 @@ class UrlListReader(Reader):
 
     def read(self, task: Task) -> Iterator[Document]:
         pages, start = task.payload
-        trafilatura = require("trafilatura", "reading lists of URLs")
         base = sqlite3.connect(f"file:{pages}?mode=ro", uri=True)
         query = "SELECT url, kind, body FROM pages WHERE state = 'ok' AND id >= ? AND id < ? ORDER BY id"
         for url, kind, body in base.execute(query, (start, start + _IN_TASK)).fetchall():
-            content = zlib.decompress(body)
-            if kind == "text/plain":
-                yield Document(content.decode("utf-8", "replace"), url)
-            else:
-                yield Document(trafilatura.extract(content, url=url, include_comments=False) or "", url)
+            yield page_document(zlib.decompress(body), kind, url, url)
         base.close()
 
 
 def _within(host: str, domain: str) -> bool:
     return host == domain.lower() or host.endswith("." + domain.lower())
-
-
-def _lines(stream: object) -> Iterator[bytes]:
-    rest = b""
-    while chunk := stream.read(1 << 20):  # type: ignore[attr-defined]
-        *whole, rest = (rest + chunk).split(b"\n")
-        yield from whole
-    yield rest

@@ -2,15 +2,29 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from html import unescape
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
+import yaml
+
 from crosstrain import Chunk, DataError, Document, FileReader, registry, require
+from crosstrain.corpus import io
 from crosstrain.corpus.reader import line_number, split_file
+from crosstrain.utils import paths
 
 _END = b"</page>"
+_SITE = 1 << 16  # bytes at the beginning of a dump that describe the wiki
+_TAGS = {"br": "\n"} | dict.fromkeys((
+    "table", "ref", "references", "gallery", "categorytree", "graph", "imagemap", "inputbox", "score", "section",
+    "templatedata", "timeline"), "")  # fmt: skip
+_PARAMETER = re.compile(r"\{([^}]+)\}")
+_FILE = re.compile(r"\.(jpe?g|png|svg|gif|tiff?|webp|xcf|webm|ogv|stl)$", re.IGNORECASE)
+_SWITCH = re.compile(r"__[^\W\d_](?:[^\W_]|_(?!_))*__")  # such as __NOTOC__
+_VARIANTS = re.compile(r"-\{(?:([^{}|]*)\|)?(?:\s*zh[\w-]*\s*:)?([^{};]*)[^{}]*\}-")  # -{zh-hans:软件; zh-hant:軟體}-
 
 
 @registry.register_reader("wikipedia")
@@ -18,6 +32,7 @@ class WikipediaReader(FileReader):
     """XML dumps of Wikipedia and other MediaWikis: a document per page, its markup taken off by mwparserfromhell."""
 
     suffixes = (".xml",)
+    contents = ("MediaWiki dump", "XML document", "HTML page")
 
     @dataclass
     class Options(FileReader.Options):
@@ -32,19 +47,36 @@ class WikipediaReader(FileReader):
         return split_file(file, _END)
 
     def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
+        namespaces = set(map(str, self.options.namespaces))
         for offset, raw in _pages(chunk):
             try:
                 page = ElementTree.fromstring(raw)
             except ElementTree.ParseError as error:
-                line = line_number(chunk.file, offset)
-                raise DataError(f"{chunk.file}:{line} begins a page that is not valid XML: {error}") from None
-            namespace = page.findtext("ns", "0")
-            if page.find("redirect") is not None or int(namespace) not in self.options.namespaces:
+                place = f"byte {offset}" if self.drops else line_number(chunk.file, offset)
+                self.unusable(f"{chunk.file}:{place}", f"begins a page that is not valid XML: {error}")
+                continue
+            if page.find("redirect") is not None or page.findtext("ns", "0") not in namespaces:
                 continue
             title = page.findtext("title", "")
-            text = plain_text(page.findtext("revision/text", ""))
-            if text:
-                yield Document(f"{title}\n\n{text}" if self.options.titles else text, f"{chunk.file}: {title}")
+            revisions = sorted(page.findall("revision"), key=lambda found: found.findtext("timestamp", ""))
+            newest = revisions[-1] if revisions else page
+            model, form = newest.findtext("model", "wikitext"), newest.findtext("format", "text/x-wiki")
+            if (model, form) != ("wikitext", "text/x-wiki"):
+                yield Document("", f"{chunk.file}: {title}", (f"page of the model {model}, format {form}",))
+                continue
+            found = WikiPage(newest.findtext("text", ""), _hidden(chunk.file))
+            text = f"{title}\n\n{found.text}" if self.options.titles and found.text else found.text
+            yield Document(text, f"{chunk.file}: {title}", tuple(found.vanished))
+
+
+@lru_cache(maxsize=16)
+def _hidden(file: Path) -> frozenset[str]:
+    """Return the prefixes of links to files, categories and other languages, by the head of a dump and by name."""
+    with io.opened(file) as stream:
+        head = stream.read(_SITE).partition(b"</siteinfo>")[0].decode(errors="replace")
+    declared = re.findall(r'<namespace key="(?:6|14)"[^>]*>([^<]+)<', head)
+    names = [*map(unescape, declared), "file", "image", *_rules()["categories"], *_rules()["languages"]]
+    return frozenset(name.lower() for name in names)
 
 
 def _pages(chunk: Chunk) -> Iterator[tuple[int, bytes]]:
@@ -61,21 +93,67 @@ def _pages(chunk: Chunk) -> Iterator[tuple[int, bytes]]:
         raise DataError(f"{chunk.file} is no dump of a MediaWiki: it does not begin with <mediawiki>")
 
 
-def plain_text(markup: str) -> str:
-    """Return the paragraphs of a page without templates, tables, references, files and categories."""
-    parser = require("mwparserfromhell", "taking the markup off wiki pages")
-    code = parser.parse(markup)
-    for link in code.filter_wikilinks():
-        prefix, colon, _ = str(link.title).partition(":")
-        if colon and prefix.strip().lower() in ("file", "image", "category"):
-            _remove(code, link)
-    for tag in code.filter_tags(matches=lambda node: str(node.tag).strip().lower() in ("ref", "table", "gallery")):
-        _remove(code, tag)
-    text = code.strip_code(normalize=True, collapse=True, keep_template_params=False)
-    lines = (line.strip() for line in text.split("\n"))
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+@cache
+def _rules() -> dict[str, Any]:
+    """Return the content of configs/wikipedia/markup.yaml."""
+    return yaml.safe_load((paths.home() / "configs" / "wikipedia" / "markup.yaml").read_text(encoding="utf-8"))
 
 
-def _remove(code: object, node: object) -> None:
-    with suppress(ValueError):  # it stood in one that is gone already
-        code.remove(node)  # type: ignore[attr-defined]
+class WikiPage:
+    """The text of a page, without tables, references, files, categories and most templates.
+
+    hidden: prefixes of links that a page does not show, in lower case.
+    """
+
+    def __init__(self, markup: str, hidden: frozenset[str]) -> None:
+        self.hidden, self.vanished = hidden, dict[str, None]()  # templates that leave a gap in a line
+        text = self._plain(require("mwparserfromhell", "taking the markup off wiki pages").parse(markup))
+        text = _SWITCH.sub(_shown, text)
+        # A rule that shows nothing has the flag H, T or -.
+        text = _VARIANTS.sub(lambda found: "" if set(found[1] or "") & set("HT-") else found[2], text)
+        self.text = re.sub(r"\n{3,}", "\n\n", "\n".join(line.strip() for line in text.split("\n"))).strip()
+
+    def _plain(self, code: Any) -> str:
+        parts = ["\n"]
+        for node in code.nodes:
+            if text := self._text(node, in_line=not parts[-1].endswith("\n")):
+                parts.append(text)
+        return re.sub(r"\n{3,}", "\n\n", "".join(parts).strip("\n"))
+
+    def _text(self, node: Any, in_line: bool) -> str:
+        match type(node).__name__:
+            case "Template":
+                return self._template(node, in_line)
+            case "Wikilink":
+                prefix, colon, rest = str(node.title).strip().partition(":")
+                if colon and prefix and (prefix.strip().lower().replace("_", " ") in self.hidden or _FILE.search(rest)):
+                    return ""
+                return self._plain(node.title if node.text is None else node.text).removeprefix(":")
+            case "Heading":
+                return self._plain(node.title)
+            case "Tag":
+                tag = str(node.tag).strip().lower()
+                if tag == "math":
+                    return f"${str(node.contents).strip()}$"
+                return _TAGS[tag] if tag in _TAGS else self._plain(node.contents) if node.contents else ""
+        return str(node.__strip__(normalize=True, collapse=True, keep_template_params=False) or "")
+
+    def _template(self, node: Any, in_line: bool) -> str:
+        """Return the text that stays of a template; one that leaves a gap in a line is noted."""
+        given = {str(each.name).strip(): self._plain(each.value).strip() for each in node.params}
+        name, _, given[":"] = self._plain(node.name).strip().lower().replace("_", " ").partition(":")
+        second = f"{name}|{given.get('2', '')}"
+        family = re.split("[-/]", name)[0]
+        keys = (f"{second}|{given.get('4')}", second, name if node.params else f"{name}()", name, f"{family}-")
+        shown = next((text for key in keys if (text := _rules()["templates"].get(key)) is not None), None)
+        used = [next(filter(None, map(given.get, names.split("|"))), "") for names in _PARAMETER.findall(shown or "")]
+        if shown is None or (used and not any(used)):
+            if in_line:
+                self.vanished[f"template {name}"] = None
+            return ""
+        return _PARAMETER.sub(lambda _: used.pop(0), shown)
+
+
+def _shown(found: re.Match[str]) -> str:
+    """Return a name between double underscores, empty if it is a switch of MediaWiki and no word of a program."""
+    return found[0] if found[0] != found[0].upper() or found[0] in _rules()["macros"] else ""

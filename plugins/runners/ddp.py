@@ -1,5 +1,6 @@
 """Data parallelism: every rank holds the whole model and sees other samples. With one process, plain training."""
 
+import re
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,7 +12,17 @@ from annotated_types import Interval
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from crosstrain import ContextOptions, Layout, MakeOptimizer, Model, PlanContext, Runner, Sizes, registry
+from crosstrain import (
+    ContextOptions,
+    Layout,
+    MakeOptimizer,
+    Model,
+    PlanContext,
+    Runner,
+    Sizes,
+    TrainingError,
+    registry,
+)
 from crosstrain.engine.footprint import data_parallel
 
 
@@ -69,6 +80,22 @@ class DDPRunner(Runner):
             waited = time.perf_counter() - self._bucket_ready
             self.timers.add("backward", -waited)
             self.timers.add("allreduce", waited)
+        if self.module is not self.model and self.module.require_backward_grad_sync:
+            self._check_all_used()
+
+    def _check_all_used(self) -> None:
+        """Raise TrainingError if gradients were not exchanged because a parameter had none; torch numbers those."""
+        try:
+            self.module.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            trained = [self.model.canonical_name(name) for name, p in self.model.named_parameters() if p.requires_grad]
+            unused = [trained[int(number)] for number in found[1].split()] if found else ["a parameter"]
+            names = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+            raise TrainingError(
+                f"{names} took no part in the loss of a micro batch, so ranks cannot average gradients; for a model "
+                f"that leaves parameters out use run.runner: {{name: ddp, find_unused_parameters: true}}"
+            ) from error
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last or self.module is self.model else self.module.no_sync()

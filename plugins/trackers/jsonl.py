@@ -21,7 +21,7 @@ class JsonlTracker(Tracker):
             _cut_back(self._path, run.resumed_step)
 
     def log(self, row: Row) -> None:
-        append(self._path, json.dumps({key: finite(value) for key, value in row.items()}) + "\n")
+        append(self._path, json.dumps(finite(row)) + "\n")
 
     def place(self) -> str:
         return str(self._path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import pickle
 import subprocess
 import sys
 import threading
@@ -275,6 +276,56 @@ def test_code_and_pickles_are_not_handed_on(tmp_path: Path) -> None:
     folder = save(tmp_path / "checkpoints", [[Shard("param", "w", (2,), whole_pieces(weight, (2,)))]], write_config)
     exporting.export(folder, tmp_path / "out", None, 1 << 30, lambda line: None)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.safetensors", "vocab.txt"]
+
+
+def test_only_what_transformers_knows_is_handed_on(tmp_path: Path) -> None:
+    known = {
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 2, "activation_function": "gelu",
+        "hidden_size": 8, "an_older_number": 7, "task_specific_params": None,
+    }  # fmt: skip
+    foreign = {
+        "quantization_config": {"quant_method": "evil"}, "auto_map": {"AutoConfig": "evil.Evil"}, "draft": "evil/model",
+        "nested": [{"a": ["evil/model"]}], "name_or_path": "evil/model",
+    }  # fmt: skip
+    usual = {"temperature": 0.5, "eos_token_id": [1, 2], "cache_implementation": "static"}
+
+    def write(folder: Path) -> None:
+        (folder / "config.json").write_text(json.dumps(known | foreign))
+        helped = usual | {"assistant_model": "evil", "helper": "evil"}
+        (folder / "generation_config.json").write_text(json.dumps(helped))
+        (folder / "vocab.txt").write_text("[PAD]\n.\na\nü\n")
+        (folder / "tokenizer.model").write_bytes(pickle.dumps(print))
+        (folder / "spm.model").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+        (folder / "spiece.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")  # SentencePiece's
+        (folder / "tiktoken.model").write_bytes(b"IQ== 0\nIg== 1\n")
+        (folder / "merges.txt").write_bytes(b"PK\x03\x04\0\0")
+        (folder / "added_tokens.json").write_bytes(pickle.dumps({}))
+
+    weight, said = torch.ones(2), list[str]()
+    folder = save(tmp_path / "checkpoints", [[Shard("param", "w", (2,), whole_pieces(weight, (2,)))]], write)
+    exported = exporting.export(folder, tmp_path / "out", None, 1 << 30, said.append)
+    assert exported.architecture == "GPT2LMHeadModel"
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == known
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == usual
+    left = {"tokenizer.model", "spm.model", "merges.txt", "added_tokens.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "model.safetensors", "config.json", "generation_config.json", "vocab.txt", "spiece.model", "tiktoken.model",
+    }  # fmt: skip
+    assert {line.partition(":")[0] for line in said if "does not hold what its name says" in line} == left
+    assert "config.json: left out auto_map, draft, name_or_path, nested, quantization_config" in " ".join(said)
+
+
+@pytest.mark.parametrize(
+    "named", [["Evil"], ["GPT2LMHeadModel", "Evil"], "GPT2LMHeadModel", {"a": "b"}, ["Path"], [["a"]]]
+)
+def test_an_invented_architecture_is_left_out(tmp_path: Path, named: Any) -> None:
+    def write(folder: Path) -> None:
+        (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": named}))
+
+    weight = torch.ones(2)
+    folder = save(tmp_path / "checkpoints", [[Shard("param", "w", (2,), whole_pieces(weight, (2,)))]], write)
+    exporting.export(folder, tmp_path / "out", None, 1 << 30, lambda line: None)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "gpt2"}
 
 
 @pytest.mark.parametrize("frozen", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -96,7 +96,7 @@ def test_an_error_in_a_plugin_names_its_line(workspace: Workspace) -> None:
         (["serve", "output/x"], "--checkpoint output/x; see "),
         (["export", "output/x", "--output", "y"], "--checkpoint output/x; see "),
         (["generate", "--checkpoint", "x"], "there is no 'generate'; did you mean evaluate --generate TEXT?"),
-        (["chat", "--url", "http://127.0.0.1:1"], "serve --checkpoint FOLDER` starts a server"),
+        (["chat", "--url", "http://127.0.0.1:1"], "there is no 'chat'; did you mean evaluate --interactive --chat?"),
         (["compare", "--runners", "ddp", "zero2", "--options", "run.seed=1", "x.yml"], "--cfg-path x.yml; see "),
         (["evaluate", "--checkpoint", "out", "x.yaml"], "--cfg-path x.yaml; see "),
         (["prepare", "x.yaml"], "--cfg-path x.yaml; see "),

@@ -26,7 +26,8 @@ from fixtures_kill import INTERVALS, assert_same_weights, numbers
 
 SHIPPED = {
     "job": "kubernetes/job.yaml", "jobset": "kubernetes/jobset.yaml", "trainjob": "kubernetes/trainjob.yaml",
-    "pytorchjob": "kubernetes/pytorchjob.yaml", "slurm": "slurm.sh", "skypilot": "skypilot.yaml", "ray": "ray_job.py",
+    "pytorchjob": "kubernetes/pytorchjob.yaml", "serve": "kubernetes/serve.yaml", "slurm": "slurm.sh",
+    "skypilot": "skypilot.yaml", "ray": "ray_job.py",
 }  # fmt: skip
 
 

@@ -102,7 +102,7 @@ def follow(project: str, options: tuple[str, ...], steps: int) -> dict[Event, Va
     observer = Callback(None, trainer)
     observer.after_backward = observe  # type: ignore[method-assign]
     trainer.hooks.add("observer", observer)
-    events[0, "evaluation"] = _number(Validation(None, trainer).measure().loss)
+    events[0, "evaluation"] = _number(Validation(None, trainer).measure(trainer.val_dataset).loss)
     for step, batch in zip(range(1, steps + 1), trainer.batches(), strict=False):
         metrics = trainer.train_step(iter([batch]))
         assert metrics is not None
@@ -112,7 +112,7 @@ def follow(project: str, options: tuple[str, ...], steps: int) -> dict[Event, Va
         shards = runner.shards()
         events[step, "update"] = _held([shard for shard in shards if shard.kind == "param"])
         events[step, "state"] = _held([shard for shard in shards if shard.kind != "param"])
-    events[steps, "evaluation"] = _number(Validation(None, trainer).measure().loss)
+    events[steps, "evaluation"] = _number(Validation(None, trainer).measure(trainer.val_dataset).loss)
     try:
         Saving(None, trainer).save(background=False)
     except CheckpointError as error:  # that nothing can be saved is an effect too

@@ -137,6 +137,7 @@ class Bounded:
         ("rate", -0.5, "rate: expected a number above 0, got -0.5"),
         ("rate", math.inf, "rate: expected a number, got inf"),
         ("rate", math.nan, "rate: expected a number, got nan"),
+        ("rate", 5e-324, "rate: expected a number of at least 1e-12, got 5e-324"),
         ("rate", 10**400, "rate: expected a number, got a number of more than 100 digits"),
         ("share", 1, "share: expected a number below 1, got 1"),
         ("level", 10, "level: expected a whole number of at most 9, got 10"),
@@ -171,7 +172,7 @@ def test_a_value_out_of_its_bounds_gets_one_sentence(key: str, value: Any, sente
 
 def test_a_value_at_its_bound_is_taken() -> None:
     given = {"count": 1, "share": 0, "level": 9, "limit": math.inf, "file": "x" * 255, "unbounded": 2**63 - 1}
-    given |= {"options": {"a": [math.inf, None, True, "text"]}, "rate": 5e-324}
+    given |= {"options": {"a": [math.inf, None, True, "text"]}, "rate": 1e-12}
     checked = CHECK.dataclass(Bounded, given, ())
     assert {name: getattr(checked, name) for name in given} == given
 

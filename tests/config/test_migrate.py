@@ -44,7 +44,7 @@ def to_give(tree: Any, key: str = "") -> list[str]:
 
 
 def loaded(project: Path, tree: dict[str, Any]) -> Config:
-    values = {"size": "512", "split": "[9,1]"}
+    values = {"size": "512", "split": "[9,1]", "arch": "blip2_qwen", "lr": "0.1"}
     return load_config(project, [f"{key}={values.get(re.split('[._]', key)[-1], 'given')}" for key in to_give(tree)])
 
 
@@ -187,9 +187,11 @@ def test_arithmetic_of_a_shell_has_parentheses(tmp_path: Path) -> None:
         TP=2; PP=2
         GBS=$(( ${NT:-8} / (TP*PP) ))
         python pretrain_gpt.py --global-batch-size $GBS --seq-length $(( ((TP + 2) * (PP+1)) / 2 )) --seed $(cat a b) \\
-            --lr $((1+))
+            --lr $((1 + RATE))
         """.replace("; ", "\n"))
-    assert read_foreign(tmp_path / "a.sh") == {"global_batch_size": 2, "seq_length": 6, "seed": "???", "lr": "???"}
+    tree = read_foreign(tmp_path / "a.sh")
+    assert tree.pop("???").keys() == {"seed", "lr"}
+    assert tree == {"global_batch_size": 2, "seq_length": 6, "seed": "???", "lr": "???"}
 
 
 @pytest.mark.parametrize(
@@ -633,7 +635,7 @@ def test_the_pages_have_the_lists_of_keys() -> None:
     spec = spec_from_file_location("write_foreign_keys", ROOT / "docs" / "write_foreign_keys.py")
     spec.loader.exec_module(generator := module_from_spec(spec))
     pages = sorted((ROOT / "docs").glob("from-*.md"))
-    assert len(pages) == len(origins()) == 7
+    assert len(pages) == len(origins()) + 1 == 8  # ColossalAI is driven from Python, so its page has no list of keys
     for page in pages:
         assert page.read_text() == generator.written(page), "run: python docs/write_foreign_keys.py"
         assert "| `" in page.read_text()

@@ -106,13 +106,15 @@ def test_unusable_conversations_are_dropped_and_named(tmp_path: Path, chatml: Pa
         json.dumps({"messages": [TURNS[0], TURNS[1] | {"reasoning_content": "x<|im_end|>"}]}): "turn 2 contain the",
         json.dumps({"messages": TURNS, "tools": [{"name": "<|im_start|>"}]}): "the tools contain the special token",
         '{"instruction": 5, "output": "a"}': "it is malformed",
-        '{"instruction": "a", "history": [5], "output": "a"}': "it is malformed",
+        '{"instruction": "a", "history": [5], "output": "a"}': "a turn is int",
         json.dumps({"messages": TURNS, "tools": "[" * 10**5}): "it is malformed",
         '{"messages": [{"role": "assistant", "content": 5, "tool_calls": [{}]}]}': "a turn of assistant has no text",
         json.dumps({"prompt": "a", "completion": "b " * 300}): "seq_length is 256",
     }
     path = lines(tmp_path / "d.jsonl", [LAYOUTS["messages"], *reasons, LAYOUTS["prompt"]])
-    data = chat(path, chatml)
+    with pytest.raises(DataError, match=r"17 of 19 rows are dropped, .* more than max_dropped=0\.1"):
+        chat(path, chatml)
+    data = chat(path, chatml, max_dropped=0.9)
     assert len(data) == 2
     assert data.location(1) == f"{path}:{len(reasons) + 2}"
     report = json.loads((data.folder / "report.json").read_text())
@@ -120,7 +122,7 @@ def test_unusable_conversations_are_dropped_and_named(tmp_path: Path, chatml: Pa
     for number, (named, reason) in enumerate(zip(report["named"], reasons.values(), strict=True), 2):
         assert named.startswith(f"{path}:{number}: ")
         assert reason in named
-    assert data.notice.startswith(f"{len(reasons)} of {len(reasons) + 2} conversations are dropped, 2 such as {path}:")
+    assert data.notice.startswith(f"{len(reasons)} of {len(reasons) + 2} rows are dropped, 2 such as {path}:")
     assert data.notice.endswith(f"; see {data.folder / 'report.json'}")
     with pytest.raises(DataError, match=r"d\.jsonl:2: it is not JSON"):
         chat(path, chatml, unusable="error")
@@ -277,5 +279,5 @@ def test_a_chat_template_may_be_a_file(tmp_path: Path, chatml: Path) -> None:
     (tmp_path / "own.jinja").write_text("hello " + template)
     text, file = (chat(path, chatml, chat_template=given) for given in (template, str(tmp_path / "own.jinja")))
     assert len(file.tokens(0)[0]) > len(text.tokens(0)[0])
-    with pytest.raises(DataError, match="chat_template: chatml is neither Jinja nor a file that can be read"):
-        chat(path, chatml, chat_template="chatml")
+    with pytest.raises(DataError, match=r"chat_template: chatlm is neither Jinja nor a file .* nor one of chatml, "):
+        chat(path, chatml, chat_template="chatlm")

@@ -6,12 +6,13 @@ import json
 import math
 import pickle
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from crosstrain.config.registry import registry
@@ -22,6 +23,7 @@ from crosstrain.data.tokenizer import load_tokenizer, train_bpe
 from crosstrain.utils.errors import ConfigError, DataError
 
 TextDataset = registry.get("dataset", "text")
+split_bounds = sys.modules[TextDataset.__module__].split_bounds
 RNG = np.random.default_rng(0)
 
 
@@ -111,8 +113,70 @@ def test_a_dataset_reaches_a_worker_as_a_name(tmp_path: Path) -> None:
         ([0, 1, 1], 3, [0, 0, 1, 3]),  # Megatron would begin before the first document
     ],
 )
-def test_documents_are_dealt_out_as_megatron_does(split: list[float], documents: int, bounds: list[int]) -> None:
-    assert sys.modules[TextDataset.__module__].split_bounds(split, documents) == bounds
+def test_documents_are_dealt_out_as_megatron_did(split: list[float], documents: int, bounds: list[int]) -> None:
+    assert split_bounds(split, documents, "legacy") == bounds
+
+
+@pytest.mark.parametrize(
+    ("split", "documents", "bounds"),
+    [
+        ([949, 50, 1], 10, [0, 9, 10, 10]),
+        ([949, 50, 1], 60, [0, 57, 60, 60]),
+        ([949, 50, 1], 1000, [0, 949, 999, 1000]),
+        ([1, 1, 1], 2, [0, 1, 1, 2]),
+        ([1, 1], 5, [0, 2, 5, 5]),  # 2.5 rounds to the even number
+        ([1], 7, [0, 7, 7, 7]),
+    ],
+)
+def test_documents_are_dealt_out_as_megatron_core_does(split: list[float], documents: int, bounds: list[int]) -> None:
+    assert split_bounds(split, documents) == bounds
+
+
+def core_ranges(split: list[float], elements: int) -> list[tuple[int, int]]:
+    """Ranges of Megatron Core's splits, by its own steps: normalize, add up, take book ends, round both."""
+    weights = np.array([*split, 0.0, 0.0][:3], dtype=np.float64)
+    vector = (weights / np.sum(weights)).tolist()
+    ends = [0]
+    for share in vector:
+        ends.append(ends[-1] + share)
+    found = []
+    for first, last in pairwise(ends):
+        book_ends = round(first * float(elements)), round(last * float(elements))
+        found.append((0, 0) if last <= first else book_ends)
+    return found
+
+
+@given(
+    st.lists(st.integers(0, 1000) | st.floats(0, 100), min_size=1, max_size=3).filter(lambda s: sum(s) > 1e-6),
+    st.integers(1, 10**9),
+)
+@example([949, 50, 1], 10)
+@example([0.1, 0.2, 0.7], 10**9)
+def test_every_number_of_documents_is_dealt_out_as_megatron_core_does(split: list[float], documents: int) -> None:
+    bounds = split_bounds([float(share) for share in split], documents)
+    for (first, last), expected in zip(pairwise(bounds), core_ranges(split, documents), strict=True):
+        assert (first, last) == expected or (first >= last and expected[0] >= expected[1])
+
+
+def test_splits_of_ten_documents_hold_core_s_tokens(tmp_path: Path) -> None:
+    prefix = megatron(tmp_path / "t", [[d] * 11 for d in range(10)])
+
+    def tokens(name: str, rounding: str) -> tuple[int, int]:
+        data = dataset(prefix, name, seq_length=10, split=[949, 50, 1], split_rounding=rounding)
+        return data.start, data.stop
+
+    assert tokens("train", "core") == (0, 99)
+    assert tokens("val", "core") == (99, 110)
+    assert tokens("train", "legacy") == (0, 110)
+
+
+def test_core_deals_out_the_sentences_of_documents(tmp_path: Path) -> None:
+    index, header = megatron(tmp_path / "t", [[d] * 11 for d in range(10)]).with_suffix(".idx"), 9 + 8 + 1 + 8 + 8
+    content = bytearray(index.read_bytes())  # made one document of 10 sentences, as --split-sentences writes it
+    content[header - 8 : header] = (2).to_bytes(8, "little")
+    index.write_bytes(bytes(content[: header + 12 * 10]) + np.array([0, 10], "<i8").tobytes())
+    train, val = (dataset(tmp_path / "t", name, seq_length=10, split=[8, 2]) for name in ("train", "val"))
+    assert (train.start, train.stop, val.start, val.stop) == (0, 88, 88, 110)
 
 
 def test_a_split_without_a_sample_says_what_to_change(tmp_path: Path) -> None:

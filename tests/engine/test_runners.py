@@ -116,6 +116,35 @@ def test_a_parameter_that_takes_no_part_has_a_zero_gradient(partly_used: Any, ot
     assert_equal_training(one, many, TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("model.period=4", "run.max_iters=8"),  # whole steps without it
+        ("model.period=1", "run.max_iters=1"),  # the last micro batch of the only step
+        ("model.period=1", "run.max_iters=2", "run.global_batch_size=2"),
+    ],
+)
+def test_plain_ddp_names_the_parameters_that_take_no_part(partly_used: Any, more: tuple[str, ...]) -> None:
+    workspace, options, _ = partly_used
+    sentence = (
+        r"TrainingError: extra took no part in the loss of a micro batch.*"
+        r"run.runner: \{name: ddp, find_unused_parameters: true\}"
+    )
+    with pytest.raises(AssertionError, match=sentence):
+        follow(workspace, "ddp@2", *options, *more, label="unused")
+
+
+@pytest.mark.slow
+def test_plain_ddp_says_it_in_one_sentence_and_leaves(partly_used: Any) -> None:
+    workspace, options, _ = partly_used
+    workspace.project.write_text(json.dumps(workspace.config))
+    run = workspace.train("plain", *options, "model.period=1", nproc=2, fails=True)
+    assert run.code == 1
+    assert run.err.count("error:") == 1, run.err
+    assert "find_unused_parameters: true" in run.err
+    assert "Traceback" not in run.err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("other", ["zero2_offload@2", "zero3_offload@2"])
 def test_offloading_refuses_a_parameter_that_takes_no_part(partly_used: Any, other: str) -> None:
@@ -163,6 +192,68 @@ def test_state_on_nvme_trains_alike(workspace: Workspace) -> None:
     folder = f"run.output_dir={workspace.path}/swapping"
     swapping = (*options, *nvme(workspace.path)[:3], "run.runner=zero3_nvme", folder)
     assert min(run_ranks(2, _swapped_files, str(workspace.project), swapping)) > 0, "nothing was ever moved"
+
+
+# Parameters of about 0.2, 2 and 7.4 million elements.
+WIDTHS = {"0.2M": ("model.n_layer=4", "model.n_embd=64"), "2M": ("model.n_embd=256",),
+          "7.4M": ("model.n_layer=4", "model.n_embd=384")}  # fmt: skip
+
+
+@pytest.mark.skipif(not NVME, reason="needs deepspeed and libaio's headers")
+@pytest.mark.slow
+@pytest.mark.parametrize("size", WIDTHS)
+@pytest.mark.parametrize(
+    "more",
+    [
+        (), ("run.gradient_checkpointing=full",), ("run.runner.sub_group_size=500000",),
+        ("run.runner.stage3_prefetch_bucket_size=4000000", "run.runner.stage3_max_reuse_distance=1000000"),
+    ],
+)  # fmt: skip
+def test_parameters_on_nvme_train_alike(workspace: Workspace, size: str, more: tuple[str, ...]) -> None:
+    options = (*COMMON, *SETTINGS["adamw"], *WIDTHS[size], "run.init_lr=5e-4")
+    one = follow(workspace, "ddp@1", *options)
+    device = [option for option in nvme(workspace.path) if option.endswith("/nvme")]
+    options = (*options, *device, "run.runner.offload_param.max_in_cpu=0", *more)
+    other = follow(workspace, "zero3_nvme@2", *options)
+    assert_equal_training(one, other, TOLERANCE)
+    folder = f"run.output_dir={workspace.path}/swapping"
+    ranks = run_ranks(2, _parameters_on_disk, str(workspace.project), (*options, "run.runner=zero3_nvme", folder))
+    large = {rank: expected for rank, (expected, _) in enumerate(ranks)}
+    for rank, (_, found) in enumerate(ranks):
+        assert found == large[rank], "every parameter of at least a MiB per rank is on disk, and no other"
+    assert all(large.values()) == (size != "0.2M")
+
+
+def _parameters_on_disk(project: str, options: tuple[str, ...]) -> tuple[set[str], set[str]]:
+    """Names of this rank's parameters of at least a MiB, and those whose memory is elsewhere after two steps."""
+    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+    trainer = make_trainer(project, options)
+    batches = trainer.batches()
+    for _ in range(2):
+        trainer.train_step(batches)
+    parameters = trainer.runner.model.canonical_parameters()
+    large = {name for name, p in parameters.items() if p.ds_tensor.ds_numel * 4 >= 1 << 20}
+    away = {name for name, p in parameters.items() if p.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE}
+    assert all(parameters[name].ds_tensor.numel() <= 1 for name in away)
+    files = list(Path(project).parent.glob(f"nvme/crosstrain-*-{os.getpid()}/zero_stage_3/*params/**/*.swp"))
+    assert len(files) == len(large)
+    trainer.runner.close()
+    return large, away
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["run.runner.offload_param.buffer_count=2"], "offload_param.buffer_count: this model needs at least"),
+        (["run.runner.offload_param.buffer_size=100"], "offload_param.buffer_size: this model needs at least"),
+    ],
+)
+@pytest.mark.skipif(not NVME, reason="needs deepspeed and libaio's headers")
+@pytest.mark.slow
+def test_buffers_that_are_too_few_are_refused(workspace: Workspace, options: list[str], sentence: str) -> None:
+    with pytest.raises(AssertionError, match=sentence):
+        follow(workspace, "zero3_nvme@2", *COMMON, *nvme(workspace.path)[:2], "model.n_embd=384", *options)
 
 
 def _swapped_files(project: str, options: tuple[str, ...]) -> int:

@@ -107,7 +107,7 @@ def test_a_text_chat_begins_as_a_sample_of_training(tmp_path: Path) -> None:
     encoders = Encoders(folder)
     try:
         assert ChatSession.possible(config, folder, encoders) is None
-        prompt = chat_format(encoders.load(), None, encoders).make([Message("user", ASKED)], [])
+        prompt = chat_format(encoders.tokenizer, None, encoders).make([Message("user", ASKED)], [])
     finally:
         encoders.close()
     assert prompt.ids == asked_in_training(config)["input_ids"].tolist()

@@ -16,9 +16,9 @@ from crosstrain.config.registry import registry
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.meta_init import construct
 from crosstrain.utils.errors import ConfigError
-from fixtures_families import BUILDS, NOT_TINY, REFUSED, tiny
+from fixtures_families import BUILDS, ENCODERS, NOT_TINY, OWN_HEADS, REFUSED, tiny
 
-QUICK = ["llama", "gemma2", "phi", "cohere", "mamba", "opt", "rwkv", "openai-gpt", "apertus"]
+QUICK = ["llama", "roberta", "gemma2", "phi", "cohere", "mamba", "opt", "rwkv", "openai-gpt", "apertus"]
 TRAINS = [
     pytest.param(family, marks=[] if family in QUICK else pytest.mark.slow)
     for family in BUILDS
@@ -27,7 +27,11 @@ TRAINS = [
 
 
 def theirs(family: str, seed: int) -> PreTrainedModel:
-    config = tiny(family)
+    return theirs_of(tiny(family), seed)
+
+
+def theirs_of(config: dict[str, Any], seed: int = 0) -> PreTrainedModel:
+    config = dict(config)
     torch.manual_seed(seed)
     made = AutoConfig.for_model(config.pop("model_type"), **config)
     return AutoModelForCausalLM.from_config(made, attn_implementation="eager", dtype=torch.float32)
@@ -97,7 +101,9 @@ def test_a_family_begins_and_trains_as_in_transformers(family: str) -> None:
     for end in (7, 8, 9):  # as text is generated
         with torch.no_grad():
             following = model(input_ids=ids[:, seen:end], cache=cache)
-        assert torch.allclose(following, logits[:, end - 1].float(), rtol=1e-4, atol=1e-4)  # recurrences round more
+        # Recurrences round more. transformers' ProphetNet gives a token other logits by the length of what follows.
+        error = 1e-4 if family != "prophetnet" else 2e-3
+        assert torch.allclose(following, logits[:, end - 1].float(), rtol=1e-4, atol=error)
         seen = 0 if cache is None else end
 
 
@@ -117,3 +123,89 @@ def test_what_is_not_built_tiny(family: str) -> None:
 def test_what_cannot_be_trained_is_refused_in_a_sentence(family: str) -> None:
     with pytest.raises(ConfigError, match=REFUSED[family]):
         ours(config=tiny(family))
+
+
+@pytest.mark.parametrize("family", [*sorted(OWN_HEADS), "llama", "gemma2"])
+def test_a_head_of_its_own_kind_keeps_the_models_forward(family: str) -> None:
+    assert (ours(config=tiny(family)).measured is None) == (family in OWN_HEADS)
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_an_encoder_is_told_how_it_becomes_a_causal_model(family: str) -> None:
+    with pytest.raises(ConfigError, match=f"{family} does not predict .* with config.is_decoder: true"):
+        ours(config=tiny(family) | {"is_decoder": False})
+
+
+OUTPUTS = {
+    "output_router_logits": True, "use_cache": False, "output_hidden_states": True, "return_dict": False,
+    "output_attentions": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", OUTPUTS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama", "roberta"])
+def test_what_a_forward_returns_besides_changes_nothing(family: str, key: str) -> None:
+    config = tiny(family)
+    if key == "output_router_logits" and "num_experts" not in config:
+        return
+    ids = torch.randint(3, 120, (2, 12), generator=torch.Generator().manual_seed(3))
+    labels = torch.cat([ids[:, 1:], ids.new_full((2, 1), -100)], 1)
+    losses = []
+    for given in (config, config | {key: OUTPUTS[key]}):
+        model = ours(config=given).train()
+        torch.manual_seed(0)  # of dropout
+        losses.append(model(input_ids=ids, labels=labels))
+    assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("family", ["doge", "jetmoe"])
+def test_the_loss_of_routers_that_are_not_watched_is_transformers_own(family: str) -> None:
+    own = {"doge": {"is_moe": True, "router_aux_loss_coef": 0.5}, "jetmoe": {"aux_loss_coef": 0.5}}
+    config = tiny(family) | {"output_router_logits": True} | own[family]
+    reference, model = theirs_of(config), ours(config=config)
+    values = logical(model)
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            parameter.copy_(values[name])
+    ids = torch.randint(3, 120, (2, 12), generator=torch.Generator().manual_seed(3))
+    labels = torch.cat([ids[:, 1:], ids.new_full((2, 1), -100)], 1)
+    out = reference.train()(input_ids=ids, labels=ids)
+    loss = model.train()(input_ids=ids, labels=labels)
+    assert out.aux_loss.item() > 0.1
+    assert loss.item() == pytest.approx(22 * out.loss.item(), rel=1e-6)
+    loss.backward(), (22 * out.loss).backward()
+    gradients = logical(model, gradients=True)
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is not None:
+            assert torch.allclose(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5), name
+    with torch.no_grad():  # an evaluation's loss is the tokens'
+        logits = reference.eval()(input_ids=ids).logits[:, :-1].flatten(0, 1)
+        expected = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
+        assert model.eval()(input_ids=ids, labels=labels).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["roberta", "llama4_text"])
+def test_padding_of_the_vocabulary_has_no_share_in_a_head_of_its_own_kind(family: str) -> None:
+    config = tiny(family) | {"vocab_size": 100}
+    reference, model = theirs_of(config), ours(config=config)  # 28 rows of padding
+    values = logical(model)
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            parameter.copy_(values[name])
+    ids = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(3))
+    labels = torch.cat([ids[:, 1:], ids.new_full((2, 1), -100)], 1)
+    reference.eval(), model.eval()
+    expected = reference(input_ids=ids, labels=ids).loss  # the mean over 22 targets
+    loss = model(input_ids=ids, labels=labels)
+    loss.backward(), (expected * 22).backward()
+    assert loss.item() == pytest.approx(22 * expected.item(), rel=1e-6)
+    gradients, padding = logical(model, gradients=True), 0
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is not None:
+            assert torch.allclose(gradients[name], parameter.grad, rtol=1e-5, atol=1e-6), name
+    for name, parameter in model.canonical_parameters().items():
+        if (logical_shape := model.logical_shape(name, parameter.shape)) != parameter.shape:
+            padding += 1
+            assert not parameter.grad[logical_shape[0] :].any(), name
+    assert padding
+    assert model(input_ids=ids).shape == (2, 100)

@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from conftest import Workspace, json_lines
 from crosstrain.checkpoint.weights import fill_initial
 from crosstrain.config.load import load_config
+from crosstrain.config.registry import registry
 from crosstrain.corpus.options import PrepareOptions
 from crosstrain.corpus.prepare import prepare
 from crosstrain.engine.build import build_model, make_model
@@ -140,3 +141,24 @@ def test_data_of_another_tokenizer_than_the_weights_is_refused(workspace: Worksp
         assert "the data was made with another tokenizer than the weights in" in run.err
         assert "prepare it with tokenizer=" in run.err
         assert "Traceback" not in run.err
+
+
+@pytest.mark.parametrize("length", [None, 512])
+def test_operations_are_counted_by_the_published_formula(length: int | None) -> None:
+    sizes = {"n_layer": 3, "n_embd": 48, "n_head": 4, "n_positions": 64, "vocab_size": 1000}
+    kind = registry.get("model", "gpt2")
+    with parameters_on_meta():
+        model = kind(kind.Options(**sizes))
+    matrices = 3 * 12 * 48**2 + 1000 * 48  # the padding of the vocabulary counts for nothing
+    assert model.flops_per_token(length) == 6 * matrices + 12 * 3 * 48 * (length or 64)
+    kind = registry.get("model", "qwen")
+    for family, width in (("qwen2", 12), ("qwen3", 16)):
+        more = {"head_dim": 16} if family == "qwen3" else {}
+        options = kind.Options(
+            family=family, vocab_size=1000, hidden_size=48, intermediate_size=64, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, **more,
+        )  # fmt: skip
+        with parameters_on_meta():
+            model = kind(options)
+        layer = 48 * (2 * 4 * width + 2 * 2 * width + 3 * 64)
+        assert model.flops_per_token(length) == 6 * (3 * layer + 1000 * 48) + 12 * 3 * 4 * width * (length or 64)

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from crosstrain.cli.main import main
+from crosstrain.data import tokenizer as data_tokenizer
 from crosstrain.inference import encoding
 from crosstrain.inference.encoding import Encoders, EncodingError, check_decoder
 from crosstrain.serving.limits import Limits
@@ -103,9 +104,9 @@ def test_a_tokenizer_whose_expression_never_ends_costs_its_own_request(
     never_ends(copy, "(a|aa)+$")
     encoders = Encoders(copy)
     try:
-        assert encoders.encode("text", "ban")  # the host takes a while to begin
+        assert encoders.encode("text", "ban")  # loads the tokenizer
         started = time.monotonic()
-        with pytest.raises(EncodingError, match=r"no result after 1 s|crashed"):
+        with pytest.raises(EncodingError, match=r"no result after 1 s|crashed|retry-limit"):
             encoders.encode("text", "a" * 5000 + "b")
         assert time.monotonic() - started < 3.0
         assert encoders.encode("text", "ban")
@@ -140,13 +141,11 @@ def test_a_tokenizer_that_cannot_be_loaded_in_time_is_refused(
     token = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
     document["added_tokens"].append(token | {"id": 10_000, "content": HARMFUL})
     (copy / "tokenizer.json").write_text(json.dumps(document))
-    monkeypatch.setattr(encoding, "_LOADING", 3.0)
-    encoders = Encoders(copy)
+    monkeypatch.setattr(data_tokenizer, "_TRYING", 1.0)  # of computing
     started = time.monotonic()
     with pytest.raises(CheckpointError, match="its tokenizer cannot be loaded"):
-        encoders.load()
-    assert time.monotonic() - started < 5.0
-    encoders.close()
+        Encoders(copy)
+    assert time.monotonic() - started < 20.0  # on a machine that others use, too
 
 
 def test_a_decoder_that_lets_text_grow_is_refused(speaker: Path) -> None:
@@ -213,6 +212,7 @@ def answer(one: socket.socket) -> tuple[int, dict[str, Any], http.client.HTTPRes
 
 UNREAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain\r\n"  # refused at once
 HEADERS = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 STALLED = {
     "silent": b"", "half a line": b"GET /hea", "half the headers": HEADERS,
     "half a body": HEADERS + b"Content-Length: 9\r\n\r\n{",
@@ -252,6 +252,10 @@ def test_connections_that_stall_are_closed_for_new_ones(impatient: Server) -> No
         (b"GET / HTTP/1.1\r\nHost: a\r\nA: " + b"x" * 70_000, 431), (b"GET /" + b"x" * 70_000, 431),
         (HEADERS + b"Content-Length: x\r\n\r\n", 400), (HEADERS + b"Transfer-Encoding: gzip\r\n\r\n", 501),
         (HEADERS + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+        # Requests with a second one inside, which another program may see; test_request_bounds.py has all.
+        (HEADERS + b"Content-Length: 48\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + HEALTH, 400),
+        (HEADERS + b"Transfer-Encoding:\r\n chunked\r\n\r\n0\r\n\r\n" + HEALTH, 400),
+        (HEADERS.replace(b"\r\n", b"\n") + b"Content-Length: 2\n\n{}" + HEALTH, 400),
     ],
 )  # fmt: skip
 def test_what_is_not_http_gets_a_document(impatient: Server, sent: bytes, status: int) -> None:

@@ -1,12 +1,10 @@
-"""The web page in a real browser, and the client on the command line, against a server with a real checkpoint."""
+"""The web page in a real browser, against a server with a real checkpoint."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +12,9 @@ from typing import Any
 
 import pytest
 
-from conftest import ENVIRONMENT, ROOT
-from crosstrain.cli.chat import Client
 from crosstrain.config.load import load_config
 from crosstrain.data.splits import prepare_data
 from crosstrain.serving.limits import Limits
-from crosstrain.utils.errors import UserError
 from fixtures_ranks import train
 from fixtures_server import Server, served
 from fixtures_vision import options, picture, shapes, write_project
@@ -143,49 +138,3 @@ def test_the_page_asks_for_a_key_shows_refusals_and_stops(
     assert locked.health()["running"] == 0, "who stops frees the place"
     assert [t for t in trouble if "status of 4" not in t] == []
     page.close()
-
-
-def chatted(server: Server, typed: str, *arguments: str, key: str | None = None) -> str:
-    """What `crosstrain chat` prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", "crosstrain", "chat", "--url", f"http://127.0.0.1:{server.port}", *arguments],
-        env=ENVIRONMENT | ({"CROSSTRAIN_API_KEY": key} if key else {}), cwd=ROOT, input=typed, capture_output=True,
-        text=True, timeout=100,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_the_command_line_talks(locked: Server) -> None:
-    chosen = ("--temperature", "0", "--max-tokens", "5", "--system", "kin")
-    out = chatted(locked, "ban\n/help\ndes\n/image none.png\n/new\nban\n/exit\nnever\n", *chosen, key="secret")
-    assert out.startswith("talking with tiny; /image FILE")
-    typed, answers = zip(*(part.partition("\n")[::2] for part in out.split("\n> ")[1:]), strict=True)
-    assert typed == ("ban", "/help", "des", "/image none.png", "/new", "ban", "/exit")
-    assert "never" not in out
-    assert "/image FILE adds an image" in answers[1]
-    assert "error: /image: none.png cannot be read" in answers[3]
-    asked = [{"role": "system", "content": "kin"}, {"role": "user", "content": "ban"}]
-    request = {"model": "tiny", "messages": asked, "temperature": 0, "max_tokens": 5}
-    said = "".join(Client(f"http://127.0.0.1:{locked.port}/v1", "secret").answer(request))
-    assert answers[0].strip() == answers[5].strip() == said.strip()
-    assert "error: 999" in chatted(locked, "x\n", "--max-tokens", "999", key="secret").replace("max_tokens: ", "")
-    with pytest.raises(UserError, match="a valid API key is needed"):
-        Client(f"http://127.0.0.1:{locked.port}", None).model()
-    for url, complaint in (
-        ("ftp://x", "is no address"),
-        ("http://127.0.0.1:1", "does not answer"),
-        ("http://x:y", "port"),
-    ):
-        with pytest.raises(UserError, match=complaint):
-            Client(url, None).model()
-
-
-@pytest.mark.slow
-def test_the_command_line_shows_images(eyes: Server, tmp_path: Path) -> None:
-    image = picture(tmp_path / "0.png", 0)
-    out = chatted(eyes, f"/image {image}\nwhat colour is it\n", "--temperature", "0", "--max-tokens", "3")
-    assert "error" not in out
-    assert out.splitlines()[1:4] == [
-        f"> /image {image}", f"added {image}; your next words are about 1 image(s)", "> what colour is it"
-    ]  # fmt: skip

@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from conftest import Workspace
-from crosstrain.utils.errors import ConfigError
 from fixtures_ranks import make_trainer, run_ranks, train
 
 PLUGIN = """
@@ -38,7 +37,8 @@ class Stranger(Callback):
 
 def project(workspace: Workspace, *callbacks: str, **run: object) -> Path:
     (workspace.path / "mine.py").write_text(PLUGIN)
-    workspace.config["run"] |= {"plugins": [str(workspace.path / "mine.py")], "callbacks": list(callbacks), "log_interval": 1, **run}
+    plugins = [str(workspace.path / "mine.py")]
+    workspace.config["run"] |= {"plugins": plugins, "callbacks": list(callbacks), "log_interval": 1, **run}
     workspace.project.write_text(yaml.safe_dump(workspace.config))
     return workspace.project
 

@@ -24,7 +24,7 @@ from crosstrain.data.prepared import Summary
 from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.data.tokenizer import load_gpt2, load_tokenizer
 from crosstrain.data.vision.conversations import SampleError
-from crosstrain.data.vision.image_dataset import open_image_file
+from crosstrain.data.vision.image import open_image_file
 from crosstrain.inference.open_checkpoint import saved_config
 from crosstrain.utils import trust
 from crosstrain.utils.assets import MODEL_FILES, TOKENIZER_FILES

@@ -121,9 +121,8 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], talk: Talk | Non
             dataset = _open_split(config, split, checkpoint)
             check_fit(runner.model, dataset)
             metrics = evaluate_loss(runner, dataset, micro_batch, job["max_samples"], config.run.num_workers)
-            numbers = {name: finite(value) for name, value in metrics.named.items()}
-            results["splits"][split] = numbers | {metrics.unit: metrics.targets}
+            results["splits"][split] = metrics.named | {metrics.unit: metrics.targets}
             log.info("%s | %s", split, metrics.line(".6f"))
         if job["output"] and is_main:
-            job["output"].write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            job["output"].write_text(json.dumps(finite(results), indent=1) + "\n", encoding="utf-8")
     return 0

@@ -77,7 +77,7 @@ def manifest(
     facts["pod"] = {field: _read(field, value) for field, value in facts["pod"].items()}
     text = environment.get_template(f"{to}.jinja").render(
         facts, project=project, made_by=made_by,
-        file=re.sub("[^-._a-zA-Z0-9]", "_", file.name), text=file.read_text(encoding="utf-8").rstrip(),
+        output=output, file=re.sub("[^-._a-zA-Z0-9]", "_", file.name), text=file.read_text(encoding="utf-8").rstrip(),
         options=[*options, *([] if config.run.max_restarts else [f"run.max_restarts={restarts}"])], restarts=restarts,
         nodes=nodes, nproc=nproc, nproc_per_node=nproc_per_node, gpus_per_node=nproc if on_gpu else 0,
         gpus=[given["gpu"]] if given.get("gpu") else fitting, device_memory=show_bytes(on_device),

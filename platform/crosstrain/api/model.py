@@ -38,7 +38,7 @@ class OpenModel(AbstractContextManager["OpenModel"]):
         self.config, self.checkpoint = config, checkpoint
         self.runner = make_runner(config)
         self.runner.setup()
-        if text:  # the tokenizer is loaded meanwhile
+        if text:  # sooner than the model
             _ = self.encoders
         load_model(config, self.runner, checkpoint, weights)
 
@@ -54,7 +54,7 @@ class OpenModel(AbstractContextManager["OpenModel"]):
     @cached_property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer, of transformers, to decode with."""
-        return self.encoders.load()
+        return self.encoders.tokenizer
 
     @cached_property
     def _talk(self) -> ChatSession | None:

@@ -51,7 +51,8 @@ def start_training(
     check_layout(config, size, hint, nodes)
     for other in larger:
         batch_plan(config, other)
-    ready = preflight(config, size)
+    ready = preflight(config, size, fresh=fresh)
+    config = ready.config
 
     is_first_start = how.is_first and not was_restarted()
     limit = None

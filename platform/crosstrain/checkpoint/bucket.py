@@ -9,7 +9,7 @@ from pathlib import Path
 
 from xxhash import xxh3_128
 
-from crosstrain.checkpoint.manifest import CHUNK, DIGITS, MANIFEST, MOST_BYTES, Files
+from crosstrain.checkpoint.manifest import CHUNK, DIGITS, MANIFEST, MOST_BYTES, Files, IncompatibleCheckpointError
 from crosstrain.utils import storage
 from crosstrain.utils.errors import CheckpointError
 from crosstrain.utils.files import write_atomically
@@ -32,7 +32,7 @@ def fetch_manifest(folder: Path) -> None:
     try:
         if (size := storage.size(url)) > MOST_BYTES:
             raise CheckpointError(f"{url}: its {size} bytes are more than the {MOST_BYTES} that are read")
-        text = storage.read(url)
+        text = storage.read_end(url, size)
     except FileNotFoundError:
         raise CheckpointError(f"{url}: there is no such object") from None
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,8 @@ def fetch(folder: Path, files: Files, wanted: Collection[Chunk]) -> None:
     for name in sorted({name for name, _ in wanted}):
         entry, url = files[name], storage.join(storage.origin(folder) or "", name)
         if "xxh3" not in entry:
-            raise CheckpointError(f"{url} is of an earlier format; copy the checkpoint to a disk, and name it there")
+            problem = "is of an earlier format; copy the checkpoint to a disk, and name it there"
+            raise IncompatibleCheckpointError(f"{url} {problem}")
         sums = {i: entry["xxh3"][DIGITS * i : DIGITS * (i + 1)] for file, i in sorted(wanted) if file == name}
         with open(folder / name, "r+b", buffering=0, opener=lambda p, flags: os.open(p, flags | os.O_CREAT)) as file:
             file.truncate(entry["bytes"])

@@ -6,12 +6,13 @@ model.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,16 @@ from crosstrain.checkpoint.weights import PretrainedWeights, check_frozen, finge
 from crosstrain.distributed.group import Group
 from crosstrain.modeling.base import Merge, Model, Part
 from crosstrain.utils import storage
-from crosstrain.utils.assets import MODEL_FILES, TOKENIZER_FILES
-from crosstrain.utils.errors import CheckpointError, UserError
+from crosstrain.utils.assets import GENERATION_CONFIG, MODEL_FILES, TOKENIZER_FILES, misnamed
+from crosstrain.utils.errors import CheckpointError, UserError, sentence
 from crosstrain.utils.files import write_json
 
 _INDEX = "model.safetensors.index.json"
 # Keys by which a configuration sends transformers for code, other weights or other files.
-_REDIRECTIONS = {"auto_map", "custom_generate", "custom_pipelines", "init_inputs", "use_pretrained_backbone"}
+_REDIRECTIONS = {
+    "auto_map", "custom_generate", "custom_pipelines", "init_inputs", "use_pretrained_backbone", "assistant_model",
+    "quantization_config",
+}  # fmt: skip
 _ENDS_OF_REDIRECTIONS = ("name_or_path", "_file", "_files")
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -69,8 +73,9 @@ def export(
 
 
 def export_adapter(
-    checkpoint: Path, output: str | Path, dtype: torch.dtype | None, model: Model, weights: str | None = None
-) -> None:
+    checkpoint: Path, output: str | Path, dtype: torch.dtype | None, model: Model, progress: Callable[[str], None],
+    weights: str | None = None,
+) -> None:  # fmt: skip
     """Write the adapter of a verified `checkpoint`, whose model is `model`, to the folder `output` as peft does.
 
     Raises UserError as `export` does, where there is no adapter, and where what it is added to was trained, too.
@@ -86,7 +91,7 @@ def export_adapter(
         if not any(folder.iterdir()):
             raise UserError(f"--part adapter: {checkpoint} has no adapter")
         for name in reader.files.keys() & TOKENIZER_FILES:
-            _copy(reader.folder / name, folder / name)
+            _copy(reader.folder / name, folder / name, progress)
 
 
 @contextmanager
@@ -191,7 +196,7 @@ def _write(
         part.save_config(folder)
         paths["config.json"] = folder / "config.json"
     for name, path in paths.items():
-        content = _copy(path, folder / name)
+        content = _copy(path, folder / name, progress)
         if name == "config.json":
             config = content
             if dtype is not None and isinstance(config, dict):
@@ -202,17 +207,40 @@ def _write(
     return Exported(*sizes, len(split.filename_to_tensors), _architecture(config))
 
 
-def _copy(path: Path, target: Path) -> Any:
-    """Copy a file; return the contents of a configuration, which loses its redirections."""
+def _copy(path: Path, target: Path, progress: Callable[[str], None]) -> Any:
+    """Copy a file that is what its name says; return the contents of a configuration, without its redirections."""
+    if misnamed(path):
+        progress(f"{path.name}: left out, because it does not hold what its name says")
+        return None
     if not path.name.endswith("config.json"):
         shutil.copyfile(path, target)
         return None
     try:
-        content = _without_redirections(read_json(path))
+        given = read_json(path)
+        content = _without_redirections(given)
+        if path.name in MODEL_FILES and isinstance(content, dict):
+            content = _known(content, path.name == GENERATION_CONFIG)
+            if left := sorted(given.keys() - content.keys()):
+                progress(f"{path.name}: left out {sentence(', '.join(left))}, which names code or files, or is unknown")
         write_json(target, content)
     except RecursionError as error:
         raise CheckpointError(f"{path}: not a configuration ({error})") from None
     return content
+
+
+def _known(config: dict[str, Any], of_generation: bool) -> dict[str, Any]:
+    """Return the keys that transformers has for such a configuration, and numbers: they send no program elsewhere."""
+    from transformers import GenerationConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+    known = {"model_type", "torch_dtype", *GenerationConfig().to_dict()}
+    kind = str(config.get("model_type"))
+    if not of_generation and kind in CONFIG_MAPPING_NAMES:
+        made = CONFIG_MAPPING[kind]
+        known |= {field.name for field in fields(made)} | made.attribute_map.keys() | made.sub_configs.keys()
+    if _architecture(config) is None:
+        known -= {"architectures"}
+    return {key: value for key, value in config.items() if key in known or '"' not in json.dumps(value)}
 
 
 def _without_redirections(value: Any) -> Any:
@@ -228,9 +256,9 @@ def _without_redirections(value: Any) -> Any:
 
 
 def _architecture(config: Any) -> str | None:
-    """Return the transformers class that a configuration names; None where there is no such class."""
+    """Return the transformers class that a configuration names; None where there is no such class, or are several."""
     named = config.get("architectures") if isinstance(config, dict) else None
-    first = named[0] if isinstance(named, list) and named else None
+    first = named[0] if isinstance(named, list) and len(named) == 1 else None
     if not isinstance(first, str):
         return None
     import transformers

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from io import BufferedReader
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from crosstrain.checkpoint.manifest import (
 )
 from crosstrain.distributed.group import Group
 from crosstrain.utils import storage
-from crosstrain.utils.errors import CheckpointError, UserError, os_errors_as
+from crosstrain.utils.errors import CheckpointError, StorageError, UserError, os_errors_as
 from crosstrain.utils.files import open_regular
 
 _BLOCK = 1 << 20  # bytes read at a time, which stay in the processor's cache
@@ -224,17 +224,37 @@ class Reader:
     def kinds(self) -> set[str]:
         return {kind for kind, _ in self.tensors}
 
-    def verify(self) -> None:
+    def verify(self, share: tuple[int, int] | None = None) -> None:
         """Check every file's size and sums; raises CheckpointError, which names the file.
 
-        Of files with tensors in a bucket, the sizes alone: their sums are checked when tensors are read.
+        In a bucket all sizes are checked, and the sums of what is fetched: all files but the optimizer's state, or,
+        for `share`, (rank, ranks), this rank's share of all chunks.
         """
         if storage.origin(self.folder) is not None:
             bucket.check_sizes(self.folder, self.files)
             small = self.files.keys() - self._headers.keys()
-            return self._fetch({c for name in small for c in bucket.chunks(name, 0, self.files[name]["bytes"])})
+            wanted = {c for name in small for c in bucket.chunks(name, 0, self.files[name]["bytes"])}
+            return self._fetch(wanted | (self._share(*share) if share else self._weights()))
         with ThreadPoolExecutor(8, "verify") as threads:  # reading and hashing do without the interpreter's lock
             list(threads.map(check_file, map(self.folder.joinpath, self.files), self.files.values()))
+
+    def _share(self, rank: int, ranks: int) -> set[Chunk]:
+        """Return a rank's share of the chunks with tensors, mostly those that it wrote under the same layout."""
+        found = set[Chunk]()
+        for _, names in groupby(sorted(self._headers), key=lambda name: name.partition("-")[0]):
+            every = [c for name in names for c in sorted(bucket.chunks(name, 0, self.files[name]["bytes"]))]
+            found |= {*every[len(every) * rank // ranks : len(every) * (rank + 1) // ranks]}
+        return found
+
+    def _weights(self) -> set[Chunk]:
+        """Return the chunks that hold parameters, and callbacks' weights."""
+        found = set[Chunk]()
+        for (kind, _), stored in self.tensors.items():
+            for where in stored.boxes if kind == "param" or kind.startswith(CALLBACK) else ():
+                first, size = where.first or 0, where.box.numel * ITEM_SIZES[stored.dtype]
+                found |= bucket.chunks(where.file, 0, self._headers[where.file])
+                found |= bucket.chunks(where.file, first, first + size)
+        return found
 
     def whole(self, name: str) -> Tensor:
         """Read a parameter in fp32; raises as `fill` does."""
@@ -290,7 +310,7 @@ class Reader:
         self._fetched |= set(union)
 
     def _fetch(self, wanted: set[Chunk]) -> None:
-        with os_errors_as(CheckpointError, f"{self.folder}: cannot be written to"):
+        with os_errors_as(StorageError, f"{self.folder}: cannot be written to"):
             bucket.fetch(self.folder, self.files, wanted - self._fetched)
         self._fetched |= wanted
 

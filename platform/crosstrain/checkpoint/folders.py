@@ -3,7 +3,7 @@
 import os
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -49,6 +49,7 @@ def remove_partial(root: Path) -> None:
         whole = steps(root)
         for name in storage.listing(url):
             if (match := _STEP.fullmatch(name)) and int(match[1]) not in whole:
+                log.warning("%s/%s: deleted, as it has no %s and so is no whole checkpoint", url, name, MANIFEST)
                 storage.remove(storage.join(url, name))
 
 
@@ -98,7 +99,7 @@ def read_pointer(root: Path, name: str) -> int | None:
     url = storage.origin(root)
     try:
         if url is not None:
-            text = storage.read(storage.join(url, name), 0, 100)
+            text = storage.read_end(storage.join(url, name), 100, first=True)
         else:
             with open_regular(root / name, follow=False) as file:
                 text = file.read(100)  # it may be no pointer, and of any size
@@ -156,17 +157,29 @@ def prune(
             remove(doomed)
 
 
-def newest_valid(root: Path, run: str | None = None, whole: bool = True) -> tuple[Path | None, list[str]]:
+def verified(folder: Path, whole: bool = True, share: tuple[int, int] | None = None) -> Reader:
+    """Open a checkpoint and, if `whole`, check its files as `Reader.verify` does. A bucket's manifest is read anew."""
+    if storage.origin(folder) is not None:
+        fetch_manifest(folder)
+    reader = Reader.open(folder)
+    if whole:
+        reader.verify(share)
+    return reader
+
+
+def newest_valid(
+    root: Path, run: str | None = None, check: Callable[[Path], object] = verified
+) -> tuple[Path | None, list[str]]:
     """Return the newest intact checkpoint, and a sentence for each damaged newer one, which is also logged.
 
-    Without `whole` its files are there, and nobody has read them. Raises CheckpointError where another run than `run`
-    (None: any) wrote it.
+    `check` raises CheckpointError for a damaged one. Raises CheckpointError where another run than `run` (None: any)
+    wrote it.
     """
     damaged: list[str] = []
     for step in reversed(steps(root)):
         folder = step_folder(root, step)
         try:
-            verified(folder, whole)
+            check(folder)
         except IncompatibleCheckpointError:
             raise
         except CheckpointError as error:
@@ -178,21 +191,11 @@ def newest_valid(root: Path, run: str | None = None, whole: bool = True) -> tupl
     return None, damaged
 
 
-def verified(folder: Path, whole: bool = True) -> Reader:
-    """Open a checkpoint and check its files. Of a bucket's, the local copy is made anew, but for the tensors."""
-    if storage.origin(folder) is not None:
-        fetch_manifest(folder)
-    reader = Reader.open(folder)
-    if whole:
-        reader.verify()
-    return reader
-
-
-def find_checkpoint(place: str | Path, whole: bool = True) -> Path:
+def find_checkpoint(place: str | Path, check: Callable[[Path], object] = verified) -> Path:
     """Find a checkpoint: `place` itself, or the newest intact one of a run's folder or its `checkpoints/`.
 
     It may be a URL, for which the local copy's path is returned, and a pointer file, such as `checkpoints/best`.
-    Without `whole` its files are not read. Raises CheckpointError where there is none.
+    `check` is as for `newest_valid`. Raises CheckpointError where there is none.
     """
     path = storage.local(place)
     if (url := storage.origin(path)) is not None:
@@ -205,10 +208,10 @@ def find_checkpoint(place: str | Path, whole: bool = True) -> Path:
             raise CheckpointError(f"{path}: {foreign_weights(path) or 'not a checkpoint, and names none beside it'}")
         path = step_folder(path.parent, step)
     if has_manifest(path):
-        verified(path, whole)
+        check(path)
         return _plain(path)
     for root in (path, path / "checkpoints"):
-        folder, damaged = newest_valid(root, whole=whole)
+        folder, damaged = newest_valid(root, check=check)
         if folder is not None:
             return _plain(folder)
         if damaged:

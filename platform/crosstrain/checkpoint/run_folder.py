@@ -103,17 +103,24 @@ class RunFolder:
             return
         with self._written():
             path = self.path.absolute()
-            tempfile.TemporaryFile(dir=next(p for p in (path, *path.parents) if p.exists())).close()
+            tempfile.TemporaryFile(dir=next(p for p in (path, *path.parents) if os.path.lexists(p))).close()
 
     def _hold(self, patience: float) -> None:
-        """Take the lock; raises UserError where another process has it."""
+        """Take the locks; raises UserError where another process has one.
+
+        The folder itself is locked, too, as somebody may delete `.lock`.
+        """
         while True:
             self.path.mkdir(parents=True, exist_ok=True)
             with ExitStack() as held:
                 descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                if self.descriptor is not None and os.path.sameopenfile(self.descriptor, descriptor):
+                    os.dup2(self.descriptor, descriptor)  # which shares the lock that this process has
                 held.callback(os.close, descriptor)
                 try:
                     held.enter_context((lock := FileLock(self.path / ".lock")).acquire(timeout=patience))
+                    if not _locks(descriptor, fcntl.LOCK_EX):
+                        raise Timeout(str(self.path))
                 except Timeout:
                     problem = f"another process is training in {self.path}; choose another folder"
                     raise UserError(f"run.output_dir: {problem}") from None
@@ -125,13 +132,13 @@ class RunFolder:
 
     def is_held(self) -> bool:
         """Return whether a process trains in the folder, as far as its file system tells of other machines."""
-        try:
-            with open_regular(self.path / ".lock", follow=False) as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+        with suppress(OSError), open_regular(self.path / ".lock", follow=False) as file:
+            if not _locks(file.fileno(), fcntl.LOCK_SH):
+                return True
+        with suppress(OSError), ExitStack() as opened:
+            folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            opened.callback(os.close, folder)
+            return not _locks(folder, fcntl.LOCK_SH)
         return False
 
     def note_end(self, error: Exception, patience: float) -> None:
@@ -250,8 +257,9 @@ class RunFolder:
 
     def release(self) -> None:
         """Let other processes take the folder before this one ends, which writes nothing more there."""
-        if self._lock is not None:
+        if self._lock is not None and self.descriptor is not None:
             self._lock.release()
+            fcntl.flock(self.descriptor, fcntl.LOCK_UN)
 
     def check_shared(self, world: Group) -> None:
         """Raise UserError, on every rank, unless each sees the folder that rank 0 has made. Collective."""
@@ -352,14 +360,31 @@ class _Sync:
 
 
 def bring(url: str, folder: Path) -> None:
-    """Copy the files of a run in a bucket, except checkpoints, to a local folder."""
+    """Copy the files of a run in a bucket, except checkpoints and what belongs to its writers, to a local folder."""
+    names = list[str]()
     for top, size in storage.listing(url).items():
-        names = [top] if size is not None else []
-        if size is None and top not in ("checkpoints", ".writers"):
-            names = [f"{top}/{name}" for name in storage.files(storage.join(url, top))]
-        for name in names:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            storage.download(storage.join(url, name), folder / name)
+        if top not in ("checkpoints", ".writers", ".lock", _WRITER):
+            names += [top] if size is not None else [f"{top}/{n}" for n in storage.files(storage.join(url, top))]
+    also_folders = {str(folder) for name in names for folder in Path(name).parents}
+    possible = [
+        name for name in names
+        if name not in also_folders and "\0" not in name and max(map(len, os.fsencode(name).split(b"/"))) <= 255
+    ]  # fmt: skip
+    if left_out := sorted({*names} - {*possible}):
+        said = "%s: %d object(s) are left out, as no file here can have such a name: %r"
+        log.warning(said, url, len(left_out), left_out[0][:80])
+    for name in possible:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        storage.download(storage.join(url, name), folder / name)
+
+
+def _locks(descriptor: int, kind: int) -> bool:
+    """Lock a file or a folder, if its file system can; returns False where another process has the lock."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:  # NFS locks files only
+        return not isinstance(error, BlockingIOError)
+    return True
 
 
 def _is(path: Path, known: os.stat_result) -> bool:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import getpass
 import json
 import os
+import re
 import socket
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +24,8 @@ from crosstrain.utils.logging import log
 
 RENEWAL = 10.0  # seconds between two renewals
 _LEASE = 6  # renewals that a process misses before it counts as killed
-_FOLDER = ".writers"
+_FOLDER, _NUMBER = ".writers", re.compile("[0-9]{6,18}")
+_LONGEST = 1 << 16  # bytes of an object that are read
 
 
 @dataclass
@@ -39,24 +42,25 @@ class Writer:
     def claim(url: str, killed: str | None) -> Writer:
         """Become the writer. Waits while the last one may be alive, unless it is known, by its id, to be `killed`.
 
-        Raises UserError, which names the other process, where it is alive or quicker.
+        A damaged claim may be that of a living process, which would renew it. Raises UserError, which names the other
+        process, where it is alive or quicker.
         """
-        number, last = _last(url)
-        seconds = _LEASE * last.get("renewal", RENEWAL)
-        if number and last["id"] != killed and not last.get("ended"):
+        number, text, last = _last(url)
+        seconds = _LEASE * RENEWAL
+        if number and not last.get("ended") and (not last or last["id"] != killed):
             log.info("%s: waiting up to %.0f s to see if %s is alive", url, seconds, _name(last))
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline:
                 time.sleep(min(1.0, seconds / 10))
-                now = _last(url)
-                if now[1].get("ended"):
-                    number, last = now
+                now, changed, last = _last(url)
+                if last.get("ended"):
+                    number = now
                     break
-                if now != (number, last):
-                    raise _refusal(url, now[1])
+                if (now, changed) != (number, text):
+                    raise _refusal(url, last)
         writer = Writer(url, number + 1, uuid.uuid4().hex, last.get("id"))
         if not storage.create(writer._object, writer._text()):
-            raise _refusal(url, _last(url)[1])
+            raise _refusal(url, _last(url)[2])
         for name in storage.listing(storage.join(url, _FOLDER)):
             if name != f"{writer.number:06d}":
                 storage.remove(storage.join(url, _FOLDER, name))
@@ -72,23 +76,31 @@ class Writer:
 
     def _text(self, ended: bool = False) -> bytes:
         who = {"id": self.id, "host": socket.gethostname(), "pid": os.getpid(), "user": getpass.getuser()}
-        return json.dumps(who | {"renewal": RENEWAL, "renewals": self.renewals, "ended": ended}).encode()
+        state = {"number": self.number, "renewal": RENEWAL, "renewals": self.renewals, "ended": ended}
+        return json.dumps(who | state).encode()
 
 
 def check(url: str, writer: str) -> None:
     """Raise CheckpointError where another process than `writer`, given by its id, is now the run's writer."""
-    _, last = _last(url)
+    deadline = time.monotonic() + 2 * RENEWAL
+    while not (last := _last(url)[2]) and time.monotonic() < deadline:
+        time.sleep(RENEWAL / 10)  # the last claim is damaged or deleted, and its process is about to renew it
     if last.get("id") != writer:
         raise CheckpointError(f"{_name(last)} has taken over {url}")
 
 
-def _last(url: str) -> tuple[int, dict[str, Any]]:
-    """Return the number and the contents of the last claim; 0 where there is none."""
-    numbers = [int(name) for name in storage.listing(storage.join(url, _FOLDER)) if name.isdecimal()]
-    if not numbers:
-        return 0, {}
-    found = json.loads(storage.read(storage.join(url, _FOLDER, f"{max(numbers):06d}")))
-    return max(numbers), found
+def _last(url: str) -> tuple[int, bytes, dict[str, Any]]:
+    """Return the number, the text and the contents of the last claim: 0 where there is none, {} for a damaged one."""
+    claims = storage.listing(storage.join(url, _FOLDER))
+    numbers = [int(name) for name, size in claims.items() if size is not None and _NUMBER.fullmatch(name)]
+    number, text, found = max(numbers, default=0), b"", None
+    with suppress(FileNotFoundError, ValueError, RecursionError):  # removed meanwhile; damaged
+        text = storage.read_end(storage.join(url, _FOLDER, f"{number:06d}"), _LONGEST, first=True)
+        found = json.loads(text)
+    if not isinstance(found, dict) or (type(found.get("id")), type(found.get("ended"))) != (str, bool):
+        found = {}
+    # A claim with a different number is a copy of an earlier one. Early releases wrote no number.
+    return number, text, found if found.get("number", number) == number else {}
 
 
 def _refusal(url: str, other: dict[str, Any]) -> UserError:
@@ -96,4 +108,6 @@ def _refusal(url: str, other: dict[str, Any]) -> UserError:
 
 
 def _name(other: dict[str, Any]) -> str:
+    if not other:
+        return f"a process that a damaged object in {_FOLDER} does not name"
     return "process {pid} of {user} on {host}".format_map({"pid": "?", "user": "?", "host": "?"} | other)

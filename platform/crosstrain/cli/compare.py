@@ -5,6 +5,7 @@ import json
 
 from crosstrain.cli.flags import add_config, folder, new_file, positive
 from crosstrain.utils.errors import UserError
+from crosstrain.utils.units import finite
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         nproc_per_node=a.nproc_per_node, steps=a.steps, deep=a.deep, scratch=a.scratch,
     )  # fmt: skip
     if a.output:
-        a.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        a.output.write_text(json.dumps(finite(results), indent=1) + "\n", encoding="utf-8")
     if failures:
         failed = [label for label in failures if "error" in results[label]]
         told = {f"do not train as {a.runners[0]}": [f for f in failures if f not in failed], "failed": failed}

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         config = open_config(checkpoint, arguments.cfg_path, arguments.options, arguments.trust_data)
         model = outline(config, checkpoint)
         if arguments.part == "adapter":
-            export_adapter(checkpoint, output, dtype, model, arguments.weights)
+            export_adapter(checkpoint, output, dtype, model, print, arguments.weights)
             print(f"{output}: the adapter; peft's PeftModel.from_pretrained(model, {str(output)!r}) adds it to a model")
             return 0
         if arguments.part:

@@ -51,6 +51,7 @@ def add_config(parser: argparse.ArgumentParser, *, required: bool) -> None:
     help = "override it, such as run.seed=1; may be given again"
     parser.add_argument("--options", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=help)
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="workers (default: one per GPU, else one)")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # LOCAL_RANK says the same
     parser.set_defaults(as_given=True)  # the verb loads the project with these options
 
 

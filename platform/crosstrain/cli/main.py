@@ -26,7 +26,6 @@ VERBS = {
     "launch": "the manifest that starts a project on a cluster: Kubernetes, SLURM, SkyPilot, Ray",
     "evaluate": "loss, perplexity and text from a checkpoint",
     "serve": "answer to OpenAI's interface and a web page from a checkpoint",
-    "chat": "talk with a server on the command line",
     "migrate": "make a project of another program's configuration",
     "export": "write a checkpoint as a plain Hugging Face model folder",
     "samples": "show the samples of a project, with what is learned marked",
@@ -43,7 +42,7 @@ _ELSEWHERE = {  # what others call it
     "generate": "evaluate --generate TEXT", "predict": "evaluate --generate TEXT", "eval": "evaluate",
     "test": "evaluate", "run": "train", "fit": "train", "finetune": "train", "pretrain": "train", "sft": "train",
     "resume": "train, which goes on where the run stopped", "merge": "export", "convert": "export",
-    "tokenize": "prepare", "preprocess": "prepare", "init": "new",
+    "chat": "evaluate --interactive --chat", "tokenize": "prepare", "preprocess": "prepare", "init": "new",
 }  # fmt: skip
 _PROJECT_FLAGS = ("config", "cfg", "config_file", "config_path", "project", "yaml")
 _MOST_MISTAKES = 50  # of one configuration that are shown

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", nargs="*", metavar="DIR", help="of inspect, merge and split: prepared folders")
     parser.add_argument("--cfg-path", metavar="FILE", help="a recipe; the other flags override it")
     parser.add_argument("--input", nargs="+", metavar="PATH",
-                        help=".txt files, folders of them, JSONL, parquet, or `stdlib`")  # fmt: skip
+                        help="files of text, JSON, CSV, Parquet, HTML, WARC, folders, or `stdlib`")  # fmt: skip
     parser.add_argument("--output", metavar="DIR")
     parser.add_argument("--tokenizer", metavar="NAME_OR_PATH", help="a Hugging Face tokenizer, or vocab.json's folder")
     parser.add_argument("--train-tokenizer", type=int, metavar="N", help="train a byte-level BPE of N ids instead")
@@ -76,12 +76,12 @@ def _read_recipe(arguments: argparse.Namespace) -> Recipe:
     given = {name: value for name in _FLAGS if (value := getattr(arguments, name)) is not None}
     if len(given.get("input", ())) == 1:
         given["input"] = given["input"][0]
-    if arguments.cfg_path is None and "input" not in given:
-        raise UserError("prepare: --input or --cfg-path is required, or the name of a dataset that makes its own files")
     layers = [read_yaml(paths.find(arguments.cfg_path))] if arguments.cfg_path else []
     layers += [plain_layer("prepare", given), read_options(arguments.options)]
     origins = Origins(layers)
     tree = reduce(merge, (layer.tree for layer in layers))
+    if arguments.cfg_path is None and "input" not in tree:
+        raise UserError("prepare: --input or --cfg-path is required, or the name of a dataset that makes its own files")
     return Checker(origins.where).dataclass(Recipe, resolve(tree, origins), ())
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from crosstrain.monitor.status import Status, find_runs, status
 from crosstrain.utils.errors import UserError, printable
 from crosstrain.utils.storage import is_url
-from crosstrain.utils.units import show_seconds
+from crosstrain.utils.units import finite, show_seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         places = ", ".join(arguments.folders)
         raise UserError(f"there is no run in or below {places}; name run.output_dir, or a folder above it")
     if arguments.json:
-        print(*(json.dumps(asdict(one)) for one in found), sep="\n")
+        print(*(json.dumps(finite(asdict(one))) for one in found), sep="\n")
         return 0
     rows = [("run", "state", "step", "loss", "saved", "logged", "last line of the log"), *map(_row, found)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -5,24 +5,19 @@ from __future__ import annotations
 import ast
 import json
 import re
-import shlex
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from crosstrain.config.yaml_text import Unreadable, parse
+from crosstrain.config.literals import UNKNOWN, value_of
+from crosstrain.config.shell_script import read_script
+from crosstrain.config.yaml_text import DEEPEST, LARGEST_TREE, Unreadable, parse
 from crosstrain.utils.errors import ConfigError, explained
 from crosstrain.utils.files import read_regular
-from crosstrain.utils.optional_deps import require
 
 _LARGEST_FILE = 2**18  # bytes
-_LONGEST = 2**16  # characters of a shell's variable, which others may hold many times
-_LAUNCHERS = {"nproc_per_node", "nnodes", "num_processes", "num_gpus", "num_nodes", "config_file"}  # what counts
-UNKNOWN = "???"  # a value that only a run of the program would know, and OmegaConf's for one that has to be given
 
 
 def read_foreign(path: Path, calls: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -35,19 +30,27 @@ def read_foreign(path: Path, calls: Mapping[str, str] | None = None) -> dict[str
     readers[".py"] = partial(_arguments, calls=calls) if calls else _assignments
     readers |= dict.fromkeys((".yaml", ".yml"), lambda text: parse(text)[0])
     with explained(f"{path}: cannot be read"):
-        tree = readers.get(path.suffix.lower(), _command_line)(read_regular(path, _LARGEST_FILE).decode("utf-8-sig"))
+        text = read_regular(path, _LARGEST_FILE).decode("utf-8-sig")
+        if path.suffix.lower() == ".toml" and re.search(rf"(\.\s*[\w\"'-]+\s*){{{DEEPEST}}}", text):  # tomllib's memory
+            raise Unreadable(f"expected at most {DEEPEST} levels")
+        tree = readers.get(path.suffix.lower(), read_script)(text)
     if not isinstance(tree, dict) or not tree:
         of = f"; a script's are the arguments of {', '.join([*calls][:4])}" if calls and path.suffix == ".py" else ""
         raise ConfigError(f"{path}: there are no settings in it{of}")
+    with explained(f"{path}: cannot be read"):
+        _measure(tree)
     return tree
 
 
-def _value(expression: str, known: Mapping[str, Any]) -> Any:
-    """Return the value of literals, arithmetic and known names; Jinja knows no others, and a power may be endless."""
-    with suppress(Exception):
-        found = require("jinja2.sandbox", "crosstrain migrate").SandboxedEnvironment().compile_expression(expression)
-        return UNKNOWN if "**" in expression or (value := found(**known)) is None else value
-    return UNKNOWN
+def _measure(value: Any, depth: int = 0) -> int:
+    """Return the number of values, with a text for one in each 100 characters. Raises Unreadable for a large tree."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    size = 1 + (len(value) // 100 if isinstance(value, str) else 0)
+    for part in parts:
+        size += _measure(part, depth + 1)
+        if size > LARGEST_TREE or depth > DEEPEST:
+            raise Unreadable(f"expected at most {LARGEST_TREE:,} values in {DEEPEST} levels")
+    return size
 
 
 def _assignments(text: str) -> dict[str, Any]:
@@ -55,7 +58,7 @@ def _assignments(text: str) -> dict[str, Any]:
     known = dict[str, Any]()
     for node in ast.parse(text).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            known[node.targets[0].id] = _value(ast.unparse(node.value), known)
+            known[node.targets[0].id] = value_of(node.value, known)
     return known
 
 
@@ -65,7 +68,7 @@ def _arguments(text: str, calls: Mapping[str, str]) -> dict[str, Any]:
     A class made of one of these is called for it, and has its methods as settings.
     """
     found = dict[str, Any]()
-    known = {"torch": {name: name for name in ("bfloat16", "float16", "float32")}} | _assignments(text)
+    known = _assignments(text)
     tree = ast.parse(text)
     made = {name: name for name in calls}
     for own in (statement for statement in tree.body if isinstance(statement, ast.ClassDef)):
@@ -76,7 +79,7 @@ def _arguments(text: str, calls: Mapping[str, str]) -> dict[str, Any]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (name := made.get(ast.unparse(node.func).rpartition(".")[2])):
             for word in (*(ast.keyword(calls[name], value) for value in node.args[:1]), *node.keywords):
-                value = _value(ast.unparse(word.value), known)
+                value = value_of(word.value, known)
                 if word.arg and ast.unparse(word.value) != "None" and (value != UNKNOWN or word.arg not in found):
                     found[word.arg] = value
             found["calls"] = f"{found.get('calls', '')} {name}"
@@ -87,16 +90,17 @@ def _data_files(tree: ast.Module, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the files of the datasets that a trainer is given; UNKNOWN where they cannot be followed."""
     variables, given, loads = list[tuple[int, str, ast.expr]](), dict[str, ast.expr](), list[str]()
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            both = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
-            pairs = zip(target.elts, node.value.elts, strict=False) if both else [(target, node.value)]  # type: ignore[attr-defined]
-            variables += [(node.end_lineno or 0, ast.unparse(name), value) for name, value in pairs]
-        elif isinstance(node, ast.Call):
-            loads += [ast.unparse(node)] if ast.unparse(node.func).endswith("load_dataset") else []
-            for word in node.keywords:
-                if word.arg in ("train_dataset", "eval_dataset") and ast.unparse(word.value) != "None":
-                    given[word.arg] = word.value
+        match node:
+            case (
+                ast.Assign(targets=[target, *_], value=value) | ast.AnnAssign(target=target, value=ast.expr() as value)
+            ):
+                both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+                pairs = zip(target.elts, value.elts, strict=False) if both else [(target, value)]  # type: ignore[attr-defined]
+                variables += [(node.end_lineno or 0, ast.unparse(name), value) for name, value in pairs]
+            case ast.Call(func=function, keywords=words):
+                loads += [ast.unparse(node)] if ast.unparse(function).endswith("load_dataset") else []
+                sets = (word for word in words if word.arg in ("train_dataset", "eval_dataset"))
+                given |= {str(word.arg): word.value for word in sets if ast.unparse(word.value) != "None"}
     if len({*loads}) < 2 and not given:
         return {}
     passed: dict[str, list[ast.Call]] = {name: [] for name in given}
@@ -111,7 +115,7 @@ def _data_files(tree: ast.Module, known: Mapping[str, Any]) -> dict[str, Any]:
 def _share(split: ast.Call, known: Mapping[str, Any]) -> Any:
     """The percentage that a `train_test_split` holds back; None where the script does not say it."""
     words = (*(ast.keyword("test_size", value) for value in split.args[:1]), *split.keywords)
-    given = [_value(ast.unparse(word.value), known) for word in words if word.arg == "test_size"]
+    given = [value_of(word.value, known) for word in words if word.arg == "test_size"]
     is_share = given and isinstance(given[0], float) and 0 < given[0] < 1
     return parse(f"{100 * given[0]:.6g}")[0] if is_share else None
 
@@ -125,81 +129,24 @@ def _loaded(
     """
     part: Any = None
     for _ in range(99):
-        if isinstance(node, ast.Name):
-            earlier = [each for each in variables if each[1] == node.id and each[0] < node.lineno]
-            if not earlier:
+        match node:
+            case ast.Name(id=own):
+                earlier = [each for each in variables if each[1] == own and each[0] < node.lineno]
+                if not earlier:
+                    break
+                node = max(earlier, key=lambda each: each[0])[2]
+            case ast.Subscript(value=whole, slice=index):
+                part, node = part or value_of(index, known), whole
+            case ast.Call(func=function) if ast.unparse(function).endswith("load_dataset"):
+                words = {word.arg: value_of(word.value, known) for word in node.keywords}
+                name = value_of(node.args[0], known) if node.args else words.get("path", UNKNOWN)
+                files = words.get("data_files", words.get("data_dir", name))
+                return files.get(part or words.get("split"), UNKNOWN) if isinstance(files, dict) else files
+            case ast.Call(func=ast.Attribute(value=whole, attr=method)):
+                splits += [node] if method == "train_test_split" else []
+                node = whole
+            case ast.Call(args=[first, *_]):
+                node = first
+            case _:
                 break
-            node = max(earlier, key=lambda each: each[0])[2]
-        elif isinstance(node, ast.Subscript):
-            part, node = part or _value(ast.unparse(node.slice), known), node.value
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("load_dataset"):
-            words = {word.arg: _value(ast.unparse(word.value), known) for word in node.keywords}
-            name = _value(ast.unparse(node.args[0]), known) if node.args else words.get("path", UNKNOWN)
-            files = words.get("data_files", words.get("data_dir", name))
-            return files.get(part or words.get("split"), UNKNOWN) if isinstance(files, dict) else files
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            splits += [node] if node.func.attr == "train_test_split" else []
-            node = node.func.value
-        elif isinstance(node, ast.Call) and node.args:
-            node = node.args[0]
-        else:
-            break
     return UNKNOWN
-
-
-def _command_line(text: str) -> dict[str, Any]:
-    """Read the options of a command, behind the program's name, NAME.py, if it is there, and the launcher's ranks.
-
-    Of a script's variables and arrays the last assignment counts, whatever its branch.
-    """
-    words, variables, command = shlex.shlex(text.replace("\\\n", " "), posix=True), dict[str, str](), list[str]()
-    words.whitespace_split = True
-    for word in words:
-        if assigned := re.match(r"(\w+)(\+?)=(.*)", word, re.DOTALL):
-            name, more, value = assigned.groups()
-            while value.count("(") > value.count(")") and (word := words.get_token() or ""):
-                value += f" {word}"
-            value = _expanded(value[1:-1] if value.startswith("(") else value, variables)
-            variables[name] = (f"{variables.get(name, '')} {value}" if more else value)[:_LONGEST]
-        else:
-            while "$(" in word and word.count("(") > word.count(")") and (more := words.get_token()):
-                word += f" {more}"
-            command += _expanded(word, variables).split()
-    programs = [i for i, word in enumerate(command[:-1]) if word.endswith(".py") or command[i - 1] == "-m"]
-    start = max((i for i in programs if command[i + 1].startswith("--")), default=0)
-    own = takewhile(lambda word: not re.match(r"[;|&>]|2>", word), command[start:])
-    return {name: value for name, value in _options(command[:start]).items() if name in _LAUNCHERS} | _options(own)
-
-
-def _options(command: Iterable[str]) -> dict[str, Any]:
-    """Return the values of a command's options; what has no word behind it is true, what has several is a list."""
-    options, words = dict[str, list[str]](), list[str]()
-    for word in command:
-        if option := re.match(r"--([\w-]+)(?:=(.*))?$", word):
-            words = options[option[1].replace("-", "_").lower()] = [option[2]] if option[2] else []
-        else:
-            words.append(word)
-    return {name: _parsed(words) for name, words in options.items()}
-
-
-def _expanded(text: str, variables: Mapping[str, str]) -> str:
-    """Put values in the place of a shell's variables and arithmetic."""
-
-    def variable(found: re.Match[str]) -> str:
-        return variables.get(found[1] or found[2]) or (UNKNOWN if found[3] is None else found[3])
-
-    text = re.sub(r"\$(\w+)|\$\{(\w+)(?:\[[@*]])?(?::?[-=]([^{}]*))?}", variable, text)
-    numbers = {name: int(value) for name, value in variables.items() if re.fullmatch(r"\d{1,18}", value)}
-    arithmetic = r"\$\(\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)\)"  # with parentheses in parentheses
-    text = re.sub(arithmetic, lambda found: str(_value(found[1].replace("/", "//"), numbers)), text)
-    return re.sub(r"\$[@*]|\$\{[@*]}", "", re.sub(r"\$\(.*\)", UNKNOWN, text))
-
-
-def _parsed(words: list[str]) -> Any:
-    values: list[Any] = [word.strip("'\"") for word in words]
-    for i, word in enumerate(values):
-        with suppress(Unreadable):
-            values[i] = parse(word)[0]
-    if UNKNOWN in (said := "".join(words)) or "$(" in said:
-        return UNKNOWN
-    return values if len(values) > 1 else values[0] if values else True

@@ -24,7 +24,7 @@ class Origin:
     file: Path
     aliases: tuple[str, ...]
     answers: ChainMap[str, str]  # by key; first its own, then those of programs whose keys its files may have
-    neutral: ChainMap[str, object]  # values, by key, at which a setting says nothing; one, or a list of them
+    neutral: ChainMap[str, list[object]]  # values, by key, at which a setting says nothing
     calls: dict[str, str]  # functions of Python scripts whose arguments are settings; the key of the first one
 
 

@@ -6,6 +6,7 @@ Layers, lowest first: the defaults that components declare, `configs/`, the proj
 from __future__ import annotations
 
 import copy
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -30,6 +31,8 @@ _RUN_COMPONENTS = {"runner": "runner", "optimizer": "optimizer", "lr_sched": "lr
 _SIZED = "model with its preset's sizes"  # beside the sections
 # Kinds whose names may be files in a folder of configs/.
 _PRESETS = {kind: f"{kind}s" for kind in ("runner", "dataset", "processor", "lr_scheduler")}
+# Keys of datasets that stored configurations lack if they are older, and the values that held before.
+_EARLIER = {"split_rounding": "legacy"}
 _SIDE_BY_SIDE = "side_by_side"  # the preset whose parts are several datasets of a project
 
 
@@ -63,6 +66,17 @@ class Config:
         """
         spelled_out, overrides = sources.plain_layer(label, sources.escape(dict(plain))), sources.read_options(options)
         return replace(_Builder(spelled_out, overrides, presets=False).build(), trust=trust)
+
+    def continuing(self, state: Mapping[str, Any]) -> Config:
+        """The configuration under the rules of a checkpoint that it continues, if that is older than their keys.
+
+        state: the checkpoint's own, with the configuration that it was written under.
+        """
+        old = json.dumps(state.get("config"))
+        older = {key: value for key, value in _EARLIER.items() if f'"{key}"' not in old}
+        text = json.dumps(self.plain["datasets"])
+        datasets = json.loads(text, object_hook=lambda part: part | {key: older[key] for key in part.keys() & older})
+        return replace(self, datasets=Config.from_plain(self.plain | {"datasets": datasets}).datasets)
 
 
 ProjectLike = str | os.PathLike[str] | Mapping[str, Any]  # a project file, or its content
@@ -241,11 +255,15 @@ class _Builder:
         if kind == "model":
             presets = self._model_preset(name, given)
         self.origins.layers[:0] = presets
-        below = reduce(sources.merge, [reduce(getitem, key, layer.tree) for layer in presets], defaults(cls))
+        layers = [reduce(getitem, key, layer.tree) for layer in presets]
+        below = reduce(sources.merge, layers, defaults(cls) | self._earlier(cls))
         if kind == "model" and (rest := self._unpublished(cls, below, given)) != below:
             self.tree[_SIZED] = sources.merge(below | {naming: name}, given | {naming: name}, key)
             below = rest
         parent[own] = sources.merge(below | {naming: name}, given | {naming: name}, key)
+
+    def _earlier(self, cls: type) -> dict[str, Any]:
+        return {} if self.presets else {f.name: _EARLIER[f.name] for f in fields(cls) if f.name in _EARLIER}
 
     def _model_preset(self, arch: str, given: dict[str, Any]) -> list[sources.Layer]:
         key = ("model", "model_type")
@@ -274,8 +292,9 @@ class _Builder:
     def _over_preset(self, kind: str, given: dict[str, Any]) -> dict[str, Any]:
         """Put the preset that a component of another one's options names under its own options."""
         name, presets = self._presets((), given["name"], files := preset_files(kind))
-        self.check.options_class(kind, name, files)  # which names them beside the components
-        return reduce(sources.merge, [*(layer.tree for layer in presets), {**given, "name": name}])
+        cls = self.check.options_class(kind, name, files)  # an error names presets beside the components
+        layers = [self._earlier(cls), *(layer.tree for layer in presets), {**given, "name": name}]
+        return reduce(sources.merge, layers)
 
     def _unpublished(self, cls: type, below: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Put defaults back in `below` for options that the pretrained folders in `given` decide."""

@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
-from functools import cache, partial, reduce
-from operator import getitem
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -22,35 +21,46 @@ from crosstrain.config.load import preset_component
 from crosstrain.config.run_options import DEFAULT_RUNNER, EXCLUSIVE, RunOptions
 from crosstrain.config.schema import Checker, Key, nearest
 from crosstrain.config.yaml_text import parse
-from crosstrain.utils.errors import ConfigError, explained
+from crosstrain.utils.errors import ConfigError, explained, printable
 from crosstrain.utils.optional_deps import require
 
-_TO_GIVE, _LOST, _NO_NEED = "to be given", "not carried over", "not needed here"
+_NO_NEED, _CARRIED, _LOST, _TO_GIVE = _TITLES = "not needed here", "carried over", "not carried over", "to be given"
 _NEEDED = ("output_dir",), ("max_iters", "max_epoch"), ("micro_batch_size", "global_batch_size", "accum_grad_iters")
-_MANY = 4  # settings of one program
-_OURS = ("model", "datasets", "runner")  # sections whose options have names of other programs
-_UNHEARD = f"{NONE}not known, and nothing here is called so"
+_RIVALS = [pair for a, b, _ in EXCLUSIVE for pair in ((a, b), (b, a))]  # keys of `run` of which one is given
+_MOST = 2000  # settings of a file; published files have fewer than 700
+_SECTIONS = {"model", "datasets", "runner"}  # of a project; their options have names of other programs
+UNHEARD = "not known, and nothing here is called so"
+# Answers for a project's own keys, in the order of the docs.
+_OWN = {f.name: f"run.{f.name}" for f in fields(RunOptions)} | {
+    "plugins": f"{NONE}a file brings no code; name plugins that you trust in the project"
+}
 
 Count = Callable[..., int | None]
+Note = tuple[str, str, str]  # the title, names of settings or of keys of the project, the reason
 
 
 class _Tree(dict[str, Any]):
     """A mapping that keeps account of its values and of those that are read, with some of them changed."""
 
     def __init__(self, tree: dict[Any, Any], changes: dict[Key, Any], at: Key, account: dict[Key, list[Any]]) -> None:
-        off = False in (tree.get("enabled"), tree.get("enable"))  # and says nothing
-        self._at, self._account = at, {} if off else account
+        # A section that is off says nothing.
+        self._at, self._account = at, {} if False in (tree.get("enabled"), tree.get("enable")) else account
         for name, value in tree.items():
             key = (*at, str(name))
             if isinstance(value, dict):
                 self[key[-1]] = _Tree(value, changes, key, self._account)
             else:
-                self._account[key], self[key[-1]] = [value, False], changes.get(key, value)
+                self._account[key] = [value, False]
+                self[key[-1]] = UNKNOWN if _acts(value) else changes.get(key, value)
 
     def __getitem__(self, name: str) -> Any:
         self._account.get((*self._at, name), [None, False])[1] = True
-        value = super().__getitem__(name)
-        return UNKNOWN if isinstance(value, str) and "${" in value else value  # which means nothing here
+        return super().__getitem__(name)
+
+
+def _acts(value: Any) -> bool:
+    """True for a value with a text that a project would resolve, ${...}, or run, pipe:COMMAND."""
+    return bool(re.search(r"\$\{|\bpipe:", json.dumps(value, default=str), re.IGNORECASE))
 
 
 @cache
@@ -65,20 +75,16 @@ def _templates(folder: Path) -> Any:
 
 def looks_like(path: Path) -> Origin | None:
     """Return the program whose settings a file has, by several that are none of a project here; None for no program."""
-
-    def names(tree: dict[str, Any]) -> set[str]:
-        inner = [value for key, value in tree.items() if isinstance(value, dict) and key not in _OURS]
-        return set(map(str, tree)).union(*map(names, inner))
-
     found = dict[int, Origin]()
     for origin in origins().values():
         with suppress(ConfigError):
             tree = read_foreign(path, origin.calls)
             if "calls" in tree and path.suffix == ".py":  # functions of this program
                 return origin
-            unknown = names(tree) - {f.name for f in fields(RunOptions)}
-            found[len(unknown & origin.answers.maps[0].keys())] = origin
-    return found[max(found)] if max(found, default=0) >= _MANY else None
+            _Tree(tree, {}, (), account := dict[Key, list[Any]]())
+            names = {part for key in account if _SECTIONS.isdisjoint(key[:-1]) for part in key} - _OWN.keys()
+            found[len(names & origin.answers.maps[0].keys())] = origin
+    return found[max(found)] if max(found, default=0) >= 4 else None
 
 
 def migrate(path: Path, origin: Origin, count: Count = lambda *files: None) -> tuple[str, list[str], int | None]:
@@ -87,137 +93,178 @@ def migrate(path: Path, origin: Origin, count: Count = lambda *files: None) -> t
     Every setting is in the project or in a note. `count` returns the ids of a tokenizer's files, None if it cannot.
     Raises ConfigError for a configuration that cannot be read.
     """
-    template = _templates(origin.file.parent).get_template(f"{origin.file.stem}.jinja")
-    tree = read_foreign(path, origin.calls)
+    migration = _Migration(path, origin, count)
+    project = migration.settled()
+    ranks = project.pop("ranks", 0)
+    project["run"] = run = {name: project["run"][name] for name in _OWN if name in project["run"]}
+    _leave_out_zeros(project, migration.notes)
+    for name, *others in _NEEDED:
+        if run.keys().isdisjoint((name, *others)):
+            run[name] = _without_gaps(UNKNOWN, ("run", name), migration.notes)
+    notes = _lines(migration.notes)
+    dumped = (
+        yaml.safe_dump({name: project[name]}, sort_keys=False, default_flow_style=None, width=110)
+        for name in ("model", "datasets", "run")
+    )
+    # A template writes "null" for a null that has to be said.
+    text = "\n".join(["".join(f"# {note}\n" for note in notes), *dumped]).replace(": 'null'", ": null")
+    return text, notes, int(ranks) if ranks in range(1, 10**6) else None
 
-    def located(name: Any, there: Callable[[Path], bool] = Path.is_file) -> str | None:
-        """Find a file that the configuration names, beside it or in the working directory."""
-        return next((str(file) for file in (path.parent / str(name), Path(str(name))) if there(file)), None)
 
-    def vocabulary(*names: Any) -> int | None:
-        found = [located(name, Path.exists) if name else None for name in names]
-        return None if None in found else count(*found)
+class _Migration:
+    """Settings of another program, a project made of them by the program's template, and notes on the others."""
 
-    def rendered(changes: dict[Key, Any]) -> tuple[tuple[str, list[str]], _Tree]:
-        """Return the template's text and notes, and the settings that it was given."""
-        notes, old = list[str](), _Tree(tree, changes, (), {})
+    def __init__(self, path: Path, origin: Origin, count: Count) -> None:
+        self._path, self._origin, self._count = path, origin, count
+        self._tree = read_foreign(path, origin.calls)
+        unread = self._tree.pop(UNKNOWN, {})
+        with explained(f"{path}: a value in it cannot be understood"):
+            self._made, self._account = self._rendered({})
+            self.notes = [*self._made[1], *((_LOST, name, why) for name, why in unread.items())]
+            self._project = _without_gaps(parse(self._made[0])[0], (), self.notes)
+
+    def _rendered(self, changes: dict[Key, Any]) -> tuple[tuple[str, list[Note]], dict[Key, list[Any]]]:
+        """Return the template's text and notes, and for each setting [value, whether the template read it]."""
+        notes, account = list[Note](), dict[Key, list[Any]]()
 
         def beside(name: Any, counted: bool = True) -> _Tree:
             """Read a file that the configuration names; nothing where it is not there."""
-            found = read_foreign(Path(file)) if (file := located(name)) else {}
-            return _Tree(found, changes, (str(name),), old._account if counted else {})
+            found = read_foreign(Path(file)) if (file := self._located(name)) else {}
+            return _Tree(found, changes, (str(name),), account if counted else {})
 
+        template = _templates(self._origin.file.parent).get_template(f"{self._origin.file.stem}.jinja")
         text = template.render(
-            old=old, located=located, folder=partial(located, there=Path.is_dir), beside=beside,
-            vocabulary=vocabulary, need=f"{UNKNOWN} {{}}".format,
-            gap=lambda *what: notes.append(": ".join((_LOST, *what))),
-            unneeded=lambda *what: notes.append(": ".join((_NO_NEED, *what))),
+            old=_Tree(self._tree, changes, (), account), beside=beside, located=self._located,
+            folder=lambda name: self._located(name, Path.is_dir), vocabulary=self._vocabulary,
+            need=f"{UNKNOWN} {{}}".format,
+            gap=lambda names, why: notes.append((_LOST, str(names), str(why))),
+            unneeded=lambda names, why: notes.append((_NO_NEED, str(names), str(why))),
         )  # fmt: skip
-        return (text, notes), old
+        return (text, notes), account
 
-    with explained(f"{path}: a value in it cannot be understood"):
-        made, old = rendered({})
-        project = _settled(parse(made[0])[0], (), notes := list(made[1]))
-    settings = {part.lower() for key in old._account for part in key}
-    for each in origins().values():  # the settings that only one of the two programs has say whose they are
-        theirs, ours = (settings & program.answers.maps[0].keys() for program in (each, origin))
-        if len(theirs - ours) > 2 and not ours - theirs:
-            raise ConfigError(f"{path}: these are settings of {each.name}: give --from {each.file.stem}")
-    ranks = project.pop("ranks", None)
-    said = {word for note in made[1] for word in note.split(": ")[1].split(", ")}
-    shared = {f.name: f"run.{f.name}" for f in fields(RunOptions)}  # other programs' keys of the same name
-    rivals = [pair for a, b, _ in EXCLUSIVE for pair in ((a, b), (b, a))]
-    for key, (value, read) in old._account.items():
-        name, near = key[-1].lower(), range(len(key), 0, -1)
-        end = next((n for n in near if key[n - 1].lower() in origin.answers), len(key))  # the setting, or its section
-        answer = origin.answers.get(key[end - 1].lower(), shared.get(name, _UNHEARD))
+    def _located(self, name: Any, there: Callable[[Path], bool] = Path.is_file) -> str | None:
+        """Find a file that the configuration names, beside it or in the working directory."""
+        return next((str(file) for file in (self._path.parent / str(name), Path(str(name))) if there(file)), None)
+
+    def _vocabulary(self, *names: Any) -> int | None:
+        found = [self._located(name, Path.exists) if name else None for name in names]
+        return None if None in found else self._count(*found)
+
+    def settled(self) -> Any:
+        """Return the project, with each setting in it or in a note. Raises ConfigError for another program's file."""
+        if len(self._account) > _MOST:
+            raise ConfigError(f"{self._path}: expected at most {_MOST} settings, got {len(self._account)}")
+        settings = {part.lower() for key in self._account for part in key}
+        for each in origins().values():  # the settings that only one of the two programs has say whose they are
+            theirs, ours = (settings & program.answers.maps[0].keys() for program in (each, self._origin))
+            if len(theirs - ours) > 2 and not ours - theirs:
+                raise ConfigError(f"{self._path}: these are settings of {each.name}: give --from {each.file.stem}")
+        for key, (value, read) in self._account.items():
+            name, near = key[-1].lower(), range(len(key), 0, -1)
+            # The setting, or its section.
+            end = next((n for n in near if key[n - 1].lower() in self._origin.answers), len(key))
+            answer = self._origin.answers.get(key[end - 1].lower(), _OWN.get(name, f"{NONE}{UNHEARD}"))
+            one = value[0] if isinstance(value, list) and len(value) == 1 else value
+            quiet = None, "", "auto", "none", [], {}, *self._origin.neutral.get(name, [])
+            if _acts(value):
+                self.notes.append(
+                    (_LOST, ".".join(key), "a command, or a reference ${...}, is not carried over; give the value")
+                )
+            elif one not in quiet and (value is not False or ": " not in answer):  # else it says nothing
+                self._settle(key, end, value, read, answer)
+        return self._project
+
+    def _settle(self, key: Key, end: int, value: Any, read: bool, answer: str) -> None:
+        """Put a setting into the project or into a note; the first `end` names of `key` are those of the answer."""
         kind, _, reason = answer.partition(": ")
-        one = value[0] if isinstance(value, list) and len(value) == 1 else value
-        neutral = origin.neutral.get(name)
-        quiet = neutral if isinstance(neutral, list) else [neutral]
-        if one in (None, "", "auto", "none", [], {}, *quiet) or (value is False and reason):
-            continue  # it says nothing, or what would not be done here either
-        parts = [next(iter(project["datasets"])) if part == "NAME" else part for part in kind.split(".")]
-        there = reduce(lambda tree, part: tree.get(part) if isinstance(tree, dict) else None, parts, project)
-        partly = any(seen and other[:end] == key[:end] for other, (_, seen) in old._account.items())
+        parts = [next(iter(self._project["datasets"])) if part == "NAME" else part for part in kind.split(".")]
+        there = reduce(lambda tree, part: tree.get(part) if isinstance(tree, dict) else None, parts, self._project)
         here = str(there.get("name") if isinstance(there, dict) else there)
         if (value is True or here in str(value).lower()) and here in re.findall(r"\w+", reason.lower()):
-            continue  # the project has what the answer says
+            return  # the project has what the answer says
         title = {NONE: _LOST, UNNEEDED: _NO_NEED}.get(f"{kind}: ")
         why = reason if title else f"give {'.'.join(parts)}{f' ({reason})' if reason else ''}"
         if not reason and there is not None:
             why = f"the project has {'.'.join(parts)}={here}"
-        elif answer is _UNHEARD and (meant := nearest(name, [*origin.answers, *shared], 0.8)):
+        elif (
+            reason == UNHEARD
+            and len(self._account) < 300
+            and (meant := nearest(key[-1].lower(), [*self._origin.answers, *_OWN], 0.8))
+        ):
             why += f"; did you mean {meant[0]}?"
-        note = f"{title or _LOST}: {'.'.join(key if partly else key[:end])}: {why}"
-        if read:
-            if end < len(key) or answer is _UNHEARD or not value or there == value or said & {".".join(key), *key}:
-                continue
-            with suppress(require("jinja2", "crosstrain migrate").TemplateError, TypeError, ValueError):
-                other = f"?{value}" if isinstance(value, str) else value is not True and value + value
-                if rendered({key: other})[0] == made:  # the template makes nothing of it
-                    notes.append(note)
-        elif rival := next((b for a, b in rivals if kind == f"run.{a}" and b in project["run"]), None):
-            notes.append(f"{_NO_NEED}: {'.'.join(key)}: run.{rival} says it")
-        elif reason or end < len(key) or there not in (None, value):
-            notes.append(note)
+        said = {word for _, names, _ in self._made[1] for word in names.split(", ")}
+        known = end < len(key) or reason == UNHEARD or not value or there == value or said & {".".join(key), *key}
+        rival = next((b for a, b in _RIVALS if kind == f"run.{a}" and b in self._project["run"]), None)
+        if read and (known or not self._ignores(key, value)):
+            return
+        if rival and not read:
+            self.notes.append((_NO_NEED, ".".join(key), f"run.{rival} says it"))
+        elif read or reason or end < len(key) or there not in (None, value):
+            partly = any(seen and other[:end] == key[:end] for other, (_, seen) in self._account.items())
+            self.notes.append((title or _LOST, ".".join(key if partly else key[:end]), why))
         else:
-            if kind.startswith("run.runner.") and (runner := _runner_without(parts[-1], project["run"])):
-                notes.append(f"{_NO_NEED}: {'.'.join(key)}: run.runner is {runner}, which has no {parts[-1]}")
-                continue
-            carried = _settled(reduce(lambda inner, part: {part: inner}, reversed(parts), value), (), notes)
-            project = sources.merge(carried, project, names_replace=False)
-    for entry in project["datasets"].values():
-        for option in entry.keys() - {"name", "parts"} if "parts" in entry else ():
-            value = entry.pop(option)  # an option of every part
-            entry["parts"] = [part | {"dataset": {option: value} | part["dataset"]} for part in entry["parts"]]
-    project["run"] = run = {name: project["run"][name] for name in shared if name in project["run"]}  # the docs' order
-    for name in [name for name, value in run.items() if _has_zero(value)]:
+            self._carry(key, parts, value)
+
+    def _ignores(self, key: Key, value: Any) -> bool:
+        """True if the template makes the same of a different value."""
+        with suppress(require("jinja2", "crosstrain migrate").TemplateError, TypeError, ValueError):
+            changes = {key: f"?{value}" if isinstance(value, str) else value is not True and value + value}
+            return bool(self._rendered(changes)[0] == self._made)
+        return False
+
+    def _carry(self, key: Key, parts: list[str], value: Any) -> None:
+        """Put a value under a key of the project, unless its runner has no such option."""
+        given = self._project["run"].get("runner", DEFAULT_RUNNER)
+        runner = given.get("name", DEFAULT_RUNNER) if isinstance(given, dict) else given
+        if parts[:2] == ["run", "runner"] and parts[-1] not in {
+            "runner",
+            *(
+                f.name
+                for f in fields(AheadChecker(".".join).options_class("runner", preset_component("runner", runner)))
+            ),
+        }:
+            self.notes.append((_NO_NEED, ".".join(key), f"run.runner is {runner}, which has no {parts[-1]}"))
+        else:
+            if key[-1].lower() not in self._origin.answers:
+                self.notes.append((_CARRIED, ".".join(key), f"{self._origin.name} has no such setting; look at it"))
+            carried = _without_gaps(reduce(lambda inner, part: {part: inner}, reversed(parts), value), (), self.notes)
+            self._project = sources.merge(carried, self._project, names_replace=False)
+
+
+def _leave_out_zeros(project: dict[str, Any], notes: list[Note]) -> None:
+    """Leave out numbers of `run` that are refused here; in other programs such a number mostly means off."""
+    not_positive = re.compile(r"(?<![\w.])(-\d|0(\.0)?(?![\d.]))")  # a number, in JSON
+    for name in [name for name, value in project["run"].items() if not_positive.search(json.dumps(value))]:
         try:
-            Checker(".".join).value(get_type_hints(RunOptions, include_extras=True)[name], run[name], ("run", name))
+            hint = get_type_hints(RunOptions, include_extras=True)[name]
+            Checker(".".join).value(hint, project["run"][name], ("run", name))
         except ConfigError as error:
-            for wrong in error.sentences:  # in other programs such a number mostly means off
-                if found := re.match(r"([\w.]+): expected .*, got (-.+|0(\.0)?)$", wrong):
-                    notes.append(f"{_LOST}: {wrong}; it is left out")
+            for wrong in error.sentences:
+                if found := re.match(r"(run(?:\.[a-z]\w*)+): (expected .*, got (?:-.+|0(?:\.0)?))$", wrong):
+                    notes.append((_LOST, found[1], f"{found[2]}; it is left out"))
                     *section, last = found[1].split(".")
-                    del reduce(getitem, section, project)[last]
-    for name, *others in _NEEDED:
-        if run.keys().isdisjoint((name, *others)):
-            run[name] = _settled(UNKNOWN, ("run", name), notes)
+                    del reduce(lambda tree, part: tree[part], section, project)[last]
+
+
+def _lines(notes: list[Note]) -> list[str]:
+    """Return notes as lines in the order of their titles, with one line for all names of the same reason."""
     together = dict[tuple[str, str], dict[str, None]]()
-    for title, names, why in (note.split(": ", 2) for note in notes):
+    for title, names, why in sorted(notes, key=lambda note: _TITLES.index(note[0])):
         together.setdefault((title, why), {})[names] = None
-    notes = [f"{title}: {', '.join(names)}: {why}" for (title, why), names in together.items()]
-    notes.sort(key=lambda note: (_NO_NEED, _LOST, _TO_GIVE).index(note.partition(": ")[0]))
-    sections = ({name: project[name]} for name in ("model", "datasets", "run"))
-    dumped = (yaml.safe_dump(s, sort_keys=False, default_flow_style=None, width=110) for s in sections)
-    return "\n".join(["".join(f"# {note}\n" for note in notes), *dumped]), notes, ranks
+    return [  # a name may hold line breaks
+        printable(" ".join(f"{title}: {', '.join(names)}: {why}".split())) for (title, why), names in together.items()
+    ]
 
 
-def _runner_without(option: str, run: dict[str, Any]) -> str | None:
-    """Return the name of the runner of `run` if it has no such option."""
-    given = run.get("runner", DEFAULT_RUNNER)
-    name = given.get("name", DEFAULT_RUNNER) if isinstance(given, dict) else given
-    known = fields(AheadChecker(".".join).options_class("runner", preset_component("runner", name)))
-    return None if option in {f.name for f in known} else name
-
-
-def _has_zero(value: Any) -> bool:
-    """Tell whether a number of `value` is 0 or less."""
-    if isinstance(value, dict):
-        return any(map(_has_zero, value.values()))
-    return type(value) in (int, float) and value <= 0
-
-
-def _settled(value: Any, key: Key, notes: list[str]) -> Any:
+def _without_gaps(value: Any, key: Key, notes: list[Note]) -> Any:
     """Leave out what a template left empty, and note what has yet to be given."""
     if isinstance(value, dict):
-        each = {name: _settled(inner, (*key, name), notes) for name, inner in value.items()}
-        return {name: inner for name, inner in each.items() if inner not in (None, {})}
+        each = ((name, _without_gaps(inner, (*key, name), notes)) for name, inner in value.items())
+        return {name: inner for name, inner in each if inner not in (None, {})}
     if isinstance(value, list):
-        return [_settled(item, (*key, str(i)), notes) for i, item in enumerate(value)]
+        return [_without_gaps(item, (*key, str(i)), notes) for i, item in enumerate(value)]
     if not isinstance(value, str) or not value.startswith(UNKNOWN):
         return value
     why = value.removeprefix(UNKNOWN).strip() or "the file does not say it"
-    notes.append(f"{_TO_GIVE}: {'.'.join(key)}: {why}")
+    notes.append((_TO_GIVE, ".".join(key), why))
     return UNKNOWN

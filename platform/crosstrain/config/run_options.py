@@ -53,7 +53,7 @@ class BadStepOptions:
     # stop: end the run; skip: go on with the next samples; roll_back: go back to the last checkpoint without these
     policy: Literal["stop", "skip", "roll_back"] = "stop"
     # factor on the median loss above which a step is bad; None: a loss may jump as it likes
-    spike: Annotated[float, Gt(1)] | None = None
+    spike: Annotated[float, Interval(gt=1, le=1e6)] | None = None
     # good steps that the median is of; nothing is a spike before there are so many
     spike_window: Annotated[int, Interval(ge=1, le=10**6)] = 100
     # bad steps without a good one, or roll backs to one checkpoint, after which training ends
@@ -167,7 +167,8 @@ class RunOptions:
     objective: Annotated[Component, "objective"] | None = None
     # rule of the update
     optimizer: Annotated[Component, "optimizer"] = field(default_factory=lambda: Component("adamw"))
-    init_lr: Annotated[float, Interval(gt=0, le=10_000)] = 1e-4  # highest learning rate, reached when warmup ends
+    # highest learning rate, reached when warmup ends
+    init_lr: Annotated[float, Gt(0), Interval(ge=1e-12, le=10_000)] = 1e-4
     min_lr: NonNegativeFloat = 0.0  # where the schedule ends
     # of parameters with two or more dimensions
     weight_decay: Annotated[float, Interval(ge=0, le=10_000)] = 0.01
@@ -237,6 +238,8 @@ class RunOptions:
                 raise OptionError("on_bad_step", "roll_back needs checkpoints: set save_interval, or use skip")
             if not self.resume_optimizer:
                 raise OptionError("resume_optimizer", "roll_back needs the optimizer's moments: use on_bad_step=skip")
+        if 0 < (self.grad_norm_clip or 0) < 1e-9:
+            raise OptionError("grad_norm_clip", f"{self.grad_norm_clip:g} leaves nothing of a gradient; 0 is no limit")
         if self.min_lr > self.init_lr:
             raise OptionError("min_lr", f"{self.min_lr} is above init_lr, {self.init_lr}")
         for key, other, length in EXCLUSIVE:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 LARGEST_TREE = 10_000  # values, with a text for one in each 100 characters
-_DEEPEST = 50
+DEEPEST = 50
 
 
 class Unreadable(Exception):
@@ -22,10 +22,18 @@ class Unreadable(Exception):
 
 
 class _Loader(yaml.SafeLoader):
+    composed = 0  # values so far
+
     def fetch_key(self) -> None:
         if self.peek(1) not in _BLANK:  # in a flow mapping, PyYAML reads {?x: 1} as {x: 1}
             raise yaml.MarkedYAMLError(problem="text with ? between braces needs quotes", problem_mark=self.get_mark())
         super().fetch_key()
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.composed += 1  # before the rest is read, which may take long
+        if self.composed > LARGEST_TREE:
+            raise Unreadable(f"more than {LARGEST_TREE:,} values", self.get_mark())
+        return super().compose_node(parent, index)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -102,8 +110,8 @@ def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple
     for child in children:
         more, levels = _measure(child, known)
         size, depth = size + more, max(depth, levels + 1)
-        if size > LARGEST_TREE or depth > _DEEPEST:
-            what = f"more than {LARGEST_TREE:,} values" if size > LARGEST_TREE else f"more than {_DEEPEST} levels"
+        if size > LARGEST_TREE or depth > DEEPEST:
+            what = f"more than {LARGEST_TREE:,} values" if size > LARGEST_TREE else f"more than {DEEPEST} levels"
             raise Unreadable(f"{what}, aliases written out", node.start_mark)
     known[id(node)] = size, depth
     return size, depth

@@ -3,38 +3,36 @@
 tokens.bin, tokens.idx  Megatron's format, a document per conversation, int32; a target is stored as ~id
 places.txt              file and line of each
 answers.bin             a byte for each: 1 where the answer is good, and 2 more where it is no half of a pair
-report.json             how many were kept and dropped, and why
+report.json             how many were kept and dropped, and why; keys that nothing reads
 """
 
 import hashlib
 import json
-import re
 import shutil
 import sys
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from crosstrain.corpus import io
-from crosstrain.corpus.conversations import Row, conversation, preferences, rows
+from crosstrain.corpus.conversation_files import Row, rows
+from crosstrain.corpus.conversations import Conversation, conversations
 from crosstrain.corpus.download import download
 from crosstrain.corpus.pool import CorpusStage, WorkerPool, cores
 from crosstrain.corpus.prepare import new_folder, output_lock
-from crosstrain.data.chat_template import ChatError, ChatTemplate, TrainOn
+from crosstrain.data.chat_template import ChatError, ChatTemplate, TrainOn, refuse_if
 from crosstrain.data.indexed_dataset import TokenWriter
+from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils import storage
 from crosstrain.utils.errors import DataError, first_line
 from crosstrain.utils.files import cache_folder, write_json
-from crosstrain.utils.resource_limits import OutOfTime, timed
+from crosstrain.utils.limited_process import LimitedProcess
 
-_FORMAT = 3  # of the folder; another number makes it anew
-_SECONDS = 20  # of computing time for a row
+_FORMAT = 4  # of the folder; another number makes it anew
 _AT_ONCE = 256  # rows of a worker's item
 _WORTH_WORKERS = 1 << 22  # bytes of conversations that take longer than it takes workers to start
-_NAMED = 1000  # dropped rows in the report
 
 
 @dataclass(frozen=True)
@@ -50,45 +48,56 @@ class ChatSource:
 
 
 _Tokens = tuple[list[int], bool]  # of a conversation, targets as ~id, and whether its answer is good
+_Result = tuple[
+    list[_Tokens] | str, set[str]
+]  # of a row: its conversations or a reason, and its keys that nothing reads
 
 
 @dataclass(frozen=True)
-class _Encode(CorpusStage[tuple[tuple[Row | str, str], ...], list[tuple[str, list[_Tokens] | str]]]):
+class _Encode(CorpusStage[tuple[tuple[Row | str, str], ...], list[tuple[str, _Result]]]):
     """Render and tokenize rows: their places, with conversations or a reason."""
 
     source: ChatSource
 
     def open(self) -> None:
-        global _template
+        global _template, _process
         _template = ChatTemplate(self.source.tokenizer)
+        _process = LimitedProcess(self._read, "")
 
-    def __call__(self, item: tuple[tuple[Row | str, str], ...]) -> list[tuple[str, list[_Tokens] | str]]:
-        return [(place, self._read(row)) for row, place in item]
+    def __call__(self, item: tuple[tuple[Row | str, str], ...]) -> list[tuple[str, _Result]]:
+        found = []
+        for row, place in item:
+            _process.name = f"{place}: the chat template or its tokenizer"
+            found.append((place, _process(row)))
+        return found
 
-    def _read(self, row: Row | str) -> list[_Tokens] | str:
+    def _read(self, row: Row | str) -> _Result:
         if isinstance(row, str):
-            return row
+            return row, set()
         try:
-            with timed(_SECONDS):
-                found = preferences(row) if self.source.preferences else [(*conversation(row), True)]
-                return [(self._tokens(messages, tools), good) for messages, tools, good in found]
-        except OutOfTime:
-            return f"the chat template takes more than {_SECONDS} seconds"
+            found, unread = conversations(row, self.source.preferences)
+            return [(self._tokens(conversation, unread), conversation.is_good) for conversation in found], unread
         except ChatError as error:
-            return str(error)
+            return str(error), set()
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:  # JSON may be anything
-            return f"it is malformed ({first_line(error)})"
+            return f"it is malformed ({first_line(error)})", set()
 
-    def _tokens(self, messages: list[Row], tools: list[Any] | None) -> list[int]:
-        encoded = _template.encode(messages, tools, self.source.train_on)
-        if len(encoded.ids) < 2:
-            raise ChatError("it has no token to be learned")
-        if len(encoded.ids) - 1 > self.source.max_tokens:
-            raise ChatError(f"it has {len(encoded.ids) - 1} tokens, and seq_length is {self.source.max_tokens}")
+    def _tokens(self, conversation: Conversation, unread: set[str]) -> list[int]:
+        messages = [
+            {key: value for key, value in turn if key in turn.model_fields_set} for turn in conversation.messages
+        ]
+        encoded = _template.encode(messages, conversation.tools or None, self.source.train_on)
+        unread |= encoded.unwritten
+        length = len(encoded.ids) - 1
+        refuse_if(length < 1, "it has no token to be learned")
+        refuse_if(
+            length > self.source.max_tokens, f"it has {length} tokens, and seq_length is {self.source.max_tokens}"
+        )
         return [~token if is_target else token for token, is_target in zip(encoded.ids, encoded.is_target, strict=True)]
 
 
 _template: ChatTemplate  # of a worker
+_process: LimitedProcess  # that renders by it
 
 
 def check_inputs(paths: Iterable[str]) -> None:
@@ -117,53 +126,39 @@ def prepare_chat(source: ChatSource) -> Path:
 
 
 def _write(folder: Path, source: ChatSource) -> None:
-    reasons, named, places, answers = Counter[str](), list[str](), list[str](), bytearray()
-    first = dict[str, str]()  # of each kind of reason, whose numbers may differ
+    audit, places, answers = RowAudit(), list[str](), bytearray()
     copies = folder / "copies"
     size = sum(entry[1] for path in source.paths for entry in _state(path))
     workers = cores() if size > _WORTH_WORKERS else 1
     with TokenWriter(folder / "tokens", "int32") as writer, WorkerPool(workers) as pool:
-        given = rows(_near(path, copies) for path in source.paths)
+        given = rows((_near(path, copies) for path in source.paths), source.preferences)
         for results in pool.run(_Encode(source), iter(lambda: tuple(islice(given, _AT_ONCE)), ())):
-            for where, found in results:
+            for where, (found, unread) in results:
                 place = where.removeprefix(f"{copies}/")
                 if not isinstance(found, str):
+                    audit.row(place, sorted(unread))
                     for tokens, good in found:
                         writer.add([tokens])
                         answers.append(good + 2 * (len(found) == 1))
                         places.append(place)
-                    continue
-                if not source.drop_unusable:
+                elif source.drop_unusable:
+                    audit.drop(place, found)
+                else:
                     raise DataError(f"{place}: {found}")
-                kind = re.sub(r"\d+", "N", found)
-                reasons[kind] += 1
-                first.setdefault(kind, f"{place}: {found}")
-                if len(named) < _NAMED:
-                    named.append(f"{place}: {found}")
     shutil.rmtree(copies, ignore_errors=True)
-    dropped = reasons.total()
+    audit.check(" and ".join(source.paths), 1.0)
     if not places:
-        where = " and ".join(source.paths)
-        why = (
-            f"none of {dropped} conversations can be used; the first: {named[0]}"
-            if named
-            else "no conversation is there"
-        )
-        raise DataError(f"{where}: {why}")
+        raise DataError(f"{' and '.join(source.paths)}: no conversation is there")
     (folder / "places.txt").write_text("".join(f"{place}\n" for place in places), encoding="utf-8")
     (folder / "answers.bin").write_bytes(answers)
-    kinds = [[count, first[kind]] for kind, count in reasons.most_common(100)]
-    report = {"conversations": len(places), "dropped": dropped, "kinds": kinds, "named": named}
-    write_json(folder / "report.json", report)
+    write_json(folder / "report.json", {"conversations": len(places), **audit.plain})
 
 
-def dropped_rows(folder: Path) -> str:
-    """Say how many conversations of a prepared folder are dropped, and why; nothing where all are there."""
-    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    dropped = report["dropped"]
-    why = "; ".join(f"{count} such as {first}" for count, first in report["kinds"][:3])
-    total = dropped + report["conversations"]
-    return f"{dropped} of {total} conversations are dropped, {why}; see {folder / 'report.json'}" if dropped else ""
+def row_audit(folder: Path, ignore_columns: Sequence[str]) -> RowAudit:
+    """Return the account of the rows of a prepared folder."""
+    audit = RowAudit(ignore_columns)
+    audit.add(json.loads((folder / "report.json").read_text(encoding="utf-8")))
+    return audit
 
 
 def _state(path: str) -> list[list[Any]]:

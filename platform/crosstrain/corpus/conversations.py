@@ -1,199 +1,263 @@
-"""Conversations in the layouts that are published: OpenAI's messages, prompt and completion, ShareGPT, Alpaca."""
+"""Conversations in one normal form, into which every published layout is brought."""
 
-import ast
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from crosstrain.corpus import io
-from crosstrain.data.chat_template import ChatError
-from crosstrain.utils.errors import DataError
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-Row = dict[str, Any]
-_SPEAKERS = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
-    "chatgpt": "assistant", "bot": "assistant", "system": "system", "tool": "tool", "observation": "tool",
-    "function_response": "tool", "developer": "developer",
-}  # fmt: skip
-_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
-_SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?![A-Za-z])")  # as the hub's files begin
+from crosstrain.corpus.conversation_files import Row
+from crosstrain.data.chat_template import ChatError, refuse_if
+from crosstrain.utils import paths
+
+_KEYS = yaml.safe_load((paths.home() / "configs" / "conversation_keys.yaml").read_text(encoding="utf-8"))
+_SYSTEM = ("system", "developer")  # roles
 
 
-def rows(paths: Iterable[str]) -> Iterator[tuple[Row | str, str]]:
-    """Yield the rows of files and folders, and of `docstrings`, with their places.
+class Turn(BaseModel):
+    """A turn in OpenAI's form. Its text is null beside calls only; with weight 0 it is not learned.
 
-    For a line that is no JSON object, the reason takes its place. Raises DataError for a file that is missing or
-    damaged as a whole, or of another kind.
+    Keys of no layout stay as they are, for templates that read them.
     """
-    for item in paths:
-        if item == "docstrings":
-            yield from _docstrings()
-            continue
-        path = io.existing(item)
-        if path.is_dir() and (path / "state.json").is_file():
-            yield from ((_given(row), f"{path}, row {number}") for number, row in enumerate(io.saved_dataset(path)))
-            continue
-        files = [file for file in io.files_below(path) if io.has_suffix(file, _SUFFIXES)] if path.is_dir() else [path]
-        splits = {found[1] for file in files if (found := _SPLIT.match(file.name))}
-        if (path / "dataset_dict.json").is_file() or len(splits) > 1:
-            raise DataError(f"{path} holds several splits: name the files or the folder of one")
-        if not files:
-            raise io.nothing_in(path, " or ".join(_SUFFIXES))
-        for file in files:
-            yield from _parquet(file) if io.has_suffix(file, (".parquet",)) else _json(file)
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    weight: Literal[0, 1] | None = None
 
 
-def _json(file: Path) -> Iterator[tuple[Row | str, str]]:
-    with io.opened(file) as stream:
-        data = stream.read()
-    if data.lstrip()[:1] == b"[":
+class Conversation(BaseModel):
+    """Turns, the tools that they may call, and if the last answer is a good one."""
+
+    messages: list[Turn]
+    tools: list[dict[str, Any]]
+    is_good: bool
+
+
+def conversations(row: Row, ranked: bool = False) -> tuple[list[Conversation], set[str]]:
+    """Bring a row into the normal form; returns its conversations, and the paths of its keys that nothing reads.
+
+    ranked: the last answers have a rank: a chosen and a rejected one, or one with a label. Raises ChatError for a row
+    that has none of the layouts, contradicts itself, or needs more than text.
+    """
+    reader = _RowReader(row)
+    answers = reader.answers() if ranked else {True: None}
+    asked = reader.turns(before_answers=None not in answers.values())
+    system = reader.side(reader.rest.pop("system", None) or [], "system")
+    made = []
+    for is_good, answer in answers.items():
+        turns = asked if answer is None else reader.answered(asked, reader.side(answer, "assistant"))
+        plain = {"messages": _with_system(turns, system), "tools": reader.one_list_of_tools(), "is_good": is_good}
         try:
-            found = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{file} is not JSON: {error}") from None
-        entries = ((_object(entry), f"{file}, entry {number}") for number, entry in enumerate(found))
-    else:
-        lines = enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1)
-        entries = ((_parsed(line), f"{file}:{number}") for number, line in lines if line.strip())
-    yield from entries
+            made.append(Conversation.model_validate(plain))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            raise ChatError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    return made, reader.unread | reader.rest.keys()
 
 
-def _parsed(line: bytes) -> Row | str:
-    try:
-        return _object(json.loads(line))
-    except (ValueError, RecursionError) as error:
-        return f"it is not JSON ({error})"
+class _RowReader:
+    """Takes a row apart. `rest` holds its columns not yet read, `unread` paths of other keys that nothing reads."""
+
+    def __init__(self, row: Row) -> None:
+        self.unread = set[str]()
+        columns = self._decoded(row, "")
+        if "preferred_output" in columns:  # OpenAI's, which has the turns and tools in its input
+            columns |= columns.pop("input", {})
+        self.rest = _renamed(columns, _KEYS["columns"])
+        _refuse_media(self.rest)
+        self.tools = [self.rest.pop("tools", [])]  # the column's, and those of turns
+
+    def answers(self) -> dict[bool, Any]:
+        """Take the answers by whether they are good; null for one that the turns have."""
+        for _, column in _KEYS["pairs"]:
+            match self.rest.get(column):
+                case [str(good), str(bad)]:
+                    self.rest |= {"chosen": good, "rejected": bad}
+                    del self.rest[column]
+        if "chosen" in self.rest and "rejected" in self.rest:
+            return {True: self.rest.pop("chosen"), False: self.rest.pop("rejected")}
+        label = str(self.rest.pop("label", None)).lower()
+        refuse_if(
+            label not in _KEYS["labels"],
+            "it has neither chosen and rejected, nor prompt, completion and label, which is true or false, or 1 or 0",
+        )
+        return {_KEYS["labels"][label]: None}
+
+    def turns(self, before_answers: bool) -> list[Row]:
+        """Take the turns; those before ranked answers may be none."""
+        asked = [pair for pair in _KEYS["pairs"] if self.rest.get(pair[0])]
+        pairs = asked if before_answers else [pair for pair in _KEYS["pairs"] if self.rest.keys() >= set(pair)]
+        if "messages" in self.rest and not (before_answers and pairs):
+            messages = self.rest.pop("messages")
+            refuse_if(not isinstance(messages, list) or not messages, "messages is no list of turns")
+            return self.side(messages, "")
+        refuse_if(
+            not pairs and not before_answers,
+            f"it has {', '.join(map(str, self.rest)) or 'no keys'}, and none of messages, conversations, prompt and "
+            f"completion, question and answer, or instruction and output",
+        )
+        if not pairs:
+            return []
+        question, answer = pairs[0]
+        text = self.rest.pop(question)
+        if question == "instruction":
+            text = "\n\n".join(filter(None, (text, self.rest.pop("input", None))))
+        turns = []
+        for exchange in self.rest.pop("history", []):
+            match exchange:
+                case [earlier, reply]:
+                    turns += self.side(earlier, "user") + self.side(reply, "assistant")
+                case _:
+                    turns += self.side([exchange], "")
+        turns += self.side(text, "user")
+        return turns if before_answers else turns + self.side(self.rest.pop(answer), "assistant")
+
+    def answered(self, asked: list[Row], answer: list[Row]) -> list[Row]:
+        """Put an answer behind the turns before it, which it repeats if it is a whole conversation."""
+        refuse_if(
+            not answer or answer[-1]["role"] != "assistant",
+            "the last turn of chosen or rejected is not the assistant's",
+        )
+        if answer[0]["role"] == "assistant":
+            refuse_if(not asked, "it has no prompt")
+            return asked + answer
+        before, own = ([turn for turn in turns if turn["role"] not in _SYSTEM] for turns in (asked, answer))
+        if before != own[: len(before)]:
+            self.unread.add("the prompt beside whole conversations")
+        return _with_system(answer, [turn for turn in asked if turn["role"] in _SYSTEM])
+
+    def side(self, given: Any, role: str) -> list[Row]:
+        """Bring turns, one turn, or the text of one into the normal form."""
+        if not isinstance(given, (list, Mapping)):
+            given = {"role": role, "content": given}
+        return [self._turn(turn) for turn in _listed(given)]
+
+    def _turn(self, given: Any) -> Row:
+        refuse_if(
+            not isinstance(given, Mapping),
+            f"a turn is {type(given).__name__}, not an object with role and content",
+        )
+        turn: Row = {"content": None, **_renamed(given, _KEYS["turn"])}
+        said = str(turn.get("role")).lower()
+        refuse_if(
+            said not in _KEYS["roles"],
+            f"a turn has the role {turn.get('role')!r}; known: {', '.join(sorted(set(_KEYS['roles'].values())))}",
+        )
+        turn["role"] = _KEYS["roles"][said]
+        _refuse_media(turn)
+        self.tools.append(turn.pop("tools", []))
+        calls = [*_listed(turn.pop("tool_calls", [])), *_listed(turn.pop("function_call", []))]
+        if said in _KEYS["callers"]:
+            calls += _listed(self._decoded(turn["content"], "function_call", is_json=True))
+            turn["content"] = None
+        if isinstance(turn["content"], list):
+            turn["content"] = "".join(map(self._text, turn["content"]))
+        refuse_if(
+            not isinstance(turn["content"], str) and (turn["content"] is not None or not calls),
+            f"a turn of {turn['role']} has no text",
+        )
+        if calls:
+            turn["tool_calls"] = [self._call(call) for call in calls]
+        turn |= _weight(turn)
+        used = Turn.model_fields.keys() - (() if turn["role"] == "tool" else ("name", "tool_call_id"))
+        self.unread |= {f"messages.{key}" for key in turn.keys() - used}
+        self.unread |= {name for name in _KEYS["placeholders"] if name in (turn["content"] or "")}
+        return turn
+
+    def _text(self, part: Any) -> str:
+        refuse_if(
+            not isinstance(part, Mapping) or part.get("type", "text") != "text",
+            "a turn has parts that are not text",
+        )
+        self.unread |= {f"messages.content.{key}" for key in part.keys() - {"type", "text"}}
+        return str(part.get("text", ""))
+
+    def _call(self, call: Any) -> Row:
+        """Return a call in OpenAI's form, of one in this form or of its function only."""
+        function = _renamed(call.get("function", call), {"parameters": "arguments"})
+        name, arguments = function.get("name"), function.get("arguments", {})
+        refuse_if(
+            not isinstance(name, str) or not isinstance(arguments, Mapping),
+            f"a call of {name!r} has no name, or arguments that are no JSON object",
+        )
+        keys = (call.keys() | function.keys()) - {"type", "id", "function", "name", "arguments", "parameters"}
+        self.unread |= {f"messages.tool_calls.{key}" for key in keys}
+        made = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        return made | {key: call[key] for key in ("id",) if key in call}
+
+    def one_list_of_tools(self) -> list[Any]:
+        """Return the tools of all places, in OpenAI's form. Raises ChatError where places have different ones."""
+        lists = [[_tool(tool) for tool in _listed(tools)] for tools in self.tools if tools]
+        refuse_if(any(tools != lists[0] for tools in lists), "it names its tools twice, in different ways")
+        return lists[0] if lists else []
+
+    def _decoded(self, value: Any, key: str, is_json: bool = False, inside: bool = False) -> Any:
+        """Decode texts of JSON, and leave out keys that are null, as in a table where other rows have them.
+
+        is_json: a text is JSON. inside: the keys are no layout's, as in arguments.
+        """
+        if isinstance(value, str) and is_json:
+            try:
+                value = json.loads(value.strip() or "{}")
+            except ValueError:
+                raise ChatError(f"{key} is not JSON") from None
+        if isinstance(value, list):
+            return [self._decoded(inner, key, is_json, inside) for inner in value]
+        if not isinstance(value, Mapping):
+            return value
+        inside = inside or key in _KEYS["schemas"]
+        if inside and None in value.values():
+            self.unread.add("nulls")
+        texts = () if inside else _KEYS["json"].get(key, ())
+        kept = ((name, inner) for name, inner in value.items() if inner is not None)
+        return {name: self._decoded(inner, name, name in texts, inside) for name, inner in kept}
 
 
-def _object(entry: Any) -> Row | str:
-    return entry if isinstance(entry, dict) else "it is no JSON object"
-
-
-def _parquet(file: Path) -> Iterator[tuple[Row, str]]:
-    with io.parquet_table(file) as table:
-        entries = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches(1024))
-        yield from ((_given(row), f"{file}, row {number}") for number, row in enumerate(entries))
-
-
-def _docstrings() -> Iterator[tuple[Row, str]]:
-    """Questions about the functions and classes of Python's standard library, answered by their docstrings.
-
-    The rejected answer is another one's. Nothing is imported.
-    """
-    found: list[tuple[str, str, str]] = []
-    for file in sorted(Path(ast.__file__).parent.glob("[!_]*.py")):
-        for node in ast.parse(file.read_bytes()).body:
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-                text = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
-                if text:
-                    found.append((f"{file.stem}.{node.name}", text, f"{file}:{node.lineno}"))
-    for (name, text, place), (_, other, _) in zip(found, [*found[len(found) // 2 :], *found], strict=False):
-        asked = f"What does Python's {name} do?"
-        yield {"prompt": asked, "completion": text, "chosen": text, "rejected": other}, place
-
-
-def _given(value: Any) -> Any:
-    """A value without the nulls of a table, whose rows all have the keys of any."""
-    if isinstance(value, dict):
-        return {key: _given(inner) for key, inner in value.items() if inner is not None}
-    return [_given(inner) for inner in value] if isinstance(value, list) else value
-
-
-def preferences(row: Row) -> Iterator[tuple[list[Row], list[Any] | None, bool]]:
-    """Yield a row's conversations, with their tools and whether the last answer is good: chosen and rejected, or one.
-
-    Raises ChatError if the row has none of the layouts: chosen and rejected, whole or after a prompt or the turns of a
-    conversation, or prompt, completion and label.
-    """
-    if isinstance(row.get("label"), bool):
-        messages, tools = conversation(row)
-        yield messages, tools, row["label"]
-        return
-    if row.get("chosen") is None or row.get("rejected") is None:
-        raise ChatError("it has neither chosen and rejected, nor prompt, completion and label")
-    before = row.get("prompt") or row.get("question") or row.get("conversations") or row.get("messages") or []
-    asked = [_message(message) for message in _side(before, "user")] if before else []
-    for key in ("chosen", "rejected"):
-        answer = [row[key]] if isinstance(row[key], Mapping) else _side(row[key], "assistant")
-        messages, tools = conversation({"messages": answer, "tools": row.get("tools")})
-        if messages[0]["role"] == "assistant":  # otherwise it is a whole conversation, which a prompt repeats
-            if not asked:
-                raise ChatError("it has no prompt")
-            messages = asked + messages
-        if messages[-1]["role"] != "assistant":
-            raise ChatError(f"the last turn of {key} is not the assistant's")
-        yield messages, tools, key == "chosen"
-
-
-def conversation(row: Row) -> tuple[list[Row], list[Any] | None]:
-    """Return a row's messages as OpenAI writes them, and its tools. Raises ChatError if it has none of the layouts."""
-    tools = row.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except ValueError:
-            raise ChatError("its tools are not JSON") from None
-    return [_message(message) for message in _messages(row)], tools or None
-
-
-def _messages(row: Row) -> list[Any]:
-    if row.get("messages") is not None:
-        return _turns(row, "messages")
-    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    if row.get("conversations") is not None:
-        return system + _turns(row, "conversations")
-    for asked, answered in (("prompt", "completion"), ("question", "answer"), ("prompt", "response")):
-        if asked in row and answered in row:
-            return _side(row[asked], "user") + _side(row[answered], "assistant")
-    if "instruction" in row and "output" in row:
-        asked = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
-        before = system
-        for exchange in row.get("history") or []:
-            before += [
-                {"role": role, "content": text} for role, text in zip(("user", "assistant"), exchange, strict=False)
-            ]
-        return [*before, {"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
-    raise ChatError(
-        f"it has {', '.join(map(str, row)) or 'no keys'}, and none of messages, conversations, prompt and completion, "
-        f"question and answer, or instruction and output"
+def _with_system(turns: list[Row], system: list[Row]) -> list[Row]:
+    """Begin with a system turn of elsewhere. Raises ChatError where it contradicts one of the turns."""
+    said = [turn["content"] for turn in turns if turn["role"] in _SYSTEM]
+    refuse_if(
+        said and any(turn["content"] not in said for turn in system),
+        "its system column says other than its system turn; keep one of them",
     )
+    return turns if said else system + turns
 
 
-def _turns(row: Row, key: str) -> list[Any]:
-    if not isinstance(row[key], list) or not row[key]:
-        raise ChatError(f"{key} is no list of turns")
-    return row[key]
+def _weight(turn: Row) -> Row:
+    """Take the keys that tell if a turn is learned; returns it as a weight. Raises ChatError if they contradict."""
+    said = {key: turn.pop(key) for key in _KEYS["learned"] if key in turn}
+    refuse_if(not all(value in (0, 1) for value in said.values()), f"a turn has {said}; 0, 1, false and true are known")
+    weights = {int(value == _KEYS["learned"][key]) for key, value in said.items()}
+    refuse_if(len(weights) > 1, f"a turn has {said}, and so both that it is learned and that it is not")
+    return {"weight": min(weights)} if weights else {}
 
 
-def _side(given: Any, role: str) -> list[Any]:
-    return given if isinstance(given, list) else [{"role": role, "content": given}]
+def _renamed(given: Mapping[str, Any], names: dict[str, str]) -> Row:
+    """Give keys the names of the normal form, unless it has them already."""
+    made = dict(given)
+    for old, new in names.items():
+        if old in made and new not in made:
+            made[new] = made.pop(old)
+    return made
 
 
-def _message(given: Any) -> Row:
-    if not isinstance(given, Mapping):
-        raise ChatError(f"a turn is {type(given).__name__}, not an object with role and content")
-    message = {key: value for key, value in given.items() if value is not None}
-    role = message.pop("role", None) or message.pop("from", None)
-    content = message.pop("content", None)
-    content = message.pop("value", None) if content is None else content
-    if isinstance(content, list):
-        if not all(isinstance(part, Mapping) and part.get("type", "text") == "text" for part in content):
-            raise ChatError("a turn has parts that are not text")
-        content = "".join(str(part.get("text", "")) for part in content)
-    if role == "function_call":
-        return {"role": "assistant", "content": None, "tool_calls": [_call(content)]}
-    if not isinstance(role, str) or role not in _SPEAKERS:
-        raise ChatError(f"a turn has the role {role!r}; known: {', '.join(sorted(set(_SPEAKERS.values())))}")
-    if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
-        raise ChatError(f"a turn of {role} has no text")
-    return {"role": _SPEAKERS[role], "content": content} | message
+def _tool(tool: Row) -> Row:
+    """Return a tool in OpenAI's form, in which a function is one kind of tool."""
+    if "function" in tool or "name" not in tool:
+        return tool
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
 
 
-def _call(text: Any) -> Row:
-    try:
-        return {"type": "function", "function": dict(json.loads(text))}
-    except (TypeError, ValueError):
-        raise ChatError("a function_call is not JSON") from None
+def _listed(given: Any) -> list[Any]:
+    return [given] if isinstance(given, Mapping) else given
+
+
+def _refuse_media(given: Row) -> None:
+    for key in _KEYS["media"]:
+        refuse_if(given.get(key), f"it has {key}, and this dataset reads text only; others read images")

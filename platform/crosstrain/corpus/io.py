@@ -4,47 +4,83 @@ import bz2
 import gzip
 import lzma
 import os
+import re
 import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any, cast
 
-from crosstrain.utils.errors import DataError, first_line
+from crosstrain.utils.errors import DataError, first_line, os_errors_as
 from crosstrain.utils.files import open_regular
 from crosstrain.utils.optional_deps import require
 from crosstrain.utils.paths import near
 
-_OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": None}
 _MAX_RATIO, _SMALL = 250, 64 << 20  # decompressed bytes per byte of the file, and of any file
 _MAX_READ = 2 << 30  # bytes of a compressed file that one `read()` may return
+_MEMORY, _SECONDS = 3 << 28, 60  # of a step of reading a table
+_VALUE = 16  # bytes that a value of a table counts at least
+_WINDOW = 31  # log2 of the bytes that zstd may look back: the most that its format has, `zstd --long=31`
+HEAD = 4096  # bytes of a file's content that show its kind
+_PACKED = {
+    ".gz": rb"\x1f\x8b", ".bz2": rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", ".xz": rb"\xfd7zXZ\0|\]\0\0[\0-\x80]",
+    ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", ".utf-32": rb"\xff\xfe\0\0|\0\0\xfe\xff",
+    ".utf-16": rb"\xff\xfe|\xfe\xff",
+}  # fmt: skip
+# Endings of a compression and of parts: .jsonl.gz, .jsonl.1, .json-00000-of-00010, .xml-p1p41242.bz2.
+_PART = re.compile(r"(\.(gz|bz2|xz|lzma|zst)|[._-]\d+(-of-\d+)?|-p\d+p\d+)*$")
 
 
 def is_compressed(path: Path) -> bool:
-    """Tell by its suffix whether a file is compressed."""
-    return path.suffix.lower() in _OPENERS
+    """Tell whether a file is compressed or in UTF-16 or UTF-32, so that it can be read from its beginning only."""
+    with os_errors_as(DataError, f"{path} cannot be read"):
+        return _packing(path) in _OPENERS
+
+
+def _packing(path: Path) -> str:
+    """Return the suffix of the compression or encoding that a file's first bytes show, or else its name's suffix."""
+    with open_regular(path) as file:
+        head = file.read(16)
+    return next((suffix for suffix, sign in _PACKED.items() if re.match(sign, head, re.DOTALL)), path.suffix.lower())
+
+
+def _open_wide(path: Path, _: str) -> BytesIO:
+    """Open a file of UTF-16 or UTF-32 as UTF-8."""
+    return BytesIO(path.read_bytes().decode(_packing(path)[1:]).encode())
+
+
+_OPENERS: dict[str, Any] = {
+    ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".lzma": lzma.open, ".zst": None, ".utf-16": _open_wide,
+    ".utf-32": _open_wide,
+}  # fmt: skip
 
 
 def has_suffix(path: Path, suffixes: tuple[str, ...]) -> bool:
-    """Tell whether a file's name, without the suffix of a compression, ends with one of `suffixes`."""
-    name = path.stem if is_compressed(path) else path.name
-    return bool(suffixes) and name.lower().endswith(suffixes)
+    """Tell whether a file's name ends with one of `suffixes`, before endings of a compression and of parts."""
+    return bool(suffixes) and _PART.sub("", path.name.lower()).endswith(suffixes)
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading, decompressed by its suffix. DataError if it is missing, truncated or damaged."""
-    opener, damage = _OPENERS.get(path.suffix.lower(), open), cast("type[Exception]", ValueError)
+    """Open a file for reading: decompressed, and in UTF-8 where its byte order mark tells UTF-16 or UTF-32.
+
+    DataError if it is missing, truncated or damaged.
+    """
+    damage = cast("type[Exception]", ValueError)
     try:
-        open_regular(path).close()  # refuses pipes, sockets and devices
+        packing = _packing(path)  # refuses pipes, sockets and devices
+        opener, options = _OPENERS.get(packing, open), {}
         if opener is None:
             module = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
             zstd = require(module, f"reading {path}")
             opener, damage = zstd.open, zstd.ZstdError
-        with opener(path, "rb") as stream:
-            yield cast("IO[bytes]", _Decompressed(stream, path, damage)) if is_compressed(path) else stream
+            options = {"options": {zstd.DecompressionParameter.window_log_max: _WINDOW}}
+        with opener(path, "rb", **options) as stream:
+            yield cast("IO[bytes]", _Decompressed(stream, path, damage)) if packing in _OPENERS else stream
     except FileNotFoundError:
         raise DataError(f"{path} does not exist") from None
     except EOFError:
@@ -77,17 +113,72 @@ class _Decompressed:
         return data
 
 
+def lines(stream: IO[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a stream with their ends, reading little ahead."""
+    held = bytearray()
+    while block := stream.read(1 << 20):
+        first, *more = block.split(b"\n")
+        held += first
+        for part in more:
+            yield bytes(held) + b"\n"
+            held[:] = part
+    yield bytes(held)
+
+
 @contextmanager
-def parquet_table(file: Path) -> Iterator[Any]:
-    """Open a Parquet file with pyarrow. DataError if it, or data read from it in the block, is damaged."""
+def bounded(path: Path, more: int = 0) -> Iterator[None]:
+    """Limit the memory and the computing time of a step of reading. `more`: bytes beyond those that any step may take.
+
+    DataError where a limit is reached.
+    """
+    from crosstrain.utils.resource_limits import OutOfTime, at_most  # it imports torch
+
+    try:
+        with at_most(_MEMORY + more, _SECONDS):
+            yield
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from None
+    except (MemoryError, OutOfTime):
+        raise DataError(
+            f"{path} takes more than {_MEMORY >> 20} MiB or {_SECONDS} seconds for a few rows, as no text does"
+        ) from None
+
+
+@contextmanager
+def parquet_table(file: Path) -> Iterator[SimpleNamespace]:
+    """Open a Parquet file with pyarrow: its metadata, schema_arrow and iter_batches, in batches of bounded size.
+
+    A few bytes of it can stand for gigabytes. DataError if it, or data read from it in the block, is damaged or too
+    large.
+    """
     pyarrow, parquet = require("pyarrow", f"reading {file}"), require("pyarrow.parquet", f"reading {file}")
     try:
-        table = parquet.ParquetFile(pyarrow.OSFile(os.fsencode(file)))  # names need not be UTF-8
+        with bounded(file):
+            # Names need not be UTF-8. With a buffer a row group is not held as a whole.
+            table = parquet.ParquetFile(pyarrow.OSFile(os.fsencode(file)), buffer_size=1 << 20)
+        left = max(_SMALL, _MAX_RATIO * file.stat().st_size)
+        groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
+        parts = [group.column(number) for group in groups for number in range(table.metadata.num_columns)]
+        left -= sum(part.total_uncompressed_size + _VALUE * part.num_values for part in parts)
+
+        def batches(rows: int = 128, **chosen: Any) -> Iterator[Any]:
+            nonlocal left
+            found = table.iter_batches(batch_size=rows, use_threads=False, **chosen)
+            while True:
+                with bounded(file):
+                    batch = next(found, None)
+                if batch is None:
+                    return
+                left -= batch.nbytes
+                if left < 0:
+                    raise DataError(f"{file} becomes more than {_MAX_RATIO} times as large as it is, as no text does")
+                yield batch
+
         try:
-            yield table
+            yield SimpleNamespace(metadata=table.metadata, schema_arrow=table.schema_arrow, iter_batches=batches)
         finally:
             table.close(force=True)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} is not a readable Parquet file: {first_line(error)}") from None
 
 
@@ -95,7 +186,10 @@ def saved_dataset(folder: Path) -> Any:
     """Open a folder that `datasets.save_to_disk` wrote. DataError if it is damaged."""
     library = require("datasets", f"reading {folder}")
     try:
-        return library.load_from_disk(str(folder))
+        with bounded(folder, sum(file.stat().st_size for file in folder.glob("*.arrow"))):
+            return library.load_from_disk(str(folder))
+    except DataError:
+        raise
     except Exception as error:  # whatever of its many parts finds fault
         raise DataError(f"{folder} cannot be read as a Hugging Face dataset: {error}") from None
 

@@ -4,9 +4,11 @@ Broder 1997 for the signatures, Leskovec, Rajaraman and Ullman, Mining of Massiv
 """
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from crosstrain.corpus.options import NearOptions
 from crosstrain.corpus.pool import CorpusStage
@@ -20,11 +22,7 @@ _FOUND = 0.99  # of the pairs at the threshold; those above are found more surel
 _PARTNERS = 8  # of a document in one bucket: the first ones there, and those just before it
 _CACHED = 64 << 20  # bytes of shingle sets that are kept for the next comparisons
 _ODD = np.uint64(0x9FB21C651E98DF25)
-_BASE = np.uint64(0xD6E8FEB86659FD93)  # odd, so that it has an inverse modulo 2^64
-_INVERSE = np.uint64(pow(int(_BASE), -1, 1 << 64))
 _STEP = 0xA0761D6478BD642F
-_VALUES = np.random.default_rng(GOLDEN_RATIO).integers(0, 1 << 64, 256, dtype=np.uint64)  # for each byte
-_SPACES = np.isin(np.arange(256), list(b" \t\n\v\f\r"))
 
 
 def banding(options: NearOptions) -> tuple[int, int]:
@@ -156,23 +154,11 @@ def jaccard(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def _words(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (hash of each word, number of its document)."""
-    parts = [text.lower().encode() for text in texts]
-    data = np.frombuffer(b" ".join(parts) + b" ", np.uint8)
-    ends = np.cumsum([len(part) + 1 for part in parts])
-    inside = np.concatenate(([False], ~_SPACES[data]))
-    edges = np.flatnonzero(inside[1:] != inside[:-1])
-    begin, end = edges[0::2], edges[1::2]
-    # The sum of value * base^position over a word, divided by base^(its position): a polynomial in the base.
-    powers = np.full(len(data), _BASE)
-    powers[0] = 1
-    np.multiply.accumulate(powers, out=powers)
-    sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(_VALUES[data] * powers, dtype=np.uint64)))
-    inverse = np.full(len(data), _INVERSE)
-    inverse[0] = 1
-    np.multiply.accumulate(inverse, out=inverse)
-    words = (sums[end] - sums[begin]) * inverse[begin] if len(begin) else np.zeros(0, np.uint64)
-    return splitmix64(words + np.uint64(GOLDEN_RATIO)), np.searchsorted(ends, begin, side="right")
+    """Return (hash of each word, number of its document). Words end at any white space of Unicode."""
+    parts = [text.lower().split() for text in texts]
+    owner = np.repeat(np.arange(len(texts)), [len(part) for part in parts])
+    hashes = map(xxh3_64_intdigest, map(str.encode, chain.from_iterable(parts)))
+    return np.fromiter(hashes, np.uint64, len(owner)), owner
 
 
 def _characters(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:

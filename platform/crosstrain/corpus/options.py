@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
-from crosstrain.config.bounds import FilePath, NonNegativeInt, Text
+from crosstrain.config.bounds import FilePath, Fraction, NonNegativeInt, Text
 from crosstrain.config.schema import Component, OptionError, to_plain
 
 
@@ -37,6 +37,10 @@ class PrepareOptions:
     input: Text | list[Text | Annotated[Component, "reader"]]
     text_key: Text = "text"  # where a JSON line or a Parquet row keeps its text
     separator: Text | None = None  # cuts a .txt file into documents; None: a file is a document
+    # records without usable text: drop (or skip) counts and leaves them out, error stops at the first
+    unusable: Literal["error", "drop", "skip"] = "error"
+    max_dropped: Fraction = 0.1  # largest share of an input's records that may be dropped as unusable
+    ignore_columns: list[Text] = field(default_factory=list)  # columns beside the text whose loss is intended
     clean: list[Annotated[Component, "processor"]] = field(default_factory=list)  # filters in this order
     dedup: DedupOptions | None = None  # drop repeated documents
     tokenizer: FilePath | None = None  # a Hugging Face name, a folder or a tokenizer.json

@@ -100,12 +100,15 @@ class _Pipeline:
         folder = self.folder / "clean"
         folder.mkdir(parents=True, exist_ok=True)
         # The workers need no lists of files, which may be long.
-        stage = FilterStage(folder, [replace(source, files=None) for source in self.sources], self.filters)
+        stage = FilterStage(
+            folder, [replace(source, files=None) for source in self.sources], self.filters,
+            self.options.unusable != "error", self.options.ignore_columns,
+        )  # fmt: skip
         readers = [source.open() for source in self.sources]
         for reader in readers:
             reader.fetch(Path(self.options.downloads or self.folder / "fetched").expanduser(), self.progress)
         totals = [reader.size() for reader in readers]
-        counts = {source.label: Counts() for source in self.sources}
+        counts = {source.label: Counts(self.options.ignore_columns) for source in self.sources}
         handed_out: list[tuple[str, int]] = []  # (label, bytes) of each task
 
         def items() -> Iterator[tuple[int, Task]]:
@@ -126,6 +129,9 @@ class _Pipeline:
                 counts[label].add(report["counts"])
                 bar.update(size)
         for label, found in counts.items():
+            found.rows.check(label, self.options.max_dropped)
+            for notice in found.rows.notices():
+                _log.warning("%s: %s", label, notice)
             if not found.kept:
                 raise DataError(f"{label} holds no document: {found.all_dropped()}")
         inputs = {label: found.plain for label, found in counts.items()}

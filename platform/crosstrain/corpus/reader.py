@@ -6,7 +6,7 @@
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,19 +14,24 @@ from typing import Any, ClassVar
 from crosstrain.config.bounds import Text
 from crosstrain.corpus import io
 from crosstrain.corpus.download import download
+from crosstrain.corpus.kinds import kind_of
+from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils.errors import DataError
 from crosstrain.utils.storage import is_url
 
-_LOOK = 1 << 16  # bytes read at once in search of a separator
 TASK_BYTES = 8 << 20  # of input in a task: large enough to be worth a file of its own, small enough to be held
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text and its source, such as `dump/part-3.jsonl:17`."""
+    """A text and its source, such as `dump/part-3.jsonl:17`.
+
+    unread: names of columns, templates or other parts of its record that the reader left out.
+    """
 
     text: str
     source: str
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,12 +57,8 @@ class Chunk:
             return stream.read(self.stop - self.start)
 
     def text(self) -> str:
-        """Decode it, without the byte order mark of a file. DataError names the first byte that is not UTF-8."""
-        try:
-            text = self.read().decode()
-        except UnicodeDecodeError as error:
-            raise DataError(f"{self.file} is not UTF-8 text: invalid at byte {self.start + error.start}") from None
-        return text.removeprefix("\ufeff") if self.start == 0 else text
+        """Decode it from UTF-8, without the byte order mark of a file. `Reader.usable` refuses other bytes."""
+        return self.read().decode(errors="surrogateescape").removeprefix("" if self.start else "\ufeff")
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,18 @@ def check_column(table: object, names: list[str], column: str) -> None:
         raise DataError(f"{table} has no column {column!r}; it has {', '.join(names)}: set text_key")
 
 
-def cell(table: object, column: str, row: int, value: object) -> Document:
-    """Return the document of a table's row; null is an empty text. DataError for any other value that is no text."""
-    if value is not None and not isinstance(value, str):
-        raise DataError(f"column {column!r} of {table} holds {type(value).__name__}, not text (row {row})")
-    return Document(value or "", f"{table}, row {row}")
+def flaw(text: object) -> str:
+    """Return why a value is no text that can be tokenized; nothing if it is."""
+    if not isinstance(text, str):
+        return f"holds {type(text).__name__}, not text"
+    if (place := text.find("\0")) >= 0:
+        return f"holds a NUL character, as no text does, behind {text[max(0, place - 20) : place]!r}"
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # a byte that was no UTF-8, or half of a surrogate pair
+        valid = len(text[: error.start].encode())
+        return f"is not UTF-8 text: invalid at byte {valid}, as {text[error.start]!r}"
+    return ""
 
 
 class Reader(ABC):
@@ -95,8 +103,11 @@ class Reader(ABC):
 
     suffixes: ClassVar[tuple[str, ...]] = ()  # of the files that it reads where no reader is named
     shared_options: ClassVar[tuple[str, ...]] = ()  # options that a recipe sets for all its readers
+    contents: ClassVar[tuple[str, ...] | None] = None  # kinds of `kinds.py` that it reads; None: any
 
     fetch_counts: dict[str, int]  # numbers that `fetch` has for the report, by name
+    drops: RowAudit | None = None  # counts unusable records; None: the first is an error
+    chosen_by_ending = False  # the recipe does not name the reader: `contents` are checked
 
     def __init__(self, options: Any) -> None:
         self.options = options
@@ -121,6 +132,20 @@ class Reader(ABC):
     @abstractmethod
     def read(self, task: Task) -> Iterator[Document]:
         """Yield the documents of a task in order. DataError, with the place, for damaged input."""
+
+    def usable(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """Yield the documents that are text."""
+        for document in documents:
+            if reason := flaw(document.text):
+                self.unusable(document.source, reason)
+            else:
+                yield document
+
+    def unusable(self, source: str, reason: str) -> None:
+        """Count a record that cannot be used. DataError instead, unless the recipe drops such records."""
+        if self.drops is None:
+            raise DataError(f"{source} {reason}")
+        self.drops.drop(source, reason)
 
 
 class FileReader(Reader):
@@ -178,6 +203,8 @@ class FileReader(Reader):
         batch: list[Chunk] = []
         size = 0
         for file in self.files():
+            if self.chosen_by_ending and self.contents is not None:
+                self._check_content(file, self.contents)
             for chunk in self.chunks(file):
                 if batch and size + chunk.stop - chunk.start > TASK_BYTES:
                     yield _task(batch, size)
@@ -187,9 +214,32 @@ class FileReader(Reader):
         if batch:
             yield _task(batch, size)
 
+    def _check_content(self, file: Path, contents: tuple[str, ...]) -> None:
+        kind, advice = kind_of(file)
+        if kind and kind not in contents:
+            wanted = "/".join(self.suffixes)
+            raise DataError(
+                f"the content of {file} ({kind}) is not what its ending ({wanted}) says: {advice}; or name its reader,"
+                f" as {{name: ..., path: {file}}}"
+            )
+
     def read(self, task: Task) -> Iterator[Document]:
         for chunk in task.payload:
-            yield from self.read_chunk(chunk)
+            yield from self.usable(self.read_chunk(chunk))
+
+
+class ColumnReader(FileReader):
+    """A reader of files of rows, each with its text under a key."""
+
+    shared_options = ("text_key",)
+
+    @dataclass
+    class Options(FileReader.Options):
+        """Files to read, and the key of the text."""
+
+        text_key: Text = "text"  # the key or the column of the text
+
+    options: Options
 
 
 def _task(chunks: list[Chunk], size: int) -> Task:
@@ -206,29 +256,7 @@ def split_file(file: Path, separator: bytes, size: int | None = None) -> Iterato
     A chunk of a compressed file carries its bytes, because such a file can only be read from the beginning. One chunk
     is held at a time.
     """
-    split = _split_compressed if io.is_compressed(file) else _split_plain
-    yield from split(file, separator, size or TASK_BYTES)
-
-
-def _split_plain(file: Path, separator: bytes, size: int) -> Iterator[Chunk]:
-    end, start = file.stat().st_size, 0
-    with io.opened(file) as stream:
-        while start < end:
-            least = min(start + size, end)
-            position = max(start, least - 2 * len(separator))
-            stream.seek(position)
-            near, stop = stream.read(_LOOK), -1
-            while (stop := _boundary(near, separator, least - position)) < 0:
-                more = stream.read(len(near))
-                if not more:
-                    break
-                near += more
-            stop = end if stop < 0 else position + stop
-            yield Chunk(file, start, stop)
-            start = stop
-
-
-def _split_compressed(file: Path, separator: bytes, size: int) -> Iterator[Chunk]:
+    size, sought = size or TASK_BYTES, not io.is_compressed(file)
     start, held, least = 0, bytearray(), size
     with io.opened(file) as stream:
         while block := stream.read(size):
@@ -236,13 +264,13 @@ def _split_compressed(file: Path, separator: bytes, size: int) -> Iterator[Chunk
             while len(held) >= least:
                 stop = _boundary(held, separator, least)
                 if stop < 0:
-                    least = 2 * len(held)
+                    least = len(held) + 1  # the rest was searched already
                     break
-                yield Chunk(file, start, start + stop, bytes(held[:stop]))
+                yield Chunk(file, start, start + stop, None if sought else bytes(held[:stop]))
                 del held[:stop]
                 start, least = start + stop, size
     if held:
-        yield Chunk(file, start, start + len(held), bytes(held))
+        yield Chunk(file, start, start + len(held), None if sought else bytes(held))
 
 
 def _boundary(data: bytes | bytearray, separator: bytes, least: int) -> int:

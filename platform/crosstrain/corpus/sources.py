@@ -1,5 +1,6 @@
 """Resolve the `input` of a recipe into readers and the files for each."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import groupby
@@ -10,12 +11,13 @@ from urllib.parse import urlsplit
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Checker, Component, options_class, to_plain
 from crosstrain.corpus import io
+from crosstrain.corpus.kinds import kind_of
 from crosstrain.corpus.reader import Reader
 from crosstrain.utils import storage
 from crosstrain.utils.errors import ConfigError, DataError, UserError
 
 Input = str | Component | list[str | Component]
-_ANY_FILE = "text"  # the reader of a file that is named and that no reader claims
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,14 @@ class InputSource:
     options: dict[str, Any]
     label: str
     files: tuple[Path, ...] | None = None  # set where a search has found them already
+    chosen_by_ending: bool = True  # False: the recipe names the reader
 
     def open(self) -> Reader:
         """Make the reader."""
         cls = registry.get("reader", self.reader)
         checker = Checker(lambda key: f"reader {self.reader}: {'.'.join(key)}")
         reader = cls(checker.dataclass(options_class("reader", cls), self.options, ()))
+        reader.chosen_by_ending = self.chosen_by_ending
         if self.files is not None:
             reader.known_files = list(self.files)
         return reader
@@ -52,7 +56,7 @@ def sources(given: Input, settings: dict[str, Any]) -> list[InputSource]:
 def _resolve(item: str | Component, settings: dict[str, Any]) -> Iterator[InputSource]:
     if isinstance(item, Component):
         options = to_plain(item.options) or {}
-        yield InputSource(item.name, options, str(options.get("path", item.name)))
+        yield InputSource(item.name, options, str(options.get("path", item.name)), chosen_by_ending=False)
         return
 
     def source(name: str, path: str | None = item, files: tuple[Path, ...] | None = None) -> InputSource:
@@ -66,26 +70,39 @@ def _resolve(item: str | Component, settings: dict[str, Any]) -> Iterator[InputS
             yield source(item, None)
             return
     if storage.is_url(item) and item.endswith("/"):
-        inside = [name for name in sorted(storage.files(item)) if _by_suffix(Path(name))]
+        names = sorted(storage.files(item))
+        inside = [name for name in names if _by_suffix(Path(name))]
         if not inside:
             raise DataError(f"{item} holds no file that a reader reads")
+        _name_others(item, [name for name in names if name not in inside])
         for name in inside:
             yield from _resolve(storage.join(item, name), settings)
         return
-    if storage.is_url(item):
-        yield source(_by_suffix(Path(urlsplit(item).path)) or _ANY_FILE)
-        return
-    path = io.existing(item)
-    reader = _claiming(path) or (_ANY_FILE if path.is_file() else None)
+    is_url = storage.is_url(item)
+    path = Path(urlsplit(item).path) if is_url else io.existing(item)
+    reader = _by_suffix(path) if is_url else _claiming(path)
     if reader is not None:
         yield source(reader)
         return
-    found = [(file, owner) for file in io.files_below(path) if (owner := _claiming(file))]
+    suffixes = sorted({suffix for cls in _readers().values() for suffix in cls.suffixes})
+    wanted = ", ".join(suffixes[:-1]) + " or " + suffixes[-1]
+    if is_url or path.is_file():
+        kind, advice = ("", "") if is_url else kind_of(path)
+        about = f"is of the kind {kind}: {advice}" if kind else "is of no known kind: rename it"
+        raise DataError(f"{item} {about}; or name its reader, as {{name: text, path: {item}}}; known endings: {wanted}")
+    owners = {file: _claiming(file) for file in io.files_below(path)}
+    found = [(file, owner) for file, owner in owners.items() if owner]
     if not found:
-        suffixes = sorted({suffix for cls in _readers().values() for suffix in cls.suffixes})
-        raise io.nothing_in(path, ", ".join(suffixes[:-1]) + " or " + suffixes[-1])
+        raise io.nothing_in(path, wanted)
+    _name_others(item, [file.name for file, owner in owners.items() if not owner])
     for owner, group in groupby(found, key=lambda pair: pair[1]):
         yield source(owner, files=tuple(file for file, _ in group))
+
+
+def _name_others(folder: str, names: list[str]) -> None:
+    """Log the files in a folder that no reader reads by their ending."""
+    if names:
+        _log.warning("%s: %d files are not read, such as %s: no reader has that ending", folder, len(names), names[0])
 
 
 def _by_suffix(name: Path) -> str | None:

@@ -27,6 +27,8 @@ class FilterStage(CorpusStage[tuple[int, Task], dict[str, Any]]):
     folder: Path
     sources: list[InputSource]
     clean: list[dict[str, Any]]  # the filters as plain data
+    drop_unusable: bool
+    ignore_columns: list[str]
     readers: dict[int, Reader] = field(default_factory=dict)
 
     def open(self) -> None:
@@ -35,7 +37,8 @@ class FilterStage(CorpusStage[tuple[int, Task], dict[str, Any]]):
     def shard(self, source: int, task: Task) -> CorpusShard:
         """Return the shard of a task. Its name changes with everything that decides its content."""
         options = {name: value for name, value in self.sources[source].options.items() if name != "path"}
-        return CorpusShard(self.folder, key_of(2, self.sources[source].reader, options, self.clean, task.key))
+        rules = [self.clean, self.drop_unusable, self.ignore_columns]
+        return CorpusShard(self.folder, key_of(3, self.sources[source].reader, options, rules, task.key))
 
     def __call__(self, item: tuple[int, Task]) -> dict[str, Any]:
         source, task = item
@@ -44,11 +47,13 @@ class FilterStage(CorpusStage[tuple[int, Task], dict[str, Any]]):
             return done
         if source not in self.readers:
             self.readers[source] = self.sources[source].open()
-        counts = Counts()
+        counts = Counts(self.ignore_columns)
+        self.readers[source].drops = counts.rows if self.drop_unusable else None
         return shard.write(self._kept(self.readers[source], task, counts), {"counts": counts.plain})
 
     def _kept(self, reader: Reader, task: Task, counts: Counts) -> Iterator[tuple[bytes, str]]:
-        for document in reader.read(task):
+        for document in reader.usable(reader.read(task)):
+            counts.rows.row(document.source, document.unread)
             text: str = document.text
             if not text or text.isspace():
                 counts.plain["blank"] += 1

@@ -1,11 +1,13 @@
 """Count the documents that each step reads, drops and changes, with examples, and the lengths of documents."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils.drawing import picture
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.files import write_json
@@ -22,10 +24,16 @@ def size_of(text: str) -> int:
 
 
 class Counts:
-    """Counts of one shard, or of several added up. `plain` is their JSON form; blank documents are skipped."""
+    """Counts of one shard, or of several added up. `plain` is their JSON form; blank documents are skipped.
 
-    def __init__(self) -> None:
-        self.plain: dict[str, Any] = {"blank": 0, "documents": 0, "bytes": 0, "dropped": {}, "changed": {}}
+    `rows` counts records: those that a reader cannot use, and their parts that it does not read.
+    """
+
+    def __init__(self, ignore_columns: Sequence[str] = ()) -> None:
+        self.rows = RowAudit(ignore_columns)
+        self.plain: dict[str, Any] = {
+            "blank": 0, "documents": 0, "bytes": 0, "dropped": {}, "changed": {}, "rows": self.rows.plain,
+        }  # fmt: skip
 
     def read(self, size: int) -> None:
         """Count a document of `size` bytes."""
@@ -51,6 +59,7 @@ class Counts:
 
     def add(self, other: dict[str, Any]) -> None:
         """Add the `plain` of other counts; call it in the order of the input."""
+        self.rows.add(other["rows"])
         for name in ("blank", "documents", "bytes"):
             self.plain[name] += other[name]
         for kind in ("dropped", "changed"):
@@ -101,14 +110,7 @@ def write_report(
     try:
         with picture(folder / "lengths.svg", 9, 3 * len(rows)) as figure:
             for axis, (unit, found) in zip(figure.subplots(len(rows), squeeze=False)[:, 0], rows.items(), strict=True):
-                axis.bar([_short(row["from"]) for row in found], [row["documents"] for row in found])
+                axis.bar([f"{row['from']:,}" for row in found], [row["documents"] for row in found])
                 axis.set(title=f"documents by length in {unit}", xlabel="from this length on", ylabel="documents")
     except UserError as error:  # matplotlib is missing; the numbers are there
         _log.warning("%s", error)
-
-
-def _short(number: int) -> str:
-    for shift, sign in ((30, "G"), (20, "M"), (10, "k")):
-        if number >> shift:
-            return f"{number >> shift}{sign}"
-    return str(number)

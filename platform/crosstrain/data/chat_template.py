@@ -1,14 +1,18 @@
 """Render conversations by the tokenizer's chat template, and find the tokens that the assistant writes."""
 
+import copy
 import itertools
+import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
+from crosstrain.data.template_library import lacking, template_library
 from crosstrain.data.tokenizer import stored_tokenizer
 from crosstrain.utils.errors import DataError, first_line
 
@@ -16,28 +20,29 @@ Message = Mapping[str, Any]  # role, content (text, or null beside tool_calls), 
 TrainOn = Literal["assistant", "last", "all"]
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_NO_THOUGHT = "<think></think>"  # which templates write before words without a thought, where white space is left out
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+# Written before words without a thought; the prompt may have begun it.
+_NO_THOUGHT = ("", "<think></think>", "</think>")
+_OPENING = 64  # characters of an answer that a prompt may write
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a turn; templates read one of them
 
 
 class ChatError(Exception):
     """A conversation that cannot be used, with the reason."""
 
 
+def refuse_if(is_wrong: object, reason: str) -> None:
+    """Raise ChatError with the reason where something is wrong with a conversation."""
+    if is_wrong:
+        raise ChatError(reason)
+
+
 @dataclass(frozen=True)
 class EncodedChat:
-    """A rendered conversation: its tokens, and a flag for each that is a target."""
+    """A rendered conversation: its tokens, a flag for each that is a target, and what the template leaves out."""
 
     ids: list[int]
     is_target: list[bool]
-
-
-@dataclass(frozen=True)
-class _Span:
-    """Characters [start, stop) of a rendered conversation that one turn of the assistant writes."""
-
-    start: int
-    stop: int
+    unwritten: frozenset[str] = frozenset()
 
 
 class ChatTemplate:
@@ -66,8 +71,8 @@ class ChatTemplate:
         self.backend.no_padding()
         added = self.backend.get_added_tokens_decoder().values()
         self._special = {token.content for token in added if token.special} | set(self.tokenizer.all_special_tokens)
-        alternatives = sorted(map(re.escape, self._special), key=len, reverse=True)
-        self._special_token = re.compile("|".join(alternatives) or r"(?!)")
+        texts = {text for token in self._special for text in (token, repr(token)[1:-1])}
+        self._special_token = re.compile("|".join(sorted(map(re.escape, texts), key=len, reverse=True)) or r"(?!)")
 
     # ---- rendering
 
@@ -81,120 +86,176 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         render: Callable[..., Any] = render_jinja_template
+        objects = [arguments for _, arguments in _calls(messages) if arguments and isinstance(arguments, Mapping)]
+        words = "".join(str(message.get("content")) for message in messages)
         try:
             texts, marks = render(
                 conversations=[list(messages)], tools=tools, add_generation_prompt=answering,
                 chat_template=self.tokenizer.get_chat_template(None, tools), return_assistant_tokens_mask=marked,
                 **self.tokenizer.special_tokens_map,
             )  # fmt: skip
+            if not any(str(arguments) in texts[0] and str(arguments) not in words for arguments in objects):
+                return texts[0], marks[0] if marked else []
+        except MemoryError:  # of a process with limits
+            raise
         except Exception as error:  # templates raise whatever they like
-            raise ChatError(f"the chat template refuses it ({first_line(error)})") from None
-        return texts[0], marks[0] if marked else []
+            if not objects:
+                raise ChatError(f"the chat template refuses it ({first_line(error)})") from None
+        # The template takes arguments as JSON: it fails on an object, or writes it as Python does.
+        return self._render(_with_json(messages), tools, answering, marked)
 
     # ---- targets
 
     def encode(
         self, messages: Sequence[Message], tools: list[Any] | None, train_on: TrainOn = "assistant"
     ) -> EncodedChat:
-        """Return tokens and targets: of the assistant's turns, of the last of them alone, or all tokens but the first.
+        """Return tokens and targets: of the assistant's turns, of the last of them only, or all tokens but the first.
 
-        Raises ChatError for a conversation without such turns, and where targets cannot be told from the rest.
+        Turns of weight 0 are no targets. Raises ChatError for a conversation without a target, and where targets cannot
+        be told from the rest.
         """
         self._check(messages, tools)
-        if train_on == "all":
-            ids = self._encode([self.render(messages, tools)])[0]
-            return EncodedChat(ids, [False] + [True] * (len(ids) - 1))
         own = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        if not own:
-            raise ChatError("no turn is the assistant's, so nothing is to be learned")
-        wanted = own[-1:] if train_on == "last" else own
-        marked = bool(_MARKED.search(self.tokenizer.get_chat_template(None, tools)))
+        weight = int(train_on != "all")  # of turns to look for: those that are learned, or those that are not
+        others = [n + 1 for n, m in enumerate(messages) if n not in own and m.get("weight") == weight]
+        refuse_if(
+            others, f"turns {others} have weight {weight}, which train_on: {train_on} takes of the assistant only"
+        )
+        wanted = [n for n in (own[-1:] if train_on == "last" else own) if messages[n].get("weight", 1) == weight]
+        refuse_if(
+            weight and not wanted,
+            f"no turn is the assistant's{' and has a weight above 0' if own else ''}, so nothing is to be learned",
+        )
+        marked = bool(wanted and _MARKED.search(self.tokenizer.get_chat_template(None, tools)))
         text, marks = self._render(messages, tools, False, marked)
-        if marked:
-            if len(marks) != len(own):
-                raise ChatError(f"the template marks {len(marks)} spans by generation, and {len(own)} turns are own")
-            spans = [_Span(*mark) for mark in (marks[-1:] if train_on == "last" else marks)]
-        else:
-            spans = [self._after_prompt(text, messages, number, tools) for number in wanted]
-        spans = [
-            self._with_end(text, span, messages[number], number, strict=not marked)
-            for span, number in zip(spans, wanted, strict=True)
-        ]
-        return self._tokens(text, spans)
+        refuse_if(
+            marked and len(marks) != len(own),
+            f"the template marks {len(marks)} spans by generation, and {len(own)} turns are own",
+        )
+        spans = []
+        for number in wanted:
+            span = marks[own.index(number)] if marked else self._after_prompt(text, messages, number, tools)
+            spans.append(self._with_end(text, span, messages[number], number, strict=not marked))
+        ids, found = self._tokens(text, spans)
+        is_target = found if weight else [False] + [not is_found for is_found in found[1:]]
+        return EncodedChat(ids, is_target, _unwritten(text, messages, tools))
+
+    @cached_property
+    def _advice(self) -> str:
+        names = [name for name, text in template_library().items() if not lacking(self.backend, text)]
+        return f"use a template with generation marks, such as chat_template: {' or '.join(names) or 'a file'}"
 
     def _check(self, messages: Sequence[Message], tools: list[Any] | None) -> None:
         parts = {"the tools": tools} | {f"turn {number}": message for number, message in enumerate(messages, 1)}
         for name, part in parts.items():
-            for text in _strings(part):
-                if found := self._special_token.search(text):
-                    raise ChatError(f"the words of {name} contain the special token {found.group()}")
+            if found := self._special_token.search(str(part)):
+                raise ChatError(f"the words of {name} contain the special token {found.group()}")
 
-    def _after_prompt(self, text: str, messages: Sequence[Message], number: int, tools: list[Any] | None) -> _Span:
+    def _after_prompt(
+        self, text: str, messages: Sequence[Message], number: int, tools: list[Any] | None
+    ) -> tuple[int, int]:
         """Find a turn as what is added to the prompt for it. Raises ChatError unless prompt and turn are prefixes."""
         prompt = self.render(messages[:number], tools, answering=True)
         turn = self.render(messages[: number + 1], tools)
-        if not turn.startswith(prompt):
-            raise ChatError(
-                f"the prompt for turn {number + 1} is no prefix of the conversation up to it, so the template does not "
-                f"show what the assistant writes; use one with generation marks"
-            )
-        if not text.startswith(turn):
-            raise ChatError(
-                f"the template renders turn {number + 1} in another way when other turns follow; use train_on: last"
-            )
-        return _Span(len(prompt), len(turn))
+        refuse_if(
+            not turn.startswith(prompt),
+            f"the prompt for turn {number + 1} is no prefix of the conversation up to it, so the template does not "
+            f"show what the assistant writes; {self._advice}",
+        )
+        refuse_if(
+            not text.startswith(turn),
+            f"the template renders turn {number + 1} in another way when other turns follow; use train_on: last, or "
+            f"{self._advice}",
+        )
+        return len(prompt), len(turn)
 
-    def _with_end(self, text: str, span: _Span, message: Message, number: int, strict: bool) -> _Span:
+    def _with_end(
+        self, text: str, span: tuple[int, int], message: Message, number: int, strict: bool
+    ) -> tuple[int, int]:
         """Let a span end with the token that ends the turn. Raises ChatError where there is none, or words differ."""
-        turn = text[span.start : span.stop]
+        start, stop = span
+        turn = text[start:stop]
         found = list(self._special_token.finditer(turn))
         if found and not turn[found[-1].end() :].strip():
-            stop = span.start + found[-1].end()
+            stop = start + found[-1].end()
             words = turn[: found[-1].start()]
-        elif following := self._special_token.match(text, span.stop):
+        elif following := self._special_token.match(text, stop):
             stop, words = following.end(), turn
         else:
             raise ChatError(f"the template ends turn {number + 1} by no special token, so no model would learn to stop")
         content, written = _dense(message.get("content")), _dense(words)
-        if content not in written:
-            raise ChatError(f"the template changes the words of turn {number + 1}")
+        if content not in written:  # unless the prompt has written the beginning, such as <think>
+            prompt = _dense(text[max(0, start - _OPENING) : start])
+            lengths = (n for n in range(min(len(content), _OPENING), 0, -1) if prompt.endswith(content[:n]))
+            content = content[next(lengths, 0) :]
+        refuse_if(content not in written, f"the template changes the words of turn {number + 1}; {self._advice}")
+        names = [name for name, _ in _calls([message])]
+        refuse_if(
+            not all(_dense(part) in written for part in (*names, *map(message.get, _THOUGHTS))),
+            f"the template leaves out thoughts or calls of turn {number + 1}; {self._advice}",
+        )
         before = written[: len(written) - len(content)] if written.endswith(content) else None
-        beside = before is None or (before not in ("", _NO_THOUGHT) and not any(map(message.get, _REASONING)))
-        if strict and beside and not message.get("tool_calls"):
-            raise ChatError(
-                f"the template writes more than the words of turn {number + 1} ({written[:40]!r}), which the prompt "
-                f"for an answer does not have; use a template with generation marks"
-            )
-        return _Span(span.start, stop)
+        beside = before is None or (before not in _NO_THOUGHT and not any(map(message.get, _THOUGHTS)))
+        refuse_if(
+            strict and beside and not names,
+            f"the template writes more than the words of turn {number + 1} ({written[:40]!r}), which the prompt for an "
+            f"answer does not have; {self._advice}",
+        )
+        return start, stop
 
     # ---- tokens
 
-    def _tokens(self, text: str, spans: list[_Span]) -> EncodedChat:
-        """Tokenize; a token begins where a span begins, as at inference, where the prompt ends there."""
-        bounds = [0, *(place for span in spans for place in (span.start, span.stop)), len(text)]
+    def _tokens(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+        """Return tokens, and for each if it is in a span; a token begins where a span begins, as after a prompt."""
+        bounds = [0, *itertools.chain(*spans), len(text)]
         parts = self._encode([text[a:b] for a, b in itertools.pairwise(bounds)])
         ids = [i for part in parts for i in part]
         if self.backend.decode(ids, skip_special_tokens=False) == text:
-            return EncodedChat(ids, [bool(n % 2) for n, part in enumerate(parts) for _ in part])
+            return ids, [bool(n % 2) for n, part in enumerate(parts) for _ in part]
         # A tokenizer that begins each text with a space: the whole, if its tokens end where the spans do.
         whole = self.backend.encode(text, add_special_tokens=False)
         starts, stops = {a for a, _ in whole.offsets}, {b for _, b in whole.offsets}
-        if not all(span.start in starts and span.stop in stops for span in spans):
-            raise ChatError("a token crosses the beginning of the assistant's words")
-        learned = [any(span.start <= a and b <= span.stop for span in spans) for a, b in whole.offsets]
-        return EncodedChat(whole.ids, learned)
+        refuse_if(
+            not all(start in starts and stop in stops for start, stop in spans),
+            "a token crosses the beginning of the assistant's words",
+        )
+        learned = [any(start <= a and b <= stop for start, stop in spans) for a, b in whole.offsets]
+        return whole.ids, learned
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self.backend.encode_batch(texts, add_special_tokens=False)]
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """Yield all strings in a JSON value, keys as well."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for inner in itertools.chain(value, value.values()) if isinstance(value, Mapping) else value:
-            yield from _strings(inner)
+def _calls(messages: Sequence[Message]) -> list[tuple[str, Any]]:
+    """Return names and arguments of all calls."""
+    functions = (call["function"] for message in messages for call in message.get("tool_calls") or ())
+    return [(function["name"], function.get("arguments")) for function in functions]
+
+
+def _with_json(messages: Sequence[Message]) -> list[Message]:
+    """Return a copy in which arguments of calls are texts."""
+    copied: list[Any] = copy.deepcopy(list(messages))
+    for message in copied:
+        for call in message.get("tool_calls") or ():
+            call["function"]["arguments"] = json.dumps(call["function"].get("arguments"), ensure_ascii=False)
+    return copied
+
+
+def _unwritten(text: str, messages: Sequence[Message], tools: list[Any] | None) -> frozenset[str]:
+    """Name the parts of a conversation that the template leaves out, but the assistant's."""
+    written = _dense(text)
+    found = {
+        f"messages.content of {message['role']} turns"
+        for message in messages
+        if message["role"] != "assistant" and not _shows(text, written, message.get("content") or "")
+    }
+    lacks_tools = any(tool.get("function", {}).get("name", "") not in text for tool in tools or ())
+    return frozenset(found | ({"tools"} if lacks_tools else set()))
+
+
+def _shows(text: str, written: str, words: str) -> bool:
+    """Tell if a text has words, as they are or in JSON. written: the text without white space."""
+    return _dense(words) in written or json.dumps(words)[1:-1] in text
 
 
 def _dense(text: Any) -> str:

@@ -129,9 +129,12 @@ class TokenFile:
         """Return the position of a document's first token among all tokens; `num_documents` gives their end."""
         if not 0 <= document <= self.num_documents:
             raise IndexError(f"{self.prefix} has {self.num_documents} documents, no document {document}")
-        sequence = int(self.document_index[document])
+        return self.sequence_start(int(self.document_index[document]))
+
+    def sequence_start(self, sequence: int) -> int:
+        """Return the position of a sequence's first token among all tokens; `num_sequences` gives their end."""
         if not 0 <= sequence <= self.num_sequences:
-            raise DataError(f"{self.idx_path} is damaged: document {document} begins at sequence {sequence}")
+            raise DataError(f"{self.idx_path} is damaged: a document begins at sequence {sequence}")
         if sequence == self.num_sequences:
             return self.num_tokens
         start, remainder = divmod(int(self.pointers[sequence]), self.dtype.itemsize)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
-from crosstrain.utils.errors import DataError
+from crosstrain.utils.errors import DataError, printable
 
 _NAMED = 1000  # dropped rows that the plain form lists
+_LONGEST = 80  # characters of a key in a sentence
 _KINDS = 100  # kinds of reasons and names of keys that are kept apart; names in data may be anything
 
 
@@ -19,7 +20,7 @@ class RowAudit:
     path: `source` for a column, `messages.weight` for a key of a turn. `plain` is its JSON form.
     """
 
-    def __init__(self, ignore_columns: Sequence[str] = ()) -> None:
+    def __init__(self, ignore_columns: Collection[str] = ()) -> None:
         """ignore_columns: names or paths that are not reported; a name covers everything below it."""
         self.ignore_columns = frozenset(ignore_columns)
         self.plain: dict[str, Any] = {"rows": 0, "dropped": 0, "unread": {}, "reasons": {}, "named": []}
@@ -39,26 +40,30 @@ class RowAudit:
         self.plain["named"] = [*self.plain["named"], f"{place}: {reason}"][:_NAMED]
 
     def add(self, plain: dict[str, Any]) -> None:
-        """Add the plain form of other counts; call it in the order of the input."""
+        """Add the plain form of other counts, but keys to ignore; call it in the order of the input."""
         for name in ("rows", "dropped"):
             self.plain[name] += plain[name]
         for name in ("unread", "reasons"):
             for key, (number, first) in plain[name].items():
-                _count(self.plain[name], key, number, first)
+                if name == "reasons" or not self._ignored(key):
+                    _count(self.plain[name], key, number, first)
         self.plain["named"] = (self.plain["named"] + plain["named"])[:_NAMED]
 
     def notices(self) -> list[str]:
         """Return a sentence about keys that were not read, and one about dropped rows, where there are such."""
         said, total = [], self.plain["rows"]
         if unread := self.plain["unread"]:
-            parts = [f"{key} ({number} of {total} rows, first in {place})" for key, (number, place) in unread.items()]
+            parts = [
+                f"{key[:_LONGEST]} ({number} of {total} rows, first in {place})"
+                for key, (number, place) in unread.items()
+            ]
             more = f" and {len(parts) - 8} more" if len(parts) > 8 else ""
             said.append(f"not used: {', '.join(parts[:8])}{more}; list names in ignore_columns if that is intended")
         if reasons := self.plain["reasons"]:
             kinds = sorted(reasons.values(), key=lambda kind: -kind[0])[:3]
             why = "; ".join(f"{number} such as {first}" for number, first in kinds)
             said.append(f"{self.plain['dropped']} of {total} rows are dropped, {why}")
-        return said
+        return [printable(text) for text in said]
 
     def check(self, source: str, max_dropped: float) -> None:
         """Raise DataError where more rows of `source` than the share `max_dropped` are dropped, or all of them."""

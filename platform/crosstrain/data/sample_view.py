@@ -71,7 +71,7 @@ class SampleView:
         said = []
         for trained, group in groupby((t for row in self.rows for t in _tokens(row)), lambda token: token[1]):
             ids = [token for token, _, _ in group if token != IMAGE_ID]
-            text = self.tokenizer.backend.decode(ids) if self.tokenizer else " ".join(map(str, ids))
+            text = self.tokenizer.decode(ids, words=True) if self.tokenizer else " ".join(map(str, ids))
             said.append((text.strip(), trained))
         return [(text, trained) for text, trained in said if text]
 

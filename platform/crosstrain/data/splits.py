@@ -1,11 +1,14 @@
 """Prepare and open the splits of the configured dataset."""
 
+from pathlib import Path
+
 import numpy as np
 
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Component
 from crosstrain.data.dataset import Dataset, Split
+from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.utils.errors import ConfigError, DataError
 from crosstrain.utils.trust import check_source, limited_to
 from crosstrain.utils.types import Batch
@@ -54,6 +57,16 @@ def is_prepared(config: Config) -> bool:
     component = training_dataset(config)
     with limited_to(config.trust):
         return registry.get("dataset", component.name).is_prepared(component.options)
+
+
+def vocabulary_size(config: Config) -> int | None:
+    """Return the ids of the tokenizer that data still to be prepared will have; None where it is not here."""
+    options = training_dataset(config).options
+    name = getattr(getattr(options, "prepare", None) or options, "tokenizer", None)
+    if name is None or not Path(name).expanduser().exists():
+        return None
+    with limited_to(config.trust):
+        return load_tokenizer(name).vocab_size
 
 
 def first_batch(dataset: Dataset) -> Batch:

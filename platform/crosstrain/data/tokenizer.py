@@ -10,19 +10,22 @@ import logging
 import os
 import re
 import tempfile
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from crosstrain.utils.assets import TOKENIZER_FILES, copy_files, plain_files
+from crosstrain.data.template_library import lacking, template_library
+from crosstrain.utils.assets import MODEL_FILES, TOKENIZER_FILES, copy_files, plain_files
 from crosstrain.utils.errors import DataError, first_line, os_errors_as
 from crosstrain.utils.files import cache_folder, last_checkpoint, read_regular, write_json
+from crosstrain.utils.limited_process import LimitedProcess, LimitError
 from crosstrain.utils.paths import near
 from crosstrain.utils.trust import check_source
 
@@ -33,6 +36,8 @@ TOKENIZER, CONFIG, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "c
 _MAX_BYTES = 1 << 27  # of each
 END_OF_TEXT = "<|endoftext|>"
 _MAX_VOCABULARY = 1 << 20
+_MOST_IDS = 1 << 24  # of any tokenizer: what is counted by id takes memory for all
+_TRYING, _TRIED = 10.0, 10_000  # seconds in which a tokenizer is loaded and encodes letters before it is used
 _LONG = 1000  # longer words are cut for training: the time to learn their pairs grows with the length squared
 _LONG_WORDS = re.compile(rf"(?<!\S)\S{{{_LONG},}}|(?<!\s)\s{{{_LONG},}}")
 _USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]")
@@ -50,6 +55,8 @@ class TextTokenizer:
     def __post_init__(self) -> None:
         if self.backend.token_to_id(self.end) is None:
             raise DataError(f"the tokenizer has no token {self.end!r}, which its configuration says ends a text")
+        if self.vocab_size > _MOST_IDS:
+            raise DataError(f"the tokenizer has the id {self.vocab_size - 1}; at most {_MOST_IDS} ids are used")
         self.backend.no_truncation()
         self.backend.no_padding()
         self.backend.encode_special_tokens = True
@@ -63,15 +70,26 @@ class TextTokenizer:
     def end_id(self) -> int:
         return self.backend.get_vocab()[self.end]
 
+    @cached_property
+    def _process(self) -> LimitedProcess:
+        return LimitedProcess(self.compute, "the tokenizer")
+
+    def compute(self, given: list[str] | tuple[list[int], bool]) -> Any:
+        """Encode texts as arrays, or decode (ids, whether special tokens are left out), in this process."""
+        if isinstance(given, tuple):
+            return self.backend.decode(given[0], skip_special_tokens=given[1])
+        return [array("I", e.ids) for e in self.backend.encode_batch_fast(given, add_special_tokens=False)]
+
     def encode(self, text: str) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=False).ids
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Encode each text, on all cores and without computing offsets."""
-        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+        """Encode each text, on all cores and without computing offsets, in a process with limits."""
+        return [ids.tolist() for ids in self._process(texts, sum(map(len, texts)))]
 
-    def decode(self, ids: list[int]) -> str:
-        return self.backend.decode(ids, skip_special_tokens=False)
+    def decode(self, ids: list[int], *, words: bool = False) -> str:
+        """Decode ids, in a process with limits; `words` leaves special tokens out."""
+        return self._process((ids, words), len(ids))
 
     def save(self, folder: Path) -> None:
         """Write the folder that transformers' AutoTokenizer.from_pretrained opens."""
@@ -116,10 +134,13 @@ def load_tokenizer(spec: str | Path) -> TextTokenizer:
 
 def warn_if_rebuilt(spec: str) -> None:
     """Warn of a tokenizer's folder for which transformers' class encodes otherwise than the tokenizer.json in it."""
-    if spec and _is_rebuilt(spec):
-        text = "transformers' AutoTokenizer makes another tokenizer of %s than its tokenizer.json, which is used here; "
-        text += "transformers.PreTrainedTokenizerFast.from_pretrained reads the file"
-        _log.warning(text, spec)
+    try:
+        if spec and _is_rebuilt(spec):
+            text = "transformers' AutoTokenizer makes another tokenizer of %s than its tokenizer.json, which is used "
+            text += "here; transformers.PreTrainedTokenizerFast.from_pretrained reads the file"
+            _log.warning(text, spec)
+    except LimitError as error:
+        _log.warning("transformers' AutoTokenizer does not open %s: %s", spec, error)
 
 
 def _is_rebuilt(spec: str) -> bool:
@@ -130,13 +151,10 @@ def _is_rebuilt(spec: str) -> bool:
     reads_it = config.get("tokenizer_class") in (None, "PreTrainedTokenizerFast", "TokenizersBackend")
     if reads_it and not (path / "config.json").is_file():  # whose model's tokenizer may be of a class of its own
         return False
-    from transformers import AutoTokenizer
-
-    own = _backend(path / TOKENIZER)
-    text = own.decode(list(range(own.get_vocab_size())))  # every token once
-    with suppress(Exception):  # whatever its code or its files make of it
-        theirs = AutoTokenizer.from_pretrained(path, trust_remote_code=False).backend_tokenizer
-        return theirs.encode(text, add_special_tokens=False).ids != own.encode(text, add_special_tokens=False).ids
+    with suppress(DataError):  # no tokenizer, so no other one
+        own, theirs = _from_file(path / TOKENIZER, config), _from_transformers(str(path))
+        text = own.decode(list(range(own.backend.get_vocab_size())), words=True)  # every token once
+        return theirs.encode(text) != own.encode(text)
     return False
 
 
@@ -249,12 +267,22 @@ def cached_folder(tokenizer: TextTokenizer, spec: str = "") -> Path:
 
 @lru_cache(maxsize=8)
 def load_cached(spec: str, chat_template: str | None = None) -> tuple[TextTokenizer, Path]:
-    """Load a tokenizer, with another chat template or the file of one, and return it with its `cached_folder`."""
+    """Load a tokenizer and return it with its `cached_folder`.
+
+    chat_template: replaces its own: a name in configs/chat_templates, Jinja, or the file of it.
+    """
     tokenizer = load_tokenizer(spec)
     if chat_template is not None:
+        if chat_template in (library := template_library()):
+            if missing := lacking(tokenizer.backend, library[chat_template]):
+                raise DataError(f"chat_template: {chat_template} needs {', '.join(missing)}, which {spec} lacks")
+            chat_template = library[chat_template]
         if "{" not in chat_template:
             check_source(f"the chat template {chat_template}")
-            problem = f"chat_template: {chat_template} is neither Jinja nor a file that can be read"
+            problem = (
+                f"chat_template: {chat_template} is neither Jinja nor a file that can be read, nor one of "
+                f"{', '.join(library)}"
+            )
             with os_errors_as(DataError, problem):
                 chat_template = read_regular(Path(chat_template).expanduser(), _MAX_BYTES).decode("utf-8", "replace")
         tokenizer = replace(tokenizer, chat_template=chat_template)
@@ -283,21 +311,48 @@ def _copier(source: Path) -> Callable[[Path], None]:
     return lambda folder: copy_files(plain_files(source, TOKENIZER_FILES), folder)
 
 
+_tried = set[str]()  # sums of the files that `_try` has returned from
+
+
 def _backend(path: Path) -> Tokenizer:
-    """Load a tokenizer.json. DataError if it is none."""
+    """Load a tokenizer.json, which a process with limits has tried. DataError if it is none."""
     data = _read(path)
+    if (digest := hashlib.sha256(data).hexdigest()) not in _tried:
+        LimitedProcess(partial(_try, path), f"the tokenizer {path}", seconds=_TRYING)(data)
+        _tried.add(digest)
+    return Tokenizer.from_buffer(data)
+
+
+def _try(path: Path, data: bytes) -> None:
+    """Load a tokenizer, decode all its tokens and encode some: most that take all memory do so at once."""
     try:
-        return Tokenizer.from_buffer(data)
+        tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # the Rust side raises nothing finer
         raise DataError(f"{path} is not a tokenizer: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    text = tokenizer.decode(list(tokenizer.get_vocab().values()), skip_special_tokens=False)
+    tokenizer.encode(text[:_TRIED], add_special_tokens=False)
 
 
 def _from_transformers(spec: str) -> TextTokenizer:
     check_source(f"the tokenizer {spec}")
     from transformers import AutoTokenizer
 
+    plain_files(Path(spec), TOKENIZER_FILES | MODEL_FILES)
+    backend, end, files = LimitedProcess(partial(_rebuilt, AutoTokenizer), f"the tokenizer {spec}", seconds=15.0)(spec)
+
+    def copy(folder: Path) -> None:
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+
+    return TextTokenizer(Tokenizer.from_str(backend), end, copy)
+
+
+def _rebuilt(kind: Any, spec: str) -> tuple[str, str, dict[str, bytes]]:
+    """Return the tokenizer.json of transformers' tokenizer, the token that ends a text, and its files by name."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(spec, trust_remote_code=False)
+        tokenizer = kind.from_pretrained(spec, trust_remote_code=False)
     except (OSError, ValueError) as error:
         said = f"no tokenizer {spec!r}, neither as a folder nor on the Hugging Face hub: {first_line(error)}"
         raise DataError("; ".join(filter(None, (said, near(Path(spec).expanduser()))))) from None
@@ -305,7 +360,10 @@ def _from_transformers(spec: str) -> TextTokenizer:
     if backend is None or tokenizer.eos_token is None:
         lack = "fast (Rust) form" if backend is None else "token that ends a text (eos_token)"
         raise DataError(f"the tokenizer {spec!r} has no {lack}")
-    return TextTokenizer(backend, tokenizer.eos_token, tokenizer.save_pretrained)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    return backend.to_str(), tokenizer.eos_token, files
 
 
 def _read_json(path: Path) -> dict:

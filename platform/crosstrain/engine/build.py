@@ -144,12 +144,7 @@ def check_fit(model: Model, dataset: Dataset) -> None:
             f"run.objective: it takes {theirs}, and the dataset has {ours}; choose another objective, or change the "
             f"dataset or its options"
         )
-    if dataset.vocab_size and model.vocab_size and dataset.vocab_size > model.vocab_size:
-        raise ConfigError(
-            f"model: a vocab_size of {model.vocab_size} is too small for the dataset, whose tokenizer has "
-            f"{dataset.vocab_size} ids: a new model needs vocab_size={dataset.vocab_size}, data for a pretrained one "
-            f"the model's own tokenizer"
-        )
+    check_vocabulary(model, dataset.vocab_size)
     if model.image_size and (others := sorted(dataset.image_sizes - {model.image_size})):
         theirs, ours = (" x ".join(map(str, size)) for size in (others[0], model.image_size))
         raise ConfigError(
@@ -163,6 +158,15 @@ def check_fit(model: Model, dataset: Dataset) -> None:
         raise ConfigError(
             f"datasets: samples have {dataset.sequence_length} tokens and the model takes at most {model.max_length}: "
             f"lower the dataset's seq_length or max_length, or give the model more positions"
+        )
+
+
+def check_vocabulary(model: Model, ids: int | None) -> None:
+    """Raise ConfigError where a tokenizer has more ids than the model."""
+    if ids and model.vocab_size and ids > model.vocab_size:
+        raise ConfigError(
+            f"model: a vocab_size of {model.vocab_size} is too small for the dataset, whose tokenizer has {ids} ids: a "
+            f"new model needs vocab_size={ids}, data for a pretrained one the model's own tokenizer"
         )
 
 

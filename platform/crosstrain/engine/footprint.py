@@ -37,6 +37,7 @@ class Layout:
     parameters: int  # held on the device all the time
     updated: int  # elements that this rank's optimizer updates, with state for each
     held: int  # elements of parameters that this rank keeps between steps, wherever they are
+    whole: int | None = None  # elements of the model on all ranks, with padding; None: as on a single rank
     gradients: int = 0  # allocated all the time while a micro batch is computed
     retained_grad_fraction: float = 0.0  # of each gradient of the backward, kept until the step
     retained_grad_fraction_outside: float | None = None  # outside of blocks; None: the same

@@ -1,5 +1,6 @@
 """The interface of runner plugins, with the defaults of plain torch."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from crosstrain.config.bounds import PositiveInt
 from crosstrain.config.run_options import RunOptions
 from crosstrain.data.loader import MicroBatch
-from crosstrain.distributed.group import Group, choose_device, world
+from crosstrain.distributed.group import Group, choose_device, meet, world
 from crosstrain.distributed.watchdog import watchdog
 from crosstrain.engine.expert_parallel import check_experts
 from crosstrain.engine.footprint import Layout, PlanContext, data_parallel
@@ -23,7 +24,7 @@ from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, create_s
 from crosstrain.engine.precision import Precision
 from crosstrain.modeling.base import Model, Sums, add_sums, largest_share
 from crosstrain.modeling.meta_init import construct
-from crosstrain.utils.errors import ConfigError, RankLost, first_line
+from crosstrain.utils.errors import ConfigError, first_line
 from crosstrain.utils.rng import seed_everything_for
 from crosstrain.utils.timers import Timers
 from crosstrain.utils.types import Batch
@@ -109,18 +110,13 @@ class Runner(HeldState):
         self.device = choose_device(self.run.device, local_rank)
         if not dist.is_initialized() and (size > 1 or self.needs_process_group):
             cuda = self.device.type == "cuda"
-            alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
-            timeout = timedelta(seconds=(self.run.collective_timeout or 1740) + 60)  # later than the watchdog's
-            try:
-                dist.init_process_group(
-                    "cpu:gloo,cuda:nccl" if cuda else "gloo",
-                    device_id=self.device if cuda else None, timeout=timeout, **alone,
-                )  # fmt: skip
-            except dist.DistStoreError as error:
-                raise RankLost(
-                    f"the ranks did not all start within {timeout.total_seconds():.0f} s (run.collective_timeout and a "
-                    f"minute): one is stopped or stuck, or its machine is lost"
-                ) from error
+            # The timeout is later than the watchdog's.
+            rank, timeout = int(os.environ["RANK"]) if size > 1 else 0, (self.run.collective_timeout or 1740) + 60
+            store = meet(rank, size, timeout) if size > 1 else dist.HashStore()
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size,
+                device_id=self.device if cuda else None, timeout=timedelta(seconds=timeout),
+            )  # fmt: skip
             watchdog.install(self.run.collective_timeout)
         self.world = self.dp = Group(dist.group.WORLD if dist.is_initialized() else None)
         self.precision = Precision(self.run.amp, self.device.type)

@@ -10,13 +10,12 @@ from typing import Any
 
 from crosstrain.config.load import Config
 from crosstrain.data.splits import training_dataset
-from crosstrain.data.vision.conversations import IMAGE, Conversation, Message
+from crosstrain.data.vision.conversations import IMAGE, Conversation, Message, SampleError
 from crosstrain.data.vision.image_dataset import prompt_builder
 from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.generation import as_prompt
-from crosstrain.utils.errors import UserError, explained, printable
-from crosstrain.utils.files import open_regular
-from crosstrain.utils.optional_deps import require
+from crosstrain.utils.errors import UserError, explained, os_errors_as, printable
+from crosstrain.utils.files import read_regular
 from crosstrain.utils.trust import limited_to
 from crosstrain.utils.types import Sample
 
@@ -99,9 +98,11 @@ class ChatSession:
 
 
 def _open(file: str) -> Any:
-    image = require("PIL.Image", "--image")
+    from crosstrain.data.vision.image import LARGEST_IMAGE, open_image
+
+    with os_errors_as(UserError, f"--image: {file} is not a readable image"):
+        data = read_regular(file, LARGEST_IMAGE)
     try:
-        with open_regular(file) as content, image.open(content) as opened:
-            return opened.convert("RGB")
-    except Exception as error:  # PIL raises whatever its decoders come upon
-        raise UserError(f"--image: {file} is not a readable image ({error})") from None
+        return open_image(data, file)
+    except SampleError as error:
+        raise UserError(f"--image: {error}") from None

@@ -118,7 +118,9 @@ def open_config(checkpoint: Path, project: ProjectLike | None, options: Override
     A Hugging Face folder takes the place of the project's `model.pretrained`; without a project there is no dataset.
     """
     if not is_hugging_face(checkpoint):
-        return load_config(project, options) if project else saved_config(checkpoint, options, trust_data)
+        if not project:
+            return saved_config(checkpoint, options, trust_data)
+        return load_config(project, options).continuing(load_state(checkpoint))
     given = dict(pairs(options)) | {"model.pretrained": escape(str(checkpoint))}
     if project:
         return load_config(project, given)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,9 @@ import numpy as np
 
 from crosstrain.config.load import Config
 from crosstrain.data.splits import open_split, training_dataset
-from crosstrain.data.vision.image_dataset import Example, ImageDataset, VqaDataset, prompt_builder
+from crosstrain.data.vision.image_dataset import Example, VqaDataset, prompt_builder
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.detokenizer import TextStream
-from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.generation import Sampling, Sequence, as_prompt, decode
 from crosstrain.utils.drawing import contact_sheet
 from crosstrain.utils.errors import UserError
@@ -155,15 +153,9 @@ def answer_splits(
         assert dataset.tokenizer_path is not None
         end = prompt_builder(component, dataset.tokenizer_path).end_id
         assert isinstance(dataset, VqaDataset)
-        encoders = None
-        if isinstance(dataset, ImageDataset):  # a plugin's own kind encodes by itself
-            encoders = Encoders(dataset.tokenizer_path)
-            dataset.encoder.encode_text = partial(encoders.encode, "words")
         answers, silent = answer_questions(
             runner, tokenizer, end, dataset, job["max_samples"], sampling.max_new_tokens, _BATCH
         )  # fmt: skip
-        if encoders is not None:
-            encoders.close()
         scores = score(answers)
         _say(split, scores, silent)
         results[split] = {

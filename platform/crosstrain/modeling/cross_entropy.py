@@ -120,13 +120,16 @@ class Head:
     hits: Hits | None = None  # of `token_cross_entropy`; set by an evaluation
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: int, logits: Logits = PLAIN
+        self, hidden: Tensor, weight: Tensor | None, labels: Tensor | None, vocab_size: int, logits: Logits = PLAIN
     ) -> Tensor:
         """Return `token_cross_entropy` of labels [batch, length], or fp32 logits [batch, vocab_size] without them.
 
         hidden [batch, length, H]; weight [V, H], of which rows from `vocab_size` on are padding, as of a bias. The
-        logits are those after the last position.
+        logits are those after the last position. Without a weight, `hidden` holds the logits [batch, length, V]
+        themselves, which the model's own head has computed.
         """
+        if weight is None:
+            return self._of_whole(hidden[..., :vocab_size], labels)
         if labels is not None:
             return token_cross_entropy(
                 hidden, weight, labels, vocab_size=vocab_size, logits=logits, traced_rows=self.traced_rows,
@@ -135,6 +138,17 @@ class Head:
         last = nn.functional.linear(hidden[:, -1], weight[:vocab_size]).float()
         replace(logits, bias=None if logits.bias is None else logits.bias[:vocab_size]).apply_(last)
         return last
+
+    def _of_whole(self, logits: Tensor, labels: Tensor | None) -> Tensor:
+        """`__call__` for all logits [batch, length, vocab_size]."""
+        if labels is None:
+            return logits[:, -1].float()
+        if self.hits is not None:
+            given = labels != IGNORE_INDEX
+            self.hits(logits[given].argmax(-1) == labels[given])
+        rows = logits.flatten(0, 1).to(_exact(logits.dtype))
+        losses = nn.functional.cross_entropy(rows, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+        return losses.sum() if self.reduce is None else self.reduce(losses.view(labels.shape))
 
     def add(self, result: Tensor, loss: Tensor) -> Tensor:
         """Add another loss, of modules before the head, to its result for targets."""

@@ -98,16 +98,19 @@ class TransformersModel(LanguageModel):
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         windows = [getattr(config, key, None) for key in ("sliding_window", "attention_chunk_size")]
         self._sees_all = kinds == {"full_attention"} and not any(windows)  # every block attends to the whole past
-        takes = inspect.signature(lm.base_model.forward).parameters
-        self.takes_positions = "position_ids" in takes
-        # transformers 5.24 gave it another name. A model with neither gets all tokens again.
-        self._cache_name = next((name for name in ("cache", "past_key_values") if name in takes), None)
         words = (lm.get_input_embeddings(), lm.get_output_embeddings())
         if getattr(words[0], "num_embeddings", None) != lm.config.vocab_size:
             raise ConfigError(f"model: {config.model_type} embeds more than the tokens of its vocabulary")
-        vocabularies = ((name, module) for name, module in lm.named_modules() if module in words)
-        self._vocabulary = {f"{name}.{own}" for name, m in vocabularies for own, _ in m.named_parameters(recurse=False)}
-        self.scale, self.softcap = hf_internals.measured_logits(lm)
+        if hf_internals.routers_of(lm):
+            lm.config.output_router_logits = False  # hooks give them
+        self.measured = hf_internals.measured_logits(lm)  # None: only the model's own forward gives its logits
+        takes = inspect.signature((lm if self.measured is None else lm.base_model).forward).parameters
+        self.takes_positions = "position_ids" in takes
+        # transformers 5.24 gave it another name. A model with neither gets all tokens again.
+        self._cache_name = next((name for name in ("cache", "past_key_values") if name in takes), None)
+        # A head may have a bias under two names, tied.
+        rows = {id(p) for module in words if module is not None for p in module.parameters(recurse=False)}
+        self._vocabulary = {n for n, p in lm.named_parameters(remove_duplicate=False) if id(p) in rows}
 
     def forward(  # type: ignore[override]
         self, input_ids: Tensor | None = None, labels: Tensor | None = None, cache: Any = None,
@@ -147,12 +150,21 @@ class TransformersModel(LanguageModel):
         else:
             routers = None
         hf_internals.attend_by(self.lm, attention)
-        out = self.lm.base_model(input_ids, use_cache=cache is not None, **more)
-        if documents is not None and attention != "eager" and has_values(out.last_hidden_state):  # not so in a plan
+        # Without its head, if that is measured: then the logits never exist all at once.
+        called: nn.Module = self.lm if self.measured is None else self.lm.base_model
+        out = called(input_ids, use_cache=cache is not None, **more)
+        if documents is not None and attention != "eager" and has_values(out[0]):  # not so in a plan
             documents.check_seen(self.blocks())
-        head = self.lm.get_output_embeddings()
-        logits = Logits(head.bias, self.scale, self.softcap)
-        result = self.head(out.last_hidden_state, head.weight, labels, self.vocab_size, logits)
+        if self.measured is None:
+            result = self.head(out.logits, None, labels, self.vocab_size)
+            if self.training and labels is not None and getattr(out, "aux_loss", None) is not None:
+                # Routers that are not watched, under config.output_router_logits: transformers' own loss of them.
+                coefficient: Any = getattr(self.lm, "router_aux_loss_coef", getattr(self.lm, "aux_loss_coef", 0.0))
+                result = self.head.add(result, coefficient * out.aux_loss * (labels != IGNORE_INDEX).sum())
+        else:
+            head = self.lm.get_output_embeddings()
+            logits = Logits(head.bias, *self.measured)
+            result = self.head(out.last_hidden_state, head.weight, labels, self.vocab_size, logits)
         if context is not None and result.ndim == 0:  # not so where another stage has the head
             result = context.total(result)
         if labels is None or routers is None:
@@ -197,7 +209,7 @@ class TransformersModel(LanguageModel):
         theirs = list(self.lm.config.base_model_pp_plan or {})
         lists = {name for name, module in self.lm.base_model.named_children() if isinstance(module, nn.ModuleList)}
         blocks = [name for name in theirs if name in lists]
-        if len(blocks) != 1:
+        if len(blocks) != 1 or self.measured is None:
             return None
         own = [f"lm.{self.lm.base_model_prefix}.{name}" for name in theirs]
         at = theirs.index(blocks[0])
@@ -220,6 +232,8 @@ class TransformersModel(LanguageModel):
         plan = {pattern: style for pattern, style in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
         words, head = self.lm.get_input_embeddings(), self.lm.get_output_embeddings()
         cut = (words,) if words.weight is head.weight and head.bias is None else (words, head)
+        if self.measured is None:  # all ranks compute all logits
+            return plan
         return plan | {name: "vocabulary" for name, module in self.lm.named_modules() if module in cut}
 
     @property

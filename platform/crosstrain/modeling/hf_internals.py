@@ -1,7 +1,8 @@
 """Everything that touches private parts of transformers (seen with 5.24; at least 5.15).
 
 - `_attn_implementation` of a configuration, and `initialize_weights`, which constructors call.
-- The logits' scale and softcap have other names in each family, so they are measured by the model's own forward.
+- The logits' scale and softcap have other names in each family, so they are measured by the model's own forward. A
+  head that is more than a matrix product keeps that forward, with all logits.
 - Initial values are in `_init_weights` alone, so it is run.
 - `_can_record_outputs` says which modules are routers.
 - Modules of experts are those that the decorator `use_experts_implementation` has marked.
@@ -22,6 +23,7 @@ from crosstrain.modeling.attention import Attention, choose_attention
 from crosstrain.modeling.cross_entropy import Logits
 from crosstrain.modeling.meta_init import parameters_on_meta
 from crosstrain.utils.errors import ConfigError
+from crosstrain.utils.logging import log
 
 
 def padded(
@@ -31,6 +33,8 @@ def padded(
     config = copy.deepcopy(config)
     config.vocab_size = -(-config.vocab_size // multiple) * multiple
     config._attn_implementation = choose_attention(attention, model, config)
+    # Training reads nothing that a forward returns beside the hidden states.
+    config.update({"return_dict": True, "output_hidden_states": False, "output_attentions": False})
     return config
 
 
@@ -79,19 +83,37 @@ class _Products(nn.Module):
         return nn.functional.linear(hidden, self.weight, self.bias)[..., self.rows]
 
 
-def measured_logits(lm: PreTrainedModel) -> tuple[float, float | None]:
+def measured_logits(lm: PreTrainedModel) -> tuple[float, float | None] | None:
     """Measure scale and softcap of the model's logits, as in `Logits`, by its own forward with known hidden states.
 
-    Raises ConfigError for logits that are another function of the head's products, and for a loss that is not the next
-    token's.
+    Returns None for logits that are a different function of the hidden states. Raises ConfigError for a model that does
+    not predict the next token.
     """
-    family, head = lm.config.model_type, lm.get_output_embeddings()
-    unknown = ConfigError(
-        f"model: the logits of {family} are more than a matrix product with a bias, a scale and a softcap, and no "
-        f"other head can be trained"
-    )
-    if type(head) is not nn.Linear or lm.base_model is lm:
-        raise unknown
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # of a loss that is not named after the model
+    decodes = getattr(lm.config, "is_decoder", None)
+    measured, of_next = None, decodes is None
+    try:
+        if type(head := lm.get_output_embeddings()) is nn.Linear and lm.base_model is not lm:
+            measured, of_next = _probe(lm, head)
+    except Exception as error:  # of many kinds: the forward was not written for such a head
+        log.debug("the head of %s keeps the model's own forward: %s", lm.config.model_type, error)
+    finally:
+        logging.set_verbosity(verbosity)
+    sees_all = any(getattr(module, "is_causal", None) is False for module in lm.modules())
+    if not decodes and (sees_all or not of_next):  # decoders of translators leave it to others to shift the labels
+        raise ConfigError(
+            f"model: {lm.config.model_type} does not predict the next token from those before it; only causal models "
+            f"can be trained{', such as this one with config.is_decoder: true' if decodes is False else ''}"
+        )
+    return measured
+
+
+def _probe(lm: PreTrainedModel, head: nn.Linear) -> tuple[tuple[float, float | None] | None, bool]:
+    """Return what `measured_logits` does, and True if the model's own loss is the next token's.
+
+    Raises whatever the model's forward does with hidden states and a head that are not its own.
+    """
     rng = torch.Generator().manual_seed(0)
     weight = torch.randn(8, head.in_features, generator=rng).double()
     bias = None if head.bias is None else torch.randn(8, generator=rng).double()
@@ -103,8 +125,6 @@ def measured_logits(lm: PreTrainedModel) -> tuple[float, float | None]:
     labels = torch.tensor([[-100, -100, -100, 1, 2, 3]])
     name = next(name for name, module in lm.named_modules() if module is head)
     products = _Products(weight, bias, head.out_features)
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # of a loss that is not named after the model
     try:
         lm.set_submodule(name, products)
         with ExitStack() as stack, torch.no_grad():
@@ -112,28 +132,17 @@ def measured_logits(lm: PreTrainedModel) -> tuple[float, float | None]:
                 stack.enter_context(patch.object(module, "forward", lambda *_, **__: _Hidden(hidden)))
             found = lm(input_ids=torch.zeros(1, 6, dtype=torch.long)).logits
             loss = lm(input_ids=torch.zeros(1, 6, dtype=torch.long), labels=labels).loss
-        scale, top = float((found[0, 0, 0] * 2**20).float()), float(found[0, 1, 0])
-        softcap = None if abs(top) > 2**30 * abs(scale) else top
-        expected = products(hidden)
-        Logits(None, scale, softcap).apply_(expected)
-        # Some models compute logits in fp32.
-        alike = scale > 0 and torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-7)
-        of_next = torch.isclose(loss.double(), nn.functional.cross_entropy(expected[0, :-1], labels[0, 1:]), rtol=1e-5)
-    except Exception as error:  # whatever a forward does with a head that it was not written for
-        raise unknown from error
     finally:
         lm.set_submodule(name, head)
-        logging.set_verbosity(verbosity)
-    if not alike:
-        raise unknown
-    decodes = getattr(lm.config, "is_decoder", None)
-    sees_all = any(getattr(module, "is_causal", None) is False for module in lm.modules())
-    if not decodes and (sees_all or not of_next):  # decoders of translators leave it to others to shift the labels
-        raise ConfigError(
-            f"model: {family} does not predict the next token from those before it; causal models alone can be trained"
-            f"{', such as this one with config.is_decoder: true' if decodes is False else ''}"
-        )
-    return scale, softcap
+    scale, top = float((found[0, 0, 0] * 2**20).float()), float(found[0, 1, 0])
+    softcap = None if abs(top) > 2**30 * abs(scale) else top
+    expected = products(hidden)
+    Logits(None, scale, softcap).apply_(expected)
+    # Some models compute logits in fp32.
+    alike = scale > 0 and torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-7)
+    own = found.double() if not alike else expected
+    of_next = torch.isclose(loss.double(), nn.functional.cross_entropy(own[0, :-1], labels[0, 1:]), rtol=1e-5)
+    return (scale, softcap) if alike else None, bool(of_next)
 
 
 def holds_experts(module: nn.Module) -> bool:
@@ -154,7 +163,8 @@ def initialize(skeleton: PreTrainedModel, name: str, value: Tensor, rng: torch.G
     Runs the rules of the module that has the parameter and of those around it, with random numbers from `rng`. A part
     that none of them fills gets its constructor's value, or is drawn from N(0, initializer_range) if it is a matrix.
     """
-    *path, attribute = name.split(".")
+    # A tied parameter begins as the one that it is tied to, also where a family names its head first.
+    *path, attribute = skeleton.all_tied_weights_keys.get(name, name).split(".")
     around = [skeleton.get_submodule(".".join(path[:n])) for n in range(len(path) + 1)]
     owner, rules, rule = around[-1], [], skeleton._init_weights
     for module in around:

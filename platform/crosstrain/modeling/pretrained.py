@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from crosstrain.utils.errors import CheckpointError, first_line
-from crosstrain.utils.files import last_checkpoint
+from crosstrain.utils.errors import CheckpointError, first_line, os_errors_as
+from crosstrain.utils.files import last_checkpoint, read_regular
 from crosstrain.utils.foreign_weights import foreign_weights, lone_adapter
 from crosstrain.utils.paths import near
 from crosstrain.utils.trust import check_source
@@ -32,6 +34,13 @@ class Stack:
 
 
 Place = str | Excerpt | Stack
+_MOST_BYTES = 1 << 22  # of a config.json
+# Sizes in it without which there is no model, and the largest that are read.
+_SIZE = re.compile(
+    r'"((?:n|num)_(?:hidden_|attention_|key_value_)?(?:layers?|heads?|embd|positions)|(?:hidden|intermediate|vocab|image|patch)_size'
+    r'|d_model|max_position_embeddings)"\s*:\s*([-+\d.eE]*\d)'
+)
+_MOST, _LARGEST = {"layer": 10_000, "position": 1 << 31}, 10_000_000
 _FILES = ["*.safetensors", "*.json", "merges.txt"]  # that are fetched from the hub
 
 
@@ -65,6 +74,16 @@ def downloaded(name: str) -> Path | None:
     return None
 
 
+def _check_sizes(file: Path) -> None:
+    """Raise CheckpointError unless the sizes in a config.json, at any depth, are those of a model."""
+    with os_errors_as(CheckpointError, f"{file}: cannot be read"):
+        content = read_regular(file, _MOST_BYTES).decode("utf-8", "replace")
+    for key, value in _SIZE.findall(content):
+        most = next((most for kind, most in _MOST.items() if kind in key), _LARGEST)
+        if not 1 <= float(value) <= most:
+            raise CheckpointError(f"{file}: {key} is {value}; expected 1 to {most}")
+
+
 def pretrained_folder(source: str) -> Path:
     """A local Hugging Face folder with safetensors weights: `source`, its last checkpoint, or the hub's model.
 
@@ -75,10 +94,12 @@ def pretrained_folder(source: str) -> Path:
     path = last_checkpoint(Path(source).expanduser())
     if foreign := lone_adapter(path, source):
         raise CheckpointError(f"{source}: {foreign}")
-    if (path / "config.json").is_file():
-        return path
-    if foreign := foreign_weights(path):
+    if described := os.path.lexists(path / "config.json"):
+        _check_sizes(path / "config.json")
+    if not any(path.glob("*.safetensors")) and (foreign := foreign_weights(path)):
         raise CheckpointError(f"{source}: {foreign}")
+    if described:
+        return path
     if path.exists():
         raise CheckpointError(f"{source}: no config.json, so it is neither a Hugging Face model folder nor a run's")
     from huggingface_hub import snapshot_download

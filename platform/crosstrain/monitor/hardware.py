@@ -16,12 +16,13 @@ _PEAK_HALF = {
 
 
 def memory_mb(device: torch.device) -> dict[str, float]:
-    """Return MiB in use: of the GPU (allocated, peak, reserved), or of this process (resident, peak)."""
+    """Return MiB in use: of the GPU (allocated and reserved, with peaks), or of this process (resident, peak)."""
     if device.type == "cuda":
         return {
             "memory_allocated_mb": torch.cuda.memory_allocated(device) / MIB,
             "memory_peak_mb": torch.cuda.max_memory_allocated(device) / MIB,
             "memory_reserved_mb": torch.cuda.memory_reserved(device) / MIB,
+            "memory_reserved_peak_mb": torch.cuda.max_memory_reserved(device) / MIB,
         }
     status = Path("/proc/self/status")
     if status.exists():  # getrusage's peak would be inherited from the process that started this one

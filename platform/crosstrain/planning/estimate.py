@@ -42,6 +42,7 @@ class Memory:
 
     kind: str  # of rank
     parameters_held: int  # elements of parameters that this rank keeps between steps
+    parameters: int | None  # elements of all ranks' parameters, with this layout's padding; None: as on a single rank
     device: dict[str, int]
     host: dict[str, int]
 
@@ -182,7 +183,7 @@ class Project:
         host |= {"activations": inputs} if inputs else {}
         if self.config.run.save_in_background:
             host[HOST_COPY] = layout.updated * _FP32 + update
-        return Memory(layout.kind, layout.held, {k: v for k, v in most.items() if v}, host)
+        return Memory(layout.kind, layout.held, layout.whole, {k: v for k, v in most.items() if v}, host)
 
     # ---- what does not depend on the runner
 

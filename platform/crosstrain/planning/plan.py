@@ -80,7 +80,7 @@ class Plan:
             "world_size": chosen.world_size,
             "device": self.project.device,
             "parameters": {
-                "total": sizes.elements,
+                "total": chosen.memory.parameters or sizes.elements,
                 "without_padding": self.unpadded,
                 "trainable": sizes.trainable_elements,
                 "per_rank": chosen.memory.parameters_held,
@@ -134,7 +134,7 @@ class Plan:
             f"{run.runner.name} on {chosen.world_size} x {project.device}, {run.amp.dtype}, "
             f"gradient checkpointing {chosen.mode}",
             "",
-            f"parameters        {sizes.elements:,} ({self.unpadded:,} without padding), "
+            f"parameters        {memory.parameters or sizes.elements:,} ({self.unpadded:,} without padding), "
             f"{sizes.trainable_elements:,} trained, {memory.parameters_held:,} on a rank"
             + (f", {self.unpadded - idle:,} active for a token" if (idle := project.model.idle_parameters) else ""),
             f"step              {batch.global_batch:,} samples = {batch.micro_batch} micro batch x "

@@ -22,8 +22,8 @@ from starlette.types import Receive, Scope, Send
 
 from crosstrain.serving.api_error import ApiError
 from crosstrain.serving.jobs import Event, Job, Piece
-from crosstrain.serving.requests import ChatRequest, CompletionRequest, parse
-from crosstrain.serving.responses import ChatResponse, CompletionResponse, ResponseBuilder
+from crosstrain.serving.requests import ChatRequest, CompletionRequest, MegatronRequest, parse
+from crosstrain.serving.responses import ChatResponse, CompletionResponse, MegatronResponse, ResponseBuilder
 from crosstrain.serving.scheduler import Scheduler
 from crosstrain.serving.service import RequestPlan, Service
 from crosstrain.utils.logging import log
@@ -59,12 +59,13 @@ class Web:
         self._loopback = is_loopback(host)
         self._since = int(time.time())
         # Chats that hang delay no completions. Images take memory, so few requests with images are read at once.
-        threads = {CompletionRequest: service.limits.encoders, ChatRequest: service.limits.encoders}
+        threads = dict.fromkeys((CompletionRequest, MegatronRequest, ChatRequest), service.limits.encoders)
         if service.chat_format.takes_images:
             threads[ChatRequest] = 2
         self._encoding: dict[Any, Any] = {kind: ThreadPoolExecutor(n, "encoding") for kind, n in threads.items()}
         self._requests, self._bytes = 0, 0  # now being answered, and being received
         completions = partial(self._answer, CompletionRequest, service.completion, CompletionResponse)
+        megatron = partial(self._answer, MegatronRequest, service.completion, MegatronResponse)
         chats = partial(self._answer, ChatRequest, service.chat, ChatResponse)
         self.app = Starlette(
             routes=[
@@ -74,6 +75,7 @@ class Web:
                 Route("/v1/models/{name:path}", self._model),
                 Route("/v1/completions", completions, methods=["POST"]),
                 Route("/v1/chat/completions", chats, methods=["POST"]),
+                Route("/api", megatron, methods=["PUT"]),
             ],
             exception_handlers={ApiError: _refused, HTTPException: _http, ClientDisconnect: _gone, Exception: _broken},
         )

@@ -1,20 +1,17 @@
 """Prompts: a request's text or conversation in the format that the model knows, as token ids."""
 
 import base64
-import io
-import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from crosstrain.data.vision.conversations import IMAGE, Conversation, Message
+from crosstrain.data.vision.conversations import IMAGE, Conversation, Message, SampleError
 from crosstrain.inference.conversation import ChatSession
 from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.generation import as_prompt
 from crosstrain.serving.api_error import wrong
 from crosstrain.serving.limits import Limits
 from crosstrain.serving.requests import ChatMessage, ImagePart, TextPart
-from crosstrain.utils.optional_deps import require
 from crosstrain.utils.types import Sample
 
 _NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}  # of plain turns
@@ -90,6 +87,8 @@ def conversation(given: list[ChatMessage], takes_images: bool, limits: Limits) -
 
 def picture(url: str, most_pixels: int, param: str) -> Any:
     """The RGB PIL image of a `data:` URL in base64. Nothing is fetched: ApiError 400 for anything else."""
+    from crosstrain.data.vision.image import ImageTooLarge, open_image
+
     head, comma, data = url.partition(",")
     if not head.lower().startswith("data:") or not comma:
         problem = "images are not fetched; send the image itself, as data:image/png;base64,..."
@@ -100,12 +99,9 @@ def picture(url: str, most_pixels: int, param: str) -> Any:
         content = base64.b64decode(data, validate=True)
     except ValueError:  # also for characters beyond ASCII
         raise wrong(param, "this is not base64", "invalid_base64_image") from None
-    image = require("PIL.Image", "serving a vision-language model")
     try:
-        with warnings.catch_warnings(action="ignore"), image.open(io.BytesIO(content), formats=_FORMATS) as opened:
-            pixels = opened.width * opened.height
-            if pixels <= most_pixels:
-                return opened.convert("RGB")
-    except Exception:  # PIL raises whatever its decoders come upon
-        raise wrong(param, f"not a readable image in one of {', '.join(_FORMATS)}", "invalid_image") from None
-    raise wrong(param, f"{pixels} pixels, more than the {most_pixels} allowed", "image_too_large")
+        return open_image(content, "this", formats=_FORMATS, most_pixels=most_pixels)
+    except ImageTooLarge as error:
+        raise wrong(param, str(error), "image_too_large") from None
+    except SampleError as error:
+        raise wrong(param, f"{error}; the formats are {', '.join(_FORMATS)}", "invalid_image") from None

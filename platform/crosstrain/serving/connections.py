@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
@@ -15,6 +16,39 @@ from crosstrain.serving.limits import Limits
 
 _FAIR = 1.0  # seconds that a request may take to arrive even where too many do
 _Phase = Literal["idle", "headers", "body"]
+
+
+# Forms in which two programs may disagree where a request ends, one behind the other.
+_AMBIGUOUS = {
+    "a line does not end in CR LF": re.compile(rb"(?<!\r)\n|\r(?!\n)"),
+    "a header goes on in the next line": re.compile(rb"\n[ \t]"),
+    "its length is given twice": re.compile(rb"(?is)\n(?:content-length|transfer-encoding):.*"
+                                            rb"\n(?:content-length|transfer-encoding):"),
+    "its length is not a number": re.compile(rb"(?i)\ncontent-length:(?![ \t]*\d+[ \t]*\r\n)"),
+    "HTTP/1.0 has no chunks": re.compile(rb"(?is)HTTP/1\.0\r\n(?:.*\n)?transfer-encoding:"),
+}  # fmt: skip
+_END_OF_HEADERS = re.compile(rb"\r?\n\r?\n")
+_CHUNK = re.compile(rb"[0-9A-Fa-f]{1,16}")
+
+
+class StrictHttp(h11.Connection):
+    """HTTP (seen with h11 0.16) that refuses requests which a proxy may read otherwise."""
+
+    def next_event(self) -> Any:
+        """Return the next event. Raises RemoteProtocolError for a request that is not HTTP, or ambiguous."""
+        given, reader = self.trailing_data[0], cast(Any, self._reader)
+        headers = self.their_state is h11.IDLE or getattr(reader, "_reading_trailer", False)
+        if not headers and getattr(reader, "_bytes_in_chunk", 1) == 0:
+            size, end, given = given.removeprefix(reader._bytes_to_discard).partition(b"\r\n")
+            if end and not _CHUNK.fullmatch(size):
+                raise h11.RemoteProtocolError("a chunk begins with more than its size")
+            headers = not size.strip(b"0")
+        lines = b"\r\n" + given
+        if headers and (found := _END_OF_HEADERS.search(lines)):
+            for problem, form in _AMBIGUOUS.items():
+                if form.search(lines, endpos=found.end()):
+                    raise h11.RemoteProtocolError(problem)
+        return super().next_event()
 
 
 class Connection(H11Protocol):
@@ -27,6 +61,7 @@ class Connection(H11Protocol):
     def __init__(self, limits: Limits, arriving: dict[Connection, None], **given: Any) -> None:
         """`arriving`: connections of this server whose requests have not arrived, the oldest first."""
         super().__init__(**given)
+        self.conn = StrictHttp(h11.SERVER)
         self._limits, self._arriving = limits, arriving
         self._phase: _Phase | None = None
         self._since = 0.0

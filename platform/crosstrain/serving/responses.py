@@ -89,6 +89,11 @@ class CompletionResponse(ResponseBuilder):
         }
 
 
+class MegatronResponse(CompletionResponse):
+    def whole(self) -> Document:
+        return {"text": [choice.text for choice in self._choices]}
+
+
 class ChatResponse(ResponseBuilder):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 

@@ -72,7 +72,7 @@ def run_server(
     from crosstrain.serving.service import Service
 
     group, encoders = runner.new_group(), Encoders(options.checkpoint)
-    tokenizer = encoders.load()
+    tokenizer = encoders.tokenizer
     session = ChatSession.possible(config, options.checkpoint, encoders)
     chats = chat_format(tokenizer, session, encoders)
     service = Service(options.name, runner.model, tokenizer, chats, encoders, limits)

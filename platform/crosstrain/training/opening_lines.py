@@ -14,11 +14,18 @@ _LONGER = "a larger run.max_iters or run.max_epoch goes on, --fresh starts over"
 def log_setup(trainer: Trainer) -> None:
     """Log model, runner and batch plan. Collective."""
     runner, plan, config = trainer.runner, trainer.plan, trainer.config
-    mine = {n: (p.requires_grad, runner.full_shape(p).numel()) for n, p in runner.model.canonical_parameters().items()}
+    # ZeRO keeps a parameter's own shape elsewhere; tensor parallelism pads the vocabulary for its ranks.
+    mine = {
+        n: (p.requires_grad, max(runner.full_shape(p).numel(), p.numel()))
+        for n, p in runner.model.canonical_parameters().items()
+    }
+    own = [(runner.held(p), getattr(p, "to_local", p.detach)()) for p in runner.model.parameters()]
+    here = sum(max(held.numel(), part.numel()) for held, part in own)
     parameters = {name: count for held in runner.world.all_gather(mine) for name, count in held.items()}
     log.info(
-        "%s: %s parameters (%s trainable), runner %s on %d %s worker(s), %s", config.model.name,
+        "%s: %s parameters (%s trainable, %s on rank 0), runner %s on %d %s worker(s), %s", config.model.name,
         f"{sum(n for _, n in parameters.values()):,}", f"{sum(n for trains, n in parameters.values() if trains):,}",
+        f"{here:,}",
         config.run.runner.name, runner.world.size, runner.device.type, config.run.amp.dtype,
     )  # fmt: skip
     first, last = trainer.state.step + 1, trainer.max_iters

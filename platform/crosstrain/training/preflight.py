@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
-from crosstrain.checkpoint.folders import find_checkpoint, steps
+from crosstrain.checkpoint.checkpointer import load_state
+from crosstrain.checkpoint.folders import find_checkpoint, steps, verified
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.checkpoint.weights import PretrainedWeights
 from crosstrain.config.batch import BatchPlan
@@ -18,9 +21,17 @@ from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Component
 from crosstrain.data.dataset import Dataset
-from crosstrain.data.splits import first_batch, is_prepared, open_split, prepare_data, training_dataset
+from crosstrain.data.splits import first_batch, is_prepared, open_split, prepare_data, training_dataset, vocabulary_size
 from crosstrain.distributed.launch.signals import sigint_kills
-from crosstrain.engine.build import batch_plan, check_fit, check_held, freeze, make_schedule, model_on_meta
+from crosstrain.engine.build import (
+    batch_plan,
+    check_fit,
+    check_held,
+    check_vocabulary,
+    freeze,
+    make_schedule,
+    model_on_meta,
+)
 from crosstrain.engine.optimizer import optimizer_factory
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling.base import Model
@@ -28,8 +39,8 @@ from crosstrain.modeling.pretrained import downloaded
 from crosstrain.monitor.tracker import check_trackers
 from crosstrain.utils.errors import CheckpointError, UserError, explained
 from crosstrain.utils.foreign_weights import foreign_weights
+from crosstrain.utils.logging import log
 from crosstrain.utils.paths import near
-from crosstrain.utils.storage import is_url
 from crosstrain.utils.types import Batch
 
 
@@ -61,12 +72,25 @@ class Preflight:
             return None
 
 
-def preflight(config: Config, world_size: int, dry: bool = False) -> Preflight:
+def as_begun(config: Config, fresh: bool) -> Config:
+    """The configuration under the rules of the checkpoint that the run continues, which may be older than their keys.
+
+    fresh: the run's own folder is not continued.
+    """
+    for place in filter(None, (None if fresh else config.run.output_dir, config.run.resume_from)):
+        # Where there is nothing to continue, the start itself says what is wrong with it.
+        with suppress(CheckpointError, OSError), patch.object(log, "disabled", True):
+            return config.continuing(load_state(find_checkpoint(place, lambda folder: verified(folder, whole=False))))
+    return config
+
+
+def preflight(config: Config, world_size: int, dry: bool = False, fresh: bool = False) -> Preflight:
     """Build and check batch plan, data, model, optimizer, schedule and trackers; raises UserError for any mistake.
 
     dry: nothing is downloaded, prepared or written, so weights and data that training would make may be absent; the
-    run's folder is checked, too.
+    run's folder is checked, too. fresh: as for `as_begun`, whose configuration is the result's.
     """
+    config = as_begun(config, fresh)
     run, runner = config.run, registry.get("runner", config.run.runner.name)
     plan = batch_plan(config, world_size)
     with sigint_kills():
@@ -78,14 +102,17 @@ def preflight(config: Config, world_size: int, dry: bool = False) -> Preflight:
             dataset = open_split(config, "train")
             if run.eval_interval:
                 open_split(config, "val")
+            if getattr(training_dataset(config).options, "test", None):  # it is evaluated at the end
+                open_split(config, "test")
     folder = RunFolder(run.output_dir)
-    if dry or is_url(run.output_dir):
-        folder.check()
+    folder.check()
     if dry and run.resume_from and not steps(folder.checkpoints):
-        find_checkpoint(run.resume_from, whole=False)
+        find_checkpoint(run.resume_from, lambda folder: verified(folder, whole=False))
     with explained("the model, its data and the run do not go together"):
         if dataset is not None:
             check_fit(model, dataset)
+        else:
+            check_vocabulary(model, vocabulary_size(config))
         check_held(model, runner, config)
         if not absent:
             weights = PretrainedWeights.of(model)

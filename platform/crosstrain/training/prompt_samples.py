@@ -10,10 +10,13 @@ from typing import Any
 import torch
 
 from crosstrain.config.run_options import RunOptions
-from crosstrain.inference.generation import Sampling, generate
+from crosstrain.inference.encoding import open_tokenizer
+from crosstrain.inference.generation import Sampling, as_prompt, generate
 from crosstrain.training.callback import Callback
 from crosstrain.utils.errors import UserError
+from crosstrain.utils.limited_process import LimitedProcess
 from crosstrain.utils.logging import log
+from crosstrain.utils.types import Sample
 
 
 class PromptSamples(Callback):
@@ -23,10 +26,13 @@ class PromptSamples(Callback):
         super().__init__(options, trainer)
         run: RunOptions = trainer.run
         self._runner, self._compiled = trainer.runner, run.compile != "none"
-        self._folder = trainer.dataset.tokenizer_path
-        self._prompts = list(run.sample_prompts) if self._folder is not None else []
+        self._prompts: list[tuple[str, Sample]] = []
         self._sampling = Sampling(max_new_tokens=run.sample_tokens, temperature=0.8, top_k=50, seed=run.seed)
-        self._tokenizer: Any = None
+        tokenizer = trainer.dataset.tokenizer_path
+        if tokenizer is not None and run.sample_prompts:
+            self._tokenizer = made = open_tokenizer(tokenizer)
+            encode = LimitedProcess(lambda text: made(text, add_special_tokens=False)["input_ids"], "the tokenizer")
+            self._prompts = [(text, as_prompt(encode(text), made.eos_token_id)) for text in run.sample_prompts]
         self._drawn: list[dict[str, str]] | None = None  # in the present step
 
     def before_batch(self) -> None:
@@ -46,19 +52,15 @@ class PromptSamples(Callback):
 
     def draw(self) -> list[dict[str, str]]:
         """{"prompt", "text"} of every prompt, the same on every rank. Collective."""
-        if self._prompts and self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            self._tokenizer = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
         out = []
         # Texts grow by a token at a time: to compile for each of these lengths would take longer than to train on.
         with torch.compiler.set_stance("force_eager") if self._compiled else nullcontext():
-            for prompt in list(self._prompts):
+            for prompt, sample in list(self._prompts):
                 try:
-                    text = generate(self._runner, self._tokenizer, prompt, self._sampling)[0]
+                    text = generate(self._runner, self._tokenizer, sample, self._sampling)[0]
                 except UserError as error:  # a prompt that is too long is no reason to fail, on any rank
                     log.warning("run.sample_prompts: %s", error)
-                    self._prompts.remove(prompt)
+                    self._prompts.remove((prompt, sample))
                 else:
                     out.append({"prompt": prompt, "text": text})
         return out

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,7 @@ from crosstrain.data.skip_ranges import Ranges
 from crosstrain.distributed.group import Group
 from crosstrain.engine.runner import Runner
 from crosstrain.utils import storage
-from crosstrain.utils.errors import CheckpointError
+from crosstrain.utils.errors import CheckpointError, UserError
 from crosstrain.utils.logging import log
 from crosstrain.utils.units import is_number
 
@@ -104,30 +105,48 @@ def starting_point(root: Path, resume_from: str | None, world: Group, run: str |
 
     Raises CheckpointError where another run than `run`, which rank 0 knows, wrote the newest one under `root`.
     """
-    found: Path | CheckpointError | None = None
+    result: Any = None
     if world.rank == 0:
         try:
-            found = _newest(root, resume_from, run)
-        except CheckpointError as error:
-            found = error
-    url = storage.origin(found) if isinstance(found, Path) else None
-    found, url = world.broadcast((found, url))
-    if isinstance(found, CheckpointError):
-        raise found
-    if url is not None:
-        found = storage.local(url)  # of this machine
-        if world.rank != 0:
-            folders.verified(found)
-    return found
+            found = _newest(root, resume_from, run, lambda folder: _check(folder, world))
+            result = [found and (storage.origin(found) or found)]
+        except (UserError, OSError) as error:
+            result = [error]
+    while isinstance(order := world.broadcast(result), str):  # the URL of a checkpoint to check, until the result comes
+        with suppress(UserError, OSError):  # which rank 0 has as well
+            _check_together(order, world)
+    if isinstance(order[0], Exception):
+        raise order[0]
+    return order[0] and storage.local(order[0])  # of this machine
 
 
-def _newest(root: Path, resume_from: str | None, run: str | None) -> Path | None:
-    newest, damaged = folders.newest_valid(root, run)
+def _newest(root: Path, resume_from: str | None, run: str | None, check: Callable[[Path], object]) -> Path | None:
+    newest, damaged = folders.newest_valid(root, run, check)
     if newest is None and damaged:
         raise CheckpointError(f"{root}: every checkpoint is damaged; --fresh starts over and keeps them")
     if newest is None and resume_from:
-        newest = folders.find_checkpoint(resume_from)
+        newest = folders.find_checkpoint(resume_from, check)
     return newest
+
+
+def _check(folder: Path, world: Group) -> None:
+    """Check a checkpoint on rank 0; in a bucket, together with the other ranks, which wait in `starting_point`."""
+    if (url := storage.origin(folder)) is None:
+        folders.verified(folder)
+    else:
+        _check_together(world.broadcast(url), world)
+
+
+def _check_together(url: str, world: Group) -> None:
+    """Check a checkpoint in a bucket, each rank its share. Collective. Raises one rank's error on every rank."""
+    problem: Exception | None = None
+    try:
+        folders.verified(storage.local(url), share=(world.rank, world.size))
+    except (UserError, OSError) as error:
+        problem = error
+    if problems := [found for found in world.all_gather(problem) if found is not None]:
+        # A bucket that cannot be read, or a full disk, is no damage.
+        raise min(problems, key=lambda error: isinstance(error, CheckpointError))
 
 
 def continues(checkpoint: Path, config: Config) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from crosstrain.data.dataset import Dataset
+from crosstrain.data.splits import open_split, training_dataset
 from crosstrain.inference.perplexity import LossMetrics, evaluate_loss
 from crosstrain.monitor.metrics import Row, StepMetrics
 from crosstrain.training.callback import Callback
@@ -30,37 +32,41 @@ class Validation(Callback):
         if not trainer.due(trainer.run.eval_interval) and not (self.at_end and metrics.step == trainer.max_iters):
             return
         with trainer.throughput.paused():
-            self.last = self.measure()
+            assert trainer.val_dataset is not None
+            self.last = self.measure(trainer.val_dataset)
             log.info("validation at step %d | %s", metrics.step, self.last.line(".6E"))
             row: Row = {f"val_{name}": value for name, value in self.last.named.items()}
             trainer.hooks.call("on_validation", row)
         trainer.row |= disjoint(row, trainer.hooks.scalars())
 
     def on_end(self) -> None:
-        """Log the final perplexity beside baselines that no training gives."""
+        """Log the final perplexity beside baselines that no training gives, and the loss on a named test split."""
         trainer = self.trainer
-        if trainer.val_dataset is None or trainer.stopped or not self.at_end:
+        if trainer.stopped:
             return
+        if trainer.val_dataset is not None and self.at_end:
+            self._log_perplexity(trainer.val_dataset)
+        if getattr(training_dataset(trainer.config).options, "test", None):  # the split is named
+            log.info("test %s", self.measure(open_split(trainer.config, "test")).line(".6E"))
+
+    def _log_perplexity(self, dataset: Dataset) -> None:
         metrics = self.last
         if metrics is None:  # the last step was done by an earlier start
-            metrics = self.measure()
+            metrics = self.measure(dataset)
             log.info("validation %s", metrics.line(".6E"))
         if not metrics.of_tokens:
             return
         log.info(
             "validation perplexity %.2f (loss %.4f, %d tokens)", metrics.perplexity, metrics.loss, metrics.targets
         )
-        for name, perplexity in trainer.val_dataset.baselines().items() if trainer.is_main else ():
+        for name, perplexity in dataset.baselines().items() if self.trainer.is_main else ():
             log.info("  against %.2f of the %s model, which learns nothing from context", perplexity, name)
 
-    def measure(self) -> LossMetrics:
-        """Loss on the validation split's first `eval_iters` global batches. Collective."""
+    def measure(self, dataset: Dataset) -> LossMetrics:
+        """Loss on the first `eval_iters` global batches of a split. Collective."""
         trainer = self.trainer
-        assert trainer.val_dataset is not None
         samples = trainer.run.eval_iters * trainer.plan.global_batch
-        return evaluate_loss(
-            trainer.runner, trainer.val_dataset, trainer.plan.micro_batch, samples, trainer.run.num_workers
-        )
+        return evaluate_loss(trainer.runner, dataset, trainer.plan.micro_batch, samples, trainer.run.num_workers)
 
 
 class BestPointer(Callback):

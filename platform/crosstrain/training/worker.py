@@ -29,6 +29,7 @@ from crosstrain.training.trainer import Trainer
 from crosstrain.utils.assets import GENERATION_CONFIG, TOKENIZER_FILES, add_end_tokens, copy_files, plain_files
 from crosstrain.utils.errors import CheckpointError, ConfigError
 from crosstrain.utils.logging import log, set_up_logging
+from crosstrain.utils.processes import on_parents_death
 
 _MOST_CHANGES = 10  # that a line of the log lists
 _LENGTHS = ("run.max_iters ", "run.max_epoch ")  # begin the changes of a run's length
@@ -36,11 +37,13 @@ _LENGTHS = ("run.max_iters ", "run.max_epoch ")  # begin the changes of a run's 
 
 def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
     """Train on this rank; returns the signal that stopped it, or 0."""
-    stop = StopRequest(under_launcher)
     config = Config.from_plain(plain)
     runner = make_runner(config)
     runner.setup()
+    stop = StopRequest(under_launcher)  # not before: a rank that waits for the others has nothing to save
     trainer = build_trainer(config, runner, stop)
+    if under_launcher:
+        on_parents_death(signal.SIGINT)  # save and leave
     try:
         log_restart(runner.world, trainer.state.step)
         trainer.fit()

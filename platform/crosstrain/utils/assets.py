@@ -5,6 +5,7 @@ A tokenizer's folder often holds a whole model: only files named here are taken 
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
@@ -29,6 +30,7 @@ TOKENIZER_FILES = frozenset({
 GENERATION_CONFIG = "generation_config.json"
 MODEL_FILES = frozenset({"config.json", GENERATION_CONFIG})
 
+_HEAD = 1 << 16  # bytes that tell what a file is
 _MOST_BYTES = 1 << 28  # of one file; the largest tokenizers take some tens of MB
 
 
@@ -46,7 +48,21 @@ def plain_files(folder: Path, names: Iterable[str]) -> list[Path]:
             raise DataError(f"{path} is a link out of its folder, so it is not copied: put the file itself there")
         if not target.is_file() or target.stat().st_size > _MOST_BYTES:
             raise DataError(f"{path} is not a plain file of at most {_MOST_BYTES >> 20} MiB: remove it or name another")
+        if misnamed(path):
+            raise DataError(f"{path} does not hold what its name says: remove it or name another folder")
     return paths
+
+
+# The beginnings of files of SentencePiece, field 1 of a message, and of tiktoken; any other file is JSON or text.
+_VOCABULARY = re.compile(rb"\n|[A-Za-z0-9+/=]+ \d+\n")
+_BEGINNINGS = {".json": re.compile(rb"(\xef\xbb\xbf)?\s*[{\[]"), ".model": _VOCABULARY, ".spm": _VOCABULARY}
+_TEXT = re.compile(rb"[^\0\x80][^\0]*\Z|\Z")  # no pickle, archive or program
+
+
+def misnamed(path: Path) -> bool:
+    """Tell whether a file cannot be the JSON, text or vocabulary that its name says."""
+    with open_regular(path) as file:
+        return not _BEGINNINGS.get(path.suffix, _TEXT).match(file.read(_HEAD))
 
 
 def end_tokens(settings: Any) -> set[int]:

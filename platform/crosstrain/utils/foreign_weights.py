@@ -7,13 +7,26 @@ from crosstrain.utils.errors import explained
 from crosstrain.utils.files import read_regular
 
 _PICKLES = (".pth", ".pt", ".bin", ".ckpt")
-_FOLDERS = {  # a file that tells whose folder it is: what it is, and what to do
+_CONSOLIDATE = (
+    "`python zero_to_fp32.py . OUT --safe_serialization` in the folder that has this program, with the model's "
+    "config.json beside it, makes a folder for model.pretrained"
+)
+_SHARDED = (
+    "a checkpoint of torch.distributed.checkpoint, as FSDP saves it; convert it to a Hugging Face folder for "
+    "model.pretrained with the program that wrote it, for example by `accelerate merge-weights FOLDER OUT` and the "
+    "model's config.json beside the result"
+)
+_FOLDERS = {  # files that tell whose folder it is: what it is, and what to do
     "latest_checkpointed_iteration.txt": "a checkpoint of Megatron-LM; convert it to a Hugging Face folder, as "
     "Megatron Bridge does, for model.pretrained",
-    "zero_to_fp32.py": "a checkpoint of DeepSpeed; `python zero_to_fp32.py . OUT --safe_serialization` there, with the "
-    "model's config.json beside it, makes a folder for model.pretrained",
-    ".metadata": "a checkpoint of torch.distributed.checkpoint; convert it to a Hugging Face folder for "
-    "model.pretrained with the program that wrote it",
+    "zero_to_fp32.py": f"a checkpoint of DeepSpeed; {_CONSOLIDATE}",
+    "*_model_states.pt": f"a checkpoint of DeepSpeed; {_CONSOLIDATE}",
+    "global_step*/*_model_states.pt": f"a checkpoint of DeepSpeed; {_CONSOLIDATE}",
+    ".metadata": _SHARDED,
+    "*.distcp": _SHARDED,
+    "pytorch_model_fsdp_*/.metadata": _SHARDED,
+    "pytorch_model_fsdp.bin": "a checkpoint of FSDP in one file of torch's pickles; save it with "
+    "`fsdp_state_dict_type: SHARDED_STATE_DICT` or as a Hugging Face folder with safetensors, for model.pretrained",
 }
 
 
@@ -28,7 +41,7 @@ def foreign_weights(path: Path) -> str | None:
     if path.suffix in _PICKLES and not path.is_dir():
         return _PICKLED
     places = [path, path.parent] if path.is_dir() else []  # a step's folder lies in the one that tells
-    known = (said for place in places for name, said in _FOLDERS.items() if (place / name).is_file())
+    known = (said for place in places for name, said in _FOLDERS.items() if any(place.glob(name)))
     pickles = (f"holds {file.name}, {_PICKLED}" for file in path.glob("*") if file.suffix in _PICKLES)
     return next(known, None) or next(pickles, None)
 

@@ -13,7 +13,7 @@ EXTRAS = {  # module -> extra
         "vision": "timm torchvision PIL webdataset braceexpand pycocoevalcap",
         "adapters": "peft bitsandbytes",
         "serve": "uvicorn starlette pydantic",
-        "report": "plotly jinja2 matplotlib",
+        "report": "plotly jinja2 matplotlib tree_sitter tree_sitter_bash",
         "eval": "lm_eval",
         "float8": "torchao",
         "offload": "fairscale",

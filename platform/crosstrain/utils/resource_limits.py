@@ -5,10 +5,9 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
+from crosstrain.utils.limited_process import address_space
 
 
 class OutOfTime(BaseException):
@@ -23,10 +22,12 @@ def at_most(memory: int, seconds: float) -> Iterator[None]:
     where the system does not tell a process's size. torch computes in one thread, because to start others takes address
     space, and a library may end the process where it cannot.
     """
+    import torch  # here, as it takes seconds, and a limit of time does without it
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     before = resource.getrlimit(resource.RLIMIT_AS)
-    if (used := _address_space()) is not None:
+    if (used := address_space()) is not None:
         limits = [bound for bound in (used + memory, *before) if bound != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_AS, (min(limits), before[1]))
     try:
@@ -54,10 +55,3 @@ def timed(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, handler)
-
-
-def _address_space() -> int | None:
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    except OSError:
-        return None

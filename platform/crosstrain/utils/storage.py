@@ -84,8 +84,15 @@ def version(url: str) -> str:
 
 
 def read(url: str, first: int = 0, last: int | None = None) -> bytes:
-    """Read the bytes [first, last) of an object, or all from `first` on."""
+    """Read the bytes [first, last) of an object, or all from `first` on; it must have some of them."""
     return _tried(url, lambda fs, path: fs.cat_file(path, start=first, end=last))
+
+
+def read_end(url: str, most: int, first: bool = False) -> bytes:
+    """Read the last bytes of an object, at most `most`, or the first ones."""
+    there = size(url)
+    begin = 0 if first else max(0, there - most)
+    return read(url, begin, begin + most) if there else b""  # services refuse any range of an empty object
 
 
 def read_ranges(url: str, ranges: Sequence[tuple[int, int]], gap: int = _GAP) -> list[bytes]:

@@ -62,7 +62,11 @@ def is_number(value: Any) -> bool:
 
 
 def finite(value: Any) -> Any:
-    """Return `value`, or None for a number that JSON has no form for."""
+    """Return `value` with None in place of numbers that JSON has no form for, also within dictionaries and lists."""
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

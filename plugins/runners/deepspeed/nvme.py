@@ -1,5 +1,6 @@
 """A rank's state at stage 3 with part of it on an NVMe device."""
 
+import dataclasses
 import hashlib
 import os
 import shutil
@@ -9,9 +10,39 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from deepspeed.runtime.swap_tensor.utils import MIN_AIO_BYTES
 from torch import Tensor, nn
 
+from crosstrain import ConfigError, Model, log
+
 from .partition import Stage3
+
+
+def fitted(options: Any, model: Model, ranks: int) -> Any:
+    """The runner's options, with DeepSpeed's defaults replaced by those that parameters of `model` on a device need.
+
+    A parameter holds a buffer for as long as it is gathered, so none stays gathered until its next use: at a time those
+    of one block are, and those outside of the blocks. DeepSpeed's prefetch fails on a parameter that is used twice, so
+    it is off. Raises ConfigError for buffers of the user's own that are too few or too small.
+    """
+    offload = options.offload_param
+    if offload is None or offload.device != "nvme":
+        return options
+    shares = {p: -(-p.numel() // ranks) for p in model.parameters()}
+    moved = {p for p, share in shares.items() if share * 4 >= max(MIN_AIO_BYTES, options.aio.block_size)}
+    blocks = [moved.intersection(block.parameters()) for block in model.blocks()]
+    count = len(moved.difference(*blocks)) + max(map(len, blocks), default=0)
+    sizes = {"buffer_count": max(count, 1), "buffer_size": max(shares.values(), default=1)}
+    for key, needed in sizes.items():
+        if (given := getattr(offload, key)) != getattr(type(offload), key):
+            sizes[key] = given
+            if given < needed:
+                raise ConfigError(f"run.runner.offload_param.{key}: this model needs at least {needed}, got {given}")
+    ahead = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+    for key in ahead:
+        if (given := getattr(options, key)) not in (0, getattr(type(options), key)):
+            log.info("run.runner.%s is 0 instead of %g: with parameters on NVMe DeepSpeed fails otherwise", key, given)
+    return dataclasses.replace(options, offload_param=dataclasses.replace(offload, **sizes), **ahead)
 
 
 class SwapFolder:

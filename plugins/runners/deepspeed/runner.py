@@ -12,6 +12,7 @@ from unittest.mock import patch
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from torch import Tensor, nn
@@ -34,13 +35,14 @@ from crosstrain import (
     create_state,
     flat_range_pieces,
     log,
+    parameters_on_meta,
     registry,
 )
 from crosstrain.config.batch import BatchPlan
 
 from .exchange import reduce_scatter
 from .footprint import half_weights, layout
-from .nvme import SwapFolder, SwappedStage3
+from .nvme import SwapFolder, SwappedStage3, fitted
 from .options import Options
 from .partition import Partition, Stage3, Stage12
 
@@ -74,6 +76,11 @@ class DeepSpeedRunner(Runner):
 
     @classmethod
     def check_model(cls, options: Any, model: Model) -> None:
+        if options.nvme_paths and not AsyncIOBuilder().is_compatible():
+            raise ConfigError(
+                "run.runner: offloading to nvme needs libaio, which is not here: apt-get install libaio-dev, or choose "
+                "device: cpu"
+            )
         if options.stage == 3 and model.reads_across:
             raise ConfigError("run.runner.stage: parts of the model (dora) need whole weights; use stage 2 or fsdp")
         if options.param_dtype == "bf16" and not all(p.requires_grad for p in model.parameters()):
@@ -108,6 +115,9 @@ class DeepSpeedRunner(Runner):
     def construct(self, make_model: Callable[[], Model]) -> Model:
         if self.options.stage < 3:
             return super().construct(make_model)
+        if self.options.nvme_paths:
+            with parameters_on_meta():
+                self.options = fitted(self.options, make_model(), self.world.size)
         # The type follows from the configuration: its argument `dtype` becomes bf16 on a CPU, whatever is asked for.
         with deepspeed.zero.Init(config_dict_or_path=self._config(1, 1)):
             model = make_model()

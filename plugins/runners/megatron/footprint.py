@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from .plan import resolve
 from .rng_tracker import RngTracker
 from .schedules import rank_of, simulate, stages_of
 from .shard_model import shard_model
+from .shard_spec import ShardSpec
 from .tensor_parallel import TensorParallel, local
 from .vocabulary import ParallelHead
 
@@ -77,6 +79,7 @@ def _layout(
     options: Options, at: PlanContext, tensor: TensorParallel | None, mesh: DeviceMesh | None, rank: int
 ) -> Layout:
     model, stages = copy.deepcopy(at.model), options.stages
+    cuts: dict[str, ShardSpec] = {}
     mine, hidden = stages_of(rank, options), 0
     is_first, is_last = 0 in mine, stages - 1 in mine
     if (experts := options.expert_parallel) > 1:
@@ -115,6 +118,8 @@ def _layout(
             last = model.get_submodule(closing[-1])
         last.register_forward_hook(tensor.set_aside)
     out = with_experts(model, at.replicas, experts, lambda sizes, copies: _owned(options, at, sizes, copies))
+    full = {name: math.prod(cut.full) for name, cut in cuts.items()}
+    out.whole = sum(full.get(name, p.numel()) for name, p in at.model.named_parameters())
     out.model = model if tensor is not None or stages > 1 or experts > 1 else None
     if out.model is not None:
         cut = options.tensor_parallel, experts, options.sequence_parallel, options.plan

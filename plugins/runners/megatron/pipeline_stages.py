@@ -96,7 +96,8 @@ def ends_of(model: Model, key: str) -> Ends:
     ends = model.ends()
     if ends is None:
         raise ConfigError(
-            f"run.runner.{key}: {type(model).__name__} does not say what runs before and after its blocks"
+            f"run.runner.{key}: {type(model).__name__} does not say what runs before and after its blocks, or its head "
+            f"is more than a matrix product; leave {key} out"
         )
     return ends
 

@@ -20,7 +20,7 @@ class ParallelHead(Head):
         self.tensor = tensor
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: int, logits: Logits = PLAIN
+        self, hidden: Tensor, weight: Tensor | None, labels: Tensor | None, vocab_size: int, logits: Logits = PLAIN
     ) -> Tensor:
         hidden = self.tensor.taken(hidden)
         if not isinstance(weight, DTensor):

@@ -1,6 +1,7 @@
 """Tokenize conversations about images: roles, image placeholders, and the tokens to learn."""
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,6 +21,8 @@ IMAGE_ID = -200  # placeholder of one embedding of an image in input_ids (LLaVA'
 SHARED = 0  # the segment that every segment of a sample sees
 
 Style = Literal["chat", "plain"]
+_OTHER_MEDIA = re.compile(r"^\s*<(?:video|audio)>|<(?:video|audio)>\s*$", re.MULTILINE)  # elsewhere it may be HTML
+_HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 _REMEMBERED = 1 << 14  # texts whose tokens are cached
 _START, _END = "<|im_start|>", "<|im_end|>"
 _BEFORE_IMAGE, _AFTER_IMAGE = "<|vision_start|>", "<|vision_end|>"  # of Qwen's newer tokenizers
@@ -31,6 +34,7 @@ class Message:
 
     role: Literal["system", "user", "assistant"]
     text: str
+    learned: bool = True  # an answer that is not is only context
 
 
 Conversation = list[Message]
@@ -73,13 +77,13 @@ class ConversationEncoder:
         """Encode a conversation; with `answering`, up to the beginning of the assistant's next words."""
         parts: list[tuple[list[int], bool]] = []  # (ids, to be learned)
         for message in conversation:
-            answer = message.role == "assistant"
+            answer = message.role == "assistant" and message.learned
             content = self._content(message.text)
             if self.style == "chat":
                 parts += [([self.start, *self._text(f"{message.role}\n")], False), (content, answer)]
                 parts += [([self.end], answer), (self._text("\n"), False)]
             else:
-                parts += [(content, answer), ([self.tokenizer.end_id] if answer else [], True)]
+                parts += [(content, answer), ([self.tokenizer.end_id] * (message.role == "assistant"), answer)]
         if answering and self.style == "chat":
             parts.append(([self.start, *self._text("assistant\n")], False))
         return EncodedChat([i for ids, _ in parts for i in ids], [learn for ids, learn in parts for _ in ids])
@@ -138,9 +142,14 @@ def _arrays(ids: list[int], labels: list[int]) -> Sample:
 
 
 def check_images(conversation: Conversation, images: int) -> None:
-    """Raise SampleError unless a conversation has as many placeholders as `images`."""
+    """Raise SampleError unless a conversation is text with a placeholder for each image, and none of other media."""
     if (named := sum(message.text.count(IMAGE) for message in conversation)) != images:
         raise SampleError(f"the text has {named} <image> placeholders, and the sample {images} images")
+    for message in conversation:
+        if message.role == "user" and (other := _OTHER_MEDIA.search(message.text)):
+            raise SampleError(f"the text has the placeholder {other[0].strip()}, and only images are read")
+        if _HALF_A_PAIR.search(message.text):
+            raise SampleError("the text has half a surrogate pair, which is no character")
 
 
 def collate(samples: list[Sample]) -> Batch:

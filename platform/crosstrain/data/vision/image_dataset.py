@@ -1,10 +1,9 @@
 """The base of datasets of images with text: processors, tokenizer, bad samples, questions and prompts."""
 
-import io
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from annotated_types import Interval
 
-from crosstrain.config.bounds import FilePath, PositiveInt
+from crosstrain.config.bounds import FilePath, PositiveInt, Text
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Component
 from crosstrain.data.dataset import Dataset, Split
@@ -26,13 +25,11 @@ from crosstrain.data.vision.conversations import (
     check_images,
     collate,
 )
-from crosstrain.utils.errors import DataError, UserError, os_errors_as
-from crosstrain.utils.files import read_regular
+from crosstrain.utils.errors import DataError, UserError
 from crosstrain.utils.types import Batch, Sample
 
 log = logging.getLogger(__name__)
 
-LARGEST_IMAGE = 1 << 29  # bytes of a file
 _TRIED = 1000  # least number of samples, or all, that `max_skipped` is a share of
 
 Annotation = Mapping[str, Any]  # the texts of a sample: a caption, questions, conversations
@@ -49,6 +46,9 @@ class TextProcessor(Protocol):
     """A processor of annotations into conversations about their images."""
 
     style: Style
+    # Keys of annotations that it reads, KEY or KEY.NAME for a name within a list of objects; others are reported. A
+    # processor without them reports none.
+    keys: Collection[str]
 
     def __call__(self, annotation: Annotation, images: int, rng: np.random.Generator) -> list[Conversation]:
         """Return the conversations to learn from a sample with `images` images. SampleError if there is none."""
@@ -140,6 +140,8 @@ class ImageDatasetOptions:
     # largest share of skipped samples among those that a process has tried; while it has tried fewer than a thousand,
     # among a thousand or all
     max_skipped: Annotated[float, Interval(ge=0, lt=1)] = 0.01
+    # keys of annotations that are not reported as unused; a key covers all below it
+    ignore_columns: list[Text] = field(default_factory=list)
     blind: bool = False  # images are all zero, to measure what the text alone teaches
 
 
@@ -159,9 +161,8 @@ class ImageDataset(VqaDataset):
         tokenizer, self.tokenizer_path = load_cached(options.tokenizer)
         self.vocab_size = tokenizer.vocab_size
         self.sequence_length = options.max_length
-        kind = "train" if split == "train" else "eval"
-        self.image_processor: ImageProcessor = _processor(getattr(options.vis_processor, kind))
-        self.text_processor: TextProcessor = _processor(getattr(options.text_processor, kind))
+        self.image_processor: ImageProcessor = _processor(_of_split(options.vis_processor, split))
+        self.text_processor: TextProcessor = _processor(_of_split(options.text_processor, split))
         self.encoder = ConversationEncoder(tokenizer, options.image_tokens, self.text_processor.style)
         self.skipped: dict[int, str] = {}
         self.tried = 0
@@ -179,6 +180,12 @@ class ImageDataset(VqaDataset):
     def image_sizes(self) -> frozenset[tuple[int, int]]:  # type: ignore[override]
         height, width = _blank(self.image_processor).shape[-2:]
         return frozenset({(height, width)})
+
+    @classmethod
+    def used(cls, options: Any, split: Split) -> frozenset[str]:
+        """Return the keys of annotations that are used, or not to be reported; none where that is not known."""
+        keys = getattr(_processor(_of_split(options.text_processor, split)), "keys", ())
+        return frozenset(("images", "text_only", *keys, *options.ignore_columns) if keys else ())
 
     @abstractmethod
     def read(self, index: int) -> tuple[list[Any], Annotation]:
@@ -274,28 +281,15 @@ def prompt_builder(dataset: Component, tokenizer: Path) -> PromptBuilder:
     return kind.prompt_builder(dataset.options, tokenizer)
 
 
-def open_image(data: bytes, name: str) -> Any:
-    """Decode an image into an RGB PIL image. SampleError, with its name, if the bytes are none or incomplete."""
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            return image.convert("RGB")
-    except Exception as error:  # PIL raises whatever its decoders come upon
-        raise SampleError(f"{name} is not a readable image ({' '.join(str(error).split())})") from None
-
-
-def open_image_file(path: Path) -> Any:
-    """Read and decode an image file as `open_image` does."""
-    with os_errors_as(SampleError, f"{path} cannot be read"):
-        return open_image(read_regular(path, LARGEST_IMAGE), str(path))
-
-
 def _blank(processor: ImageProcessor) -> np.ndarray:
     """Process a black image: its shape is that of all."""
     from PIL import Image
 
     return processor(Image.new("RGB", (64, 64)), np.random.default_rng(0))
+
+
+def _of_split(given: Processors, split: Split) -> Component:
+    return given.train if split == "train" else given.eval
 
 
 def _processor(component: Component) -> Any:

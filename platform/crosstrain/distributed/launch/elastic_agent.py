@@ -2,7 +2,7 @@
 
 The only file that depends on private parts of torch.distributed.elastic: `_rendezvous`, `_start_workers`,
 `_restart_workers`, `_monitor_workers`, `_worker_group` and `_remaining_restarts` of its agent and `get_method_name` of
-its rendezvous, as torch 2.13 and 2.14 have them.
+its rendezvous, as torch 2.13 and 2.14 have them; and on `_config` of multiprocessing's processes.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from crosstrain.distributed.launch.cluster_env import set_restart_reason
 from crosstrain.distributed.launch.signals import stop_signals
 from crosstrain.distributed.launch.worker_errors import Failure, WorkerFailure, first_failure, run_worker
 from crosstrain.utils.errors import UserError
+from crosstrain.utils.processes import Bond
 
 if TYPE_CHECKING:  # the launcher imports this file
     from crosstrain.distributed.launch.launcher import Launch
@@ -238,9 +239,14 @@ def _environment(how: Launch) -> Iterator[None]:
         wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     missing = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(missing)
+    # Each spawned process reads this dictionary before anything whose import takes seconds. Under "forkserver" the
+    # parent is the server, which ends with this process.
+    read_first = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    read_first["bond"] = Bond() if how.start_method == "spawn" else None
     try:
         yield
     finally:
+        del read_first["bond"]
         set_restart_reason("", 0, 0, 0)
         for name in missing:
             del os.environ[name]  # the next workers may be more

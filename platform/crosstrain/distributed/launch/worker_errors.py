@@ -12,7 +12,6 @@ import re
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from crosstrain.utils.errors import OutOfMemory, RankLost, UserError, refusal, sentence
+from crosstrain.utils.processes import on_parents_death
 
 _AGAIN = "start the same command again: a training resumes from its last checkpoint, if it has one"
 _BROKEN = "Connection closed by peer|Connection reset by peer|Broken pipe"  # as gloo and TCP say it
@@ -41,25 +41,22 @@ def run_worker(worker: Callable[..., int], args: tuple[Any, ...]) -> int:
     global _launcher_shows_errors
     _launcher_shows_errors = True
     os.setpgid(0, 0)  # what a terminal, `timeout` or `kill -- -GROUP` sends is for the launcher, which forwards it
+    on_parents_death(signal.SIGKILL)  # torch has asked for SIGINT, which libraries may swallow
     launcher = multiprocessing.parent_process()
     if launcher is not None and not launcher.is_alive():
-        os._exit(1)  # killed before torch had asked the system to tell us
+        os._exit(1)
     try:
         result = worker(*args)
-        if launcher is not None:
-            threading.Thread(target=_exit_with, args=(launcher,), daemon=True).start()
+        # After a worker's end, torch would wait forever for a dead launcher's answer.
+        on_parents_death(signal.SIGKILL)
+        if launcher is not None and not launcher.is_alive():
+            os._exit(1)
         return result
     except Exception as error:
         if _is_lost_peer(str(error)):
             time.sleep(5)  # the rank that went away has the real error; the launcher ends this one meanwhile
         report_error(error)
         os._exit(1)  # whatever other threads wait for
-
-
-def _exit_with(launcher: Any) -> NoReturn:
-    """Exit with the launcher: after a worker's end, torch would wait forever for a dead launcher's answer."""
-    launcher.join()
-    os._exit(1)
 
 
 def report_error(error: Exception) -> None:

@@ -5,11 +5,12 @@ import os
 import tempfile
 from array import array
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crosstrain.checkpoint.run_folder import RunFolder, bring
+from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.yaml_text import Unreadable, parse
 from crosstrain.monitor.metrics import leaves
 from crosstrain.utils import storage
@@ -87,7 +88,12 @@ def _read_anywhere(folder: str) -> ReadRun:
         return _read(Path(folder).expanduser())
     with tempfile.TemporaryDirectory() as place:
         copy = Path(place, *storage.local(folder).parts[1:])  # whose end gives the run its name
-        bring(folder, copy)
+        paths = RunFolder(copy)
+        copy.mkdir(parents=True)
+        limits = {paths.metrics: _MOST_BYTES + _LONGEST_LINE, paths.config: _LONGEST_LINE + 1, paths.log: _LOG_BYTES}
+        for path, most in limits.items():
+            with suppress(FileNotFoundError):
+                path.write_bytes(storage.read_end(storage.join(folder, path.name), most, first=path != paths.log))
         return _read(copy)
 
 

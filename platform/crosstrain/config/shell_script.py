@@ -1,0 +1,336 @@
+"""Shell scripts: the options that a script's training command would receive. Nothing is run."""
+
+import re
+from collections import ChainMap
+from contextlib import suppress
+from itertools import pairwise, takewhile
+from typing import Any
+
+from crosstrain.config.literals import UNKNOWN, value_of
+from crosstrain.config.yaml_text import Unreadable, parse
+from crosstrain.utils.optional_deps import require
+
+_MOST = 2**21  # characters of all texts with their variables
+_GAP, _QUOTED = "\x1e", "\x1f"  # between fields, and between an array's elements; in a field, which may be empty
+_FIRST, _DOUBT = 0xF0000, re.compile("[\U000f0000-\U0010ffff]")
+_OWN = re.compile(f"[{_GAP}{_QUOTED}]|{_DOUBT.pattern}")
+_WORD = re.compile(f"[\\s{_GAP}]*[^\\s{_GAP}]+")
+_OPTION = re.compile(r"(?:--?|\+{0,2}(?=[\w.]+=))([A-Za-z_][\w.-]*)(?:=(.*))?", re.DOTALL)
+_VARIABLE = re.compile(r"\s*\$\{?(\w+|[@*])(?:\[([@*]|\d+)])?(?:(:[-=+?]).*?)?\}?", re.DOTALL)
+_FILES, _BRACES = re.compile(r"^~|[*?]"), re.compile(r"(?<!\$)\{[^{}]*(,|\.\.)[^{}]*\}")  # one word may become several
+_SEQUENCES = (
+    "program",
+    "compound_statement",
+    "redirected_statement",
+    "variable_assignments",
+    "declaration_command",
+    "do_group",
+)
+_BRANCHES = (
+    "if_statement",
+    "list",
+    "heredoc_redirect",
+    "case_statement",
+    "elif_clause",
+    "else_clause",
+    "case_item",
+    "negated_command",
+)
+_SETS = re.compile(rb"unset|\(\(|\w+\s+(-\w*[iAnlu]|[\"'$])")  # statements that set variables by other rules
+_LOOPS = ("for_statement", "while_statement", "c_style_for_statement")
+_JOINED = ("string", "concatenation", "command_name", "arithmetic_expansion")
+_SHELLS = {f"{folder}{name}" for folder in ("", "/bin/", "/usr/bin/") for name in ("bash", "sh", "zsh")}
+_LAUNCHER = re.compile(r"\b(launch|run|runner)\w*$")  # a module that starts a program
+_COUNTS = {"nproc_per_node", "nnodes", "num_processes", "num_gpus", "num_nodes", "config_file"}  # options of launchers
+
+
+def read_script(text: str) -> dict[str, Any]:
+    """Return the options of a script's training command by name, with `-` as `_`; without a value an option is true.
+
+    UNKNOWN stands for a value that only a run of the script knows; the item UNKNOWN has the reasons, by option, and
+    what else is not read. Raises Unreadable for a text that is no script, or too long with its variables.
+    """
+    shell = _Shell()
+    shell.follow(_OWN.sub("\ufffd", text), sure=True)
+    return shell.settings()
+
+
+class _Shell:
+    """A script that is followed without running it, to the fields that its commands would receive.
+
+    A text has a doubt, one character of a private plane, for each part that only a run knows: the environment, the
+    script's arguments, output of commands. A doubt has a reason, and names the options that may stand in its place. A
+    variable that a branch or a loop assigns keeps the words that are there in any case, before a doubt.
+    """
+
+    def __init__(self) -> None:
+        library, language = (require(f"tree_sitter{part}", "crosstrain migrate of a script") for part in ("", "_bash"))
+        self._parser = library.Parser(library.Language(language.language()))
+        self._variables = ChainMap[str, str | None]()  # those of the script, behind those of functions that are called
+        self._functions, self._sure = dict[str, Any](), True
+        # A doubt is its reason, the options that it may hold, and true if it may begin with a word that is no option.
+        self._doubts, self._length = list[tuple[str, set[str], bool]](), 0
+        # A run is its rank, program, line, words by option, and the reasons why other words belong to no option.
+        self._runs = list[tuple[tuple[bool, int], str, int, dict[str, list[str]], list[str]]]()
+
+    def follow(self, text: str, sure: bool) -> None:
+        """Follow a script to its end; unless it is `sure` to be executed, variables may keep their values."""
+        self._run(self._parser.parse(f"{text}\n".encode()).root_node, sure)
+
+    def _run(self, node: Any, sure: bool) -> None:
+        kind, inner, self._sure = node.type, node.named_children, sure
+        match kind:
+            case "ERROR":
+                raise Unreadable(
+                    f"line {node.start_point.row + 1}: {node.text.decode()[:40]!r} is no statement of bash"
+                )
+            case "variable_assignment":
+                self._assign(node, sure)
+            case "function_definition":
+                self._functions[inner[0].text.decode()] = node.child_by_field_name("body")
+            case "command":
+                self._command(node, sure)
+            case "unset_command" | "compound_statement" | "declaration_command" if _SETS.match(node.text):
+                self._forget(node, node.text.decode())
+            case "pipeline" | "subshell":
+                before = ChainMap(*map(dict, self._variables.maps))
+                for child in inner:
+                    self._run(child, sure)
+                self._variables = before
+            case _ if kind in _SEQUENCES:
+                for child in inner:
+                    if node.text.startswith((b"local", b"declare", b"typeset")):
+                        self._variables.maps[0].setdefault(re.split(r"\W", child.text.decode())[0])
+                    self._run(child, sure)
+                    if re.match(rb"(exit|return|break|continue)(\s|$)", child.text):
+                        break
+        if kind in (*_BRANCHES, *_LOOPS):
+            if kind.endswith("for_statement"):
+                values = [field for child in node.children_by_field_name("value") for field in self._fields(child)]
+                self._forget(node, inner[0].text.decode(), *values)
+            for _ in range(1 + (kind in _LOOPS)):
+                for i, child in enumerate(inner):
+                    self._run(child, sure and i == 0 and kind in _BRANCHES)
+
+    def _command(self, node: Any, sure: bool) -> None:
+        parts = [child for child in node.named_children if not child.type.endswith(("_redirect", "_assignment"))]
+        name, *rest = fields = [field for part in parts for field in self._fields(part)] or [""]
+        match name:
+            case "eval" if rest and not _DOUBT.match(rest[0]):
+                self.follow("\n" * node.start_point.row + " ".join(rest), sure)
+            case "eval" | "source" | ".":
+                self._forget(node, " ".join(self._variables))
+            case "read" | "mapfile" | "readarray" | "getopts" | "let" | "printf" if name != "printf" or "-v" in rest:
+                self._forget(node, " ".join(rest))
+            case "shift" | "set" if name == "shift" or "--" in rest:
+                left = self._doubt(node, *rest, self._variables.get("@") or "")
+                self._variables.maps[0].update(dict.fromkeys("@123456789", left))
+            case _ if name in self._functions:
+                given = [self._doubt(node, *rest)] * 9 if _DOUBT.search("".join(rest)) else rest
+                arguments = {**dict.fromkeys("123456789"), **dict(zip("123456789", given, strict=False))}
+                self._variables = self._variables.new_child(arguments | {"@": _GAP.join(rest)})
+                body = self._functions[name]
+                self._run(body, sure and b"return" not in body.text)
+                self._variables = self._variables.parents
+            case _ if name not in ("echo", "printf"):
+                self._record(fields, node.start_point.row + 1)
+        for option, text in pairwise(rest):
+            if re.fullmatch(r"-\w*c", option) and _SHELLS & {*fields}:  # a script for a shell of its own
+                before, self._variables = self._variables, ChainMap()
+                self.follow("\n" * node.start_point.row + text, sure=False)
+                self._variables = before
+
+    def _assign(self, node: Any, sure: bool) -> None:
+        name, value = node.child_by_field_name("name").text.decode(), node.child_by_field_name("value")
+        text = self._text(value, quoted=True).replace(_QUOTED, "") if value else ""
+        first, gap, others = (self._variables.get(name) or "").partition(_GAP)
+        adds = any(child.type == "+=" for child in node.children)
+        if "[" in name:  # an element
+            self._forget(node, name, text)
+        elif value is None or value.type != "array":
+            self._set(name, f"{first if adds else ''}{text.replace(_GAP, ' ')}{gap}{others}", node, sure)
+        else:
+            old = f"{first}{gap}{others}" if adds else ""
+            self._set(name, f"{old}{_GAP}{text}" if old and text else f"{old}{text}", node, sure)
+
+    def _set(self, name: str, text: str, node: Any, sure: bool) -> None:
+        """Assign to a variable. One that may keep its value keeps the words that both begin with."""
+        old = self._variables.get(name)
+        if not sure and text != old:
+            both = zip(_WORD.findall(old or ""), _WORD.findall(text), strict=False)
+            kept = "".join(word for word, _ in takewhile(lambda pair: pair[0] == pair[1], both))
+            rest = self._doubt(node, (old or "")[len(kept) :], text[len(kept) :])
+            text = f"{kept}{_GAP if _GAP in f'{old}{text}' else ' '}{rest}" if kept else rest
+        next((scope for scope in self._variables.maps if name in scope), self._variables.maps[-1])[name] = text
+
+    def _forget(self, node: Any, names: str, *texts: str) -> None:
+        for name in re.findall(r"[A-Za-z_]\w*", names):
+            self._set(name, self._doubt(node, *texts), node, sure=False)
+
+    def _doubt(self, node: Any, *texts: str) -> str:
+        """Return a doubt that stands for one of the texts, or for any."""
+        source = node.text.decode().strip()
+        words = [re.split(rf"[\s{_GAP}]+", text.lstrip(f" {_GAP}")) for text in texts]
+        options = {_named(found[1]) for each in words for word in each if (found := _OPTION.fullmatch(word))}
+        within = [self._doubts[ord(each) - _FIRST][1] for each in _DOUBT.findall(" ".join(texts))]
+        begins = {first for first, *_ in words if first} or {source.strip("${}")}
+        why = f"line {node.start_point.row + 1}: only a run of the script knows {source.splitlines()[0][:40]!r}"
+        bare = any(not re.match("--?[A-Za-z]|[@*]", first) for first in begins)
+        self._doubts.append((why, options.union(*within), bare))
+        self._length += 32
+        return chr(_FIRST + len(self._doubts) - 1)
+
+    def _unread(self, node: Any) -> str:
+        """Return a doubt for an expansion that is not followed. It may hold the variables in it, and words of echo."""
+        source = node.text.decode()
+        names = self._variables if "${!" in source else re.findall(r"\w+", source)
+        own = source if node.type == "ERROR" or re.search(r"echo|printf|^\s*\$\{", source) else ""
+        values = (self._variables.get(name) or "" for name in names)
+        return self._doubt(node, "?", *values, re.sub(r"[^\w.=-]+", " ", own))
+
+    def _fields(self, node: Any) -> list[str]:
+        """Return the fields that a word becomes."""
+        return [field.replace(_QUOTED, "") for field in self._text(node, quoted=False).split(_GAP) if field]
+
+    def _text(self, node: Any, quoted: bool) -> str:
+        """Return a word with its values. Outside of quotes, gaps separate the fields that it becomes."""
+        kind, source = node.type, node.text.decode()
+        self._length += 16 + len(source)  # a word takes time, too
+        if self._length > _MOST:
+            raise Unreadable(f"more than {_MOST:,} characters, with the values of variables")
+        match kind:
+            case "comment":
+                return ""
+            case "raw_string":
+                return f"{_QUOTED}{source[1:-1]}"
+            case "array":
+                return _GAP.join(field for child in node.named_children for field in self._fields(child))
+            case "simple_expansion" | "expansion":
+                return self._variable(node, quoted)
+            case "variable_name" if node.parent.type not in ("concatenation", "expansion"):  # in arithmetic
+                return f"({self._variables.get(source) or self._doubt(node)})"
+            case "word" | "number" | "string_content" | "variable_name":
+                escaped = r'\\(["$`\\\n])' if kind == "string_content" else r"\\([\s\S])"
+                split = source if quoted else re.sub(r"(?<!\\)\s+", _GAP, source)
+                text = re.sub(escaped, lambda found: found[1].strip("\n"), split)
+                return self._doubt(node, text) if not quoted and _FILES.search(source) else text
+            case "concatenation" | "brace_expression" if not quoted and _BRACES.search(source):
+                return self._doubt(node, source)
+            case _ if kind not in _JOINED and not kind.endswith("_expression"):
+                return self._unread(node)
+        within, end, parts = quoted or kind not in ("concatenation", "command_name"), node.start_byte, list[str]()
+        for child in node.named_children:
+            between = node.text[end - node.start_byte : child.start_byte - node.start_byte].decode()
+            # In quotes, the parser counts blanks before $ to the expansion.
+            blanks = re.match(r"\s*(?=[$`])", child.text.decode())
+            parts += [between.replace("\\\n", ""), blanks[0] if blanks else "", self._text(child, within)]
+            end = child.end_byte
+        joined = "".join(parts) + node.text[end - node.start_byte :].decode()
+        if kind == "arithmetic_expansion":
+            if re.search(r"(?<![=!<>])=(?!=)|\+\+|--", source):
+                self._forget(node, source)
+            computed = re.sub(rf"^\s*\$(\(\(|\[)|(\)\)|])$|{_QUOTED}", "", joined).replace("/", "@")
+            number = value_of(computed, {})
+            return str(number) if type(number) is int else self._unread(node)
+        if kind == "string":
+            return joined[1:-1] if re.fullmatch(r'"\$(@|\{(@|\w+\[@])})"', source) else f"{_QUOTED}{joined[1:-1]}"
+        return joined
+
+    def _variable(self, node: Any, quoted: bool) -> str:
+        found = _VARIABLE.fullmatch(node.text.decode())
+        if not found:
+            return self._unread(node)
+        name, index, operator = found.groups(default="")
+        value = self._variables.get(name.replace("*", "@"))
+        self._length += len(value or "")
+        other = "".join(self._text(child, quoted) for child in node.named_children[1:])
+        if operator in (":-", ":=") and not value:
+            if operator == ":=":
+                self._set(name, other.replace(_QUOTED, "").replace(_GAP, " "), node, self._sure)
+            return other
+        if value is None or (operator and value and not _DOUBT.sub("", value)):
+            return self._doubt(node, *filter(None, (value, other)))
+        if operator == ":+":
+            return other if value else ""
+        if not {"*", "@"} & {index, name}:
+            elements = value.split(_GAP)
+            if (len(elements) > 1 and _DOUBT.search(value)) or int(index or 0) >= len(elements):
+                return self._doubt(node, value)
+            value = elements[int(index or 0)]
+        if not quoted:
+            return (
+                self._doubt(node, value)
+                if _FILES.search(value) or "IFS" in self._variables
+                else re.sub(r"\s", _GAP, value)
+            )
+        if "@" in (index, name):
+            return re.sub(f"^(?=.)|(?<={_GAP})", _QUOTED, value, flags=re.DOTALL)
+        return value.replace(_GAP, " ")
+
+    def _options(self, fields: list[str]) -> tuple[dict[str, list[str]], list[str]]:
+        """Return the words of each option in fields, and why others belong to none."""
+        options, lost = dict[str, list[str]](), list[str]()
+        current, doubt = list[str](), ""  # options that the next word may belong to
+        for field in fields:
+            doubts = [self._doubts[ord(each) - _FIRST] for each in _DOUBT.findall(field)]
+            only, held = bool(doubts) and not _DOUBT.sub("", field), {name for each in doubts for name in each[1]}
+            option = _OPTION.fullmatch(field)
+            if option and (field.startswith("-") or not current or options[current[0]]):
+                current, doubt = [_named(option[1])], ""
+                options[current[0]] = [] if option[2] is None else [option[2]]
+                current = current if option[2] is None else []
+            elif current and (not only or any(bare for _, _, bare in doubts)):
+                for name in current:
+                    options[name].append(field + doubt)
+            elif not held or any(bare for _, _, bare in doubts):
+                lost += [why for why, _, _ in doubts] or [f"{field!r} belongs to no option"]
+            doubt = field if only else doubt
+            options |= {name: [field] for name in held}
+            current += held
+        return options, lost
+
+    def _record(self, fields: list[str], line: int) -> None:
+        """Note a command that has options, those of its launcher apart."""
+        programs = [
+            i for i, word in enumerate(fields)
+            if word.endswith(".py") or (i and fields[i - 1] == "-m" and not _LAUNCHER.search(word))
+        ]  # fmt: skip
+        start = (*programs, 0)[0]
+        options, lost = self._options(fields[start + 1 :])
+        counts = {name: words for name, words in self._options(fields[:start])[0].items() if name in _COUNTS}
+        if options:
+            program = _DOUBT.sub("...", fields[start].rpartition("/")[2])
+            self._runs.append(((bool(programs), len(options)), program, line, counts | options, lost))
+
+    def settings(self) -> dict[str, Any]:
+        """Return the options of the command with most of them, one of a Python program if there is one."""
+        if not self._runs:
+            return {}
+        _, program, first, options, lost = max(self._runs, key=lambda run: run[0])
+        found = [(name, _DOUBT.search("".join(words))) for name, words in options.items()]
+        reasons = {name: self._doubts[ord(doubt[0]) - _FIRST][0] for name, doubt in found if doubt}
+        for _, name, line, others, _ in self._runs:
+            for option in options | others if name == program else ():
+                if options.get(option) != others.get(option):
+                    reasons.setdefault(option, f"{program} is started with different ones in lines {first} and {line}")
+            if name == program:
+                options = others | options
+            else:
+                reasons[f"line {line}"] = f"of several commands the one with most options is read, in line {first}"
+        values = {name: UNKNOWN if name in reasons else _parsed(words) for name, words in options.items()}
+        reasons |= {"words without an option": "; ".join(lost)} if lost else {}
+        return values | ({UNKNOWN: reasons} if reasons else {})
+
+
+def _named(option: str) -> str:
+    return option.replace("-", "_").lower()
+
+
+def _parsed(words: list[str]) -> Any:
+    """Return an option's value: numbers, booleans, JSON and lists as YAML has them, all else as text."""
+    values: list[Any] = [word.strip("'\"") for word in words]
+    for i, word in enumerate(values):
+        with suppress(Unreadable):
+            read = parse(word)[0]
+            values[i] = read if isinstance(read, (bool, int, float)) or word.startswith(("[", "{")) else word
+    return values if len(values) > 1 else values[0] if values else True

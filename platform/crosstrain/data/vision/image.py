@@ -1,0 +1,125 @@
+"""Open images: any file that Pillow reads becomes upright RGB of 8 bits, or is refused with the reason."""
+
+import io
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from crosstrain.data.vision.conversations import SampleError
+from crosstrain.utils.errors import os_errors_as
+from crosstrain.utils.files import read_regular
+
+LARGEST_IMAGE = 1 << 29  # bytes of a file
+# Pillow keeps the high byte of several channels of 16 bits. These raw modes read the low bytes into the same places,
+# those of grey with alpha into the second and last. N is the order of the machine.
+_LOW_BYTES = {
+    f"{mode};16{order}": (f"{mode};16{other}", [0, 1, 2, 3])
+    for mode in ("RGB", "RGBA", "RGBX")
+    for order, other in (("B", "L"), ("L", "B"), ("N", "B" if sys.byteorder == "little" else "L"))
+} | {"LA;16B": ("RGBA", [1, 1, 1, 3])}
+_BITS, _PHOTOMETRIC, _PLANAR = 258, 262, 284  # TIFF's tags: bits of each channel; 0: 0 is white; 2: planes of channels
+
+
+class ImageTooLarge(SampleError):
+    """An image of more pixels than are read."""
+
+
+def open_image(
+    data: bytes, name: str, *, formats: tuple[str, ...] | None = None, most_pixels: int | None = None
+) -> Any:
+    """Decode an image into an upright RGB PIL image of 8 bits.
+
+    The EXIF orientation is applied, 16 bits are scaled by 1/257, transparent pixels are laid on white. Of an animation
+    or of several pages it is the first. `formats` are Pillow's names of those to read; None: all. Raises SampleError,
+    with the image's name, for bytes that are no image or incomplete, for values of unknown range and for more pixels
+    than Pillow's own limit, and ImageTooLarge for more than `most_pixels`.
+    """
+    try:
+        # Pillow's warnings are about metadata, and about sizes up to twice its limit; beyond, it raises an error.
+        with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data), formats=formats) as image:
+            if most_pixels is not None and (pixels := image.width * image.height) > most_pixels:
+                raise ImageTooLarge(f"{name} has {pixels} pixels, more than the {most_pixels} allowed")
+            _check_known(image)
+            return _on_white(_eight_bits(image, data))
+    except ImageTooLarge:
+        raise
+    except Exception as error:  # PIL raises whatever its decoders come upon
+        reason = str(error).partition(" <_io.")[0]  # without the address of its memory
+        raise SampleError(f"{name} is not a readable image ({' '.join(reason.split())})") from None
+
+
+def open_image_file(path: Path) -> Any:
+    """Read and decode an image file as `open_image` does."""
+    with os_errors_as(SampleError, f"{path} cannot be read"):
+        return open_image(read_regular(path, LARGEST_IMAGE), str(path))
+
+
+def _check_known(image: Any) -> None:
+    """Raise ValueError for an image whose values have no known range, or that Pillow decodes wrongly."""
+    tags = getattr(image, "tag_v2", {})
+    planes = tags.get(_PLANAR) == 2 and image.tile[0][0] == "raw"  # uncompressed
+    reasons = {
+        "it is a program in PostScript, and none is run: convert it to PNG": image.format == "EPS",
+        f"its values (mode {image.mode}) have no known range: convert it to 8 or 16 bits": image.format == "FITS"
+        or image.mode == "F"
+        or (image.mode == "I" and image.format not in ("PNG", "PPM")),  # of 16 bits, in some versions of Pillow
+        "its channels lie in planes, which are not decoded: store them side by side": planes
+        and (max(tags[_BITS]) > 8 or image.mode == "LAB"),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(reason)
+
+
+def _eight_bits(image: Any, data: bytes) -> Any:
+    """Return an image turned upright, its channels of 16 bits scaled to 8."""
+    arguments = image.tile[0][3] if image.tile else ""
+    rawmode = arguments if isinstance(arguments, str) else next(iter(arguments or [""]))
+    _turn(image)
+    if rawmode not in _LOW_BYTES and not image.mode.startswith("I"):
+        return image
+    values = np.asarray(image)
+    if rawmode in _LOW_BYTES:
+        other, places = _LOW_BYTES[rawmode]
+        values = values.astype(np.uint16) << 8 | _decoded_as(other, data)[..., places[: values.shape[2]]]
+    most = 4095 if rawmode == "I;12" else 65535
+    levels = ((np.arange(most + 1) * 255 + most // 2) // most).astype(np.uint8)  # v / 257, rounded
+    if getattr(image, "tag_v2", {}).get(_PHOTOMETRIC) == 0:
+        levels = levels[::-1]  # Pillow inverts 8 bits only
+    values = values.reshape(image.height, image.width, -1)
+    made = np.stack([levels[row] for row in values])  # by rows, to save memory
+    if (hidden := image.info.get("transparency")) is not None:  # one colour, in 16 bits
+        made = np.dstack([made, (values != hidden).any(2).astype(np.uint8) * 255])
+    return Image.frombytes(("L", "LA", "RGB", "RGBA")[made.shape[2] - 1], image.size, made.tobytes())
+
+
+def _decoded_as(rawmode: str, data: bytes) -> np.ndarray:
+    """Decode an image by a different raw mode of Pillow; values [height, width, channels]."""
+    image: Any = Image.open(io.BytesIO(data))
+    arguments = [rawmode if isinstance(tile[3], str) else (rawmode, *tile[3][1:]) for tile in image.tile]
+    image.tile = [(*tile[:3], given) for tile, given in zip(image.tile, arguments, strict=True)]
+    _turn(image)
+    return np.asarray(image)
+
+
+def _turn(image: Any) -> None:
+    """Turn an image upright, in place, as its EXIF orientation says."""
+    image.load()
+    try:
+        ImageOps.exif_transpose(image, in_place=True)
+    except Exception as error:  # whatever reading its tags comes upon
+        raise ValueError(f"its EXIF data, which say how it is turned, cannot be read ({error})") from None
+
+
+def _on_white(image: Any) -> Any:
+    """Return an image in RGB, laid on white where it is transparent."""
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    solid = image.convert("LA" if image.mode == "La" else "RGBA").convert("RGBA")
+    white = Image.new("RGB", image.size, "white")
+    white.paste(solid, mask=solid)
+    return white

@@ -1,0 +1,126 @@
+"""A function in a process of its own, with limits on memory and computing time."""
+
+import multiprocessing
+import os
+import resource
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from crosstrain.utils.errors import UserError, first_line
+from crosstrain.utils.forks import CheckedForkContext
+
+_PER_SECOND = 20_000  # bytes of text for which a call gets one second more
+_PER_BYTE = 400  # bytes of memory that a call gets more for each byte of text
+_PATIENCE = 0.5  # seconds after which an urgent call has to make way for others
+_WAITING = 20  # seconds that a call may last per second of computing, on a machine that others use too
+_IDLE = 60.0  # seconds without a call after which the process ends
+
+
+class LimitError(UserError):
+    """A call that failed in its process, or ended it."""
+
+
+class TooLate(LimitError):
+    """A call without a result when its time was over."""
+
+
+class LimitedProcess:
+    """A function of data that somebody else wrote, called in a forked process that can be killed.
+
+    The process starts with a call, where there is none: the first one, and the next after a failure or a long pause.
+    One thread at a time may call.
+    """
+
+    def __init__(
+        self, function: Callable[[Any], Any], name: str, *, memory: int = 1 << 30, seconds: float = 10.0,
+        urgent: bool = False,
+    ) -> None:  # fmt: skip
+        """name: the subject of errors. memory: bytes beyond those of the caller. seconds: of computing time for a call.
+
+        urgent: somebody waits for the result, so `seconds` are of the clock.
+        """
+        self._function, self.name = function, name
+        self._memory, self._seconds, self._urgent = memory, seconds, urgent
+        self._owner = 0  # the process that started ours
+
+    def __call__(self, given: Any, size: int = 0) -> Any:
+        """Return function(given). The limits grow with the `size` of a text in it, in bytes.
+
+        Raises the function's own UserError, and LimitError for any other error and beyond a limit.
+        """
+        if self._owner != os.getpid():
+            self._start()
+        seconds = self._seconds + size / _PER_SECOND
+        computing = seconds + 1 if self._urgent else seconds  # so that the clock decides
+        try:
+            self._connection.send((given, self._memory + size * _PER_BYTE, computing))
+            if self._urgent and not self._connection.poll(_PATIENCE):
+                os.setpriority(os.PRIO_PROCESS, self._process.pid or 0, 10)
+            if not self._connection.poll(seconds if self._urgent else seconds * _WAITING):
+                self.close()
+                raise TooLate(f"{self.name} has no result after {seconds:g} s")
+            error, result = self._connection.recv()
+        except (OSError, EOFError):
+            if (code := self.close()) == 0:  # it had just ended for want of calls
+                return self(given, size)
+            late = code == -signal.SIGPROF
+            how = f"took more than {round(seconds, 1)} s of computing" if late else "crashed or took too much memory"
+            raise LimitError(f"{self.name} {how}") from None
+        if error is not None:
+            raise error
+        return result
+
+    def close(self) -> int | None:
+        """End the process, which need not be there; returns its exit code."""
+        if self._owner != os.getpid():
+            return None
+        self._owner = 0
+        self._connection.close()
+        self._process.kill()
+        self._process.join()
+        return self._process.exitcode
+
+    def _start(self) -> None:
+        self._connection, theirs = multiprocessing.Pipe()
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # else it starts none
+        self._process = CheckedForkContext().Process(target=self._serve, args=(theirs,), daemon=True)
+        self._process.start()
+        self._owner = os.getpid()
+        theirs.close()
+
+    def _serve(self, connection: Connection) -> None:
+        """Answer calls with (error, result) until the caller is gone."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides when to stop
+        for number in (signal.SIGTERM, signal.SIGPROF):
+            signal.signal(number, signal.SIG_DFL)
+        for output in (1, 2):  # Rust's panics; the error goes to the caller
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+        # Connections of the caller would stay open as long as this process.
+        os.closerange(3, connection.fileno())
+        os.closerange(connection.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        used, hard = address_space(), resource.getrlimit(resource.RLIMIT_AS)[1]
+        while connection.poll(_IDLE):
+            given, memory, seconds = connection.recv()
+            if used is not None:
+                resource.setrlimit(resource.RLIMIT_AS, (used + memory, hard))
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+            connection.send(self._answer(given))
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+    def _answer(self, given: Any) -> tuple[UserError | None, Any]:
+        try:
+            return None, self._function(given)
+        except BaseException as error:  # a panic in Rust is no Exception
+            failure = LimitError(f"{self.name} fails ({first_line(error)[:1000]})")
+            return error if isinstance(error, UserError) else failure, None
+
+
+def address_space() -> int | None:
+    """Bytes of address space that this process uses; None where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return None

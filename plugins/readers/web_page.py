@@ -1,0 +1,101 @@
+"""Read the main texts of web pages: HTML files, web archives, and pages that other readers bring."""
+
+import re
+from collections.abc import Iterator
+from contextlib import redirect_stderr
+from email.message import Message
+from io import StringIO
+from typing import Any
+
+from crosstrain import Chunk, DataError, Document, FileReader, registry, require
+from crosstrain.corpus import io
+
+TYPES = ("text/html", "application/xhtml+xml", "text/plain")  # of pages with a text
+_CHARSET = re.compile(rb"""(?:charset|encoding)\s*=\s*["']?\s*([\w:.-]+)""", re.IGNORECASE)
+_LOOK = 2048  # bytes that are searched for the encoding of a page
+_MOST = 64 << 20  # bytes of a page of an archive
+# Encodings that browsers read instead of the ones that pages name.
+_READ_AS = {
+    "iso-8859-1": "cp1252", "latin1": "cp1252", "latin-1": "cp1252", "us-ascii": "cp1252", "ascii": "cp1252",
+    "iso-8859-9": "cp1254", "iso-8859-11": "cp874", "tis-620": "cp874", "gb2312": "gb18030", "gbk": "gb18030",
+    "shift_jis": "cp932", "shift-jis": "cp932", "x-sjis": "cp932", "euc-kr": "cp949", "ks_c_5601-1987": "cp949",
+    "big5": "big5hkscs",
+}  # fmt: skip
+
+
+@registry.register_reader("html")
+class HtmlReader(FileReader):
+    """HTML files: the main text of each, extracted by trafilatura."""
+
+    suffixes = (".html", ".htm", ".xhtml")
+    contents = ("HTML page", "XML document")
+
+    def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
+        yield page_document(chunk.read(), "text/html", str(chunk.file))
+
+
+@registry.register_reader("warc")
+class WarcReader(FileReader):
+    """WARC and WET files: a document per page, of HTML the main text, extracted by trafilatura."""
+
+    suffixes = (".warc", ".wet")
+    contents = ("WARC archive",)
+
+    def read_chunk(self, chunk: Chunk) -> Iterator[Document]:
+        warcio = require("warcio.archiveiterator", "reading web archives")
+        number, end = 0, 0
+        with io.opened(chunk.file) as stream:
+            archive = warcio.ArchiveIterator(stream)
+            try:
+                for number, record in enumerate(archive, 1):
+                    document = _page(record, f"{chunk.file}: {record.rec_headers.get_header('WARC-Target-URI')}")
+                    with redirect_stderr(StringIO()):  # warcio writes of damage and goes on
+                        archive.read_to_end()
+                    size, end = record.rec_headers.get_header("Content-Length"), archive.offset
+                    if (
+                        not record.rec_type
+                        or size != str(record.length)
+                        or record.raw_stream.limit
+                        or archive.err_count
+                    ):
+                        raise EOFError(f"record {number} is shorter or longer than its header says")
+                    yield document
+                if archive.fh.tell() != end:
+                    raise EOFError(f"a record begins behind record {number} and does not end")
+            except (warcio.ArchiveLoadFailed, AttributeError, ValueError, EOFError) as error:
+                raise DataError(f"{chunk.file} is damaged ({error}): fetch it again") from None
+
+
+def page_document(content: bytes, content_type: str, source: str, url: str | None = None) -> Document:
+    """Return the document of a page: plain text as it is, of HTML the main text, empty if it has none.
+
+    content_type: the HTTP header. A page that is neither UTF-8 nor in the encoding that it names is left out.
+    """
+    header = Message()
+    header["Content-Type"] = content_type
+    named = _CHARSET.search(content[:_LOOK])
+    marked = "utf-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig"
+    for name in (marked, header.get_content_charset(), named and named[1].decode("ascii", "replace").lower()):
+        try:
+            text = content.decode(_READ_AS.get(name or "", name or "utf-8"))
+        except (UnicodeDecodeError, LookupError):
+            continue
+        if header.get_content_type() != "text/plain":
+            trafilatura = require("trafilatura", "reading HTML")
+            text = trafilatura.extract(text, url=url, include_comments=False) or ""
+        return Document(text, source)
+    return Document("", source, ("page in an unknown encoding",))
+
+
+def _page(record: Any, source: str) -> Document:
+    """Return the document of a record, an empty one if it is no page with a text."""
+    http = record.http_headers
+    kind = str((http or record.rec_headers).get_header("Content-Type"))
+    content_type, status = kind.partition(";")[0].strip().lower(), http.get_statuscode() if http else "200"
+    is_page = record.rec_type in ("response", "resource", "conversion")
+    if not is_page or status != "200" or content_type not in TYPES:
+        return Document("", source, (f"{record.rec_type} of type {content_type} and status {status}",))
+    content = record.content_stream().read(_MOST + 1)
+    if len(content) > _MOST:
+        return Document("", source, (f"page of more than {_MOST >> 20} MiB",))
+    return page_document(content, kind, source, record.rec_headers.get_header("WARC-Target-URI"))
