@@ -35,6 +35,7 @@ from crosstrain.engine.optimizer import parameter_groups
 from crosstrain.engine.precision import DTYPES
 from crosstrain.modeling.base import Model
 from crosstrain.monitor.metrics import StepMetrics
+from crosstrain.training.callback import Callback
 from crosstrain.training.trainer import Trainer
 from crosstrain.training.worker import build_trainer
 from crosstrain.utils.types import Batch
@@ -87,11 +88,11 @@ class Gate(StopRequest):
     def watch(self, trainer: Trainer) -> None:
         """Note the losses of `trainer`, and for how long its loop stands still to save."""
         self.trainer = trainer
-        advance, paused = trainer.reporter.advance, trainer.reporter.paused
+        race, paused = self, trainer.throughput.paused
 
-        def noted(metrics: StepMetrics) -> None:
-            self.result["loss"] = metrics.loss
-            advance(metrics)
+        class Noted(Callback):
+            def after_step(self, metrics: StepMetrics) -> None:
+                race.result["loss"] = metrics.loss
 
         @contextmanager
         def timed() -> Iterator[None]:
@@ -100,8 +101,8 @@ class Gate(StopRequest):
                 yield
             self.result["stalled"] += time.perf_counter() - started
 
-        trainer.reporter.advance = noted  # type: ignore[method-assign]
-        trainer.reporter.paused = timed  # type: ignore[method-assign]
+        trainer.hooks.add("noted", Noted(None, trainer))
+        trainer.throughput.paused = timed  # type: ignore[method-assign]
 
     def __bool__(self) -> bool:
         if self.ended or self.left:

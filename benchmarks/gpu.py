@@ -102,7 +102,7 @@ def worker(plain: dict[str, Any], result: Path) -> int:
     runner = make_runner(config)
     runner.setup()
     before = memory_mb(runner.device).get("memory_allocated_mb", 0.0)
-    trainer = build_trainer(config, runner, StopRequest(True), quiet=True)
+    trainer = build_trainer(config, runner, StopRequest(True), quiet=True, hooks_before={}, hooks_after={})
     batches, stamps, recorder = trainer.batches(), [], Recorder()
     for step in range(STEPS):
         with recorder if step == 1 else nullcontext():
@@ -113,7 +113,6 @@ def worker(plain: dict[str, Any], result: Path) -> int:
     sent = sum(call.sent for call in recorder.calls)
     if runner.world.rank == 0:
         result.write_text(json.dumps({"seconds": seconds_of(stamps), "peak_mb": peak, "sent": sent}))
-    trainer.reporter.close()
     runner.close()
     return 0
 

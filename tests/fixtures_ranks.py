@@ -119,14 +119,16 @@ def _train(project: str, options: tuple[str, ...]) -> int:
     return train_worker(load_config(project, options).plain, True)
 
 
-def make_trainer(project: str, options: tuple[str, ...]) -> Any:
-    """For functions that ranks run: a trainer of `project`, its runner set up."""
+def make_trainer(project: str, options: tuple[str, ...], *, bare: bool = False) -> Any:
+    """For functions that ranks run: a trainer of `project`, its runner set up; bare: steps are only computed."""
     from crosstrain.config.load import load_config
     from crosstrain.distributed.launch.signals import StopRequest
     from crosstrain.engine.build import make_runner
+    from crosstrain.training.bad_steps import BadSteps
     from crosstrain.training.worker import build_trainer
 
     config = load_config(project, options)
     runner = make_runner(config)
     runner.setup()
-    return build_trainer(config, runner, StopRequest(True))
+    hooks: Any = {"hooks_before": {"bad_steps": BadSteps}, "hooks_after": {}} if bare else {}
+    return build_trainer(config, runner, StopRequest(True), **hooks)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from annotated_types import Interval
 from torch import Tensor
 
-from crosstrain import Box, Callback, registry
+from crosstrain import Box, Callback, Step, registry
 from crosstrain.checkpoint.assignment import assign, holdings
 
 
@@ -33,7 +33,7 @@ class GradientNoiseScale(Callback):
         writers = assign(world.all_gather(list(holdings([s for s in trainer.runner.shards() if s.kind == "param"]))))
         self.mine = {(h.name, h.box) for h, rank in writers.items() if rank == world.rank}  # every element once
 
-    def after_backward(self) -> None:
+    def after_backward(self, batch: Step, loss: float) -> None:
         runner, last = self.trainer.runner, self.last
         pieces = (((shard.name, piece.box), piece.data) for shard in runner.gradients() for piece in shard.pieces)
         self.last = {key: data.float() / runner.gradient_scale for key, data in pieces if key in self.mine}

@@ -20,6 +20,9 @@ import pytest
 
 from conftest import ROOT
 from crosstrain import Callback
+from crosstrain.data.loader import Step
+from crosstrain.training.saving import Saving
+from crosstrain.training.validation import Validation
 from crosstrain.utils.errors import CheckpointError
 from fixtures_ranks import make_trainer, run_ranks
 
@@ -86,10 +89,10 @@ def _content(batch: Any) -> int:
 
 def follow(project: str, options: tuple[str, ...], steps: int) -> dict[Event, Values]:
     """Run on each rank: evaluate, train, evaluate and save."""
-    trainer = make_trainer(project, options)
+    trainer = make_trainer(project, options, bare=True)
     runner, events = trainer.runner, dict[Event, Values]()
 
-    def observe() -> None:
+    def observe(batch: Step, loss: float) -> None:
         assert runner.optimizer is not None
         step = trainer.state.step + 1
         events[step, "gradients"] = _held(runner.gradients(), runner.gradient_scale)
@@ -98,8 +101,8 @@ def follow(project: str, options: tuple[str, ...], steps: int) -> dict[Event, Va
 
     observer = Callback(None, trainer)
     observer.after_backward = observe  # type: ignore[method-assign]
-    trainer.callbacks.by_name["observer"] = observer
-    events[0, "evaluation"] = _number(trainer.validate().loss)
+    trainer.hooks.add("observer", observer)
+    events[0, "evaluation"] = _number(Validation(None, trainer).measure(trainer.val_dataset).loss)
     for step, batch in zip(range(1, steps + 1), trainer.batches(), strict=False):
         metrics = trainer.train_step(iter([batch]))
         assert metrics is not None
@@ -109,9 +112,9 @@ def follow(project: str, options: tuple[str, ...], steps: int) -> dict[Event, Va
         shards = runner.shards()
         events[step, "update"] = _held([shard for shard in shards if shard.kind == "param"])
         events[step, "state"] = _held([shard for shard in shards if shard.kind != "param"])
-    events[steps, "evaluation"] = _number(trainer.validate().loss)
+    events[steps, "evaluation"] = _number(Validation(None, trainer).measure(trainer.val_dataset).loss)
     try:
-        trainer._save(background=False)
+        Saving(None, trainer).save(background=False)
     except CheckpointError as error:  # that nothing can be saved is an effect too
         events[steps, "export"] = {("", repr(error)): np.zeros(())}
         return events
@@ -126,7 +129,7 @@ def go_on(project: str, options: tuple[str, ...]) -> dict[Event, Values]:
     """Run on each rank: train on from the checkpoint."""
     events: dict[Event, Values] = {}
     try:
-        trainer = make_trainer(project, options)
+        trainer = make_trainer(project, options, bare=True)
     except CheckpointError as error:
         return {(0, "resume"): {("", repr(error)): np.zeros(())}}
     for _, batch in zip(range(RESUMED), trainer.batches(), strict=False):

@@ -147,7 +147,7 @@ from crosstrain import Callback, registry
 
 @registry.register_callback("freezes")
 class Freezes(Callback):
-    def before_step(self):
+    def before_step(self, batch):
         if self.trainer.runner.world.rank == 1 and self.trainer.state.step == 3:
             os.kill(os.getpid(), signal.SIGSTOP)
 """

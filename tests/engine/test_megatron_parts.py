@@ -226,7 +226,7 @@ def _peak(project: str, options: tuple[str, ...]) -> tuple[int, int, float]:
     state = [t for s in runner.shards() for t in (p.data for p in s.pieces)]
     count = sum(runner.held(p).numel() for p in runner.model.parameters())
     size = sum(t.numel() * t.element_size() for t in state)
-    trainer.reporter.close()
+    trainer.hooks.call("close")
     runner.close()
     return count, size, peak
 

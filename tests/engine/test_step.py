@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ import torch
 from crosstrain.config.load import load_config
 from crosstrain.data.loader import MicroBatch, Step
 from crosstrain.engine.build import build_model
-from crosstrain.engine.runner import Runner, StepResult
+from crosstrain.engine.runner import Runner
+from crosstrain.monitor.metrics import StepMetrics
 from crosstrain.training.bad_steps import BadSteps
 from crosstrain.training.state import State
 from crosstrain.utils.errors import TrainingError
@@ -157,8 +158,10 @@ def record(runner: Runner, state: State, *applied: bool) -> None:
     batch.numbers = list(range(32, 40))
     for step in applied:
         state.step += 1
-        result = StepResult(1.0 if step else math.inf, step)
-        BadSteps(runner, None, None).record(state, batch, 1.0, None, result)
+        hook = BadSteps(None, SimpleNamespace(runner=runner, dataset=None, run=runner.run, state=state, folder=None))
+        assert hook.after_backward(batch, 1.0) is None
+        norm = 1.0 if step else None
+        hook.after_step(StepMetrics(state.step, 1.0, 1e-4, norm, 1.0, 40, skipped_steps=0, applied=step))
 
 
 def test_endless_overflow_ends_with_a_diagnosis() -> None:

@@ -195,7 +195,7 @@ def kept(project: str, given: tuple[str, ...]) -> tuple[set[str], set[str], int]
     moments = [v for held in runner.optimizer.state.values() for v in held.values() if v.ndim]
     counted = sum((v.to_local() if isinstance(v, DTensor) else v).numel() for v in moments)
     runner.optimizer_step()
-    trainer.reporter.close()
+    trainer.hooks.call("close")
     runner.close()
     return {s.name for s in gradients}, {s.name for s in state if s.pieces}, counted
 

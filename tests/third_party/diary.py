@@ -34,14 +34,14 @@ class Diary(Callback):
     def on_start(self):
         self.note("on_start")
 
-    def before_step(self):
+    def before_step(self, batch):
         self.note("before_step")
         if (step := self.trainer.state.step + 1) == self.options.poison and step not in poisoned:
             poisoned.add(step)
             with torch.no_grad():
                 next(self.trainer.runner.model.parameters())[0] = torch.nan
 
-    def after_backward(self):
+    def after_backward(self, batch, loss):
         self.note("after_backward")
         if self.options.notes_gradients:
             pieces = [p.data for shard in self.trainer.runner.gradients() for p in shard.pieces]

@@ -152,7 +152,7 @@ def test_a_run_that_ends_between_logged_steps_logs_its_last_one(workspace: Works
 def _noise(path: str, options: tuple[str, ...]) -> tuple[list[np.ndarray], list[float | None], int]:
     trainer = make_trainer(path, options)
     trainer.fit()
-    diary = trainer.callbacks.by_name["diary"]
+    diary = trainer.hooks.callbacks["diary"]
     found = [row.get("noise_scale") for row in Run(trainer.folder.path).rows[1:]]
     trainer.runner.close()
     return [g.numpy() / trainer.runner.gradient_scale for g in diary.gradients], found, trainer.plan.global_batch

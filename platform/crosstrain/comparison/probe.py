@@ -20,7 +20,7 @@ from crosstrain.checkpoint.folders import step_folder
 from crosstrain.comparison.activations import Activations
 from crosstrain.comparison.routing import Routing
 from crosstrain.comparison.tolerance import Record
-from crosstrain.data.loader import MicroBatch
+from crosstrain.data.loader import MicroBatch, Step
 from crosstrain.engine.matrix_optimizer import MatrixOptimizer
 from crosstrain.training.callback import Callback
 from crosstrain.training.trainer import Trainer
@@ -51,13 +51,13 @@ class Probe(Callback):
         }
         self._keep("state", self.runner.shards())
 
-    def before_step(self) -> None:
+    def before_step(self, batch: Step) -> None:
         self.activations.clear()
         self.routing.clear()
         if self.disturbs:
             self._restore = self._disturb()
 
-    def after_backward(self) -> None:
+    def after_backward(self, batch: Step, loss: float) -> None:
         """Record learning rates and gradients."""
         self._restore()
         optimizer = self.runner.optimizer

@@ -23,6 +23,9 @@ from crosstrain.distributed.launch.signals import StopRequest
 from crosstrain.engine.build import make_runner
 from crosstrain.engine.runner import Runner
 from crosstrain.monitor.hardware import memory_mb
+from crosstrain.training.bad_steps import BadSteps
+from crosstrain.training.callback import HookKinds
+from crosstrain.training.saving import Saving
 from crosstrain.training.trainer import Trainer
 from crosstrain.training.worker import build_trainer
 from crosstrain.utils.errors import CheckpointError
@@ -30,6 +33,8 @@ from crosstrain.utils.types import IGNORE_INDEX
 
 Role = Literal["reference", "noise", "contestant"]
 
+# The steps of a contestant are neither logged nor validated nor saved.
+_HOOKS: dict[str, HookKinds] = {"hooks_before": {"bad_steps": BadSteps}, "hooks_after": {}}
 _MOST_PARTS = 16  # micro batches of a step whose gradients are looked at one by one
 
 
@@ -50,10 +55,10 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
     """Train a contestant on this rank and return 0 or a signal; rank 0 writes the record to `result`."""
     config, runner = _set_up(plain)
     stop = StopRequest(True)
-    trainer = build_trainer(config, runner, stop, quiet=True)
+    trainer = build_trainer(config, runner, stop, quiet=True, **_HOOKS)
     first = trainer.state.step
     probe = Probe(trainer, job.folder, write=job.role == "reference", disturb=job.role == "noise")
-    trainer.callbacks.by_name["probe"] = probe
+    trainer.hooks.add("probe", probe)
     record: dict[str, Any] = {}
     if job.resumed:
         record["loaded"] = probe.against(_checkpoint(trainer, first), runner.shards())
@@ -83,7 +88,7 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
             record["later_loss"] = _evaluate(runner, step)[0]
             if job.save:
                 try:
-                    trainer._save(background=False)
+                    Saving(None, trainer).save(background=False)
                     trainer.checkpointer.wait()
                     record["saved"] = probe.against(_checkpoint(trainer, trainer.state.step), runner.shards())
                 except CheckpointError as error:  # on all ranks
@@ -91,7 +96,6 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
     record |= _facts(trainer, probe) | {"rows": rows, "steps": probe.steps}
     if runner.world.rank == 0:
         result.write_text(json.dumps(record))
-    trainer.reporter.close()
     runner.close()
     return 0
 
@@ -100,17 +104,16 @@ def measure_worker(plain: dict[str, Any], steps: int, result: Path) -> int:
     """Train on this rank without a probe; rank 0 writes a step's time, and the fullest rank's peak above the start."""
     config, runner = _set_up(plain)
     stop, before = StopRequest(True), memory_mb(runner.device).get("memory_allocated_mb", 0.0)
-    trainer = build_trainer(config, runner, stop, quiet=True)
+    trainer = build_trainer(config, runner, stop, quiet=True, **_HOOKS)
     batches = trainer.batches()
     metrics = trainer.train_step(batches)  # in the first, libraries load and compile
-    trainer.reporter.begin_interval()
+    trainer.throughput.begin()
     for _ in range(steps):
         metrics = metrics and trainer.train_step(batches)
     if metrics is not None:
         peak = max(runner.world.all_gather(metrics.memory["memory_peak_mb"] - before))
         if runner.world.rank == 0:
             result.write_text(json.dumps({"step_ms": metrics.step_ms, "memory_mb": peak}))
-    trainer.reporter.close()
     runner.close()
     return 0 if metrics else stop.received or signal.SIGTERM
 

@@ -20,6 +20,7 @@ class StepMetrics:
     loss_scale: float
     samples: int  # sample numbers that the run has gone through
     skipped_steps: int
+    applied: bool = True  # the weights were updated
     sequence_length: int | None = None  # of a curriculum
 
     # Measured by the reporter, over the steps since the last logged one.
@@ -40,8 +41,9 @@ class StepMetrics:
         for name, value in vars(self).items():
             if name in ("memory", "recorded"):
                 out = disjoint(out, value)
-            elif value not in (None, []) or name in ("loss", "grad_norm"):
+            elif name in ("loss", "grad_norm") or value not in (None, []):
                 out[name] = value
+        del out["applied"]  # skipped_steps counts those
         return out
 
     @property

@@ -1,10 +1,13 @@
-"""Detect bad steps (non-finite or spiking loss), find the samples responsible, and stop, skip or roll back."""
+"""The hook for bad steps (non-finite or spiking loss): find the samples responsible, and stop, skip or roll back."""
+
+from __future__ import annotations
 
 import json
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,9 @@ from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import MicroBatch, Step, one_sample
 from crosstrain.data.skip_ranges import Ranges, leave_out, show
-from crosstrain.engine.runner import Runner, StepResult
+from crosstrain.engine.runner import Runner
+from crosstrain.monitor.metrics import StepMetrics
+from crosstrain.training.callback import Callback
 from crosstrain.training.state import State
 from crosstrain.utils.errors import ConfigError, TrainingError
 from crosstrain.utils.logging import TIME_FORMAT, log
@@ -27,71 +32,82 @@ Suspect = tuple[tuple[int, ...], float]
 
 
 class RollBack(TrainingError):
-    """Training must go back to the last checkpoint and leave out the samples `numbers`."""
+    """Training must go back to the last checkpoint. `left_out` of it and the state are sample numbers to leave out."""
 
-    def __init__(self, message: str, numbers: Sequence[int]) -> None:
+    def __init__(self, message: str, left_out: Callable[[Path, State], Ranges]) -> None:
         super().__init__(message)
-        self.numbers = numbers
+        self.left_out = left_out
 
 
-class BadSteps:
+class BadSteps(Callback):
     """The policy of `run.on_bad_step`. Every rank has one, and all come to the same result.
 
-    `folder` gets a file with one JSON object per bad step; None on ranks but the first. Raises ConfigError for roll
-    backs over a dataset whose samples have no numbers to leave out.
+    Rank 0 appends a JSON object per bad step to the run's `bad_steps.jsonl`. Raises ConfigError for roll backs over a
+    dataset whose samples have no numbers to leave out.
     """
 
-    def __init__(self, runner: Runner, dataset: Dataset, folder: RunFolder | None) -> None:
-        self.runner, self.dataset, self.folder = runner, dataset, folder
-        self.options, self.seed = runner.run.on_bad_step, runner.run.seed
+    def __init__(self, options: Any, trainer: Any) -> None:
+        super().__init__(options, trainer)
+        self.runner: Runner = trainer.runner
+        self.dataset: Dataset = trainer.dataset
+        self.policy, self.seed = trainer.run.on_bad_step, trainer.run.seed
         self._went_back: tuple[Path | None, int] = (None, 0)
-        if self.rolls_back and not dataset.indexed:
+        self._problem: str | None = None  # of the step under way
+        if self.policy.policy == "roll_back" and not self.dataset.indexed:
             raise ConfigError("run.on_bad_step: a stream has no samples that roll_back could leave out: use skip")
 
-    @property
-    def rolls_back(self) -> bool:
-        return self.options.policy == "roll_back"
+    def after_backward(self, batch: Step, loss: float) -> str | None:
+        self._batch, self._loss = batch, loss
+        self._problem = self.check_loss(loss, self.trainer.state)
+        return self._problem
+
+    def after_step(self, metrics: StepMetrics) -> None:
+        """Record an attempted step in the state, and act on a bad one. Collective where the step was bad.
+
+        Raises RollBack under that policy, and TrainingError where training must end.
+        """
+        state: State = self.trainer.state
+        if metrics.applied:
+            state.overflows_in_a_row = state.bad_in_a_row = 0
+            if self.policy.spike is not None:
+                state.recent_losses = [*state.recent_losses, self._loss][-self.policy.spike_window :]
+            return
+        where = f"step {state.step} ({show(self._batch.numbers)})"
+        if self._problem is None and self.runner.precision.overflows:
+            self._overflow(state, where)
+        else:
+            self._bad_step(state, metrics, where)
 
     def check_loss(self, loss: float, state: State) -> str | None:
         """The reason not to apply a step with this loss, or None."""
         if not math.isfinite(loss):
             return "the loss is not finite"
-        spike, window = self.options.spike, state.recent_losses[-self.options.spike_window :]
-        if spike is None or len(window) < self.options.spike_window:
+        spike, window = self.policy.spike, state.recent_losses[-self.policy.spike_window :]
+        if spike is None or len(window) < self.policy.spike_window:
             return None
         usual = statistics.median(window)
         if loss <= spike * usual:
             return None
         return f"the loss, {loss:.4g}, is a spike above {usual:.4g}, the median of the last {len(window)}"
 
-    def record(self, state: State, batch: Step, loss: float, problem: str | None, result: StepResult) -> None:
-        """Record an attempted step in the state, and act on a bad one. Collective where the step was bad.
+    def _overflow(self, state: State, where: str) -> None:
+        precision = self.runner.precision
+        state.overflows_in_a_row += 1
+        _end_after(
+            precision.options.max_skipped, state.overflows_in_a_row, where,
+            f"steps in a row overflowed although the loss scale fell to {precision.scaler.scale:g}, so the model "
+            f"itself is diverging; lower run.init_lr, use run.amp=bf16, or look at these samples",
+        )  # fmt: skip
 
-        `problem`: the reason of `check_loss`. Raises RollBack under that policy, and TrainingError where training must
-        end.
-        """
-        if result.applied:
-            state.overflows_in_a_row = state.bad_in_a_row = 0
-            if self.options.spike is not None:
-                state.recent_losses = [*state.recent_losses, loss][-self.options.spike_window :]
-            return
-        where = f"step {state.step} ({show(batch.numbers)})"
-        precision, policy = self.runner.precision, self.options.policy
-        if problem is None and precision.overflows:
-            state.overflows_in_a_row += 1
-            _end_after(
-                precision.options.max_skipped, state.overflows_in_a_row, where,
-                f"steps in a row overflowed although the loss scale fell to {precision.scaler.scale:g}, so the model "
-                f"itself is diverging; lower run.init_lr, use run.amp=bf16, or look at these samples",
-            )  # fmt: skip
-            return
-        found = [] if problem is None else self.suspects(batch)
+    def _bad_step(self, state: State, metrics: StepMetrics, where: str) -> None:
+        batch, policy = self._batch, self.policy.policy
+        found = [] if self._problem is None else self.suspects(batch)
         suspects = [self._describe(*suspect) for suspect in found[:_RECORDED]]
-        problem = problem or "the gradients are not finite"
+        problem = self._problem or "the gradients are not finite"
         sentence = f"{where}: {problem}{_tell(suspects, len(found))}"
         self._write({
             "time": time.strftime(TIME_FORMAT), "step": state.step, "problem": problem, "policy": policy,
-            "loss": finite(loss), "grad_norm": finite(result.grad_norm), "samples": leave_out([], batch.numbers),
+            "loss": metrics.loss, "grad_norm": metrics.grad_norm, "samples": leave_out([], batch.numbers),
             "suspects": suspects,
         })  # fmt: skip
         if policy == "stop":
@@ -101,27 +117,27 @@ class BadSteps:
                 f"run the same command again"
             )
         if policy == "roll_back":
-            raise RollBack(sentence, batch.numbers)
+            raise RollBack(sentence, partial(self.go_back, sentence, batch.numbers))
         self._warn(f"{sentence}; the step is skipped")
         state.bad_in_a_row += 1
         state.skipped = [*state.skipped, [state.step, batch.numbers[0], batch.numbers[-1]]]
         _end_after(
-            self.options.max_in_a_row, state.bad_in_a_row, sentence,
+            self.policy.max_in_a_row, state.bad_in_a_row, sentence,
             "bad steps in a row were skipped (run.on_bad_step.max_in_a_row), so it is not the data alone; lower "
             "run.init_lr and resume from the last checkpoint",
         )  # fmt: skip
 
-    def go_back(self, to: Path, bad: RollBack, state: State) -> Ranges:
+    def go_back(self, problem: str, numbers: Sequence[int], to: Path, state: State) -> Ranges:
         """Sample numbers to leave out after going back; TrainingError after too many attempts from one checkpoint."""
         count = self._went_back[1] + 1 if self._went_back[0] == to else 1
         self._went_back = to, count
         _end_after(
-            self.options.max_in_a_row, count, str(bad),
+            self.policy.max_in_a_row, count, problem,
             f"bad steps came after {to} (run.on_bad_step.max_in_a_row), so it is not the data alone; lower "
             f"run.init_lr, or remove that checkpoint to go on from an earlier one",
         )  # fmt: skip
-        self._warn(f"{bad}; going back to {to} and leaving out {show(bad.numbers)} from there on")
-        return leave_out(state.left_out, bad.numbers)
+        self._warn(f"{problem}; going back to {to} and leaving out {show(numbers)} from there on")
+        return leave_out(state.left_out, numbers)
 
     def _warn(self, sentence: str) -> None:
         if self.runner.world.rank == 0:  # the others would say the same
@@ -159,12 +175,13 @@ class BadSteps:
         return {"samples": list(numbers), "indices": indices, "loss": finite(loss), "whereabouts": places}
 
     def _write(self, row: dict[str, Any]) -> None:
-        if self.folder is None:
+        folder: RunFolder = self.trainer.folder
+        if self.runner.world.rank != 0 or folder is None:
             return
         try:
-            self.folder.append(self.folder.bad_steps, json.dumps(row) + "\n")
+            folder.append(folder.bad_steps, json.dumps(row) + "\n")
         except OSError as error:
-            log.warning("%s cannot be written to (%s); training goes on", self.folder.bad_steps, error.strerror)
+            log.warning("%s cannot be written to (%s); training goes on", folder.bad_steps, error.strerror)
 
 
 def _tell(suspects: list[dict[str, Any]], count: int) -> str:

@@ -1,33 +1,39 @@
-"""The interface of callback plugins, and the callbacks of a run."""
+"""The interface of hooks: the platform's own, and the callbacks that a run names."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from crosstrain.checkpoint.boxes import CALLBACK, Shard
 from crosstrain.checkpoint.files import Reader
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import RunOptions
+from crosstrain.data.loader import Step
 from crosstrain.monitor.metrics import StepMetrics
-from crosstrain.utils.errors import TrainingError
+from crosstrain.utils.errors import ConfigError, TrainingError
 from crosstrain.utils.logging import log
 from crosstrain.utils.program import blamed
+from crosstrain.utils.units import disjoint
 
 if TYPE_CHECKING:
     from crosstrain.training.trainer import Trainer
 
 
 class Callback:
-    """Base class of all callbacks. `run.callbacks: [{name: ..., <Options>}]` chooses and configures some.
+    """Base class of all hooks. `run.callbacks: [{name: ..., <Options>}]` chooses and configures further ones.
 
-    Every rank makes one when weights and optimizer state are loaded, and anew after a roll back; then `state` and the
-    boxes of `shards` are filled in from the checkpoint. All ranks call its methods at the same moments. It may call
-    `trainer.end` and `trainer.save_as`.
+    Every rank makes one when weights and optimizer state are loaded, and a new one after a roll back; then `state` and
+    the boxes of `shards` are filled in from the checkpoint. All ranks call its methods at the same moments, in the
+    order of `training/hooks.py`. It may call `trainer.end` and `trainer.save_as`, and add numbers to `trainer.row`.
     """
+
+    replaces: ClassVar[str | None] = None  # a hook of the platform, by name, whose place this one takes
 
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
@@ -41,14 +47,20 @@ class Callback:
     def on_start(self) -> None:
         """Training begins, or goes on from a checkpoint."""
 
-    def before_step(self) -> None:
-        """The learning rate is set, and no forward has begun."""
+    def before_batch(self) -> None:
+        """A step begins; its samples are not loaded yet."""
 
-    def after_backward(self) -> None:
-        """`trainer.runner.gradients()` are complete, neither clipped nor checked."""
+    def before_step(self, batch: Step) -> None:
+        """The micro batches of this rank are loaded and the learning rate is set; no forward has begun."""
+
+    def after_backward(self, batch: Step, loss: float) -> str | None:
+        """`trainer.runner.gradients()` are complete, neither clipped nor checked.
+
+        Return a reason, the same on every rank, to throw the gradients away; None to apply them.
+        """
 
     def after_step(self, metrics: StepMetrics) -> None:
-        """The weights are updated, unless the step was skipped."""
+        """The weights are updated, unless the step was skipped (`metrics.applied`)."""
 
     def on_validation(self, metrics: Mapping[str, float]) -> None:
         """Numbers of a validation are there, such as val_loss, the same on every rank."""
@@ -56,8 +68,18 @@ class Callback:
     def on_save(self, checkpoint: Path) -> None:
         """The present state is about to be saved as `checkpoint`, a folder that appears when it is complete."""
 
+    def before_end(self) -> None:
+        """Training ends, at its last step or a stop; the last checkpoint is written now."""
+
     def on_end(self) -> None:
-        """Training ends, at its last step or a stop, and the last checkpoint is written."""
+        """The last checkpoint is written."""
+
+    def close(self) -> None:
+        """Training has ended, perhaps with an error."""
+
+    def places(self) -> list[tuple[str, str]]:
+        """Titles with files, addresses or commands to look at, for the closing lines of a run."""
+        return []
 
     def shards(self) -> list[Shard]:
         """This rank's part of tensors that checkpoints keep, in live memory, of kinds that the callback names."""
@@ -77,34 +99,78 @@ class Callback:
         return json.loads(json.dumps(self.state))
 
 
-class Callbacks:
-    """The callbacks of a run on this rank. Whatever one raises becomes a TrainingError that names it and the moment."""
+HookKinds = Mapping[str, type[Callback]]  # by name, in the order in which they are called
 
-    def __init__(self, trainer: Trainer, checkpoint: Path | None) -> None:
-        """Make the configured callbacks as they were in `checkpoint`; what it lacks begins anew."""
-        self.by_name: dict[str, Callback] = {}
+
+class Hooks:
+    """The hooks of a run on this rank: some of the platform, the run's callbacks, the rest of the platform.
+
+    An error that a callback of the run raises becomes a TrainingError that names it and the moment.
+    """
+
+    def __init__(self, trainer: Trainer, before: HookKinds, after: HookKinds) -> None:
+        """before, after: the platform's hooks in front of and behind the run's callbacks, in order."""
+        self._trainer, self._places = trainer, (tuple(before), tuple(after))
+        self.callbacks: dict[str, Callback] = {}  # of the run, by name
+        self._platform: dict[str, Callback] = {}
+        replaced = {registry.get("callback", component.name).replaces for component in trainer.run.callbacks}
+        for name, kind in {**before, **after}.items():
+            if name not in replaced:
+                self._platform[name] = kind(None, trainer)
+        if unknown := replaced - {None, *before, *after}:
+            raise ConfigError(f"run.callbacks: one replaces {min(map(str, unknown))}, which is no hook of the platform")
+        self.load(trainer.start)
+
+    def load(self, checkpoint: Path | None) -> None:
+        """Make the run's callbacks as they were in `checkpoint`; what it lacks begins anew."""
+        trainer, self.callbacks = self._trainer, {}
         for component in trainer.run.callbacks:
             with blamed(f"run.callbacks: {component.name} failed in __init__"):
-                self.by_name[component.name] = registry.get("callback", component.name)(component.options, trainer)
-        if checkpoint is None or not self.by_name:
+                self.callbacks[component.name] = registry.get("callback", component.name)(component.options, trainer)
+        if checkpoint is None or not self.callbacks:
             return
-        for name, callback in self.by_name.items():
+        for name, callback in self.callbacks.items():
             if name not in trainer.state.callbacks:
                 log.info("callback %s begins at step %d: %s has nothing of it", name, trainer.state.step, checkpoint)
             callback.state |= trainer.state.callbacks.get(name, {})
         reader = Reader.open(checkpoint)
         reader.fill([shard for shard in self.shards() if (shard.kind, shard.name) in reader.tensors])
 
+    def add(self, name: str, callback: Callback) -> None:
+        """Add a callback that no configuration names, behind the others."""
+        self.callbacks[name] = callback
+
+    def ordered(self) -> Iterator[tuple[str, Callback]]:
+        """Yield the hooks with their names, in the order in which they are called."""
+        in_place_of = {callback.replaces: name for name, callback in self.callbacks.items() if callback.replaces}
+        before, after = ([in_place_of.get(name, name) for name in names] for names in self._places)
+        further = [name for name, callback in self.callbacks.items() if callback.replaces is None]
+        known = self._platform | self.callbacks
+        for name in (*before, *further, *after):
+            yield name, known[name]
+
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of every callback; returns the results."""
+        """Call a method of every hook, in order; returns the results."""
         results = []
-        for name, callback in self.by_name.items():
-            with blamed(f"run.callbacks: {name} failed in {method}"):
-                results.append(getattr(callback, method)(*arguments))
+        for name, hook in self.ordered():
+            with blamed(f"run.callbacks: {name} failed in {method}") if name in self.callbacks else nullcontext():
+                results.append(getattr(hook, method)(*arguments))
         return results
 
+    def scalars(self) -> dict[str, float]:
+        """Take the numbers that hooks have for the next log line."""
+        return reduce(disjoint, self.call("take_scalars"), {})
+
+    def saved_states(self) -> dict[str, dict[str, Any]]:
+        """The states of the run's callbacks, by name, as a checkpoint keeps them."""
+        states = {}
+        for name, callback in self.callbacks.items():
+            with blamed(f"run.callbacks: {name} failed in saved_state"):
+                states[name] = callback.saved_state()
+        return states
+
     def shards(self) -> list[Shard]:
-        """This rank's boxes of all callbacks, under kinds that no optimizer has."""
+        """This rank's boxes of all hooks, under kinds that no optimizer has."""
         found = [replace(shard, kind=CALLBACK + shard.kind) for own in self.call("shards") for shard in own]
         if len({(shard.kind, shard.name) for shard in found}) < len(found):
             raise TrainingError("run.callbacks: two of them name their boxes alike; let one call its kind otherwise")

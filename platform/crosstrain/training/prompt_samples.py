@@ -1,31 +1,54 @@
-"""Completions of a run's prompts, drawn at each validation and at the end."""
+"""The hook that draws completions of a run's prompts at each validation."""
 
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
 from contextlib import nullcontext
-from pathlib import Path
+from typing import Any
 
 import torch
 
 from crosstrain.config.run_options import RunOptions
-from crosstrain.engine.runner import Runner
 from crosstrain.inference.encoding import open_tokenizer
 from crosstrain.inference.generation import Sampling, as_prompt, generate
+from crosstrain.training.callback import Callback
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.limited_process import LimitedProcess
 from crosstrain.utils.logging import log
 from crosstrain.utils.types import Sample
 
 
-class PromptSamples:
+class PromptSamples(Callback):
     """Continues `run.sample_prompts`, each time with the same random numbers; training's are not touched."""
 
-    def __init__(self, runner: Runner, run: RunOptions, tokenizer: Path | None) -> None:
-        self._runner, self._compiled = runner, run.compile != "none"
+    def __init__(self, options: Any, trainer: Any) -> None:
+        super().__init__(options, trainer)
+        run: RunOptions = trainer.run
+        self._runner, self._compiled = trainer.runner, run.compile != "none"
         self._prompts: list[tuple[str, Sample]] = []
         self._sampling = Sampling(max_new_tokens=run.sample_tokens, temperature=0.8, top_k=50, seed=run.seed)
+        tokenizer = trainer.dataset.tokenizer_path
         if tokenizer is not None and run.sample_prompts:
             self._tokenizer = made = open_tokenizer(tokenizer)
             encode = LimitedProcess(lambda text: made(text, add_special_tokens=False)["input_ids"], "the tokenizer")
             self._prompts = [(text, as_prompt(encode(text), made.eos_token_id)) for text in run.sample_prompts]
+        self._drawn: list[dict[str, str]] | None = None  # in the present step
+
+    def before_batch(self) -> None:
+        self._drawn = None
+
+    def on_validation(self, metrics: Mapping[str, float]) -> None:
+        self._drawn = self.draw()
+        if self._drawn:
+            self.trainer.row["generated"] = self._drawn
+
+    def on_end(self) -> None:
+        if self.trainer.stopped:
+            return
+        for sample in self.draw() if self._drawn is None else self._drawn:
+            text = sample["prompt"] + sample["text"]
+            log.info("sample of generated text:\n%s", textwrap.indent(text, "    | ", lambda _: True))
 
     def draw(self) -> list[dict[str, str]]:
         """{"prompt", "text"} of every prompt, the same on every rank. Collective."""

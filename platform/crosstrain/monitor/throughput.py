@@ -1,0 +1,54 @@
+"""Speed, memory and utilisation of training, measured between two logged steps."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from crosstrain.engine.runner import Runner
+from crosstrain.monitor.hardware import memory_mb, peak_flops
+from crosstrain.monitor.metrics import StepMetrics
+
+
+class Throughput:
+    """A clock over the steps since the last logged one. The time of saves and validations is left out."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a new interval."""
+        self.steps, self.waited = 0, 0.0  # steps, and seconds that this rank waited for data
+        self._counted, self._start = 0, time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training since the interval began."""
+        return time.perf_counter() - self._start
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time inside out of the throughput."""
+        started = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - started
+
+    def measure(self, metrics: StepMetrics, count: int, sequence_length: int | None) -> None:
+        """Fill in speed, memory and utilisation of a step of `count` target tokens, or samples of other models."""
+        device, timers = self._runner.device, self._runner.timers.seconds
+        self.steps += 1
+        self._counted += count
+        self.waited += timers.get("data loader", 0.0)
+        seconds = self.seconds
+        metrics.step_ms = 1000 * seconds / self.steps
+        rate = self._counted / seconds
+        if self._runner.model.predicts_tokens:
+            metrics.tokens_per_second = rate
+        else:
+            metrics.samples_per_second = rate
+        metrics.timers = {phase: 1000 * s for phase, s in timers.items()}
+        metrics.timers["step"] = 1000 * self._runner.timers.since_reset  # `step_ms` is of steps not logged, too
+        metrics.memory = memory_mb(device)
+        peak = peak_flops(device, self._runner.precision.dtype)
+        if peak and (flops := self._runner.model.flops_per_token(sequence_length)):
+            metrics.mfu = (metrics.tokens_per_second or 0.0) * flops / (peak * self._runner.world.size)

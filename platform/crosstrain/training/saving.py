@@ -1,0 +1,73 @@
+"""The hook that saves checkpoints."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from crosstrain.checkpoint import folders
+from crosstrain.monitor.metrics import StepMetrics
+from crosstrain.training.callback import Callback
+from crosstrain.utils.errors import CheckpointError
+from crosstrain.utils.logging import log
+from crosstrain.utils.trust import signature
+
+
+class Saving(Callback):
+    """Saves every `run.save_interval` steps, where a hook has asked for it by `trainer.save_as`, and at the end."""
+
+    def on_start(self) -> None:
+        if self.trainer.run.on_bad_step.policy == "roll_back" and self.trainer.saved_step is None:
+            with self.trainer.throughput.paused():
+                self.save(background=False)
+                self.trainer.checkpointer.wait()  # from here on there is one to go back to
+
+    def after_step(self, metrics: StepMetrics) -> None:
+        if self.trainer.due(self.trainer.run.save_interval) or self.trainer.pointers:
+            self.save(background=self.trainer.run.save_in_background)
+
+    def before_end(self) -> None:
+        self.save(background=False)
+        self.trainer.checkpointer.wait()
+
+    def save(self, *, background: bool) -> None:
+        """Save the present state unless it is saved already. Collective."""
+        trainer = self.trainer
+        trainer.keep_folder()
+        pointers, trainer.pointers = trainer.pointers, set()
+        path, saved = trainer.runner.world.broadcast((trainer.folder.path, self._is_saved()))
+        if saved:
+            return
+        if path != trainer.checkpointer.root.parent:
+            with suppress(CheckpointError):  # a failed save was already logged
+                trainer.checkpointer.wait()
+            trainer.folder.go_to(path)
+            trainer.checkpointer.root = trainer.folder.checkpoints
+        trainer.hooks.call("on_save", folders.step_folder(trainer.folder.checkpoints, trainer.state.step))
+        document = self._document()
+        log.info("saving %s/checkpoints/step_%06d", trainer.folder.address, trainer.state.step)
+        with trainer.throughput.paused():
+            shards = [s for s in trainer.runner.shards() if s.name not in trainer.frozen]
+            trainer.checkpointer.save(
+                trainer.state.step, shards + trainer.hooks.shards(), document, frozen=trainer.frozen,
+                pointers=pointers, keep=set().union(*trainer.hooks.call("keep")), background=background,
+            )  # fmt: skip
+        trainer.saved_step = trainer.state.step
+
+    def _is_saved(self) -> bool:
+        trainer = self.trainer
+        if trainer.state.step != trainer.saved_step:
+            return False
+        with suppress(CheckpointError):  # it failed, or was deleted since: it is worth another attempt
+            trainer.checkpointer.wait()
+        return folders.step_folder(trainer.folder.checkpoints, trainer.state.step).exists()
+
+    def _document(self) -> dict[str, Any]:
+        """Return the content of state.json. Collective."""
+        trainer, state = self.trainer, self.trainer.state
+        state.scaler = trainer.runner.precision.scaler.state()
+        trainer.ends()  # a checkpoint of a last step says so
+        state.callbacks = trainer.hooks.saved_states()
+        config = trainer.config.plain
+        signed = {"signature": signature(config)} if trainer.is_main else {}
+        return state.document(world_size=trainer.runner.world.size, config=config, **signed)

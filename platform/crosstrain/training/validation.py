@@ -1,0 +1,77 @@
+"""The hooks of validation: the loss on the val split, and the checkpoint with the lowest one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from crosstrain.data.dataset import Dataset
+from crosstrain.data.splits import open_split, training_dataset
+from crosstrain.inference.perplexity import LossMetrics, evaluate_loss
+from crosstrain.monitor.metrics import Row, StepMetrics
+from crosstrain.training.callback import Callback
+from crosstrain.utils.logging import log
+from crosstrain.utils.units import disjoint
+
+
+class Validation(Callback):
+    """Validates every `run.eval_interval` steps and at the end; the other hooks get the numbers by `on_validation`."""
+
+    def __init__(self, options: Any, trainer: Any) -> None:
+        super().__init__(options, trainer)
+        self.last: LossMetrics | None = None  # of the present step
+
+    @property
+    def at_end(self) -> bool:
+        """True unless the run is without validation, or too short for its first one, such as a smoke run."""
+        interval = self.trainer.run.eval_interval
+        return interval == "epoch" or (interval is not None and interval <= self.trainer.max_iters)
+
+    def after_step(self, metrics: StepMetrics) -> None:
+        trainer, self.last = self.trainer, None
+        if not trainer.due(trainer.run.eval_interval) and not (self.at_end and metrics.step == trainer.max_iters):
+            return
+        with trainer.throughput.paused():
+            assert trainer.val_dataset is not None
+            self.last = self.measure(trainer.val_dataset)
+            log.info("validation at step %d | %s", metrics.step, self.last.line(".6E"))
+            row: Row = {f"val_{name}": value for name, value in self.last.named.items()}
+            trainer.hooks.call("on_validation", row)
+        trainer.row |= disjoint(row, trainer.hooks.scalars())
+
+    def on_end(self) -> None:
+        """Log the final perplexity beside baselines that no training gives, and the loss on a named test split."""
+        trainer = self.trainer
+        if trainer.stopped:
+            return
+        if trainer.val_dataset is not None and self.at_end:
+            self._log_perplexity(trainer.val_dataset)
+        if getattr(training_dataset(trainer.config).options, "test", None):  # the split is named
+            log.info("test %s", self.measure(open_split(trainer.config, "test")).line(".6E"))
+
+    def _log_perplexity(self, dataset: Dataset) -> None:
+        metrics = self.last
+        if metrics is None:  # the last step was done by an earlier start
+            metrics = self.measure(dataset)
+            log.info("validation %s", metrics.line(".6E"))
+        if not metrics.of_tokens:
+            return
+        log.info(
+            "validation perplexity %.2f (loss %.4f, %d tokens)", metrics.perplexity, metrics.loss, metrics.targets
+        )
+        for name, perplexity in dataset.baselines().items() if self.trainer.is_main else ():
+            log.info("  against %.2f of the %s model, which learns nothing from context", perplexity, name)
+
+    def measure(self, dataset: Dataset) -> LossMetrics:
+        """Loss on the first `eval_iters` global batches of a split. Collective."""
+        trainer = self.trainer
+        samples = trainer.run.eval_iters * trainer.plan.global_batch
+        return evaluate_loss(trainer.runner, dataset, trainer.plan.micro_batch, samples, trainer.run.num_workers)
+
+
+class BestPointer(Callback):
+    """Keeps the lowest validation loss, and has its step saved as `checkpoints/best`."""
+
+    def on_validation(self, metrics: Mapping[str, float]) -> None:
+        if self.trainer.state.improves(metrics["val_loss"]) and self.trainer.run.save_best:
+            self.trainer.save_as("best")

@@ -1,0 +1,75 @@
+"""The platform's hooks: their order, and callbacks that take their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conftest import Workspace
+from fixtures_ranks import make_trainer, run_ranks, train
+
+PLUGIN = """
+from crosstrain import Callback, registry
+
+
+@registry.register_callback("quiet_validation")
+class QuietValidation(Callback):
+    replaces = "validation"
+    at_end = False
+
+    def after_step(self, metrics):
+        self.trainer.row["val_loss"] = 7.0 + metrics.step
+
+
+@registry.register_callback("doubter")
+class Doubter(Callback):
+    def after_backward(self, batch, loss):
+        return "it is the second step" if self.trainer.state.step == 1 else None
+
+
+@registry.register_callback("stranger")
+class Stranger(Callback):
+    replaces = "nothing"
+"""
+
+
+def project(workspace: Workspace, *callbacks: str, **run: object) -> Path:
+    (workspace.path / "mine.py").write_text(PLUGIN)
+    plugins = [str(workspace.path / "mine.py")]
+    workspace.config["run"] |= {"plugins": plugins, "callbacks": list(callbacks), "log_interval": 1, **run}
+    workspace.project.write_text(yaml.safe_dump(workspace.config))
+    return workspace.project
+
+
+def _order(path: str) -> list[str]:
+    trainer = make_trainer(path, ())
+    trainer.runner.close()
+    return [name for name, _ in trainer.hooks.ordered()]
+
+
+def test_callbacks_stand_between_the_platforms_hooks_or_in_the_place_of_one(workspace: Workspace) -> None:
+    (names,) = run_ranks(1, _order, str(project(workspace, "doubter", "quiet_validation")))
+    assert names == [
+        "profile", "bad_steps", "doubter", "log", "quiet_validation", "prompt_samples", "best", "tracking", "saving",
+    ]  # fmt: skip
+
+
+def test_a_callback_replaces_the_validation(workspace: Workspace) -> None:
+    run = train(project(workspace, "quiet_validation", max_iters=3, eval_interval=1), "run")
+    assert [row["val_loss"] for row in run.rows] == [8.0, 9.0, 10.0]
+    log = (run.folder / "log.txt").read_text()
+    assert "validation at step" not in log
+    assert "iteration" in log
+    assert not (run.folder / "checkpoints" / "best").exists()
+
+
+def test_a_callback_may_refuse_a_step(workspace: Workspace) -> None:
+    run = train(project(workspace, "doubter", max_iters=3, on_bad_step="skip"), "run")
+    assert [row["skipped_steps"] for row in run.rows if "loss" in row] == [0, 1, 1]
+
+
+def test_a_hook_that_does_not_exist_cannot_be_replaced(workspace: Workspace) -> None:
+    with pytest.raises(AssertionError, match="one replaces nothing, which is no hook of the platform"):
+        run_ranks(1, _order, str(project(workspace, "stranger")))
