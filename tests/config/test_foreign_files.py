@@ -358,7 +358,17 @@ def test_hostile_files_are_read_or_refused_in_bounded_time(tmp_path: Path, name:
         said = str(error)
     assert name in said or name in READ
     assert "micro_batch_size" not in said
+    assert "RecursionError" not in said
     assert time.process_time() - started < 15
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("a.json", '{"a":' * 9_000 + "1" + "}" * 9_000), ("a.py", "x = " + "1+" * 100_000 + "1"),
+    ("a.sh", "if true; then " * 2_000 + "python t.py --lr 1" + "; fi" * 2_000),
+])  # fmt: skip
+def test_a_file_that_is_too_deep_is_refused_in_a_sentence(tmp_path: Path, name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}: cannot be read \(it is nested too deep\)$"):
+        read(tmp_path, text, name)
 
 
 def test_a_file_that_names_itself_is_read_once(

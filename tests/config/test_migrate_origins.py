@@ -256,6 +256,28 @@ def test_the_line_of_the_first_megatron_has_its_slope(tmp_path: Path) -> None:
         assert rate(n) == pytest.approx(0.00015 * (1 - (n - 6) / 600))
 
 
+CORE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "data_path": ["1", "a", "1", "b"]}
+
+
+@pytest.mark.parametrize(("content", "rounding"), [
+    (FIRST.format(**SMALL, gpus=1, mp=1, out="out", more=""), "legacy"),
+    (MODELARTS.format(**SMALL, gpus=2, out="out"), "legacy"),
+    (DEEPSPEED.format(**SMALL, nodes=1, gpus=2, stage=1, pp=1, batch=32, tokens=10**5, samples=10**5, warmup=10**4,
+                      out="out"), "legacy"),
+    (json.dumps(CORE | {"zero_stage": 1, "split": "949,50,1"}), "legacy"),
+    (json.dumps(CORE | {"split": "949,50,1"}), None),
+    (json.dumps(CORE | {"data_path": "a", "use_distributed_optimizer": True, "bf16": True}), None),
+])  # fmt: skip
+def test_splits_are_rounded_as_the_scripts_program_does(tmp_path: Path, content: str, rounding: str | None) -> None:
+    """Before Megatron Core the size of each split was rounded; Megatron-DeepSpeed still does so."""
+    tree, _, _ = migrated(tmp_path, "megatron_lm", content, "a.json" if content.startswith("{") else "a.sh")
+    data = tree["datasets"]["data"]
+    parts = [part["dataset"] for part in data["parts"]] if "parts" in data else [data]
+    assert [part.get("split_rounding") for part in parts] == [rounding] * len(parts)
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(complete(tree)))
+    load_config(tmp_path / "p.yaml", [])
+
+
 def test_a_file_of_deepspeed_beside_a_script_of_the_first_megatron(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({
         "train_batch_size": 16, "gradient_accumulation_steps": 1, "steps_per_print": 1,

@@ -26,19 +26,21 @@ def read_foreign(path: Path, calls: Mapping[str, str] | None = None) -> dict[str
     Of a Python script the settings are the arguments of `calls`, or its assignments if there are none.
     Raises ConfigError for a file that cannot be read.
     """
-    readers: dict[str, Callable[[str], Any]] = {".json": json.loads, ".toml": tomllib.loads}
-    readers[".py"] = partial(_arguments, calls=calls) if calls else _assignments
-    readers |= dict.fromkeys((".yaml", ".yml"), lambda text: parse(text)[0])
+    readers: dict[str, Callable[[str], Any]] = {
+        ".json": json.loads,
+        ".toml": tomllib.loads,
+        ".py": partial(_arguments, calls=calls) if calls else _assignments,
+        **dict.fromkeys((".yaml", ".yml"), lambda text: parse(text)[0]),
+    }
     with explained(f"{path}: cannot be read"):
         text = read_regular(path, _LARGEST_FILE).decode("utf-8-sig")
         if path.suffix.lower() == ".toml" and re.search(rf"(\.\s*[\w\"'-]+\s*){{{DEEPEST}}}", text):  # tomllib's memory
             raise Unreadable(f"expected at most {DEEPEST} levels")
         tree = readers.get(path.suffix.lower(), read_script)(text)
+        _measure(tree)
     if not isinstance(tree, dict) or not tree:
         of = f"; a script's are the arguments of {', '.join([*calls][:4])}" if calls and path.suffix == ".py" else ""
         raise ConfigError(f"{path}: there are no settings in it{of}")
-    with explained(f"{path}: cannot be read"):
-        _measure(tree)
     return tree
 
 
@@ -67,9 +69,7 @@ def _arguments(text: str, calls: Mapping[str, str]) -> dict[str, Any]:
 
     A class made of one of these is called for it, and has its methods as settings.
     """
-    found = dict[str, Any]()
-    known = _assignments(text)
-    tree = ast.parse(text)
+    found, known, tree = dict[str, Any](), _assignments(text), ast.parse(text)
     made = {name: name for name in calls}
     for own in (statement for statement in tree.body if isinstance(statement, ast.ClassDef)):
         for base in {ast.unparse(base).rpartition(".")[2] for base in own.bases} & made.keys():
@@ -78,12 +78,17 @@ def _arguments(text: str, calls: Mapping[str, str]) -> dict[str, Any]:
             found |= {name: own.name for name in methods if not name.startswith("_")}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (name := made.get(ast.unparse(node.func).rpartition(".")[2])):
-            for word in (*(ast.keyword(calls[name], value) for value in node.args[:1]), *node.keywords):
-                value = value_of(word.value, known)
-                if word.arg and ast.unparse(word.value) != "None" and (value != UNKNOWN or word.arg not in found):
-                    found[word.arg] = value
+            for word, expression in _words(node, calls[name]).items():
+                value = value_of(expression, known)
+                if ast.unparse(expression) != "None" and (value != UNKNOWN or word not in found):
+                    found[word] = value
             found["calls"] = f"{found.get('calls', '')} {name}"
     return found | (_data_files(tree, known) if "load_dataset" in calls else {})
+
+
+def _words(call: ast.Call, first: str) -> dict[str, ast.expr]:
+    """Return the arguments of a call by name; `first` is the name of the first one without a name."""
+    return dict(zip([first], call.args, strict=False)) | {word.arg: word.value for word in call.keywords if word.arg}
 
 
 def _data_files(tree: ast.Module, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,25 +108,18 @@ def _data_files(tree: ast.Module, known: Mapping[str, Any]) -> dict[str, Any]:
                 given |= {str(word.arg): word.value for word in sets if ast.unparse(word.value) != "None"}
     if len({*loads}) < 2 and not given:
         return {}
-    passed: dict[str, list[ast.Call]] = {name: [] for name in given}
-    found = {name: _loaded(value, variables, known, passed[name]) for name, value in given.items()}
+    splits = list[ast.Call]()
+    found = {name: _loaded(value, variables, known, splits) for name, value in given.items()}
     found["data_files"] = found.pop("train_dataset", UNKNOWN)
-    splits = [call for name in given for call in passed[name]]
-    if len(splits) == 2 and splits[0] is splits[1] and (share := _share(splits[0], known)):
-        return {"data_files": found["data_files"], "validation_split_percentage": share}
+    same = len(splits) == 2 and splits[0] is splits[1]
+    share = value_of(_words(splits[0], "test_size").get("test_size", ""), known) if same else None
+    if isinstance(share, float) and 0 < share < 1:
+        return {"data_files": found["data_files"], "validation_split_percentage": parse(f"{100 * share:.6g}")[0]}
     return found
 
 
-def _share(split: ast.Call, known: Mapping[str, Any]) -> Any:
-    """The percentage that a `train_test_split` holds back; None where the script does not say it."""
-    words = (*(ast.keyword("test_size", value) for value in split.args[:1]), *split.keywords)
-    given = [value_of(word.value, known) for word in words if word.arg == "test_size"]
-    is_share = given and isinstance(given[0], float) and 0 < given[0] < 1
-    return parse(f"{100 * given[0]:.6g}")[0] if is_share else None
-
-
 def _loaded(
-    node: ast.expr, variables: list[tuple[int, str, ast.expr]], known: Mapping[str, Any], splits: list[ast.Call]
+    node: ast.expr | None, variables: list[tuple[int, str, ast.expr]], known: Mapping[str, Any], splits: list[ast.Call]
 ) -> Any:
     """Follow an expression to the file of its load_dataset, through variables, methods, parts and first arguments.
 
@@ -131,16 +129,13 @@ def _loaded(
     for _ in range(99):
         match node:
             case ast.Name(id=own):
-                earlier = [each for each in variables if each[1] == own and each[0] < node.lineno]
-                if not earlier:
-                    break
-                node = max(earlier, key=lambda each: each[0])[2]
+                earlier = (each for each in variables if each[1] == own and each[0] < node.lineno)
+                node = max(earlier, key=lambda each: each[0], default=(0, own, None))[2]
             case ast.Subscript(value=whole, slice=index):
                 part, node = part or value_of(index, known), whole
             case ast.Call(func=function) if ast.unparse(function).endswith("load_dataset"):
-                words = {word.arg: value_of(word.value, known) for word in node.keywords}
-                name = value_of(node.args[0], known) if node.args else words.get("path", UNKNOWN)
-                files = words.get("data_files", words.get("data_dir", name))
+                words = {name: value_of(expression, known) for name, expression in _words(node, "path").items()}
+                files = words.get("data_files", words.get("data_dir", words.get("path", UNKNOWN)))
                 return files.get(part or words.get("split"), UNKNOWN) if isinstance(files, dict) else files
             case ast.Call(func=ast.Attribute(value=whole, attr=method)):
                 splits += [node] if method == "train_test_split" else []

@@ -180,23 +180,19 @@ class _Migration:
         parts = [next(iter(self._project["datasets"])) if part == "NAME" else part for part in kind.split(".")]
         there = reduce(lambda tree, part: tree.get(part) if isinstance(tree, dict) else None, parts, self._project)
         here = str(there.get("name") if isinstance(there, dict) else there)
-        if (value is True or here in str(value).lower()) and here in re.findall(r"\w+", reason.lower()):
-            return  # the project has what the answer says
+        answered = (value is True or here in str(value).lower()) and here in re.findall(r"\w+", reason.lower())
+        said = {word for _, names, _ in self._made[1] for word in names.split(", ")}
+        known = end < len(key) or reason == UNHEARD or not value or there == value or said & {".".join(key), *key}
+        if answered or (read and (known or not self._ignores(key, value))):
+            return
         title = {NONE: _LOST, UNNEEDED: _NO_NEED}.get(f"{kind}: ")
         why = reason if title else f"give {'.'.join(parts)}{f' ({reason})' if reason else ''}"
         if not reason and there is not None:
             why = f"the project has {'.'.join(parts)}={here}"
-        elif (
-            reason == UNHEARD
-            and len(self._account) < 300
-            and (meant := nearest(key[-1].lower(), [*self._origin.answers, *_OWN], 0.8))
-        ):
-            why += f"; did you mean {meant[0]}?"
-        said = {word for _, names, _ in self._made[1] for word in names.split(", ")}
-        known = end < len(key) or reason == UNHEARD or not value or there == value or said & {".".join(key), *key}
+        elif reason == UNHEARD and len(self._account) < 300:
+            meant = nearest(key[-1].lower(), [*self._origin.answers, *_OWN], 0.8)
+            why += f"; did you mean {meant[0]}?" if meant else ""
         rival = next((b for a, b in _RIVALS if kind == f"run.{a}" and b in self._project["run"]), None)
-        if read and (known or not self._ignores(key, value)):
-            return
         if rival and not read:
             self.notes.append((_NO_NEED, ".".join(key), f"run.{rival} says it"))
         elif read or reason or end < len(key) or there not in (None, value):

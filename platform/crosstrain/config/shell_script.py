@@ -3,7 +3,7 @@
 import re
 from collections import ChainMap
 from contextlib import suppress
-from itertools import pairwise, takewhile
+from itertools import pairwise, takewhile, zip_longest
 from typing import Any
 
 from crosstrain.config.literals import UNKNOWN, value_of
@@ -18,26 +18,16 @@ _WORD = re.compile(f"[\\s{_GAP}]*[^\\s{_GAP}]+")
 _OPTION = re.compile(r"(?:--?|\+{0,2}(?=[\w.]+=))([A-Za-z_][\w.-]*)(?:=(.*))?", re.DOTALL)
 _VARIABLE = re.compile(r"\s*\$\{?(\w+|[@*])(?:\[([@*]|\d+)])?(?:(:[-=+?]).*?)?\}?", re.DOTALL)
 _FILES, _BRACES = re.compile(r"^~|[*?]"), re.compile(r"(?<!\$)\{[^{}]*(,|\.\.)[^{}]*\}")  # one word may become several
-_SEQUENCES = (
-    "program",
-    "compound_statement",
-    "redirected_statement",
-    "variable_assignments",
-    "declaration_command",
-    "do_group",
-)
-_BRANCHES = (
-    "if_statement",
-    "list",
-    "heredoc_redirect",
-    "case_statement",
-    "elif_clause",
-    "else_clause",
-    "case_item",
-    "negated_command",
-)
+# Kinds of statements -> their parts that are executed in any case, counted from the first one.
+_ALL, _LOOP = 10**6, 0
+_CERTAIN = {
+    "program": _ALL, "compound_statement": _ALL, "redirected_statement": _ALL, "variable_assignments": _ALL,
+    "declaration_command": _ALL, "do_group": _ALL, "pipeline": _ALL, "subshell": _ALL,
+    "if_statement": 1, "list": 1, "heredoc_redirect": 1, "case_statement": 1, "elif_clause": 1, "else_clause": 1,
+    "case_item": 1, "negated_command": 1,
+    "for_statement": _LOOP, "while_statement": _LOOP, "c_style_for_statement": _LOOP,
+}  # fmt: skip
 _SETS = re.compile(rb"unset|\(\(|\w+\s+(-\w*[iAnlu]|[\"'$])")  # statements that set variables by other rules
-_LOOPS = ("for_statement", "while_statement", "c_style_for_statement")
 _JOINED = ("string", "concatenation", "command_name", "arithmetic_expansion")
 _SHELLS = {f"{folder}{name}" for folder in ("", "/bin/", "/usr/bin/") for name in ("bash", "sh", "zsh")}
 _LAUNCHER = re.compile(r"\b(launch|run|runner)\w*$")  # a module that starts a program
@@ -78,7 +68,7 @@ class _Shell:
         self._run(self._parser.parse(f"{text}\n".encode()).root_node, sure)
 
     def _run(self, node: Any, sure: bool) -> None:
-        kind, inner, self._sure = node.type, node.named_children, sure
+        kind, inner, before, self._sure = node.type, node.named_children, self._variables, sure
         match kind:
             case "ERROR":
                 raise Unreadable(
@@ -92,25 +82,20 @@ class _Shell:
                 self._command(node, sure)
             case "unset_command" | "compound_statement" | "declaration_command" if _SETS.match(node.text):
                 self._forget(node, node.text.decode())
-            case "pipeline" | "subshell":
-                before = ChainMap(*map(dict, self._variables.maps))
-                for child in inner:
-                    self._run(child, sure)
-                self._variables = before
-            case _ if kind in _SEQUENCES:
-                for child in inner:
+            case _ if kind in _CERTAIN:
+                certain = _CERTAIN[kind]
+                if kind in ("pipeline", "subshell"):
+                    self._variables = ChainMap(*map(dict, before.maps))
+                if kind.endswith("for_statement"):
+                    values = [field for child in node.children_by_field_name("value") for field in self._fields(child)]
+                    self._forget(node, inner[0].text.decode(), *values)
+                for i, child in enumerate(inner * 2 if certain == _LOOP else inner):
                     if node.text.startswith((b"local", b"declare", b"typeset")):
                         self._variables.maps[0].setdefault(re.split(r"\W", child.text.decode())[0])
-                    self._run(child, sure)
-                    if re.match(rb"(exit|return|break|continue)(\s|$)", child.text):
+                    self._run(child, sure and i < certain)
+                    if certain == _ALL and re.match(rb"(exit|return|break|continue)(\s|$)", child.text):
                         break
-        if kind in (*_BRANCHES, *_LOOPS):
-            if kind.endswith("for_statement"):
-                values = [field for child in node.children_by_field_name("value") for field in self._fields(child)]
-                self._forget(node, inner[0].text.decode(), *values)
-            for _ in range(1 + (kind in _LOOPS)):
-                for i, child in enumerate(inner):
-                    self._run(child, sure and i == 0 and kind in _BRANCHES)
+        self._variables = before  # after a process or a function that has its own
 
     def _command(self, node: Any, sure: bool) -> None:
         parts = [child for child in node.named_children if not child.type.endswith(("_redirect", "_assignment"))]
@@ -126,19 +111,17 @@ class _Shell:
                 left = self._doubt(node, *rest, self._variables.get("@") or "")
                 self._variables.maps[0].update(dict.fromkeys("@123456789", left))
             case _ if name in self._functions:
-                given = [self._doubt(node, *rest)] * 9 if _DOUBT.search("".join(rest)) else rest
-                arguments = {**dict.fromkeys("123456789"), **dict(zip("123456789", given, strict=False))}
-                self._variables = self._variables.new_child(arguments | {"@": _GAP.join(rest)})
                 body = self._functions[name]
+                given = [self._doubt(node, *rest)] * 9 if _DOUBT.search("".join(rest)) else rest[:9]
+                arguments = dict(zip_longest("123456789", given))
+                self._variables = self._variables.new_child(arguments | {"@": _GAP.join(rest)})
                 self._run(body, sure and b"return" not in body.text)
-                self._variables = self._variables.parents
             case _ if name not in ("echo", "printf"):
                 self._record(fields, node.start_point.row + 1)
         for option, text in pairwise(rest):
             if re.fullmatch(r"-\w*c", option) and _SHELLS & {*fields}:  # a script for a shell of its own
-                before, self._variables = self._variables, ChainMap()
+                self._variables = ChainMap()
                 self.follow("\n" * node.start_point.row + text, sure=False)
-                self._variables = before
 
     def _assign(self, node: Any, sure: bool) -> None:
         name, value = node.child_by_field_name("name").text.decode(), node.child_by_field_name("value")
@@ -172,13 +155,15 @@ class _Shell:
         source = node.text.decode().strip()
         words = [re.split(rf"[\s{_GAP}]+", text.lstrip(f" {_GAP}")) for text in texts]
         options = {_named(found[1]) for each in words for word in each if (found := _OPTION.fullmatch(word))}
-        within = [self._doubts[ord(each) - _FIRST][1] for each in _DOUBT.findall(" ".join(texts))]
+        options.update(*(names for _, names, _ in self._within(" ".join(texts))))
         begins = {first for first, *_ in words if first} or {source.strip("${}")}
         why = f"line {node.start_point.row + 1}: only a run of the script knows {source.splitlines()[0][:40]!r}"
         bare = any(not re.match("--?[A-Za-z]|[@*]", first) for first in begins)
-        self._doubts.append((why, options.union(*within), bare))
-        self._length += 32
+        self._doubts.append((why, options, bare))
         return chr(_FIRST + len(self._doubts) - 1)
+
+    def _within(self, text: str) -> list[tuple[str, set[str], bool]]:
+        return [self._doubts[ord(each) - _FIRST] for each in _DOUBT.findall(text)]
 
     def _unread(self, node: Any) -> str:
         """Return a doubt for an expansion that is not followed. It may hold the variables in it, and words of echo."""
@@ -196,7 +181,7 @@ class _Shell:
         """Return a word with its values. Outside of quotes, gaps separate the fields that it becomes."""
         kind, source = node.type, node.text.decode()
         self._length += 16 + len(source)  # a word takes time, too
-        if self._length > _MOST:
+        if self._length + 32 * len(self._doubts) > _MOST:
             raise Unreadable(f"more than {_MOST:,} characters, with the values of variables")
         match kind:
             case "comment":
@@ -220,25 +205,23 @@ class _Shell:
                 return self._unread(node)
         within, end, parts = quoted or kind not in ("concatenation", "command_name"), node.start_byte, list[str]()
         for child in node.named_children:
-            between = node.text[end - node.start_byte : child.start_byte - node.start_byte].decode()
             # In quotes, the parser counts blanks before $ to the expansion.
-            blanks = re.match(r"\s*(?=[$`])", child.text.decode())
-            parts += [between.replace("\\\n", ""), blanks[0] if blanks else "", self._text(child, within)]
+            blanks = b"".join(re.findall(rb"^\s*(?=[$`])", child.text))
+            between = node.text[end - node.start_byte : child.start_byte - node.start_byte] + blanks
+            parts += [between.decode().replace("\\\n", ""), self._text(child, within)]
             end = child.end_byte
         joined = "".join(parts) + node.text[end - node.start_byte :].decode()
         if kind == "arithmetic_expansion":
             if re.search(r"(?<![=!<>])=(?!=)|\+\+|--", source):
                 self._forget(node, source)
-            computed = re.sub(rf"^\s*\$(\(\(|\[)|(\)\)|])$|{_QUOTED}", "", joined).replace("/", "@")
-            number = value_of(computed, {})
+            number = value_of(re.sub(rf"^\s*\$(\(\(|\[)|(\)\)|])$|{_QUOTED}", "", joined).replace("/", "@"), {})
             return str(number) if type(number) is int else self._unread(node)
         if kind == "string":
             return joined[1:-1] if re.fullmatch(r'"\$(@|\{(@|\w+\[@])})"', source) else f"{_QUOTED}{joined[1:-1]}"
         return joined
 
     def _variable(self, node: Any, quoted: bool) -> str:
-        found = _VARIABLE.fullmatch(node.text.decode())
-        if not found:
+        if not (found := _VARIABLE.fullmatch(node.text.decode())):
             return self._unread(node)
         name, index, operator = found.groups(default="")
         value = self._variables.get(name.replace("*", "@"))
@@ -272,7 +255,7 @@ class _Shell:
         options, lost = dict[str, list[str]](), list[str]()
         current, doubt = list[str](), ""  # options that the next word may belong to
         for field in fields:
-            doubts = [self._doubts[ord(each) - _FIRST] for each in _DOUBT.findall(field)]
+            doubts = self._within(field)
             only, held = bool(doubts) and not _DOUBT.sub("", field), {name for each in doubts for name in each[1]}
             option = _OPTION.fullmatch(field)
             if option and (field.startswith("-") or not current or options[current[0]]):
@@ -299,21 +282,21 @@ class _Shell:
         options, lost = self._options(fields[start + 1 :])
         counts = {name: words for name, words in self._options(fields[:start])[0].items() if name in _COUNTS}
         if options:
-            program = _DOUBT.sub("...", fields[start].rpartition("/")[2])
-            self._runs.append(((bool(programs), len(options)), program, line, counts | options, lost))
+            rank, program = (bool(programs), len(options)), _DOUBT.sub("...", fields[start].rpartition("/")[2])
+            self._runs.append((rank, program, line, counts | options, lost))
 
     def settings(self) -> dict[str, Any]:
         """Return the options of the command with most of them, one of a Python program if there is one."""
         if not self._runs:
             return {}
         _, program, first, options, lost = max(self._runs, key=lambda run: run[0])
-        found = [(name, _DOUBT.search("".join(words))) for name, words in options.items()]
-        reasons = {name: self._doubts[ord(doubt[0]) - _FIRST][0] for name, doubt in found if doubt}
+        doubts = {name: self._within("".join(words)) for name, words in options.items()}
+        reasons = {name: within[0][0] for name, within in doubts.items() if within}
         for _, name, line, others, _ in self._runs:
-            for option in options | others if name == program else ():
-                if options.get(option) != others.get(option):
-                    reasons.setdefault(option, f"{program} is started with different ones in lines {first} and {line}")
             if name == program:
+                why = f"{program} is started with different ones in lines {first} and {line}"
+                different = (option for option in options | others if options.get(option) != others.get(option))
+                reasons = dict.fromkeys(different, why) | reasons
                 options = others | options
             else:
                 reasons[f"line {line}"] = f"of several commands the one with most options is read, in line {first}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from crosstrain.data.dataset import Dataset
-from crosstrain.data.splits import open_split, training_dataset
+from crosstrain.data.splits import named_splits, open_split
 from crosstrain.inference.perplexity import LossMetrics, evaluate_loss
 from crosstrain.monitor.metrics import Row, StepMetrics
 from crosstrain.training.callback import Callback
@@ -46,7 +46,7 @@ class Validation(Callback):
             return
         if trainer.val_dataset is not None and self.at_end:
             self._log_perplexity(trainer.val_dataset)
-        if getattr(training_dataset(trainer.config).options, "test", None):  # the split is named
+        if "test" in named_splits(trainer.config):
             log.info("test %s", self.measure(open_split(trainer.config, "test")).line(".6E"))
 
     def _log_perplexity(self, dataset: Dataset) -> None:

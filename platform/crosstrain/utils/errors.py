@@ -84,7 +84,8 @@ def explained(what: str, kind: type[UserError] = ConfigError) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        own = error.strerror if isinstance(error, OSError) else None
+        deep = "it is nested too deep" if isinstance(error, RecursionError) else None
+        own = error.strerror if isinstance(error, OSError) else deep
         raise kind(f"{what} ({own or f'{type(error).__name__}: {first_line(error)}'})") from error
 
 
