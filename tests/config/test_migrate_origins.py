@@ -256,7 +256,9 @@ def test_the_line_of_the_first_megatron_has_its_slope(tmp_path: Path) -> None:
         assert rate(n) == pytest.approx(0.00015 * (1 - (n - 6) / 600))
 
 
-CORE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "data_path": ["1", "a", "1", "b"]}
+CORE = {
+    "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "data_path": ["1", "a", "1", "b"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("content", "rounding"), [

@@ -23,7 +23,7 @@ class StepMetrics:
     applied: bool = True  # the weights were updated
     sequence_length: int | None = None  # of a curriculum
 
-    # Measured by the reporter, over the steps since the last logged one.
+    # Measured by `Throughput`, over the steps since the last logged one.
     step_ms: float = 0.0
     tokens_per_second: float | None = None  # of a language model,
     samples_per_second: float | None = None  # and of any other
