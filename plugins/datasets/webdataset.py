@@ -24,7 +24,7 @@ from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils import storage
 from crosstrain.utils.errors import os_errors_as
 from crosstrain.utils.files import cache_folder, open_regular, write_atomically
-from crosstrain.utils.limited_process import LimitedProcess
+from crosstrain.utils.limited_process import LimitedProcess, LimitError
 
 Files = dict[str, tuple[int, int]]  # extension -> (first byte, bytes)
 Keys = Callable[[str, dict[str, bytes]], Iterable[str]]
@@ -78,9 +78,12 @@ def _braces(pattern: str) -> Iterator[str]:
 
 
 def _matches(name: str) -> list[str]:
-    """Return the files that match a wildcard, in order. LimitError if the search takes too long."""
-    look = LimitedProcess(glob.glob, f"{name[:100]}: looking for files, with so many wildcards,", seconds=_GLOB_SECONDS)
-    return sorted(look(os.path.expanduser(name)))
+    """Return the files that match a wildcard, in order. DataError if the search takes too long."""
+    look = LimitedProcess(glob.glob, "looking for files", seconds=_GLOB_SECONDS)
+    try:
+        return sorted(look(os.path.expanduser(name)))
+    except LimitError:
+        raise DataError(f"{name[:100]}: it has so many wildcards that looking for files takes too long") from None
 
 
 def is_remote(name: str) -> bool:

@@ -183,7 +183,7 @@ def test_files_are_read_by_their_content(home: Path, words: Path, name: str) -> 
     ("data", "reason"),
     [
         (b"", "is not JSON"),
-        (b"\xff\xfe\x00", "is not JSON"),
+        (b"\xff\xfe\x00", "is damaged"),
         (b"PAR1" + bytes(99), "is not JSON"),
         (b'[{"image": "0.png", "caption": "red"}, {"ima', r"n\.json:1 is not JSON"),
         (b"[" * 100_000, "is not JSON"),

@@ -33,11 +33,11 @@ def test_only_tokenizer_files_are_copied_and_none_is_replaced(tmp_path: Path) ->
     source, folder = tmp_path / "model", tmp_path / "checkpoint"
     source.mkdir(), folder.mkdir()
     for name in ("tokenizer.json", "vocab.json", "config.json", "model.safetensors", "adapter_config.json", "a.py"):
-        (source / name).write_text("theirs")
+        (source / name).write_text('{"from": "them"}')
     (folder / "vocab.json").write_text("ours")
     copy_files(plain_files(source, TOKENIZER_FILES), folder)
     assert {path.name: path.read_text() for path in folder.iterdir()} == {
-        "tokenizer.json": "theirs", "vocab.json": "ours"
+        "tokenizer.json": '{"from": "them"}', "vocab.json": "ours"
     }  # fmt: skip
 
 

@@ -192,17 +192,16 @@ def _write(
         write_json(folder / _INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
     config = None
     paths = {name: source.reader.folder / name for name in source.reader.files.keys() & (TOKENIZER_FILES | MODEL_FILES)}
-    if part is not None:
-        part.save_config(folder)
-        paths["config.json"] = folder / "config.json"
     for name, path in paths.items():
         content = _copy(path, folder / name, progress)
-        if name == "config.json":
-            config = content
-            if dtype is not None and isinstance(config, dict):
-                config.pop("torch_dtype", None)  # transformers' name before version 4.56
-                config["dtype"] = str(dtype).removeprefix("torch.")
-                write_json(folder / name, config)
+        config = content if name == "config.json" else config
+    if part is not None:  # its configuration is made here, and holds keys that transformers does not have
+        part.save_config(folder)
+        config = read_json(folder / "config.json")
+    if dtype is not None and isinstance(config, dict):
+        config.pop("torch_dtype", None)  # transformers' name before version 4.56
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        write_json(folder / "config.json", config)
     sizes = sum(t.numel() for t in tensors.values()), sum(t.nbytes for t in tensors.values())
     return Exported(*sizes, len(split.filename_to_tensors), _architecture(config))
 
