@@ -230,6 +230,8 @@ def _known(config: dict[str, Any], of_generation: bool) -> dict[str, Any]:
     from transformers import GenerationConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
+    if not of_generation and "model_type" not in config:  # of a model that transformers does not open
+        return {key: value for key, value in config.items() if key != "architectures"}
     known = {"model_type", "torch_dtype", *GenerationConfig().to_dict()}
     kind = str(config.get("model_type"))
     if not of_generation and kind in CONFIG_MAPPING_NAMES:
