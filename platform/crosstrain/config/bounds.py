@@ -30,8 +30,8 @@ class IsPath:
 
 PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
-PositiveFloat = Annotated[float, Gt(0), Interval(ge=1e-12, le=1e12)]  # beyond, fp32 products vanish or overflow
-NonNegativeFloat = Annotated[float, Interval(ge=0, le=1e12)]
+PositiveFloat = Annotated[float, Gt(0), Interval(ge=1e-12, le=10**12)]  # beyond, fp32 products vanish or overflow
+NonNegativeFloat = Annotated[float, Interval(ge=0, le=10**12)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 Text = Annotated[str, MinLen(1)]
 FilePath = Annotated[str, IsPath()]
