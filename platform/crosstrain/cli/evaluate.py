@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+
+from crosstrain.cli.command import Command
+from crosstrain.config.registry import registry
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,52 +19,55 @@ if TYPE_CHECKING:
     from crosstrain.inference.generation import Sampling
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    splits: dict[str, Any] = {"nargs": "*", "default": None, "choices": ("train", "val", "test"), "metavar": "SPLIT"}
-    add_checkpoint(parser)
-    add_config(parser, required=False)
-    add_weights(parser)
-    parser.add_argument(
-        "--splits", help="default: val and test if they have samples, unless the flags ask for text", **splits
-    )
-    parser.add_argument("--max-samples", type=int, metavar="N", help="at most N samples of each split")
-    parser.add_argument("--generate", nargs="+", default=[], metavar="PROMPT", help="complete these prompts")
-    parser.add_argument("--chat", action="store_true", help="the prompts are a user's turns, in the form of training")
-    parser.add_argument("--image", nargs="+", default=[], metavar="FILE", help="images that the prompts are about")
-    parser.add_argument("--answers", help="ask the questions of these splits, whose answers are known (default: test)",
-                        **splits)  # fmt: skip
-    parser.add_argument("--sheet", type=new_file, metavar="FILE", help="a picture of images, questions and --answers")
-    parser.add_argument("--tasks", nargs="+", default=[], metavar="NAME", help="tasks of lm-evaluation-harness to run")
-    parser.add_argument("--task-path", metavar="DIR", help="a folder with more task files of the harness")
-    parser.add_argument("--interactive", action="store_true", help="complete prompts as you type them; `stop` ends")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="of each text (default: 64)")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T",
-                        help="default: 1, which samples; 0 takes the likeliest token")  # fmt: skip
-    parser.add_argument("--top-k", type=int, default=0, metavar="K",
-                        help="sample among the K likeliest tokens (default: 0, all)")  # fmt: skip
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P",
-                        help="sample among the likeliest tokens whose probabilities sum to P (default: 1)")  # fmt: skip
-    parser.add_argument("--num-completions", type=int, default=1, metavar="N", help="of each prompt (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
-    parser.add_argument("--output", type=new_file, metavar="FILE", help="write the results as JSON")
+@registry.register_command("evaluate")
+class Evaluate(Command):
+    """Compute loss, perplexity, scores and text from a checkpoint."""
 
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        splits: dict[str, Any] = {"nargs": "*", "default": None, "choices": ("train", "val", "test"), "metavar": "SPLIT"}
+        add_checkpoint(parser)
+        add_config(parser, required=False)
+        add_weights(parser)
+        parser.add_argument(
+            "--splits", help="default: val and test if they have samples, unless the flags ask for text", **splits
+        )
+        parser.add_argument("--max-samples", type=int, metavar="N", help="at most N samples of each split")
+        parser.add_argument("--generate", nargs="+", default=[], metavar="PROMPT", help="complete these prompts")
+        parser.add_argument("--chat", action="store_true", help="the prompts are a user's turns, in the form of training")
+        parser.add_argument("--image", nargs="+", default=[], metavar="FILE", help="images that the prompts are about")
+        parser.add_argument("--answers", help="ask the questions of these splits, whose answers are known (default: test)",
+                            **splits)  # fmt: skip
+        parser.add_argument("--sheet", type=new_file, metavar="FILE", help="a picture of images, questions and --answers")
+        parser.add_argument("--tasks", nargs="+", default=[], metavar="NAME", help="tasks of lm-evaluation-harness to run")
+        parser.add_argument("--task-path", metavar="DIR", help="a folder with more task files of the harness")
+        parser.add_argument("--interactive", action="store_true", help="complete prompts as you type them; `stop` ends")
+        parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="of each text (default: 64)")
+        parser.add_argument("--temperature", type=float, default=1.0, metavar="T",
+                            help="default: 1, which samples; 0 takes the likeliest token")  # fmt: skip
+        parser.add_argument("--top-k", type=int, default=0, metavar="K",
+                            help="sample among the K likeliest tokens (default: 0, all)")  # fmt: skip
+        parser.add_argument("--top-p", type=float, default=1.0, metavar="P",
+                            help="sample among the likeliest tokens whose probabilities sum to P (default: 1)")  # fmt: skip
+        parser.add_argument("--num-completions", type=int, default=1, metavar="N", help="of each prompt (default: 1)")
+        parser.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
+        parser.add_argument("--output", type=new_file, metavar="FILE", help="write the results as JSON")
 
-def run(arguments: argparse.Namespace) -> int:
-    """Evaluate a checkpoint; returns the exit code."""
-    from crosstrain.api.evaluate import start_evaluation
-    from crosstrain.inference.generation import Sampling
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Evaluate a checkpoint; returns the exit code."""
+        from crosstrain.api.evaluate import start_evaluation
+        from crosstrain.inference.generation import Sampling
 
-    a = arguments
-    talks = a.generate or a.interactive
-    if a.image and not talks:
-        raise UserError("--image: ask about it with --generate or --interactive")
-    if a.chat and not talks:
-        raise UserError("--chat: say something with --generate or --interactive")
-    answers = [] if a.answers is None else a.answers or ["test"]
-    splits = [] if a.splits is None and (talks or answers or a.tasks) else a.splits
-    sampling = Sampling(a.max_new_tokens, a.temperature, a.top_k, a.top_p, a.num_completions, a.seed)
-    job = vars(a) | {"splits": splits, "answers": answers, "sampling": sampling}
-    return start_evaluation(job, _talk if talks else None, alone=a.interactive)
+        a = arguments
+        talks = a.generate or a.interactive
+        if a.image and not talks:
+            raise UserError("--image: ask about it with --generate or --interactive")
+        if a.chat and not talks:
+            raise UserError("--chat: say something with --generate or --interactive")
+        answers = [] if a.answers is None else a.answers or ["test"]
+        splits = [] if a.splits is None and (talks or answers or a.tasks) else a.splits
+        sampling = Sampling(a.max_new_tokens, a.temperature, a.top_k, a.top_p, a.num_completions, a.seed)
+        job = vars(a) | {"splits": splits, "answers": answers, "sampling": sampling}
+        return start_evaluation(job, _talk if talks else None, alone=a.interactive)
 
 
 def _talk(model: OpenModel, job: dict[str, Any]) -> list[dict[str, Any]]:

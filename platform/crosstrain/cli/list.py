@@ -1,6 +1,9 @@
 """`crosstrain list`: everything that a project file can name, found without importing any of it; options of one."""
 
 import argparse
+
+from crosstrain.cli.command import Command
+from crosstrain.config.registry import registry
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,24 +18,27 @@ from crosstrain.utils import paths
 Row = tuple[str, str, str]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", nargs="?", choices=KINDS, metavar="KIND", help="runner, model, dataset, ...")
-    parser.add_argument("name", nargs="?", help="of a component or preset, to see all options")
+@registry.register_command("list")
+class List(Command):
+    """List the components that a project file can name, and their options."""
 
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("kind", nargs="?", choices=KINDS, metavar="KIND", help="runner, model, dataset, ...")
+        parser.add_argument("name", nargs="?", help="of a component or preset, to see all options")
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print the components of one kind, or of all, or the options of one component; returns the exit code."""
-    kind, name = arguments.kind, arguments.name
-    own = name and preset_component(kind, name)
-    for each in [kind] if kind else KINDS:
-        entries = [e for e in registry.entries(each) if name in (None, e.name) or own == e.name]
-        _show(each, ((e.name, e.summary, f"{paths.show(e.file)}:{e.line}") for e in entries))
-        if name is not None:
-            _show("options", _options(options_class(kind, registry.get(kind, own, preset_files(kind)))))
-            _show("model_type", _presets(model_types(own) if kind == "model" else {}))
-        files = {n: file for n, file in preset_files(each).items() if name is None or preset_component(kind, n) == own}
-        _show(f"{each} presets", _presets(files))
-    return 0
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Print the components of one kind, or of all, or the options of one component; returns the exit code."""
+        kind, name = arguments.kind, arguments.name
+        own = name and preset_component(kind, name)
+        for each in [kind] if kind else KINDS:
+            entries = [e for e in registry.entries(each) if name in (None, e.name) or own == e.name]
+            _show(each, ((e.name, e.summary, f"{paths.show(e.file)}:{e.line}") for e in entries))
+            if name is not None:
+                _show("options", _options(options_class(kind, registry.get(kind, own, preset_files(kind)))))
+                _show("model_type", _presets(model_types(own) if kind == "model" else {}))
+            files = {n: file for n, file in preset_files(each).items() if name is None or preset_component(kind, n) == own}
+            _show(f"{each} presets", _presets(files))
+        return 0
 
 
 def _presets(files: dict[str, Path]) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""The verbs of the command line. Each verb's flags stand beside its code; only the chosen one's module is imported."""
+"""The command line: finds the verbs, which are plugins, and runs one. Only the chosen verb's module is imported."""
 
 from __future__ import annotations
 
@@ -10,34 +10,16 @@ import sysconfig
 import traceback
 from collections.abc import Sequence
 from dataclasses import fields
-from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
 from crosstrain import __version__
 from crosstrain.cli.flags import check_arguments
+from crosstrain.config.registry import registry
 from crosstrain.utils.errors import UserError, did_you_mean, first_line, printable, refusal, sentence
 from crosstrain.utils.program import command
 
-VERBS = {
-    "train": "train what a project file says, resuming where its folder left off",
-    "plan": "estimate what a project costs under each runner, before anything starts",
-    "launch": "the manifest that starts a project on a cluster: Kubernetes, SLURM, SkyPilot, Ray",
-    "evaluate": "loss, perplexity and text from a checkpoint",
-    "serve": "answer to OpenAI's interface and a web page from a checkpoint",
-    "migrate": "make a project of another program's configuration",
-    "export": "write a checkpoint as a plain Hugging Face model folder",
-    "samples": "show the samples of a project, with what is learned marked",
-    "prepare": "turn text into tokens, or make a dataset's files",
-    "compare": "prove that runners train alike, on your own project",
-    "verify": "accept a runner: one page of what it does as plain torch does",
-    "status": "a line for each run below a folder: whether it trains, how far it is, what it said last",
-    "report": "one page about one or several runs: curves, timings, differences",
-    "list": "everything that a project file can name, and its options",
-    "new": "begin a runner, model, dataset, callback, project or package",
-    "schema": "a JSON Schema of project files, for editors",
-}
 _ELSEWHERE = {  # what others call it
     "generate": "evaluate --generate TEXT", "predict": "evaluate --generate TEXT", "eval": "evaluate",
     "test": "evaluate", "run": "train", "fit": "train", "finetune": "train", "pretrain": "train", "sft": "train",
@@ -150,19 +132,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     asked: argparse.ArgumentParser = parser
     words = os.environ["COMP_LINE"].split()[1:] if asks else argv
     chosen = next((word for word in words if not word.startswith("-")), None)
-    for verb, summary in VERBS.items():
-        verb_parser = verbs.add_parser(verb, help=summary)
-        if verb == chosen:
-            module = import_module(f"crosstrain.cli.{verb}")
-            module.add_arguments(verb_parser)
-            verb_parser.set_defaults(run=module.run, words=argv)
+    for name, summary in {entry.name: entry.summary for entry in registry.entries("command")}.items():
+        verb_parser = verbs.add_parser(name, help=summary.rstrip("."))
+        if name == chosen:
+            verb = registry.get("command", chosen)()
+            verb.add_arguments(verb_parser)
+            verb_parser.set_defaults(run=verb.run, words=argv)
             asked = verb_parser
     if asks:
         from crosstrain.cli.completion import complete
 
         complete(parser, asked)
     flags = {*parser._option_string_actions, *asked._option_string_actions}
-    for flag in (word.partition("=")[0] for word in takewhile("--".__ne__, argv) if chosen in VERBS):
+    for flag in (word.partition("=")[0] for word in takewhile("--".__ne__, argv) if asked is not parser):
         # Before argparse, which would miss a required flag where it is misspelled.
         if flag.startswith("--") and " " not in flag and not any(known.startswith(flag) for known in flags):
             hint = _setting(flag) if "--cfg-path" in flags else ""

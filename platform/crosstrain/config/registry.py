@@ -1,8 +1,9 @@
 """The registry of components: from a kind and a name to a class or function, loaded on first use.
 
 The names are read from the decorators `@registry.register_<kind>("name")` in each plugin file's syntax tree. A file is
-imported when one of its names is asked for, so a broken plugin, or one whose dependencies are not installed, breaks
-nothing but itself, and listing the components imports nothing.
+parsed when a kind is asked for that its text mentions, and imported when one of its names is asked for. So a broken
+plugin, or one whose dependencies are not installed, breaks nothing but itself, and listing the components imports
+nothing.
 """
 
 import ast
@@ -50,7 +51,7 @@ class Entry:
 class Registry:
     """Every component that YAML can name, by kind and name.
 
-    Sources, first owner of a name first: the built-in `plugins/`, folders and files in CROSSTRAIN_PLUGINS, those
+    Sources, first owner of a name first: the core's verbs, the built-in `plugins/`, folders and files in CROSSTRAIN_PLUGINS, those
     given to `add_folder`, and installed packages with an entry point in the group `crosstrain.plugins`.
     """
 
@@ -59,6 +60,7 @@ class Registry:
         self._objects: dict[tuple[str, str], Any] = {}
         self.broken: dict[Path, str] = {}  # plugin files that could not be read or imported so far, and the reason
         self._files: set[Path] = set()
+        self._unparsed: dict[Path, tuple[str, bytes]] = {}  # files of plugins: name to import them under, and text
         self._labels: dict[str, Path] = {}
         self._started = self._finished = False
 
@@ -87,6 +89,8 @@ class Registry:
     register_tracker = partialmethod(register, "tracker")
     register_callback = partialmethod(register, "callback")
     register_metric = partialmethod(register, "metric")
+    register_command = partialmethod(register, "command")
+    register_preflight = partialmethod(register, "preflight")
 
     def get(self, kind: str, name: str, others: Iterable[str] = ()) -> Any:
         """Return the class or function registered as `name`; imports its module on first use.
@@ -95,7 +99,7 @@ class Registry:
         unknown, claimed twice or whose module fails to import, and UserError naming the package and the extra when a
         dependency is not installed.
         """
-        self._scan_sources()
+        self._parse(kind)
         key = (kind, name)
         owners = self._entries.get(key, [])
         if len(owners) > 1:
@@ -108,12 +112,12 @@ class Registry:
 
     def names(self, kind: str) -> list[str]:
         """Return the names of this kind, sorted; imports nothing."""
-        self._scan_sources()
+        self._parse(kind)
         return sorted({name for k, name in [*self._entries, *self._objects] if k == kind})
 
     def entries(self, kind: str) -> list[Entry]:
         """Return the entries of plugin files for this kind, sorted by name; imports nothing."""
-        self._scan_sources()
+        self._parse(kind)
         return sorted((e for (k, _), found in self._entries.items() if k == kind for e in found), key=lambda e: e.name)
 
     # ---- sources
@@ -134,6 +138,7 @@ class Registry:
 
     def _scan_sources(self, installed: bool = True) -> None:
         if not self._started:
+            self._scan_folder(Path(__file__).parent.parent / "cli", "crosstrain.cli")
             builtin = paths.home() / "plugins"
             if builtin.is_dir():
                 self._add_folder(builtin, "builtin")
@@ -177,11 +182,24 @@ class Registry:
         if file.resolve() in self._files:  # a folder inside another one
             return
         self._files.add(file.resolve())
-        entries, problem = _scan_file(file, module)
-        for entry in entries:
-            self._entries.setdefault((entry.kind, entry.name), []).append(entry)
-        if problem:
-            self.broken[file] = problem
+        try:
+            self._unparsed[file] = module, file.read_bytes()
+        except OSError as error:
+            self.broken[file] = f"{type(error).__name__}: {error}"
+
+    def _parse(self, kind: str = "") -> None:
+        """Find the components in files that mention `register_<kind>`; without a kind, in all files."""
+        self._scan_sources()
+        decorator = f"register_{kind}".encode()
+        for file, (module, source) in list(self._unparsed.items()):
+            if kind and decorator not in source:
+                continue
+            del self._unparsed[file]
+            entries, problem = _scan_file(file, module, source)
+            for entry in entries:
+                self._entries.setdefault((entry.kind, entry.name), []).append(entry)
+            if problem:
+                self.broken[file] = problem
 
     # ---- importing
 
@@ -203,7 +221,10 @@ class Registry:
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """Find the package of a folder of plugins, or a file's module, for Python's import; `sys.meta_path` asks."""
         root, _, label = name.partition(".")
-        if root != PACKAGE or (label and label not in self._labels):
+        if root != PACKAGE:
+            return None
+        self._scan_sources(installed=False)
+        if label and label not in self._labels:
             return None
         place = self._labels[label] if label else Path()
         if label and (file := place if place.is_file() else place / "__init__.py").is_file():
@@ -213,6 +234,7 @@ class Registry:
         return spec
 
     def _unknown(self, kind: str, name: str, others: Iterable[str]) -> ConfigError:
+        self._parse()  # a file may misspell its decorator
         known = sorted({*self.names(kind), *others})
         parts = [f"there is no {kind} called {name!r}"]
         if near := difflib.get_close_matches(name, known, n=3):
@@ -250,13 +272,13 @@ def find_without_importing(module: str) -> ModuleSpec | None:
     return spec
 
 
-def _scan_file(file: Path, module: str) -> tuple[list[Entry], str | None]:
+def _scan_file(file: Path, module: str, source: bytes) -> tuple[list[Entry], str | None]:
     """Return the components that `file`, importable as `module`, registers, and its problem or None."""
     try:
-        tree = ast.parse(file.read_bytes(), str(file))
+        tree = ast.parse(source, str(file))
     except SyntaxError as error:
         return [], f"SyntaxError: {error.msg}, line {error.lineno}"
-    except (OSError, ValueError, RecursionError) as error:  # unreadable, null bytes, nested too deep
+    except (ValueError, RecursionError) as error:  # null bytes, nested too deep
         return [], f"{type(error).__name__}: {error}".replace("\n", " ")
     entries, problem = [], None
     for definition in _definitions(tree.body):
