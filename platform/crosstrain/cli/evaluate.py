@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @registry.register_command("evaluate")
-class Evaluate(Command):
+class EvaluateCommand(Command):
     """Compute loss, perplexity, scores and text from a checkpoint."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

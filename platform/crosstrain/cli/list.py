@@ -19,7 +19,7 @@ Row = tuple[str, str, str]
 
 
 @registry.register_command("list")
-class List(Command):
+class ListCommand(Command):
     """List the components that a project file can name, and their options."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

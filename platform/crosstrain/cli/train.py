@@ -14,7 +14,7 @@ from crosstrain.distributed.launch.signals import sigint_kills
 
 
 @registry.register_command("train")
-class Train(Command):
+class TrainCommand(Command):
     """Train a project, resuming where its folder left off."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
