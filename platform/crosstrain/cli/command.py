@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 
@@ -15,7 +14,7 @@ class Command(ABC):
     import. Its module is imported when the verb is used, and should import the modules that take long in `run`.
     """
 
-    function: ClassVar[Callable[..., Any] | None] = None  # a static method: what `crosstrain.NAME` is in Python
+    function: ClassVar[str] = ""  # its Python interface, `crosstrain.NAME`, as "module:function" beside this module
 
     @abstractmethod
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -29,9 +28,10 @@ class Command(ABC):
 class PreflightCheck(ABC):
     """A check of a training before it starts workers, registered under a name; all that are installed are run."""
 
+    @abstractmethod
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare flags of `crosstrain train`; none by default."""
+        """Declare flags of `crosstrain train`."""
 
     @abstractmethod
-    def run(self, arguments: argparse.Namespace, ready: Any) -> None:
-        """Raise UserError for a training that cannot succeed."""
+    def run(self, ready: Any, given: dict[str, Any]) -> None:
+        """Raise UserError for a training that cannot succeed. given: the values of the flags, by their names."""

@@ -24,7 +24,12 @@ class EvaluateCommand(Command):
     """Compute loss, perplexity, scores and text from a checkpoint."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        splits: dict[str, Any] = {"nargs": "*", "default": None, "choices": ("train", "val", "test"), "metavar": "SPLIT"}
+        splits: dict[str, Any] = {
+            "nargs": "*",
+            "default": None,
+            "choices": ("train", "val", "test"),
+            "metavar": "SPLIT",
+        }
         add_checkpoint(parser)
         add_config(parser, required=False)
         add_weights(parser)
@@ -33,12 +38,18 @@ class EvaluateCommand(Command):
         )
         parser.add_argument("--max-samples", type=int, metavar="N", help="at most N samples of each split")
         parser.add_argument("--generate", nargs="+", default=[], metavar="PROMPT", help="complete these prompts")
-        parser.add_argument("--chat", action="store_true", help="the prompts are a user's turns, in the form of training")
+        parser.add_argument(
+            "--chat", action="store_true", help="the prompts are a user's turns, in the form of training"
+        )
         parser.add_argument("--image", nargs="+", default=[], metavar="FILE", help="images that the prompts are about")
         parser.add_argument("--answers", help="ask the questions of these splits, whose answers are known (default: test)",
                             **splits)  # fmt: skip
-        parser.add_argument("--sheet", type=new_file, metavar="FILE", help="a picture of images, questions and --answers")
-        parser.add_argument("--tasks", nargs="+", default=[], metavar="NAME", help="tasks of lm-evaluation-harness to run")
+        parser.add_argument(
+            "--sheet", type=new_file, metavar="FILE", help="a picture of images, questions and --answers"
+        )
+        parser.add_argument(
+            "--tasks", nargs="+", default=[], metavar="NAME", help="tasks of lm-evaluation-harness to run"
+        )
         parser.add_argument("--task-path", metavar="DIR", help="a folder with more task files of the harness")
         parser.add_argument("--interactive", action="store_true", help="complete prompts as you type them; `stop` ends")
         parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="of each text (default: 64)")

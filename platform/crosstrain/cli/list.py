@@ -36,7 +36,9 @@ class ListCommand(Command):
             if name is not None:
                 _show("options", _options(options_class(kind, registry.get(kind, own, preset_files(kind)))))
                 _show("model_type", _presets(model_types(own) if kind == "model" else {}))
-            files = {n: file for n, file in preset_files(each).items() if name is None or preset_component(kind, n) == own}
+            files = {
+                n: file for n, file in preset_files(each).items() if name is None or preset_component(kind, n) == own
+            }
             _show(f"{each} presets", _presets(files))
         return 0
 

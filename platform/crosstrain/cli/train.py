@@ -19,14 +19,20 @@ class TrainCommand(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_config(parser, required=True)
-        parser.add_argument("--fresh", action="store_true", help="start over; the earlier run's folder is kept as NAME.1")
+        parser.add_argument(
+            "--fresh", action="store_true", help="start over; the earlier run's folder is kept as NAME.1"
+        )
         parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan; start nothing")
-        parser.add_argument("--no-fit-check", action="store_true", help="start although the device's memory is too small")
+        parser.add_argument(
+            "--no-fit-check", action="store_true", help="start although the device's memory is too small"
+        )
         group = parser.add_argument_group("several machines, the same command on each; the names are torchrun's")
         group.add_argument("--nnodes", metavar="N|MIN:MAX", help="machines that train together (default: 1)")
         group.add_argument("--node-rank", type=int, metavar="R", help="this machine's number, from 0")
         group.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="node 0's address, and a free port there")
-        group.add_argument("--local-addr", metavar="ADDRESS", help="this machine's (default: the one that faces node 0)")
+        group.add_argument(
+            "--local-addr", metavar="ADDRESS", help="this machine's (default: the one that faces node 0)"
+        )
         group.add_argument("--rdzv-conf", metavar="KEY=N,...", help="rendezvous settings, such as join_timeout=600 (s)")
         plan.add_budget(parser)
 

@@ -51,8 +51,9 @@ class Entry:
 class Registry:
     """Every component that YAML can name, by kind and name.
 
-    Sources, first owner of a name first: the core's verbs, the built-in `plugins/`, folders and files in CROSSTRAIN_PLUGINS, those
-    given to `add_folder`, and installed packages with an entry point in the group `crosstrain.plugins`.
+    Sources, first owner of a name first: the core's verbs, the built-in `plugins/`, folders and files in
+    CROSSTRAIN_PLUGINS, those given to `add_folder`, and installed packages with an entry point in the group
+    `crosstrain.plugins`.
     """
 
     def __init__(self) -> None:
