@@ -91,11 +91,12 @@ def project_of(folder: Path, row: Row, ranks: int, device: str) -> Path:
 
 def worker(plain: dict[str, Any], result: Path) -> int:
     """Train on this rank without saving; rank 0 writes seconds of steps, peak memory, and bytes sent in the second."""
+    from crosstrain_plugins.builtin.commands.plan.follow import Recorder
+
     from crosstrain.config.load import Config
     from crosstrain.distributed.launch.signals import StopRequest
     from crosstrain.engine.build import make_runner
     from crosstrain.monitor.hardware import memory_mb
-    from crosstrain.planning.follow import Recorder
     from crosstrain.training.worker import build_trainer
 
     config = Config.from_plain(plain)
@@ -124,9 +125,10 @@ def seconds_of(stamps: list[float]) -> float:
 
 def measure(row: Row, ranks: int, device: str, peak: float | None) -> list[str]:
     """Train a row, and set what was measured beside the plan."""
+    from crosstrain_plugins.builtin.commands.plan.estimate import Project
+
     from crosstrain.config.load import load_config
     from crosstrain.distributed.launch.launcher import Launch, launch
-    from crosstrain.planning.estimate import Project
     from crosstrain.training.preflight import preflight
 
     with tempfile.TemporaryDirectory() as temporary:

@@ -388,9 +388,9 @@ def open_all(found: list[Case], checkpoint: Path, place: Path, root: Path, trust
 def _serve(request: Path) -> None:
     """The process: import everything, then fork for each job."""
     import transformers
+    from crosstrain_plugins.builtin.commands.serve import command as serve
 
     from crosstrain.api import evaluate  # noqa: F401
-    from crosstrain.cli import export, report, serve  # noqa: F401
     from crosstrain.cli.main import main
     from crosstrain.config.registry import registry
     from crosstrain.inference import open_checkpoint, vqa  # noqa: F401

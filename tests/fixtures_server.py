@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from crosstrain_plugins.builtin.commands.serve.limits import Limits
+from crosstrain_plugins.builtin.commands.serve.server import ServerOptions, listen, run_server
 from openai import OpenAI
 
 from conftest import kill, wait_until
@@ -20,8 +22,6 @@ from crosstrain.config.load import Config
 from crosstrain.engine.build import build_model
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.open_checkpoint import saved_config
-from crosstrain.serving.limits import Limits
-from crosstrain.serving.server import ServerOptions, listen, run_server
 from fixtures_processes import Program
 
 LISTENS = re.compile(r"^serving .* on (http://\S+);", re.MULTILINE)

@@ -2,7 +2,8 @@
 
 The names below are for plugins, `from crosstrain import Runner, registry`, and for Python programs and notebooks,
 `crosstrain.train(...)`. Each is imported when it is first asked for, so that importing this package imports neither
-torch nor anything else.
+torch nor anything else. The Python functions of verbs that are plugins, such as `crosstrain.plan`, are found by the
+verb's name.
 """
 
 import ast
@@ -19,9 +20,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 if TYPE_CHECKING:  # the same names for mypy and editors
     from crosstrain.api.evaluate import evaluate
     from crosstrain.api.model import OpenModel, open
-    from crosstrain.api.plan import plan
     from crosstrain.api.run import Run
-    from crosstrain.api.samples import samples
     from crosstrain.api.train import train
     from crosstrain.checkpoint.boxes import (
         Box,
@@ -32,7 +31,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors
         whole_pieces,
         without_padding,
     )
-    from crosstrain.comparison.compare import compare
+    from crosstrain.cli.command import Command
     from crosstrain.config.bounds import (
         AllowInfinity,
         FilePath,
@@ -87,6 +86,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     from crosstrain.monitor.metrics import Row, StepMetrics, flat, scalars, texts
     from crosstrain.monitor.tracker import TrackedRun, Tracker
     from crosstrain.training.callback import Callback
+    from crosstrain.training.preflight_check import PreflightCheck, Start
     from crosstrain.utils.errors import CheckpointError, ConfigError, DataError, EmptySplit, TrainingError, UserError
     from crosstrain.utils.logging import log
     from crosstrain.utils.optional_deps import require
@@ -107,9 +107,12 @@ __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    function = import_module("crosstrain.cli.command").python_function(name) if not name.startswith("_") else None
+    if function is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return function
 
 
 def __dir__() -> list[str]:

@@ -14,6 +14,7 @@ import boto3
 import pytest
 import torch.distributed as dist
 import yaml
+from crosstrain_plugins.builtin.commands.report.read_run import read_runs
 from test_damage import NEWER, OLDER, is_as_written, shards, state
 
 from crosstrain.checkpoint import folders, writer
@@ -22,7 +23,6 @@ from crosstrain.checkpoint.manifest import manifest_text
 from crosstrain.checkpoint.run_folder import bring
 from crosstrain.cli.main import main
 from crosstrain.distributed.group import Group
-from crosstrain.monitor.report.read_run import read_runs
 from crosstrain.training.state import starting_point
 from crosstrain.utils import storage
 from crosstrain.utils.errors import CheckpointError, StorageError, UserError

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 import yaml
+from crosstrain_plugins.builtin.commands.launch import manifest as launch
 
 from conftest import ENVIRONMENT, ROOT, Run, Workspace, kill, logged_step, wait_until
-from crosstrain.api import launch
 from crosstrain.cli.main import main
 from fixtures_kill import INTERVALS, assert_same_weights, numbers
 

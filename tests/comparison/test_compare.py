@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from crosstrain_plugins.builtin.commands.compare.activations import Activations
+from crosstrain_plugins.builtin.commands.compare.compare import make_contestants
+from crosstrain_plugins.builtin.commands.compare.diagnosis import diagnose
+from crosstrain_plugins.builtin.commands.compare.tolerance import Tolerance
 
 from conftest import Workspace
 from crosstrain import registry
-from crosstrain.comparison.activations import Activations
-from crosstrain.comparison.compare import make_contestants
-from crosstrain.comparison.diagnosis import diagnose
-from crosstrain.comparison.tolerance import Tolerance
 from crosstrain.distributed.group import Group
 from crosstrain.modeling import activation_checkpointing
 from fixtures_families import tiny

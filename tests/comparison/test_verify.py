@@ -8,10 +8,10 @@ import subprocess
 import sys
 
 import pytest
+from crosstrain_plugins.builtin.commands.verify.verify import page
 
 from conftest import ENVIRONMENT, ROOT, Workspace
 from crosstrain.cli.main import main
-from crosstrain.comparison.verify import page
 from crosstrain.config.load import preset_files
 
 PLUGINS = ROOT / "tests" / "third_party"

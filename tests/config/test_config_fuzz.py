@@ -103,7 +103,9 @@ def test_ten_thousand_files_with_mistakes(workspace: Workspace, monkeypatch: pyt
 SERVER = """
 import os, sys
 from pathlib import Path
-import crosstrain.planning.plan, crosstrain.training.worker  # every command line would import them anew
+import crosstrain.training.worker  # this and the next: every command line would import them anew
+from crosstrain.config.registry import registry
+import crosstrain_plugins.builtin.commands.plan.plan
 from crosstrain.cli.main import main
 from crosstrain.config.load import load_config
 for runner in ("ddp", "zero2"):

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crosstrain_plugins.builtin.commands.schema.json_schema import project_schema
 from jsonschema import Draft7Validator
 
 from conftest import ROOT, Workspace
-from crosstrain.config.json_schema import project_schema
 from crosstrain.config.load import load_config
 from crosstrain.config.yaml_text import Unreadable, parse
 from crosstrain.utils.errors import UserError

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from crosstrain_plugins.builtin.commands.plan.collectives import Collectives
+from crosstrain_plugins.builtin.commands.plan.estimate import Project
+from crosstrain_plugins.builtin.commands.plan.fake_world import fake_world
 from transformers import AutoModelForCausalLM
 
 from conftest import Workspace
@@ -16,9 +19,6 @@ from crosstrain.checkpoint.files import Reader
 from crosstrain.cli.main import main
 from crosstrain.config.load import load_config
 from crosstrain.engine.build import batch_plan
-from crosstrain.planning.collectives import Collectives
-from crosstrain.planning.estimate import Project
-from crosstrain.planning.fake_world import fake_world
 from crosstrain.training.preflight import dry_run
 from fixtures_moe import mixture
 from fixtures_ranks import make_trainer, mostly_slow, run_ranks, train

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from crosstrain_plugins.builtin.commands.plan.estimate import Project
 
 from conftest import Workspace
 from crosstrain.config.load import load_config
-from crosstrain.planning.estimate import Project
 from crosstrain.training.preflight import dry_run
 from crosstrain.utils.errors import ConfigError
 from fixtures_ranks import make_trainer, mostly_slow, run_ranks
@@ -23,7 +23,7 @@ OPTIONS = ["run.amp=bf16", "run.max_iters=5", "run.micro_batch_size=2", "run.glo
 
 def _train(project: str, options: tuple[str, ...]) -> tuple[list[float], dict[str, int]]:
     """Losses, and bytes sent between the ranks in the second step by type."""
-    from crosstrain.planning.follow import Recorder
+    from crosstrain_plugins.builtin.commands.plan.follow import Recorder
 
     trainer = make_trainer(project, options)
     compute, losses, recorder = trainer.runner.forward_backward, list[float](), Recorder()

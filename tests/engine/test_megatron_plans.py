@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from crosstrain_plugins.builtin.commands.plan.estimate import Project
+from crosstrain_plugins.builtin.commands.plan.plan import Budget, make_plan
 
 from conftest import Workspace
 from crosstrain.config.load import Config, load_config
 from crosstrain.config.registry import registry
-from crosstrain.planning.estimate import Project
-from crosstrain.planning.plan import Budget, make_plan
 from crosstrain.training.preflight import dry_run, preflight
 from crosstrain.utils.errors import ConfigError
 from fixtures_families import tiny

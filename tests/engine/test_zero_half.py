@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from crosstrain_plugins.builtin.commands.plan.estimate import Project
 
 from conftest import Workspace
 from crosstrain.config.load import load_config
-from crosstrain.planning.estimate import Project
 from crosstrain.training.preflight import dry_run
 from crosstrain.utils.errors import ConfigError
 from engine.test_deepspeed import _refuse_one
@@ -31,7 +31,7 @@ BF16_TOLERANCE = 2e-3
 
 def _train(project: str, options: tuple[str, ...]) -> tuple[list[float], list[tuple[str, str, int]]]:
     """Losses, and kind, type and bytes of each exchange between the ranks in the second step."""
-    from crosstrain.planning.follow import Recorder
+    from crosstrain_plugins.builtin.commands.plan.follow import Recorder
 
     trainer = make_trainer(project, options)
     runner, losses, recorder = trainer.runner, list[float](), Recorder()

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from crosstrain_plugins.builtin.commands.serve.chat_format import chat_format
 
 from crosstrain.config.load import load_config
 from crosstrain.data.splits import open_split
 from crosstrain.data.vision.conversations import IMAGE, Message
 from crosstrain.inference.conversation import ChatSession
 from crosstrain.inference.encoding import Encoders
-from crosstrain.serving.chat_format import chat_format
 from crosstrain.utils.types import IGNORE_INDEX
 from fixtures_chat import SHAPES, write_tokenizer
 from fixtures_vision import MODEL, picture

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from crosstrain_plugins.builtin.commands.compare.routing import flipped, nearly_tied
 from torch import Tensor
 
-from crosstrain.comparison.routing import flipped, nearly_tied
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import OptionError
 from crosstrain.modeling import activation_checkpointing

@@ -18,6 +18,9 @@ from typing import Any
 
 import pytest
 import yaml
+from crosstrain_plugins.builtin.commands.report.chart import downsample, smooth
+from crosstrain_plugins.builtin.commands.report.page import page
+from crosstrain_plugins.builtin.commands.report.read_run import Curve, read_runs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plotly.offline import get_plotlyjs
@@ -25,9 +28,6 @@ from plotly.offline import get_plotlyjs
 from conftest import ENVIRONMENT, Workspace
 from crosstrain.cli.main import main
 from crosstrain.monitor import report
-from crosstrain.monitor.report.chart import downsample, smooth
-from crosstrain.monitor.report.page import page
-from crosstrain.monitor.report.read_run import Curve, read_runs
 from crosstrain.utils.errors import UserError
 
 PLOTLY = get_plotlyjs()

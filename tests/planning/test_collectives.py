@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from crosstrain_plugins.builtin.commands.plan.collectives import Collectives
+from crosstrain_plugins.builtin.commands.plan.estimate import Project
+from crosstrain_plugins.builtin.commands.plan.follow import Recorder
 
 from crosstrain.cli.main import main
 from crosstrain.config.load import load_config
 from crosstrain.engine.build import batch_plan, make_model, make_runner
-from crosstrain.planning.collectives import Collectives
-from crosstrain.planning.estimate import Project
-from crosstrain.planning.follow import Recorder
 from crosstrain.training.preflight import dry_run
 from fixtures_ranks import mostly_slow, run_ranks
 

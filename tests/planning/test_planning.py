@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from crosstrain_plugins.builtin.commands.plan import memory_trace
+from crosstrain_plugins.builtin.commands.plan.estimate import HOST_COPY, Project
+from crosstrain_plugins.builtin.commands.plan.fit import lack_of_space
 
 import crosstrain
 from conftest import ROOT
@@ -18,9 +21,6 @@ from crosstrain.cli.main import main
 from crosstrain.config.load import load_config
 from crosstrain.engine.build import make_model, model_on_meta
 from crosstrain.modeling.meta_init import parameters_on_meta
-from crosstrain.planning import memory_trace
-from crosstrain.planning.estimate import HOST_COPY, Project
-from crosstrain.planning.fit import lack_of_space
 from crosstrain.utils.units import read_bytes, read_number
 from fixtures_ranks import mostly_slow
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import h11
 import pytest
-
-from crosstrain.serving.connections import StrictHttp
+from crosstrain_plugins.builtin.commands.serve.connections import StrictHttp
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 CHUNKS = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"

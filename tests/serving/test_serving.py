@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from crosstrain_plugins.builtin.commands.serve.server import ServerOptions, listen
 from openai import AsyncOpenAI
 from transformers import AutoTokenizer
 
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.generation import Sampling, generate
-from crosstrain.serving.server import ServerOptions, listen
 from fixtures_server import Server, loaded, served, wait_for
 
 

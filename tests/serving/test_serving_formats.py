@@ -14,6 +14,7 @@ from typing import Any
 
 import openai
 import pytest
+from crosstrain_plugins.builtin.commands.serve.limits import Limits
 from PIL import Image
 from transformers import AutoTokenizer
 
@@ -22,7 +23,6 @@ from crosstrain.config.load import load_config
 from crosstrain.data.splits import prepare_data
 from crosstrain.inference.conversation import ChatSession
 from crosstrain.inference.generation import Sampling, generate
-from crosstrain.serving.limits import Limits
 from fixtures_ranks import train
 from fixtures_server import Server, loaded, served, serving
 from fixtures_vision import options, picture, shapes, write_project

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crosstrain_plugins.builtin.commands.serve.limits import Limits
 
 from crosstrain.cli.main import main
 from crosstrain.data import tokenizer as data_tokenizer
 from crosstrain.inference import encoding
 from crosstrain.inference.encoding import Encoders, check_decoder
-from crosstrain.serving.limits import Limits
 from crosstrain.utils.errors import CheckpointError
 from crosstrain.utils.limited_process import LimitError, NoProcess
 from fixtures_server import Server, served, serving, wait_for

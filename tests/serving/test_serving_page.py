@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crosstrain_plugins.builtin.commands.serve.limits import Limits
 
 from crosstrain.config.load import load_config
 from crosstrain.data.splits import prepare_data
-from crosstrain.serving.limits import Limits
 from fixtures_ranks import train
 from fixtures_server import Server, served
 from fixtures_vision import options, picture, shapes, write_project

@@ -14,13 +14,13 @@ from typing import Any
 import openai
 import pytest
 import torch
+from crosstrain_plugins.builtin.commands.serve.limits import Limits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from crosstrain.cli.main import main
 from crosstrain.data.tokenizer import END_OF_TEXT
-from crosstrain.serving.limits import Limits
 from fixtures_server import Server, served, wait_for
 
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from crosstrain_plugins.builtin.commands.report.page import page
+from crosstrain_plugins.builtin.commands.report.read_run import read_runs
 from safetensors.numpy import load_file
 
 from conftest import ROOT, Workspace
 from crosstrain.config.registry import registry
 from crosstrain.modeling.base import count_targets
 from crosstrain.monitor.metrics import StepMetrics
-from crosstrain.monitor.report.page import page
-from crosstrain.monitor.report.read_run import read_runs
 from crosstrain.utils.errors import TrainingError
 from crosstrain.utils.types import Batch
 from fixtures_ranks import mostly_slow, run_ranks, train

@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+from crosstrain_plugins.builtin.commands.status.status import status
 
 from conftest import Run, Workspace, kill, logged_step, session, wait_until
 from crosstrain.checkpoint import folders
 from crosstrain.config.load import load_config
 from crosstrain.data.splits import open_split
-from crosstrain.monitor.status import status
 from fixtures_kill import INTERVALS, SLOW_MODEL, assert_same_weights, numbers
 from fixtures_processes import start_as_user, train_as_user
 from fixtures_ranks import mostly_slow, train

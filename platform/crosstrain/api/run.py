@@ -1,10 +1,11 @@
 """A run's folder, and what is in it."""
 
+import json
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -15,12 +16,9 @@ from crosstrain.api.model import OpenModel
 from crosstrain.checkpoint.folders import read_pointer, step_folder
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.sources import Overrides
-from crosstrain.monitor.report.chart import COLOURS, downsample
-from crosstrain.monitor.report.page import page
-from crosstrain.monitor.report.read_run import read_runs
+from crosstrain.monitor.metrics import Row
 from crosstrain.utils.drawing import picture
 from crosstrain.utils.errors import UserError
-from crosstrain.utils.files import write_atomically
 
 _SECONDS = 2.0  # between two pictures of a curve
 
@@ -32,12 +30,15 @@ class Run:
     folder: Path
 
     @property
-    def metrics(self) -> list[dict[str, float]]:
+    def metrics(self) -> list[Row]:
         """The logged numbers, a row for each step; `pandas.DataFrame(run.metrics)` makes a table of them."""
-        rows: dict[int, dict[str, float]] = {}
-        for key, curve in read_runs([str(self.folder)])[0].curves.items():
-            for step, value in zip(curve.steps, curve.values, strict=True):
-                rows.setdefault(step, {"step": step})[key] = value
+        path, rows = RunFolder(self.folder).metrics, dict[int, Row]()
+        if not path.exists():
+            raise UserError(f"{self.folder}: there is no metrics.jsonl; name a run's folder in which a step was logged")
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, KeyError):  # the last line may be half written
+                row = json.loads(line)
+                rows.setdefault(row["step"], {}).update(row)  # steps after a resume are there twice
         return [rows[step] for step in sorted(rows)]
 
     @property
@@ -59,24 +60,18 @@ class Run:
         """Open the newest undamaged checkpoint; the arguments are those of `crosstrain.open`."""
         return model.open(self.folder, options, **more)
 
-    def report(self, output: str | Path | None = None) -> Path:
-        """Write one HTML page about the run, by default report.html in its folder; returns its path."""
-        path = Path(output or self.folder / "report.html")
-        write_atomically(path, page(read_runs([str(self.folder)])))
-        return path
-
     def _repr_svg_(self) -> str | None:
         """The losses over the steps as IPython shows them; None before there are any, and without matplotlib."""
         try:
-            curves = read_runs([str(self.folder)])[0].curves
+            rows = self.metrics
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "losses.svg"
                 with picture(path, 6, 2.5) as figure:
                     axis = figure.subplots()
-                    for key, colour in zip(("loss", "val_loss"), COLOURS, strict=False):
-                        if key in curves:
-                            points = downsample(curves[key].steps, curves[key].values)
-                            axis.plot(*zip(*points, strict=True), color=colour, label=key)
+                    for key in ("loss", "val_loss"):
+                        points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+                        if points:
+                            axis.plot(*zip(*points, strict=True), label=key)
                     axis.set_xlabel("step")
                     axis.legend(frameon=False)
                 return path.read_text(encoding="utf-8")

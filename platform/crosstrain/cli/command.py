@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any, ClassVar
+
+from crosstrain.config.registry import registry
 
 
 class Command(ABC):
@@ -25,13 +29,10 @@ class Command(ABC):
         """Do the work; returns the exit code. Raises UserError for a user's mistake."""
 
 
-class PreflightCheck(ABC):
-    """A check of a training before it starts workers, registered under a name; all that are installed are run."""
-
-    @abstractmethod
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare flags of `crosstrain train`."""
-
-    @abstractmethod
-    def run(self, ready: Any, given: dict[str, Any]) -> None:
-        """Raise UserError for a training that cannot succeed. given: the values of the flags, by their names."""
+def python_function(verb: str) -> Callable[..., Any] | None:
+    """Return the Python interface of a verb; None if there is no such verb, or if it has none."""
+    if verb not in registry.names("command"):
+        return None
+    command = registry.get("command", verb)
+    module, _, name = command.function.partition(":")
+    return getattr(import_module(f"{command.__module__.rpartition('.')[0]}.{module}"), name) if name else None

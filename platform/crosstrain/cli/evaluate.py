@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-
-from crosstrain.cli.command import Command
-from crosstrain.config.registry import registry
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from crosstrain.cli.command import Command
 from crosstrain.cli.flags import add_checkpoint, add_config, add_weights, ask, new_file
+from crosstrain.config.registry import registry
 from crosstrain.utils.errors import UserError, printable, sentence
 
 if TYPE_CHECKING:
@@ -42,8 +41,9 @@ class EvaluateCommand(Command):
             "--chat", action="store_true", help="the prompts are a user's turns, in the form of training"
         )
         parser.add_argument("--image", nargs="+", default=[], metavar="FILE", help="images that the prompts are about")
-        parser.add_argument("--answers", help="ask the questions of these splits, whose answers are known (default: test)",
-                            **splits)  # fmt: skip
+        parser.add_argument(
+            "--answers", help="ask the questions of these splits (default: test) and score the answers", **splits
+        )
         parser.add_argument(
             "--sheet", type=new_file, metavar="FILE", help="a picture of images, questions and --answers"
         )
@@ -53,12 +53,23 @@ class EvaluateCommand(Command):
         parser.add_argument("--task-path", metavar="DIR", help="a folder with more task files of the harness")
         parser.add_argument("--interactive", action="store_true", help="complete prompts as you type them; `stop` ends")
         parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="of each text (default: 64)")
-        parser.add_argument("--temperature", type=float, default=1.0, metavar="T",
-                            help="default: 1, which samples; 0 takes the likeliest token")  # fmt: skip
-        parser.add_argument("--top-k", type=int, default=0, metavar="K",
-                            help="sample among the K likeliest tokens (default: 0, all)")  # fmt: skip
-        parser.add_argument("--top-p", type=float, default=1.0, metavar="P",
-                            help="sample among the likeliest tokens whose probabilities sum to P (default: 1)")  # fmt: skip
+        parser.add_argument(
+            "--temperature",
+            type=float,
+            default=1.0,
+            metavar="T",
+            help="default: 1, which samples; 0 takes the likeliest token",
+        )
+        parser.add_argument(
+            "--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens (default: 0, all)"
+        )
+        parser.add_argument(
+            "--top-p",
+            type=float,
+            default=1.0,
+            metavar="P",
+            help="sample among the likeliest tokens whose probabilities sum to P (default: 1)",
+        )
         parser.add_argument("--num-completions", type=int, default=1, metavar="N", help="of each prompt (default: 1)")
         parser.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
         parser.add_argument("--output", type=new_file, metavar="FILE", help="write the results as JSON")

@@ -1,14 +1,12 @@
 """`crosstrain list`: everything that a project file can name, found without importing any of it; options of one."""
 
 import argparse
-
-from crosstrain.cli.command import Command
-from crosstrain.config.registry import registry
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from crosstrain.cli.command import Command
 from crosstrain.config.describe import first_comment, options
 from crosstrain.config.load import model_types, preset_component, preset_files
 from crosstrain.config.registry import KINDS, registry

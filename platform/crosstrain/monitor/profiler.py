@@ -7,8 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from crosstrain.config.run_options import ProfileOptions
-from crosstrain.monitor.report.chart import downsample
-from crosstrain.utils.drawing import picture
+from crosstrain.utils.drawing import downsample, picture
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.files import write_json
 from crosstrain.utils.logging import log

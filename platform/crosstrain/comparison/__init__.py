@@ -1,1 +1,0 @@
-"""Run two configurations side by side and find where they part."""

@@ -1,1 +1,0 @@
-"""Estimate the memory of a run before it starts."""

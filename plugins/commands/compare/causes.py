@@ -1,0 +1,186 @@
+"""Usual causes of differences between two recorded trainings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from .tolerance import Gap, Record, difference
+
+_ROUNDINGS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative error of a rounding
+
+
+def multiple(gaps: list[Gap]) -> float | None:
+    """The factor, if every tensor is the same multiple of the reference's."""
+    ratios = [gap.ratio for gap in gaps if gap.residual <= 0.1 * abs(gap.ratio - 1)]
+    alike = len(ratios) == len(gaps) > 0 and max(ratios) - min(ratios) <= 1e-3 * max(abs(ratios[0]), 1e-9)
+    return ratios[0] if alike and math.isfinite(ratios[0]) else None
+
+
+def rounding(gaps: Iterable[Gap]) -> str | None:
+    """The type to whose precision tensors are rounded, if the differences of nearly all are of that size and random."""
+    return precision([g.relative if g.dr**2 <= 0.25 * g.dd * g.rr else math.inf for g in gaps])
+
+
+def precision(errors: list[float], fewest: int = 1) -> str | None:
+    """The type to whose precision tensors are rounded, if the relative errors of nearly all, and of some, say so."""
+    # A rounding to p bits is off by up to 2^-p, and by 0.3 to 0.6 times that in the mean square.
+    for name, epsilon in _ROUNDINGS.items():
+        if sum(0.2 * epsilon < error < 0.8 * epsilon for error in errors) >= max(0.8 * len(errors), fewest):
+            return name
+    return None
+
+
+# ---- weights of micro batches
+
+
+def scales(record: Record) -> dict[float, str]:
+    """Factors on everything that have a usual cause."""
+    dp, sharing, accumulation = record["dp_size"], record["context_size"], record["accumulation"]
+    out = {
+        1 / sharing: f"averaged over the {sharing} context-parallel ranks, of which each has a part of the sum",
+        float(sharing): f"counted by each of the {sharing} context-parallel ranks",
+        1 / accumulation: f"divided by the {accumulation} accumulated micro batches once more",
+        float(accumulation): f"not divided by the {accumulation} accumulated micro batches",
+        1 / dp: f"divided by the {dp} data-parallel ranks once more than summed",
+        float(dp): f"summed over the {dp} data-parallel ranks instead of averaged",
+    }
+    return {factor: hint for factor, hint in out.items() if factor != 1}
+
+
+def weightings(record: Record, micro_batches: list[list[int]]) -> dict[str, np.ndarray]:
+    """Weights that mistakes give to the micro batches, [first sample, targets] each, where 1 is right, by cause."""
+    samples, targets = (np.array(column) for column in zip(*micro_batches, strict=True))
+    number, total, dp = np.arange(len(samples)), targets.sum(), record["dp_size"]
+    rank, place = number % dp, number // dp
+    own: Any = np.array([targets[rank == r].sum() for r in rank])
+    out = {
+        "it is averaged over micro batches, not over targets": total / (len(samples) * targets),
+        "it is averaged over ranks, not over targets": total / (dp * own),
+        "it is summed over ranks that divide by their own targets": total / own,
+    }
+    out |= {f"it has the micro batches of rank {r} alone, as if all": (rank == r) * total / own for r in range(dp)}
+    parts = {f"the micro batches of rank {r}": rank == r for r in range(dp)}
+    parts |= {f"the {name} micro batch of each rank": place == place[i] for name, i in (("first", 0), ("last", -1))}
+    parts |= {f"the micro batch that begins with sample {sample}": samples == sample for sample in samples}
+    for name, part in parts.items():
+        out |= {f"it lacks {name}": 1.0 - part, f"it has {name} alone": 1.0 * part}
+        out[f"it counts {name} twice"] = 1.0 + part
+    return {cause: weights for cause, weights in out.items() if abs(weights - 1).max() > 1e-3}
+
+
+def solve(columns: list[dict[str, float]], gradients: dict[str, float], sizes: dict[str, float]) -> Any:
+    """Weights by which projections of gradients add up to others, by parameter, and the relative rest."""
+    names = [name for name, size in sizes.items() if size and all(name in column for column in columns)]
+    if len(names) < len(columns) + 2:
+        return None, math.inf
+    scale = np.array([sizes[name] for name in names])
+    matrix = np.array([[column[name] for column in columns] for name in names]) / scale[:, None]
+    mine = np.array([gradients[name] for name in names]) / scale
+    weights, *_ = np.linalg.lstsq(matrix, mine, rcond=None)
+    return weights, float(np.linalg.norm(matrix @ weights - mine)) / max(float(np.linalg.norm(mine)), 1e-30)
+
+
+def weighting(record: Record, micro_batches: list[list[int]], weights: np.ndarray) -> str:
+    """Cause of micro batches that count with these weights."""
+    for cause, candidate in weightings(record, micro_batches).items():
+        if abs(candidate - weights).max() < 1e-2:
+            return cause
+    return f"its micro batches are weighted by {', '.join(f'{w:.3g}' for w in weights)} instead of 1"
+
+
+def usual_scale(ratio: float, record: Record) -> str | None:
+    return next((hint for factor, hint in scales(record).items() if math.isclose(ratio, factor, rel_tol=1e-3)), None)
+
+
+def scaled(ratio: float, names: Iterable[str] | None, record: Record) -> str:
+    """Cause of the gradients of some parameters, or of all, being `ratio` times the reference's."""
+    usual = usual_scale(ratio, record)
+    if abs(ratio) < 1e-3:
+        return "left out of the backward, or set to zero"
+    if names is None:
+        other = "the loss or its gradients are scaled differently; look at the loss scale and gradient_scale"
+        return f"they are {usual}" if usual else other
+    also = f", or it is {usual}" if usual else ""
+    if {*names} <= {*record["tied"]}:
+        uses = "which is counted once for each of its uses" if ratio > 1 else "of whose uses some are left out"
+        return f"a tied weight, {uses}{also}"
+    for times, said in ((ratio, "added once for each of {:.0f}"), (1 / ratio, "divided once too often by {:.0f}")):
+        if times > 1.5 and abs(times - round(times)) < 1e-3:
+            return f"it is {said.format(times)} ranks or uses{also}"
+    return "it is scaled by itself"
+
+
+# ---- numbers
+
+
+def norm_cause(
+    ratio: float, squares: dict[str, float], copies: dict[str, int], record: Record, most: float
+) -> tuple[str, list[str]]:
+    """Cause of a gradient norm `ratio` times the reference's, of the tensors' squares, and the parameters concerned."""
+    total = sum(squares.values())
+    other = "gradient_norm counts parts twice or not on all ranks, or gradients change before it, as by clipping"
+    if not total or not math.isfinite(ratio):
+        return other, []
+    fewest = min(copies.values(), default=1)
+    groups = {
+        "the tied weight": [*record["tied"]],
+        "what every rank holds whole": [name for name, number in copies.items() if number > fewest],
+        "biases": [name for name in squares if name.endswith("bias")],
+        **{name: [name] for name in squares},
+    }
+    for k in sorted({record["dp_size"], record["world_size"], record["world_size"] // record["dp_size"]} - {1}):
+        if difference(ratio**2, k) <= 4 * most:
+            return f"its square is summed over {k} ranks that hold the same, so that each part is counted {k} times", []
+    for what, names in groups.items():
+        share = sum(squares.get(name, 0.0) for name in names) / total
+        for times, said in ((2, f"{what} counted twice, on each rank that has a copy"), (0, f"{what} left out")):
+            if 100 * most < share < 0.99 and difference(ratio**2, 1 + (times - 1) * share) <= 4 * most:
+                return f"the norm has {said}", names
+    power = math.log2(ratio) if ratio > 0 else 0.5
+    if abs(power - round(power)) < 1e-4:
+        return f"it is {ratio:g} times the reference's: the loss scale, or gradients that change after the backward", []
+    return other, []
+
+
+def rate_cause(rates: list[float], number: int, record: Record, reference: Record) -> str:
+    """Cause of the wrong learning rates of an applied step."""
+    if len(rates) > 1:
+        return "the schedule does not reach all parameter groups, or some have a learning rate of their own"
+    schedule, ranks, accumulation = reference["schedule"], record["world_size"], record["accumulation"]
+
+    def at(step: int) -> bool:
+        return 0 < step <= len(schedule) and difference(rates[0], schedule[step - 1]) <= 1e-6
+
+    for step, said in (
+        (number * accumulation, f"the schedule advances with each micro batch ({accumulation} here), not each step"),
+        (number * ranks, f"the schedule advances with each of {ranks} ranks (processes), not each step"),
+        (1, "the schedule starts anew"),
+        *((step, "the schedule must advance once for each applied step") for step in range(1, len(schedule))),
+    ):  # fmt: skip
+        if step != number and at(step):
+            return f"it is that of step {step}: {said}"
+    return "the schedule must advance once for each applied step, and nothing else may change the rate"
+
+
+def moment_cause(kind: str, gaps: list[Gap], reference: Record) -> str:
+    """Cause of wrong optimizer state over equal gradients."""
+    if kind == "step":
+        return "the optimizer's count of steps, and with it its bias correction"
+    clip, norm = reference["clip"], reference["rows"][0]["grad_norm"]
+    factor = min(1.0, clip / norm) if clip and norm else 1.0
+    if rounded := precision([gap.relative for gap in gaps], 3):
+        return f"moments are kept in {rounded}"
+    ratio, power = multiple(gaps), 2 if "sq" in kind else 1
+    if ratio is None:
+        own = all(multiple([gap]) for gap in gaps)
+        return "gradients are clipped or scaled by factors of their own, by group or by tensor" if own else (
+            "held_state, pieces, or the optimizer's settings"
+        )  # fmt: skip
+    for usual, said in ((factor**-power, "gradients are not clipped"), (factor**power, "gradients are clipped twice")):
+        if factor < 1 and math.isclose(ratio, usual, rel_tol=0.02):
+            return said
+    return f"it is {ratio:.4g} times the reference's: clipping, unscaling or their order, or the optimizer's betas"

@@ -1,0 +1,210 @@
+"""Train the same steps under several runners, one after the other, and print how they differ from the first."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from crosstrain.checkpoint.folders import find_checkpoint
+from crosstrain.config.load import Config, ProjectLike, load_config
+from crosstrain.config.sources import Overrides, pairs
+from crosstrain.distributed.launch.launcher import Launch, launch
+from crosstrain.distributed.launch.worker_errors import WorkerFailure
+from crosstrain.engine.build import batch_plan
+from crosstrain.training.preflight import preflight
+from crosstrain.utils.errors import UserError
+from crosstrain.utils.processes import main_hidden
+
+from ..plan.estimate import Project
+from .diagnosis import Finding, diagnose
+from .export import strange_files
+from .tolerance import Record, Tolerance, difference, largest, number_difference
+from .worker import Job, Role, compare_worker
+
+Contestant = tuple[str, int, Config]  # label, number of workers
+RESUMED = 2  # steps after a resume
+
+
+class Comparison(NamedTuple):
+    """The runners that do not train as the first one, and the measurements of each by label."""
+
+    different: list[str]
+    results: dict[str, Any]
+
+
+def compare(
+    project: ProjectLike, runners: Sequence[str], options: Overrides = (), *, nproc_per_node: int | None = None,
+    steps: int = 5, deep: bool = False, scratch: str | Path | None = None,
+) -> Comparison:  # fmt: skip
+    """Train `steps` steps under each of `runners`, such as zero2@4, compare them with the first one, and print tables.
+
+    A runner without a number of workers gets `nproc_per_node`, or one. `deep`: each also evaluates, saves and resumes.
+    `scratch`: folder for the reference's tensors. Raises UserError for a project that the first runner cannot train.
+    """
+    if len(runners) < 2:
+        raise UserError("--runners: name at least two, such as ddp@1 fsdp@2; the first is what the others are held to")
+    with tempfile.TemporaryDirectory(prefix="crosstrain-compare-", dir=scratch) as folder, main_hidden():
+        contestants = make_contestants(project, options, runners, nproc_per_node or 1, Path(folder))
+        race = Race(Path(folder), steps, deep)
+        return Comparison(race.run(contestants), race.results)
+
+
+def _sized(text: str, nproc: int) -> tuple[str, int]:
+    """`zero2@4` as the runner and its number of workers."""
+    runner, _, size = text.partition("@")
+    if not runner or (size and not (size.isdecimal() and int(size) > 0)):
+        raise UserError(f"--runners: {text!r} is not a runner, or a runner and its number of workers such as zero2@2")
+    return runner, int(size) if size else nproc
+
+
+def make_contestants(
+    project: ProjectLike, options: Overrides, runners: Sequence[str], nproc: int, scratch: Path
+) -> list[Contestant]:
+    """A configuration for each runner, with one global and one micro batch for all.
+
+    A runner that is named again has a number behind its label, and one without a number of workers gets `nproc`.
+    """
+    sized = [_sized(text, nproc) for text in runners]
+
+    def load(runner: str, more: Mapping[str, Any]) -> Config:
+        ((key, value),) = pairs([f"run.runner={runner}"])
+        whole = isinstance(value, Mapping) and "name" in value  # else a name, which keeps the project's options of it
+        without = ("run", "runner") if whole else ()
+        return load_config(project, [*pairs(options), (key, value), *more.items()], without)
+
+    loaded = [load(runner, {}) for runner, _ in sized]
+    plans = [batch_plan(config, size) for config, (_, size) in zip(loaded, sized, strict=True)]
+    total = loaded[0].run.global_batch_size or max(plan.global_batch for plan in plans)
+    micro = loaded[0].run.micro_batch_size or min(plan.micro_batch for plan in plans)
+    common: dict[str, Any] = {
+        "run.global_batch_size": total, "run.micro_batch_size": micro, "run.accum_grad_iters": None,
+        "run.eval_interval": None, "run.trackers": [], "run.callbacks": [], "run.metrics": [],
+        "run.save_in_background": False,
+    }  # fmt: skip
+    out: list[Contestant] = []
+    for number, (runner, size) in enumerate(sized):
+        again = runners[:number].count(runners[number])
+        label = f"{runners[number]} ({again + 1})" if again else runners[number]
+        out.append((label, size, load(runner, common | {"run.output_dir": f"{scratch}/run{number}"})))
+    return out
+
+
+def refusal(config: Config, size: int) -> UserError | None:
+    """The reason why the runner cannot train the project on so many workers."""
+    try:
+        ready = preflight(config, size)
+        if ready.runner.cuts_models:
+            Project(config, ready.model, ready.sample).check_layouts(ready.plan, size)
+    except UserError as error:
+        return error
+    return None
+
+
+@dataclass
+class Race:
+    """Runs contestants one after the other against the first one."""
+
+    scratch: Path
+    steps: int
+    deep: bool
+    results: dict[str, Any] = field(default_factory=dict)  # by label
+
+    def begin(self, label: str, size: int, config: Config) -> tuple[Record, Tolerance]:
+        """Record the reference and its noise. Raises UserError where it cannot train."""
+        try:
+            reference = self.record(label, size, config, "reference")
+        except UserError as error:
+            raise UserError(f"the reference {label} cannot train: {error}") from error
+        if reference["rows"][-1]["skipped_steps"] >= len(reference["rows"]):
+            raise UserError(
+                f"every step of the reference {label} overflowed and was skipped, so there is nothing to compare; "
+                f"begin with a smaller loss scale, such as --options run.amp.initial_scale=1024"
+            )
+        noise = self.record(f"{label} (noise)", size, config, "noise", f"{config.run.output_dir}_noise")
+        dtype = config.run.amp.dtype
+        tolerance = Tolerance.of(dtype, reference, noise)
+        print(
+            f"reference {label}: {len(reference['rows'])} steps, {dtype}; its own noise is "
+            f"{max(number_difference(noise, reference, key) for key in ('loss', 'grad_norm')):.1e} in losses and "
+            f"norms,\nand differences up to {tolerance.numbers:.1e} are rounding\n"
+        )
+        return reference, tolerance
+
+    def run(self, contestants: list[Contestant]) -> list[str]:
+        """Compare with the first one; returns the labels of the contestants that failed or differ."""
+        label = contestants[0][0]
+        reference, tolerance = self.begin(*contestants[0])
+        self._show(label, reference)
+        failures = []
+        for label, size, config in contestants[1:]:
+            try:
+                finding = self._judge(label, size, config, reference, tolerance)
+            except (UserError, WorkerFailure) as error:
+                print(f"{label}: failed: {error}\n")
+                self.results[label] = {"error": str(error)}
+                failures.append(label)
+                continue
+            print(f"  {f'DIFFERS: {finding.sentence}' if finding else 'trains alike'}\n")
+            self.results[label] |= {"problem": finding and finding.sentence, "finding": finding and finding.as_json()}
+            failures += [label] if finding else []
+        return failures
+
+    def _judge(self, label: str, size: int, config: Config, reference: Record, tolerance: Tolerance) -> Finding | None:
+        """Train, and if that went well and the look is deep, resume; returns the first difference."""
+        record = self.record(label, size, config, "contestant")
+        self._show(label, reference)
+        finding = diagnose(record, reference, tolerance)
+        if self.deep and finding is None:
+            resumed = self.record(label, size, config, "contestant", resumed=True)
+            self.results[label] = record | {"resumed": resumed}
+            finding = diagnose(resumed, reference, tolerance, resumed=True)
+        return finding
+
+    def record(self, label: str, size: int, config: Config, role: Role, at: str = "", resumed: bool = False) -> Record:
+        """Train a contestant in its folder or `at` another, or go on there. Raises UserError and WorkerFailure."""
+        if not resumed and (why := refusal(config, size)):
+            raise why
+        plain = config.plain
+        plain["run"]["output_dir"] = at or config.run.output_dir
+        last = self.steps if self.deep else 0
+        steps = RESUMED if resumed else self.steps + RESUMED * (self.deep and role != "contestant")
+        save = self.deep and role != "noise" and not resumed
+        job = Job(role, self.scratch / "reference", steps, last, save, resumed, uneven=self.deep)
+        record = self.results[label] = self.start(compare_worker, size, plain, job)
+        if "error" not in record.get("saved", {"error": None}):
+            record["strange_files"] = strange_files(config, find_checkpoint(Path(plain["run"]["output_dir"])))
+        return record
+
+    def start(self, worker: Callable[..., int], size: int, *args: Any) -> Any:
+        """Run `worker(*args, result)` on `size` ranks; returns what the JSON file `result` then holds."""
+        result = self.scratch / "result.json"
+        # Workers are forked from a process that has imported what takes them seconds.
+        models = [name for name in sys.modules if name.startswith("transformers.models.")]
+        multiprocessing.set_forkserver_preload([compare_worker.__module__, *models])
+        if launch(worker, (*args, result), Launch(size, True, False, True, start_method="forkserver")):
+            raise UserError("stopped before everything was compared")
+        return json.loads(result.read_text())
+
+    def _show(self, label: str, reference: Record) -> None:
+        record = self.results[label]
+        print(label)
+        print("  step           loss      grad norm   loss diff.   norm diff.   largest gradient difference")
+        for mine, theirs, step in zip(record["rows"], reference["rows"], record["steps"], strict=False):
+            size, name = largest(step)
+            print(
+                f"  {mine['step']:4d} {_number(mine['loss']):>14} {_number(mine['grad_norm']):>14}"
+                f" {difference(mine['loss'], theirs['loss']):12.1e}"
+                f" {difference(mine['grad_norm'], theirs['grad_norm']):12.1e}"
+                f"   {size:.1e} {name if size else ''}",
+                flush=True,
+            )
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.7g}"

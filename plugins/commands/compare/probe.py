@@ -1,0 +1,235 @@
+"""Measurements of a runner's tensors against the reference's, box by box, with nothing gathered."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import zlib
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crosstrain.checkpoint.boxes import Box, Piece, Shard
+from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
+from crosstrain.checkpoint.files import Reader
+from crosstrain.checkpoint.folders import step_folder
+from crosstrain.data.loader import MicroBatch, Step
+from crosstrain.engine.matrix_optimizer import MatrixOptimizer
+from crosstrain.training.callback import Callback
+from crosstrain.training.trainer import Trainer
+from crosstrain.utils.types import Batch
+
+from .activations import Activations
+from .routing import Routing
+from .tolerance import Record
+
+Products = list[float]  # scalar products of a few vectors with each other: [aa, ab, ac, bb, bc, cc] of a, b and c
+Held = dict[tuple[str, Box], tuple[float, Products]]  # a rank's boxes: square of the data, products
+
+_EPSILONS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # relative, of a rounding
+
+
+class Probe(Callback):
+    """Observer of the steps of a run, between backward and update and after the update.
+
+    The reference (`write`) leaves gradients and state in `folder`, as boxes; the others compare theirs box by box.
+    """
+
+    def __init__(self, trainer: Trainer, folder: Path, *, write: bool, disturb: bool) -> None:
+        super().__init__(None, trainer)
+        self.runner, self.write, self.disturbs, self.step = trainer.runner, write, disturb, trainer.state.step
+        self.group = self.runner.new_group()
+        self.activations, self.routing = Activations(self.runner.model, self.group), Routing(self.runner)
+        self._restore: Callable[[], None] = lambda: None
+        self.steps: list[dict[str, Any]] = []
+        self._files = {
+            kind: Checkpointer(folder / kind, self.group, Retention(None), lambda _: None)
+            for kind in ("gradients", "state")
+        }
+        self._keep("state", self.runner.shards())
+
+    def before_step(self, batch: Step) -> None:
+        self.activations.clear()
+        self.routing.clear()
+        if self.disturbs:
+            self._restore = self._disturb()
+
+    def after_backward(self, batch: Step, loss: float) -> None:
+        """Record learning rates and gradients."""
+        self._restore()
+        optimizer = self.runner.optimizer
+        assert optimizer is not None
+        self.step += 1
+        rates = sorted({group["lr"] / group.get("lr_scale", 1.0) for group in optimizer.param_groups})
+        shards = self.runner.gradients()
+        for piece in (piece for shard in shards for piece in shard.pieces):
+            piece.data = piece.data.detach().to("cpu", torch.float32) / self.runner.gradient_scale
+        self._keep("gradients", shards)
+        gradients = self.measure(shards, [self.reader("gradients")], lambda g, r: [g - r[0], r[0]])
+        self.steps.append({
+            "rates": rates, "gradients": gradients, "projections": self.project(shards),
+            "activations": self.activations.means(), "training": self.runner.model.training,
+        })  # fmt: skip
+        if self.disturbs and isinstance(optimizer, MatrixOptimizer):
+            self._round_otherwise(_EPSILONS[optimizer.dtype])
+
+    def after_update(self, moments: bool) -> None:
+        """Record weights and, if asked, the optimizer's state. Collective."""
+        shards = self.runner.shards()
+        parameters = [s for s in shards if s.kind == "param"]
+        self._keep("state", shards if moments else parameters)
+        now, before = self.reader("state"), self.reader("state", self.step - 1)
+        # Adam's step follows the sign of a gradient; that of a gradient near zero is rounding's.
+        share = 0.0 if self.disturbs else _EPSILONS[self.runner.precision.dtype] ** 0.5
+
+        def products(w: Tensor, r: list[Tensor]) -> list[Tensor]:
+            sure = (r[2] == 0) | (r[2].abs() >= share * r[2].square().mean().sqrt())
+            return [(w - r[0]) * sure, r[0] - r[1], r[1]]
+
+        known = [s for s in parameters if (s.kind, s.name) in now.tensors]
+        self.steps[-1]["weights"] = self.measure(known, [now, before, self.reader("gradients")], products)
+        if moments:
+            self.steps[-1] |= self.against(now, shards)
+
+    def against(self, there: Reader, shards: list[Shard]) -> Record:
+        """State here against that in a checkpoint: what lacks, what is more, measurements by kind. Collective."""
+        here = set().union(*self.group.all_gather({(s.kind, s.name) for s in shards}))
+        missing = [f"{kind} of {name}" for kind, name in there.tensors.keys() - here]
+        by_kind = {}
+        for kind in sorted({kind for kind, _ in here & there.tensors.keys()}):
+            own = [s for s in shards if s.kind == kind and (kind, s.name) in there.tensors]
+            by_kind[kind] = self.measure(own, [there], lambda a, r: [a - r[0], r[0]])
+            missing += [f"a part of {kind} of {name}" for name in by_kind[kind]["partial"]]
+        surplus = sorted(f"{kind} of {name}" for kind, name in here - there.tensors.keys())
+        return {"missing": sorted(missing), "surplus": surplus, "state": by_kind}
+
+    def reader(self, kind: str, step: int | None = None) -> Reader:
+        return Reader.open(step_folder(self._files[kind].root, self.step if step is None else step))
+
+    def _keep(self, kind: str, shards: list[Shard]) -> None:
+        if self.write:
+            self._files[kind].save(self.step, shards, {"step": self.step}, background=False)
+            self._files[kind].wait()
+
+    # ---- sums over tensors that are spread over ranks
+
+    def measure(
+        self, shards: Iterable[Shard], readers: list[Reader], vectors: Callable[[Tensor, list[Tensor]], list[Tensor]]
+    ) -> Record:
+        """Measure tensors against others. Collective.
+
+        `vectors` gets a piece's data and that of the same box in every reader, which has gradients where it has nothing
+        of the piece's kind, or zeros where there are none; its first result is the difference.
+
+        products: of the vectors, by parameter, each element counted once; off: ranks whose own part differs at least
+        four times as much as that of another; apart: distance of copies, relative to the tensor; copies: their number;
+        partial: parameters of which no rank has some elements; idle: ranks that have nothing.
+        """
+        mine, left = Held(), dict[str, int]()
+        for shard in shards:
+            left[shard.name] = math.prod(shard.shape)
+            there = [[Piece(p.box, torch.zeros(p.box.shape)) for p in shard.pieces] for _ in readers]
+            for reader, pieces in zip(readers, there, strict=True):
+                kind = shard.kind if (shard.kind, shard.name) in reader.tensors else "grad"
+                if (kind, shard.name) in reader.tensors:
+                    reader.fill([Shard(kind, shard.name, shard.shape, pieces)])
+            for piece, *others in zip(shard.pieces, *there, strict=True):
+                data = piece.data.detach().cpu().double()
+                found = vectors(data, [other.data.double() for other in others])
+                products = [_dot(a, b) for i, a in enumerate(found) for b in found[i:]]
+                mine[shard.name, piece.box] = _dot(data, data), products
+        return _merged(self.group.all_gather(mine), self.group.all_gather(left))
+
+    def project(self, shards: Iterable[Shard]) -> dict[str, float]:
+        """A random projection of each tensor, which does not depend on how it is cut. Collective."""
+        mine = {(s.name, p.box): _dot(p.data, _signs(s, p.box)) for s in shards for p in s.pieces}
+        boxes = {key: value for held in self.group.all_gather(mine) for key, value in held.items()}
+        return {name: sum(value for (n, _), value in boxes.items() if n == name) for name, _ in boxes}
+
+    # ---- the reference alone
+
+    def parts(self, step: list[MicroBatch], num_targets: int) -> list[dict[str, float]]:
+        """Projections of the gradient of each micro batch alone, weighted as in the step. For a single rank."""
+        out = []
+        for micro_batch in step:
+            self.runner.forward_backward([micro_batch], num_targets)
+            shards = self.runner.gradients()
+            out.append({n: value / self.runner.gradient_scale for n, value in self.project(shards).items()})
+            self.runner.model.zero_grad(set_to_none=True)
+        return out
+
+    def _round_otherwise(self, epsilon: float) -> None:
+        """Change gradients by so little that a few elements of each are rounded otherwise by `epsilon`.
+
+        Last bits alone would do this in large matrices, and in small ones only now and then.
+        """
+        for shard, piece in ((s, p) for s in self.runner.gradients() for p in s.pieces):
+            noise = 2 * _drawn(torch.rand, shard, piece.box, self.step) - 1
+            piece.data.mul_(1 + 8 * epsilon / math.prod(shard.shape) * noise.to(piece.data.device))
+
+    def _disturb(self) -> Callable[[], None]:
+        """Round the weights otherwise, by up to a rounding of the type that computes; returns the way back."""
+        epsilon = _EPSILONS[self.runner.precision.dtype]
+        pieces = [(s, p, p.data.clone()) for s in self.runner.shards() if s.kind == "param" for p in s.pieces]
+        for shard, piece, kept in pieces:
+            noise = 2 * _drawn(torch.rand, shard, piece.box, self.step) - 1
+            piece.data.copy_(kept * (1 + epsilon * noise.to(kept.device)))
+        self.runner.loaded()
+
+        def restore() -> None:
+            for _, piece, kept in pieces:
+                piece.data.copy_(kept)
+            self.runner.loaded()
+
+        return restore
+
+
+def _merged(gathered: list[Held], sizes: list[dict[str, int]]) -> Record:
+    """The result of `measure`, of what the ranks hold and the elements of each parameter."""
+    left = {name: size for own in sizes for name, size in own.items()}
+    few = sum(left.values()) < 64 * len(gathered)  # so few that a rank may hold nothing
+    idle = [] if few else [rank for rank, held in enumerate(gathered) if not any(box.numel for _, box in held)]
+    total, apart, copies = dict[str, Products](), dict[str, float](), dict[str, int]()
+    own: dict[str, dict[int, float]] = {}  # squared difference, by parameter and rank
+    for name, box in {key: None for held in gathered for key in held}:
+        ranks = {rank: held[name, box] for rank, held in enumerate(gathered) if (name, box) in held}
+        (square, first), parts = next(iter(ranks.values())), own.setdefault(name, {})
+        total[name] = [a + b for a, b in zip(first, total.get(name, [0.0] * len(first)), strict=True)]
+        left[name], copies[name] = left[name] - box.numel, len(ranks)
+        for rank, (other, products) in ranks.items():
+            parts[rank] = parts.get(rank, 0.0) + products[0]
+            far = max(abs(math.sqrt(a) - math.sqrt(b)) for a, b in ((square, other), (first[0], products[0])))
+            apart[name] = max(apart.get(name, 0.0), far / max(math.sqrt(square), 1e-30))
+    off = {n: [r for r, d in p.items() if not d <= 16 * min(p.values()) + 1e-30] for n, p in own.items()}
+    return {
+        "products": total, "off": {name: ranks for name, ranks in off.items() if ranks}, "apart": apart,
+        "copies": copies, "partial": sorted(name for name, size in left.items() if size > 0), "idle": idle,
+    }  # fmt: skip
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    return (a.detach().cpu().double() * b.cpu().double()).sum().item()
+
+
+def _signs(shard: Shard, box: Box) -> Tensor:
+    """Random signs of a box, the same for every cut of the tensor."""
+    return _drawn(partial(torch.randint, 0, 2, dtype=torch.int8), shard, box) * 2 - 1
+
+
+def _drawn(draw: Callable[..., Tensor], shard: Shard, box: Box, seed: int = 0) -> Tensor:
+    """The part in a box of a tensor of the shard's shape that `draw` gives, by the shard's name and the seed."""
+    generator = torch.Generator().manual_seed(zlib.crc32(shard.name.encode()) + seed)
+    return draw(size=shard.shape, generator=generator)[box.slices_in(Box.whole(shard.shape))]
+
+
+def digests(batch: Batch) -> dict[str, str]:
+    """Short hashes of a batch's tensors, by field."""
+    return {
+        key: hashlib.sha256(value.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:16]
+        for key, value in batch.items()
+        if isinstance(value, Tensor) and value.dtype != torch.bfloat16
+    }

@@ -1,0 +1,184 @@
+"""Record the steps of one contestant on a rank: numbers, and tensors against the reference's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from crosstrain.checkpoint.files import Reader
+from crosstrain.checkpoint.folders import step_folder
+from crosstrain.config.load import Config
+from crosstrain.data.loader import MicroBatch, Step
+from crosstrain.distributed.launch.signals import StopRequest
+from crosstrain.engine.build import make_runner
+from crosstrain.engine.runner import Runner
+from crosstrain.monitor.hardware import memory_mb
+from crosstrain.training.bad_steps import BadSteps
+from crosstrain.training.callback import HookKinds
+from crosstrain.training.saving import Saving
+from crosstrain.training.trainer import Trainer
+from crosstrain.training.worker import build_trainer
+from crosstrain.utils.errors import CheckpointError
+from crosstrain.utils.types import IGNORE_INDEX
+
+from .probe import Probe, digests
+
+Role = Literal["reference", "noise", "contestant"]
+
+# The steps of a contestant are neither logged nor validated nor saved.
+_HOOKS: dict[str, HookKinds] = {"hooks_before": {"bad_steps": BadSteps}, "hooks_after": {}}
+_MOST_PARTS = 16  # micro batches of a step whose gradients are looked at one by one
+
+
+@dataclass(frozen=True)
+class Job:
+    """The part of a comparison that one launch records."""
+
+    role: Role
+    folder: Path  # of the reference's tensors
+    steps: int
+    evaluate_after: int  # step after which the loss in evaluation mode is measured again
+    save: bool = False  # a checkpoint then
+    resumed: bool = False  # it goes on from that checkpoint
+    uneven: bool = False  # micro batches with as many targets as each other lose some
+
+
+def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
+    """Train a contestant on this rank and return 0 or a signal; rank 0 writes the record to `result`."""
+    config, runner = _set_up(plain)
+    stop = StopRequest(True)
+    trainer = build_trainer(config, runner, stop, quiet=True, **_HOOKS)
+    first = trainer.state.step
+    probe = Probe(trainer, job.folder, write=job.role == "reference", disturb=job.role == "noise")
+    trainer.hooks.add("probe", probe)
+    record: dict[str, Any] = {}
+    if job.resumed:
+        record["loaded"] = probe.against(_checkpoint(trainer, first), runner.shards())
+    batches = trainer.batches()
+    if job.uneven:
+        batches = map(partial(_uneven, runner), batches)
+    step = next(batches)
+    record["plain_loss"], targets, record["plain_training"] = _evaluate(runner, step)
+    if job.role == "reference" and runner.world.size == 1 and len(step) <= _MOST_PARTS:
+        record["parts"] = probe.parts(step, targets)
+        record["micro_batches"] = [[micro_batch.first_sample, micro_batch.num_targets] for micro_batch in step]
+    rows: list[dict[str, Any]] = []
+    for number, step_ in enumerate(chain([step], batches), 1):
+        if number > job.steps:
+            break
+        batch = Step(reversed(step_)) if job.role == "noise" else step_
+        batch.numbers = step_.numbers
+        metrics = trainer.train_step(iter([batch]))
+        if metrics is None:
+            runner.close()
+            return stop.received or signal.SIGTERM
+        probe.after_update(moments=job.uneven or number in (1, job.steps))
+        kept = {key: getattr(metrics, key) for key in ("step", "loss", "grad_norm", "lr", "samples", "skipped_steps")}
+        rows.append(kept)
+        probe.steps[-1] |= {"data": _by_sample(runner, step_), "routing": probe.routing.record(batch)}
+        if number == job.evaluate_after:
+            record["later_loss"] = _evaluate(runner, step)[0]
+            if job.save:
+                try:
+                    Saving(None, trainer).save(background=False)
+                    trainer.checkpointer.wait()
+                    record["saved"] = probe.against(_checkpoint(trainer, trainer.state.step), runner.shards())
+                except CheckpointError as error:  # on all ranks
+                    record["saved"] = {"error": str(error)}
+    record |= _facts(trainer, probe) | {"rows": rows, "steps": probe.steps}
+    if runner.world.rank == 0:
+        result.write_text(json.dumps(record))
+    runner.close()
+    return 0
+
+
+def measure_worker(plain: dict[str, Any], steps: int, result: Path) -> int:
+    """Train on this rank without a probe; rank 0 writes a step's time, and the fullest rank's peak above the start."""
+    config, runner = _set_up(plain)
+    stop, before = StopRequest(True), memory_mb(runner.device).get("memory_allocated_mb", 0.0)
+    trainer = build_trainer(config, runner, stop, quiet=True, **_HOOKS)
+    batches = trainer.batches()
+    metrics = trainer.train_step(batches)  # in the first, libraries load and compile
+    trainer.throughput.begin()
+    for _ in range(steps):
+        metrics = metrics and trainer.train_step(batches)
+    if metrics is not None:
+        peak = max(runner.world.all_gather(metrics.memory["memory_peak_mb"] - before))
+        if runner.world.rank == 0:
+            result.write_text(json.dumps({"step_ms": metrics.step_ms, "memory_mb": peak}))
+    runner.close()
+    return 0 if metrics else stop.received or signal.SIGTERM
+
+
+def _set_up(plain: dict[str, Any]) -> tuple[Config, Runner]:
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # it was forked with another number
+    config = Config.from_plain(plain)
+    runner = make_runner(config)
+    runner.setup()
+    return config, runner
+
+
+def _facts(trainer: Trainer, probe: Probe) -> dict[str, Any]:
+    """Description of the model and the layout. Collective."""
+    runner = trainer.runner
+    names = dict.fromkeys(n for held in runner.world.all_gather([*runner.model.canonical_parameters()]) for n in held)
+    return {
+        "names": [*names], "tied": _tied(runner), "world_size": runner.world.size,
+        "dp_size": runner.dp.size, "context_size": runner.context.size, "accumulation": trainer.plan.accumulation,
+        "clip": trainer.run.grad_norm_clip,
+        "schedule": [trainer.schedule(step) for step in range(1, 1 + min(trainer.max_iters, 256))],
+    }  # fmt: skip
+
+
+def _checkpoint(trainer: Trainer, step: int) -> Reader:
+    return Reader.open(step_folder(trainer.folder.checkpoints, step))
+
+
+def _evaluate(runner: Runner, step: list[MicroBatch]) -> tuple[float, int, bool]:
+    """Loss in evaluation mode over the samples of a step, its targets, and if a module was in training mode.
+
+    Collective.
+    """
+    with runner.evaluating():
+        training = any(module.training for module in runner.model.modules())
+        total = sum(runner.evaluate(micro_batch.data).item() for micro_batch in step)
+    total, targets = runner.dp.all_reduce_sum(total, sum(micro_batch.num_targets for micro_batch in step))
+    return total / max(targets, 1), int(targets), training
+
+
+def _uneven(runner: Runner, step: Step) -> Step:
+    """Ignore the first targets of each micro batch, another number of them by its first sample.
+
+    Texts without padding have equal numbers of targets, which hides how a runner weights micro batches.
+    """
+    for micro_batch in step:
+        labels = micro_batch.data.get("labels")
+        if isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point() and labels.shape[1] > 4:
+            labels = labels.clone()
+            labels[:, : 1 + micro_batch.first_sample * 7 % (labels.shape[1] // 2)] = IGNORE_INDEX
+            micro_batch.data = micro_batch.data | {"labels": labels}
+            micro_batch.num_targets = runner.model.num_targets(micro_batch.data)
+    return step
+
+
+def _by_sample(runner: Runner, step: list[MicroBatch]) -> dict[str, dict[str, str]]:
+    """Hashes of the step's micro batches, by the number of their first sample. Collective."""
+    mine = {str(micro_batch.first_sample): digests(micro_batch.data) for micro_batch in step}
+    found = {sample: fields for rank in runner.world.all_gather(mine) for sample, fields in rank.items()}
+    return {sample: found[sample] for sample in sorted(found, key=int)}
+
+
+def _tied(runner: Runner) -> list[str]:
+    """Canonical names of parameters that the model uses in more than one place."""
+    first = {id(p): name for name, p in runner.model.canonical_parameters().items()}
+    seen = [id(p) for _, p in runner.model.named_parameters(remove_duplicate=False)]
+    return [name for key, name in first.items() if seen.count(key) > 1]

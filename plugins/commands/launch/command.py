@@ -1,0 +1,114 @@
+"""`crosstrain launch`: the manifest that starts a project on a cluster."""
+
+import argparse
+import re
+import shlex
+import shutil
+import subprocess
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from crosstrain.cli.command import Command
+from crosstrain.cli.flags import add_config, positive
+from crosstrain.config.registry import registry
+from crosstrain.utils import paths
+from crosstrain.utils.errors import UserError, os_errors_as
+
+_GIVEN = (
+    "name",
+    "image",
+    "claim",
+    "gpu",
+    "queue",
+    "account",
+    "time",
+    "grace",
+    "spot",
+    "env",
+    "secret",
+    "node_selector",
+    "pod",
+    "sbatch",
+)
+
+
+@registry.register_command("launch")
+class LaunchCommand(Command):
+    """Print or submit a cluster manifest: Kubernetes, SLURM, SkyPilot, Ray."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        targets = _known()["targets"]
+        parser.epilog = "targets: " + "; ".join(f"{name}: {target['summary']}" for name, target in targets.items())
+        parser.add_argument(
+            "--to", required=True, choices=targets, metavar="TARGET", help=f"one of {', '.join(targets)}"
+        )
+        add_config(parser, required=True)
+        parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="machines (default: 1)")
+        parser.add_argument(
+            "--submit", action="store_true", help="hand it to the cluster's own program, not to the screen"
+        )
+        group = parser.add_argument_group("for the targets that use them")
+        group.add_argument("--name", help="of the job (default: the project file's)")
+        group.add_argument("--image", help="the container's (default: crosstrain)")
+        group.add_argument("--claim", metavar="NAME", help="volume claim with data and output (default: crosstrain)")
+        group.add_argument("--gpu", metavar="NAME", help="kind of device (default: any with memory enough)")
+        group.add_argument("--queue", "--partition", metavar="NAME", help="Kueue's local queue, or SLURM's partition")
+        group.add_argument("--account", metavar="NAME", help="that SLURM charges")
+        group.add_argument("--time", metavar="H:M:S", help="limit after which SLURM requeues it (default: 24:00:00)")
+        group.add_argument("--grace", type=positive, metavar="SECONDS", help="for the last save (default: by its size)")
+        group.add_argument("--spot", action="store_const", const=True, help="machines that the cloud may take back")
+        for flag, name, metavar, meaning in (
+            ("--env", r"[A-Za-z_]\w*", "NAME=VALUE", "variables of the environment, such as NCCL_SOCKET_IFNAME=eth0"),
+            ("--node-selector", r"[\w./-]+", "LABEL=VALUE", "Kubernetes' labels of machines to run on"),
+            (
+                "--pod",
+                r"[a-zA-Z]+",
+                "FIELD=YAML",
+                "fields of Kubernetes' pods, such as tolerations='[{operator: Exists}]'",
+            ),
+            ("--sbatch", r"[a-z][\w-]*", "FLAG=VALUE", "flags of sbatch, such as qos=high"),
+        ):
+            group.add_argument(
+                flag, type=partial(_pair, name), nargs="+", action="extend", metavar=metavar, help=meaning
+            )
+        group.add_argument("--secret", metavar="NAME", help="secret of Kubernetes whose entries are variables")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Print the manifest, or submit it; returns the exit code of the program that took it."""
+        from .manifest import manifest
+
+        a, known = arguments, _known()
+        made_by = shlex.join(["crosstrain", *(word for word in a.words if word != "--submit")])
+        given = {flag: dict(value) if isinstance(value := getattr(a, flag), list) else value for flag in _GIVEN}
+        text = manifest(a.cfg_path, a.options, a.to, a.nodes, a.nproc_per_node, known["gpus"], made_by, **given)
+        if not a.submit:
+            print(text, end="")
+            return 0
+        target = known["targets"][a.to]
+        file = Path(f"{a.name or Path(a.cfg_path).stem}.{target['file']}")
+        words = shlex.split(target["submit"].format(file=file))
+        if shutil.which(words[0]) is None:
+            raise UserError(f"--submit: {words[0]} is not installed here; without --submit the manifest is printed")
+        with os_errors_as(UserError, f"{file} cannot be written"):
+            if file.exists() and file.read_text(encoding="utf-8") != text:
+                raise UserError(
+                    f"{file} is there with another content, such as an edited one: remove it, or give --name"
+                )
+            file.write_text(text, encoding="utf-8")
+        print(f"wrote {file}; {shlex.join(words)}", flush=True)
+        return subprocess.run(words, check=False).returncode
+
+
+def _pair(name: str, word: str) -> tuple[str, str]:
+    """Split NAME=VALUE, whose name is of the pattern `name`."""
+    if not (found := re.fullmatch(f"({name})=(.*)", word)):
+        raise argparse.ArgumentTypeError(f"{word!r} is not a name, = and a value")
+    return found[1], found[2]
+
+
+def _known() -> dict[str, Any]:
+    """Read `targets` by name, and the memory of `gpus` by name."""
+    return yaml.safe_load((paths.home() / "configs" / "launch" / "targets.yaml").read_text(encoding="utf-8"))

@@ -1,0 +1,97 @@
+"""A plan of a project: costs under each runner, before anything starts."""
+
+from pathlib import Path
+from statistics import median
+
+from crosstrain.config.load import Config, ProjectLike, load_config, preset_files
+from crosstrain.config.registry import registry
+from crosstrain.config.sources import Overrides, pairs
+from crosstrain.distributed.launch.launcher import Launch
+from crosstrain.engine.build import check_layout
+from crosstrain.training.preflight import Preflight, dry_run
+from crosstrain.utils.errors import UserError
+from crosstrain.utils.units import read_bytes, read_number
+
+from ..report.read_run import read_runs
+from .collectives import Collectives
+from .estimate import Project
+from .fit import Alternatives
+from .plan import Budget, Plan, make_plan
+
+
+def plan(
+    project: ProjectLike,
+    options: Overrides = (),
+    *,
+    world_size: int | None = None,
+    presets: bool = True,
+    collectives: bool = False,
+    **budget: str | None,
+) -> Plan:
+    """Estimate memory, arithmetic and traffic of a project on `world_size` ranks, there or not; start nothing.
+
+    budget: device_memory, throughput, tokens_per_second and tokens, as on the command line ("24GiB"). `print` shows
+    the plan, `as_json` has its numbers, and `draw` makes a picture. With `collectives` a step of every rank is
+    followed, and `collectives` of the plan says if their calls match. Raises UserError.
+    """
+    config = load_config(project, options)
+    size = world_size or Launch.detect(None, config.run.device).world_size
+    check_layout(config, size, lambda n: f"{n} ranks fit" if world_size else f"--world-size {n} plans for {n} ranks")
+    return plan_of(project, options, dry_run(config, size), size, presets, collectives, **budget)
+
+
+def plan_of(
+    project: ProjectLike,
+    options: Overrides,
+    ready: Preflight,
+    size: int,
+    presets: bool = True,
+    collectives: bool = False,
+    *,
+    device_memory: str | None = None,
+    throughput: str | None = None,
+    tokens_per_second: str | None = None,
+    tokens: str | None = None,
+) -> Plan:
+    """Return the plan of a project of which `ready` is built, on `size` ranks."""
+    memory = read_bytes(device_memory, "--device-memory") if device_memory else None
+    flops = read_number(throughput, "--throughput") if throughput else None
+    speed = _tokens_per_second(tokens_per_second) if tokens_per_second else None
+    budget = Budget(memory, flops, speed, read_number(tokens, "--tokens") if tokens else None)
+    planned = Project(ready.config, ready.model, ready.sample, ready.absent)
+    made = make_plan(planned, budget, size, alternatives(project, options, planned, size, presets))
+    if collectives:
+        made.collectives = Collectives.of(planned, size)
+    return made
+
+
+def _tokens_per_second(given: str) -> float:
+    """Return the number, or the median over a run, given by its folder."""
+    if not Path(given).is_dir():
+        return read_number(given, "--tokens-per-second")
+    curve = read_runs([given])[0].curves.get("tokens_per_second")
+    if curve is None:
+        raise UserError(f"--tokens-per-second: {given} has logged no step yet")
+    return median(curve.values)
+
+
+def alternatives(
+    project: ProjectLike, options: Overrides, planned: Project, size: int, presets: bool = True
+) -> Alternatives:
+    """Return the project under every runner in configs/, and a function that builds it with more settings."""
+
+    def rebuild(settings: list[str]) -> Project:
+        config = load_config(project, [*pairs(options), *settings])
+        ready = dry_run(config, size)
+        return Project(config, ready.model, planned.inputs, ready.absent)
+
+    found: dict[str, Config | str] = {}
+    for name in preset_files("runner") if presets else ():
+        try:
+            found[name] = config = load_config(project, [*pairs(options), ("run.runner", name)])
+            for option in registry.get("runner", config.run.runner.name).saves_memory:
+                more = [f"run.runner={name}", f"run.runner.{option}"]
+                found[f"{name} {option}"] = load_config(project, [*pairs(options), *more])
+        except UserError as error:
+            found[name] = str(error)
+    return Alternatives(found, rebuild)

@@ -1,0 +1,258 @@
+"""Estimate memory, arithmetic and traffic of a run from its ranks' footprints and a traced micro batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import cast, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from crosstrain.config.batch import BatchPlan
+from crosstrain.config.load import Config
+from crosstrain.config.registry import registry
+from crosstrain.distributed.group import Group
+from crosstrain.engine.build import batch_plan, check_held
+from crosstrain.engine.footprint import Layout, PlanContext, Sizes
+from crosstrain.engine.matrix_optimizer import MatrixOptimizer
+from crosstrain.engine.optimizer import create_state, optimizer_factory
+from crosstrain.engine.precision import DTYPES
+from crosstrain.engine.runner import context_size
+from crosstrain.modeling.activation_checkpointing import Mode
+from crosstrain.modeling.base import Model
+from crosstrain.modeling.context import Context
+from crosstrain.utils.errors import ConfigError, UserError, explained, first_line
+from crosstrain.utils.logging import log
+from crosstrain.utils.types import Batch
+
+from .fake_world import fake_world
+from .memory_trace import Trace, trace
+
+UNKNOWN_SHAPE = "the shape of a sample is not known before the data is there"
+MODES: tuple[Mode, ...] = get_args(Mode)
+HOST_COPY = "checkpoint on its way"  # the host memory of every run that saves in the background
+_FP32 = 4
+
+
+@dataclass
+class Memory:
+    """Peak bytes of one rank, by purpose."""
+
+    kind: str  # of rank
+    parameters_held: int  # elements of parameters that this rank keeps between steps
+    parameters: int | None  # elements of all ranks' parameters, with this layout's padding; None: as on a single rank
+    device: dict[str, int]
+    host: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return sum(self.device.values())
+
+    @property
+    def on_host(self) -> int:
+        return sum(self.host.values())
+
+
+@dataclass
+class Estimate:
+    """Costs of one step under one runner."""
+
+    world_size: int
+    batch: BatchPlan
+    mode: Mode
+    memory: Memory  # of the fullest rank
+    others: list[Memory]  # of other kinds of rank
+    sent: int  # bytes by a rank
+    bubble: float  # part of the step in which ranks of a pipeline wait
+
+
+class Project:
+    """A configuration and its model, for estimates under any number of runners; traces are made once and kept.
+
+    model: on the meta device. inputs: one sample as a batch on the meta device; None where its shape is not known:
+    then there are no activations. absent: folders of weights that are not on this machine.
+    """
+
+    def __init__(self, config: Config, model: Model, inputs: Batch | None, absent: list[str] | None = None) -> None:
+        self.config, self.model, self.inputs, self.absent = config, model, inputs, absent or []
+        auto = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = auto if config.run.device == "auto" else config.run.device
+        self.sizes = Sizes.of(model)
+        self.dtype = DTYPES[config.run.amp.dtype]
+        self.problem: str | None = None  # why there are no activations
+        self._traces: dict[Hashable, Trace] = {}
+        self._state_bytes: dict[tuple[bool, int], float] = {}
+
+    def estimate(self, config: Config, world_size: int) -> Estimate:
+        """Estimate under the runner of `config`, a variant of the project. Raises ConfigError where it cannot train."""
+        batch, mode = batch_plan(config, world_size), config.run.gradient_checkpointing
+        runner = registry.get("runner", config.run.runner.name)
+        check_held(self.model, runner, config)
+        runner.check_model(config.run.runner.options, self.model)
+        with fake_world(world_size):
+            found, layouts = [], self.layouts(config, world_size, batch)
+            for layout in layouts:
+                traced = self.trace_of(layout, batch.micro_batch, mode)
+                found.append((self._memory(layout, traced, mode), layout.sent + traced.exchanged * batch.accumulation))
+        memories = sorted((memory for memory, _ in found), key=lambda memory: -memory.total)
+        sent, bubble = max(sent for _, sent in found), max(layout.bubble for layout in layouts)
+        return Estimate(world_size, batch, mode, memories[0], memories[1:], sent, bubble)
+
+    def check_layouts(self, batch: BatchPlan, world_size: int) -> None:
+        """Raise ConfigError where the model computes on its own, but not as the runner spreads it over ranks."""
+        with explained("the model cannot be spread over ranks by this runner"), fake_world(world_size):
+            for layout in self.layouts(self.config, world_size, batch):
+                if layout.model is not None:
+                    self.trace_of(layout, batch.micro_batch, "none")
+        if self.problem is not None:
+            log.warning("%s cannot be checked before it runs: %s", self.config.model.name, self.problem)
+
+    def layouts(self, config: Config, world_size: int, batch: BatchPlan) -> list[Layout]:
+        """Return what the runner says of each kind of rank; within `fake_world`."""
+        runner, options = registry.get("runner", config.run.runner.name), config.run.runner.options
+        model, sharing = self.model, context_size(options)
+        if sharing > 1:
+            model = copy.deepcopy(model)
+            model.context = Context(cast(dist.ProcessGroup, dist.new_group([*range(sharing)])))
+        inputs, replicas = self.batch_of(batch.micro_batch), batch.dp_size * sharing
+        at = PlanContext(model, inputs, config.run, world_size, batch, self.device, replicas)
+        found = runner.layouts(options, at)
+        for layout in found if sharing > 1 else []:
+            layout.model, layout.computes = layout.model or model, f"{layout.computes} {sharing}"
+        return found
+
+    def batch_of(self, rows: int) -> Batch:
+        """A batch of `rows` samples on the meta device."""
+        return {k: v.repeat(rows, *[1] * (v.ndim - 1)) for k, v in (self.inputs or {}).items()}
+
+    def trace_of(self, layout: Layout, rows: int, mode: Mode) -> Trace:
+        """The trace of a micro batch; an empty one where the forward cannot be traced, which `problem` then explains.
+
+        Raises ConfigError where the layout's model cannot compute and the whole one can.
+        """
+        key = layout.computes, rows, "full" if mode == "offload" else mode  # which differ by where the inputs are
+        if self.inputs is None:
+            self.problem = self.problem or UNKNOWN_SHAPE
+        if self.problem is None and key not in self._traces:
+            try:
+                model = layout.model or self.model
+                dtype = self.dtype if layout.autocast else torch.float32
+                self._traces[key] = trace(model, self.batch_of(rows), dtype, mode, self.device)
+            except Exception as error:  # whatever a model does that needs values
+                reason = first_line(error)[:120]
+                if layout.model is not None:
+                    self.trace_of(Layout(0, 0, 0), rows, mode)
+                    if self.problem is None:
+                        raise ConfigError(
+                            f"run.runner: the model cannot compute as it is spread over ranks ({reason}); is something "
+                            f"missing in run.runner.plan?"
+                        ) from error
+                self.problem = f"the model's forward cannot be followed without values ({reason})"
+        return self._traces.get(key, Trace())
+
+    def _memory(self, layout: Layout, traced: Trace, mode: Mode) -> Memory:
+        retained, outside = layout.retained_grad_fraction, layout.retained_grad_fraction_outside
+        outside = retained if outside is None else outside
+        compute, made, exchanged = traced.peak(retained, outside, layout.gradient_buffers)
+        all_kept = int(traced.kept * layout.in_flight)
+        compute += all_kept - traced.kept
+        # The highest moment may be one when the backward has let go of some of it.
+        kept = min(all_kept, compute - made - exchanged)
+        inputs = int(traced.inputs * layout.in_flight) if mode == "offload" else 0
+        update = int(layout.updated * self.state_bytes(layout.model or self.model))
+        state = layout.masters + update
+        always = {"parameters": layout.parameters, "optimizer": state if layout.optimizer == "device" else 0}
+        workspace = compute - made - exchanged - kept
+        logits = min(traced.logits, workspace)
+        computing = always | {
+            "gathered parameters": layout.gathered,
+            "gradients": layout.gradients + made,
+            "activations": kept - inputs,
+            "logits": logits,
+            "temporary": workspace - logits,
+            "communication": layout.buffers + exchanged,
+        }
+        trained = max(traced.backward, default=(0, layout.updated * _FP32))[1]
+        gradients = max(layout.gradients, int(retained * trained))
+        stepping = always | {"gradients": gradients, "communication": layout.step_buffers}
+        most = max(computing, stepping, key=lambda parts: sum(parts.values()))
+        host = layout.host | ({"optimizer": state} if layout.optimizer == "host" else {})
+        host |= {"activations": inputs} if inputs else {}
+        if self.config.run.save_in_background:
+            host[HOST_COPY] = layout.updated * _FP32 + update
+        return Memory(layout.kind, layout.held, layout.whole, {k: v for k, v in most.items() if v}, host)
+
+    # ---- what does not depend on the runner
+
+    def state_bytes(self, model: Model) -> float:
+        """Bytes of optimizer state for each trained element of a part of the model, measured on trial parameters."""
+        make, hidden, total = optimizer_factory(self.config, model), model.hidden_matrices(), 0.0
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        for name, p in trained:
+            kind = name in hidden, p.ndim
+            if kind not in self._state_bytes:
+                trial = nn.Parameter(torch.zeros([8] * p.ndim))
+                optimizer = make([(name, trial)])
+                if isinstance(optimizer, MatrixOptimizer):
+                    optimizer.bind(list, Group(), trial.device)
+                create_state(optimizer)
+                held = [v.nbytes for v in optimizer.state[trial].values() if isinstance(v, torch.Tensor) and v.ndim]
+                self._state_bytes[kind] = sum(held) / trial.numel()
+            total += self._state_bytes[kind] * p.numel()
+        return total / max(1, sum(p.numel() for _, p in trained))
+
+    def flops(self, batch: BatchPlan, mode: Mode) -> int:
+        """FLOPs of a step on all ranks, recomputation included: matrix products and attention, as torch counts."""
+        layout = Layout(0, 0, 0)
+        return self.trace_of(layout, batch.micro_batch, mode).flops * batch.accumulation * batch.dp_size
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """Positions of a sample, if it is made of tokens."""
+        ids = (self.inputs or {}).get("input_ids")
+        return None if ids is None else ids.shape[1]
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of parameters and optimizer state, without frozen parameters from pretrained folders."""
+        sources, state = self.model.pretrained_sources(), self.state_bytes(self.model)
+        size = 0
+        for name, p in self.model.canonical_parameters().items():
+            if p.requires_grad:
+                size += int(p.numel() * (_FP32 + state))
+            elif not self.absent and next((s.of_model for s in sources if s.covers(name)), True):
+                size += p.numel() * p.element_size()
+        return size
+
+
+def with_options(
+    config: Config, micro_batch: int | None = None, mode: Mode | None = None, global_batch: int | None = None
+) -> Config:
+    """The configuration with another micro batch, balanced by accumulation, or another checkpointing mode."""
+    run = config.run
+    if micro_batch is not None:
+        total = global_batch or run.global_batch_size
+        run = replace(run, micro_batch_size=micro_batch, accum_grad_iters=None, global_batch_size=total)
+    if mode is not None:
+        run = replace(run, gradient_checkpointing=mode)
+    return replace(config, run=run)
+
+
+def with_same_samples(config: Config, batch: BatchPlan, world_size: int) -> Config:
+    """The configuration with as many samples in a step as `batch` has, where its runner's ranks divide them.
+
+    The micro batch is the largest possible one, up to the one of `batch`.
+    """
+    runner = registry.get("runner", config.run.runner.name)
+    try:
+        each, rest = divmod(batch.global_batch, runner.data_parallel_size(config.run.runner.options, world_size))
+    except UserError:
+        return config  # `estimate` raises it again
+    if rest or not each:
+        return config
+    micro = max(size for size in range(1, min(batch.micro_batch, each) + 1) if each % size == 0)
+    return with_options(config, micro, global_batch=batch.global_batch)

@@ -1,0 +1,186 @@
+"""Check that a run fits into a device's memory, and find the change that costs least speed and makes it fit.
+
+And that its checkpoints fit on their disk.
+"""
+
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+
+from crosstrain.checkpoint.folders import steps
+from crosstrain.checkpoint.run_folder import RunFolder
+from crosstrain.config.load import Config
+from crosstrain.config.registry import registry
+from crosstrain.engine.build import batch_plan
+from crosstrain.modeling.activation_checkpointing import Mode
+from crosstrain.utils.errors import UserError
+from crosstrain.utils.program import command
+from crosstrain.utils.storage import is_url
+from crosstrain.utils.units import show_bytes
+
+from .estimate import HOST_COPY, Estimate, Project, with_options, with_same_samples
+
+_MODES: tuple[Mode, ...] = ("none", "selective", "full", "offload")  # the faster first
+USABLE = 0.9  # of a device's memory; fragmentation, the context and workspaces take some of the rest
+_Change = tuple[list[str], Config]  # settings as --options takes them, and the configuration with them
+_BATCH_AND_MODE = ("micro_batch_size", "accum_grad_iters", "global_batch_size", "gradient_checkpointing")
+
+
+@dataclass
+class Alternatives:
+    """Other ways to train a project."""
+
+    runners: Mapping[str, Config | str]  # the project under others, by name, or why not
+    rebuild: Callable[[list[str]], Project]  # the project with settings as --options takes them; raises UserError
+
+
+def gpu_memory(config: Config) -> int | None:
+    """Bytes of this machine's GPU; None for a CPU, whose memory other programs use, too."""
+    if config.run.device == "cpu" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(0).total_memory
+
+
+def check_memory(project: Project, world_size: int, limit: int, others: Callable[[], Alternatives]) -> None:
+    """Raise UserError, with the best change that fits, where a rank needs more than `limit` bytes."""
+    needed = needs(project.estimate(project.config, world_size), project.device)
+    if needed > limit:
+        advice = nearest(project, others(), world_size, limit)
+        raise UserError(
+            f"a rank would need {show_bytes(needed)} of memory, and its device has {show_bytes(limit)}"
+            f"{f'; {advice}' if advice else ''}; `{command('plan')}` shows other layouts, and --no-fit-check starts it"
+        )
+
+
+def lack_of_space(project: Project, max_iters: int, fresh: bool) -> str | None:
+    """Describe how the disk of `run.output_dir` is too small for the checkpoints to come; None where it is not.
+
+    fresh: the earlier run's checkpoints stay, as another run's.
+    """
+    run = project.config.run
+    if is_url(run.output_dir):
+        return None
+    folder = RunFolder(run.output_dir)
+    there = [] if fresh else steps(folder.checkpoints)
+    left = max_iters - max(there, default=0)
+    best = run.eval_interval if run.save_best else None
+    most = run.max_epoch or left  # epochs
+    times = (most if every == "epoch" else left // every for every in (run.save_interval, best) if every)
+    more = sum(times) + (left > 0)
+    if run.keep_last is not None:
+        kept = run.keep_last + 1 + (best is not None)  # one is written before another is deleted
+        if run.keep_every is not None and isinstance(run.save_interval, int):
+            kept += max_iters // math.lcm(run.keep_every, run.save_interval)
+        more = min(more, kept - len(there))
+    wanted = more * project.checkpoint_bytes
+    place = folder.path.absolute()
+    free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
+    if wanted <= free:
+        return None
+    return (
+        f"run.output_dir: the checkpoints to come need up to {show_bytes(wanted)} more, and the disk of "
+        f"{run.output_dir} has {show_bytes(free)} free; make room, or keep fewer (run.keep_last, run.keep_every)"
+    )
+
+
+def needs(estimate: Estimate, device: str) -> int:
+    """Bytes that the fullest rank needs on its device; on a CPU, host memory included."""
+    return estimate.memory.total + (estimate.memory.on_host if device == "cpu" else 0)
+
+
+@dataclass
+class Advice:
+    """The change that fits at the least cost, or the one that comes closest."""
+
+    settings: list[str]  # key=value, as --options takes them
+    needs: int  # bytes
+    fits: bool  # a tenth of the memory stays free
+
+    def __str__(self) -> str:
+        change = f"{' '.join(self.settings)} ({show_bytes(self.needs)})"
+        if self.fits:
+            return f"nearest that fits and leaves a tenth free: {change}"
+        return f"nothing tried fits and leaves a tenth free; closest: {change}; use more ranks or larger devices"
+
+
+def nearest(project: Project, others: Alternatives, world_size: int, limit: int) -> Advice | None:
+    """The changes that fit into nine tenths of `limit` bytes at the least cost in speed; None if none is possible.
+
+    Frozen weights in half precision cost nothing and are part of all that follows: smaller micro batches, selective
+    checkpointing, other runners, of which the one is taken that sends least, and full checkpointing. Changes that use
+    the host's memory come after those, and last, for pretrained models, adapters, which train something else.
+    """
+    closest: Advice | None = None
+    spare: Advice | None = None  # uses the host's memory
+    for settings, variant in _variants(project, others):
+        for group in _groups(settings, variant, others, world_size):
+            fitting: list[tuple[bool, int, int, Advice]] = []
+            for changes, config in group:
+                try:
+                    estimate = variant.estimate(config, world_size)
+                except UserError:
+                    continue
+                needed = needs(estimate, project.device)
+                advice = Advice(changes, needed, needed <= USABLE * limit)
+                if advice.fits:  # of those that send as much, the one that keeps more in memory and less on disk
+                    offloads = bool(estimate.memory.host.keys() - {HOST_COPY})
+                    fitting.append((offloads, estimate.sent, -estimate.memory.on_host, advice))
+                elif closest is None or advice.needs < closest.needs:
+                    closest = advice
+            if fitting:
+                offloads, *_, best = min(fitting, key=lambda one: one[:3])
+                if not offloads:
+                    return best
+                spare = spare or best
+        if spare is not None and variant.config.adapter is project.config.adapter:
+            return spare
+    return spare or closest
+
+
+def _variants(project: Project, others: Alternatives) -> Iterator[tuple[list[str], Project]]:
+    """The project with the model's lighter options, if it has any, and then with each adapter that it takes."""
+    settings = [f"model.{key}={value}" for key, value in project.model.lighter(project.config.run.amp.dtype).items()]
+    yield settings, others.rebuild(settings) if settings else project
+    tuned = project.config.adapter is None and (project.absent or project.model.pretrained_sources())
+    for name in registry.names("adapter") if tuned else ():
+        with suppress(UserError):  # the model does not take it, or a package is missing
+            yield (adapted := [*settings, f"model.adapter={name}"]), others.rebuild(adapted)
+
+
+def _groups(settings: list[str], project: Project, others: Alternatives, size: int) -> Iterator[list[_Change]]:
+    """Groups of changes that cost alike, the cheapest first, to `project`, which has `settings`, on `size` ranks."""
+    run, batch = project.config.run, batch_plan(project.config, size)
+
+    def change(mode: Mode | None = None, micro: int | None = None, runner: str = "") -> _Change:
+        config, changes = project.config, list(settings)
+        if isinstance(other := others.runners.get(runner), Config):
+            name, *options = runner.split()
+            changes += [f"run.runner={name}", *(f"run.runner.{option}" for option in options)]
+            config = with_same_samples(replace(config, run=replace(run, runner=other.run.runner)), batch, size)
+        config = with_options(config, micro, mode, None if micro is None else batch.global_batch)
+        values = {key: (getattr(run, key), getattr(config.run, key)) for key in _BATCH_AND_MODE}
+        changes += [f"run.{key}={'null' if new is None else new}" for key, (old, new) in values.items() if new != old]
+        return changes, config
+
+    def runners(mode: Mode | None = None, micro: int | None = None) -> list[_Change]:
+        return [change(mode, micro, name) for name, other in others.runners.items() if isinstance(other, Config)]
+
+    smaller = [batch.micro_batch >> n for n in range(1, batch.micro_batch.bit_length())]
+    stronger = _MODES[_MODES.index(run.gradient_checkpointing) + 1 :]
+    full: Mode | None = "full" if "full" in stronger else None
+    if settings:
+        yield [change()]
+    yield from ([change(None, micro)] for micro in smaller)
+    if "selective" in stronger:
+        yield [change("selective")]
+    yield runners()
+    if full:
+        yield from ([change(full, micro)] for micro in (None, *smaller))
+        yield runners(full)
+    yield runners(full, 1)
+    if "offload" in stronger:
+        yield [change("offload")]

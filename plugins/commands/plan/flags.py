@@ -1,0 +1,44 @@
+"""Flags that `crosstrain plan` and `crosstrain train` share, and the plan on the screen and in files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from crosstrain.cli.flags import new_file
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+
+def add_budget(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("planning")
+    group.add_argument("--device-memory", metavar="SIZE", help="of each rank's device, such as 24GiB: what fits?")
+    group.add_argument("--throughput", metavar="FLOPS", help="a device's FLOP/s, such as 150T: how many days?")
+    group.add_argument("--tokens-per-second", metavar="N", help="as measured, of all ranks: a number, or a run")
+    group.add_argument("--tokens", metavar="N", help="of the whole training, such as 2.5B (default: run.max_iters)")
+    group.add_argument("--no-presets", action="store_true", help="leave other runners out")
+    group.add_argument("--collectives", action="store_true", help="follow a step of every rank: do their calls match?")
+    group.add_argument("--parameters", action="store_true", help="list the model's parameters instead")
+    group.add_argument("--output", type=new_file, metavar="FILE", help="write the plan as JSON")
+    group.add_argument("--picture", type=new_file, metavar="FILE", help="draw memory as stacked bars, .svg or .png")
+
+
+def budget(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `plan_of` that the flags give."""
+    names = ("device_memory", "throughput", "tokens_per_second", "tokens", "collectives")
+    return {name: given[name] for name in names} | {"presets": not (given["no_presets"] or given["parameters"])}
+
+
+def show(made: Plan, given: Mapping[str, Any]) -> None:
+    """Print the plan, and write it where the flags say."""
+    print(*made.parameters(), sep="\n") if given["parameters"] else print(made)
+    if given["output"]:
+        given["output"].write_text(json.dumps(made.as_json(), indent=1) + "\n", encoding="utf-8")
+    if given["picture"]:
+        size = made.chosen.world_size
+        name = Path(given["cfg_path"]).stem
+        made.draw(given["picture"], f"{name} on {size} ranks: device memory of the fullest one")

@@ -1,0 +1,55 @@
+"""The check of a training's memory and disk before it starts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from crosstrain.config.registry import registry
+from crosstrain.training.preflight_check import PreflightCheck, Start
+from crosstrain.utils.errors import UserError
+from crosstrain.utils.units import read_bytes
+
+from .flags import add_budget, budget, show
+
+
+@registry.register_preflight("memory")
+class MemoryCheck(PreflightCheck):
+    """Refuse a training that needs more memory than its devices have; a dry run prints the plan."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--no-fit-check", dest="fit_check", action="store_false", help="start although the memory is too small"
+        )
+        add_budget(parser)
+
+    def run(self, start: Start, given: Mapping[str, Any]) -> None:
+        """Raise UserError for a layout that the runner refuses, and for too little memory on the first launcher."""
+        from .api import alternatives, plan_of
+        from .estimate import Project
+        from .fit import check_memory, gpu_memory, lack_of_space
+
+        ready, size = start.ready, start.world_size
+        if start.dry:
+            made = plan_of(start.project, start.options, ready, size, **budget(given))
+            show(made, given)
+            if made.collectives is not None and made.collectives.mismatches:
+                raise UserError("--collectives: the ranks' calls do not match")
+            return
+        limit = None
+        if start.first and given.get("fit_check", True):
+            asked = given.get("device_memory")
+            limit = read_bytes(asked, "--device-memory") if asked else gpu_memory(ready.config)
+        cut = ready.runner.cuts_models
+        planned = Project(ready.config, ready.model, None if limit is None and not cut else ready.sample)
+        if cut:
+            planned.check_layouts(ready.plan, size)
+        if limit is not None:
+            check_memory(planned, size, limit, lambda: alternatives(start.project, start.options, planned, size))
+        if not start.first:
+            return
+        assert ready.max_iters is not None, "the data has been opened"
+        if lack := lack_of_space(planned, ready.max_iters, start.fresh):
+            print(f"note: {lack}", file=sys.stderr)

@@ -1,0 +1,286 @@
+"""Trace the memory of a forward and a backward, with tensors that have shapes and no values.
+
+Every tensor is counted from its allocation to its release, as torch's autograd, autocast and checkpointing have it, so
+nothing here knows any model. Operations are those of torch's CPU backend; for a GPU, attention is taken as the fused
+kernel that runs there, and the softmax of the loss as one per chunk.
+
+Equal blocks of a chain are not computed one by one: of n blocks the trace computes the first and the last, and then
+one alone. The difference is what each further block adds.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from crosstrain.modeling import activation_checkpointing, dropped_attention
+from crosstrain.modeling.activation_checkpointing import Mode
+from crosstrain.modeling.base import Model
+from crosstrain.modeling.cross_entropy import CPU_SOFTMAX_ROWS
+from crosstrain.utils.types import Batch
+
+from .calls import call_of
+from .fake_world import grouped_mm
+
+# torch's formulas know neither the CPU's attention nor sums in place, which accumulate the head's gradient.
+_FLOPS = flop_registry | {
+    torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        torch.ops.aten._scaled_dot_product_flash_attention
+    ],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+
+
+@dataclass
+class Trace:
+    """One micro batch, in bytes; without parameters and without the gradients of parameters."""
+
+    forward_peak: int = 0
+    kept: int = 0  # between forward and backward
+    # Gradients of parameters made so far, of those in blocks and of all -> the most then.
+    backward: dict[tuple[int, int], int] = field(default_factory=dict)
+    logits: int = 0  # at the most, while the head computes
+    inputs: int = 0  # of checkpointed blocks, which `offload` moves to host memory
+    flops: int = 0
+    exchanged: int = 0  # sent by this rank in exchanges within the forward and the backward
+
+    def peak(self, retained: float, outside: float, exchanged: int) -> tuple[int, int, int]:
+        """Peak memory, and the parts of it that are retained gradients and communication buffers.
+
+        The fraction `retained` of gradients in blocks stays, and `outside` of all others; with the first gradient,
+        `exchanged` bytes of buffers are added.
+        """
+        moments = [(self.forward_peak, 0, 0)]
+        for (inside, made), most in self.backward.items():
+            stay, sent = int(retained * inside + outside * (made - inside)), exchanged if made else 0
+            moments.append((most + stay + sent, stay, sent))
+        return max(moments)
+
+
+def trace(model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: str) -> Trace:
+    """Trace a forward and a backward of `model`, on the meta device; `dtype` is autocast's.
+
+    batch: tensors of a micro batch; their values do not count. Raises the model's own error where its forward reads
+    values.
+    """
+    groups = {n: alike for n, chain in enumerate(model.chains()) if len(alike := _alike(chain)) > 2}
+    middles = {n: alike[1:-1] for n, alike in groups.items()}
+    measure = partial(_measure, model, batch, dtype, mode, device)
+    ends = measure(middles)
+    out = ends.trace
+    # From the end of the backward to its beginning: what comes later begins later by what is put in before.
+    for n in sorted(groups, key=lambda n: -ends.boundaries.get(n, (0, 0))[1]):
+        one = measure(middles | {n: groups[n][1:]})
+        out = _extended(out, ends, one, n, len(middles[n]))
+    return out
+
+
+def _alike(chain: list[nn.Module]) -> list[nn.Module]:
+    """The largest set of equal blocks. Blocks that share a parameter equal no other."""
+
+    def signature(block: nn.Module) -> tuple[Any, ...]:
+        return (type(block), *((n, p.shape, p.dtype, p.requires_grad) for n, p in block.named_parameters()))
+
+    kinds = [signature(block) for block in chain]
+    counts = Counter(kind for kind in kinds if len(kind) > 1)
+    if not counts:
+        return []
+    most, _ = counts.most_common(1)[0]
+    return [block for block, kind in zip(chain, kinds, strict=True) if kind == most]
+
+
+def _extended(out: Trace, ends: _Tracker, one: _Tracker, chain: int, more: int) -> Trace:
+    """`out` with `more` blocks in the middle of a chain; each costs the difference of `ends` and `one`."""
+    a, b = ends.trace, one.trace
+    in_forward, in_backward = ends.forward_end - one.forward_end, a.kept - b.kept
+    gradients = max(a.backward)[1] - max(b.backward)[1]
+    boundary = ends.boundaries.get(chain)
+    backward: dict[tuple[int, int], int] = {}
+    for (inside, made), most in out.backward.items():
+        later = inside + more * gradients, made + more * gradients  # the same, if nothing of them is trained
+        if boundary is not None and made >= boundary[1]:
+            backward[later] = max(most, backward.get(later, 0))
+        if boundary is None or made <= boundary[1]:  # the block before the ones left out ends where they begin
+            backward[inside, made] = max(most + more * in_backward, backward.get((inside, made), 0))
+    return Trace(
+        forward_peak=out.forward_peak + more * in_forward,
+        kept=out.kept + more * in_backward,
+        backward=backward,
+        logits=out.logits,
+        inputs=out.inputs + more * (a.inputs - b.inputs),
+        flops=out.flops + more * (a.flops - b.flops),
+        exchanged=out.exchanged + more * (a.exchanged - b.exchanged),
+    )
+
+
+def _measure(
+    model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: str, left_out: dict[int, list[nn.Module]]
+) -> _Tracker:
+    absent = [block for blocks in left_out.values() for block in blocks]
+    model = copy.deepcopy(model, {id(block): block for block in absent})
+    model.train()
+    tracker = _Tracker()
+    skipped = set(map(id, absent))
+    for blocks, how in model.checkpointing(mode):
+        here = [block for block in blocks if id(block) not in skipped]
+        activation_checkpointing.apply(here, "full" if how == "offload" else how, nullcontext)
+        for block in here:
+            # A block without parameters is a stand-in for one on another stage.
+            if how in ("full", "offload") and next(block.parameters(), None) is not None:
+                block.register_forward_pre_hook(tracker.sees_input)
+    with ExitStack() as stack:
+        # Which would log the stack of an error that is raised all the same.
+        stack.enter_context(patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(patch.object(nn.functional, "grouped_mm", grouped_mm))
+        if device == "cuda":
+            attention = partial(_fused_attention, nn.functional.scaled_dot_product_attention)
+            stack.enter_context(patch.object(nn.functional, "scaled_dot_product_attention", attention))
+            stack.enter_context(patch.object(dropped_attention, "has_no_kernel", lambda _: False))
+        for chain, blocks in left_out.items():  # which the copy shares with the model
+            for block in blocks:
+                stack.enter_context(patch.object(block, "forward", partial(_pass_on, tracker, chain)))
+        _give_shapes(model, absent)
+        inputs = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in batch.items()}
+        tracker.ignore([*model.parameters(), *model.buffers(), *inputs.values()])
+        inside = {id(p) for block in model.blocks() for p in block.parameters()}
+        for p in model.parameters():
+            if p.requires_grad and p.device.type != "meta":
+                p.register_post_accumulate_grad_hook(partial(tracker.takes_gradient, id(p) in inside))
+        head = copy.copy(model.head)
+        head.traced_rows = CPU_SOFTMAX_ROWS if device == "cpu" else 1 << 30
+        watched: Any = partial(tracker.watches, head)
+        watched.add = head.add
+        model.head = watched
+        stack.enter_context(tracker)
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            out = model(**inputs)
+            tracker.forward_end = tracker.live
+        tracker.ends_forward()
+        if out.requires_grad:  # not so on a stage where nothing is trained
+            out.backward(torch.empty_like(out) if out.ndim else None)
+    return tracker
+
+
+def _pass_on(tracker: _Tracker, chain: int, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    """Replacement of a left-out block's forward; its hook notes when the backward passes."""
+    if hidden.requires_grad:
+        hidden.register_hook(lambda _: tracker.comes_by(chain))
+    return hidden
+
+
+def _fused_attention(attention: Callable[..., Tensor], *args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
+    """Attention whose dropout is inside the kernel, as on a GPU; the CPU's kernel has none."""
+    return attention(*args, **kwargs)
+
+
+def _give_shapes(model: Model, left_out: list[nn.Module]) -> None:
+    """Replace parameters and buffers by tensors of the current fake mode, except for those of `left_out`."""
+    skipped = {id(module) for block in left_out for module in block.modules()}
+    made: dict[Tensor, Any] = {}  # a tied parameter is replaced once
+    for module in (module for module in model.modules() if id(module) not in skipped):
+        for home in (module._parameters, module._buffers):
+            for name, old in home.items():
+                if old is not None and old not in made:
+                    new = torch.empty(old.shape, dtype=old.dtype)
+                    made[old] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+                home[name] = None if old is None else made[old]
+
+
+class _Tracker(TorchDispatchMode):
+    """Counts the bytes of live tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self.live = 0
+        self.forward_end = 0  # live when the forward ended, autocast's copies of weights among it
+        # Chain -> gradients made when the backward came to what is left out of it.
+        self.boundaries: dict[int, tuple[int, int]] = {}
+        self._made = (0, 0)  # bytes of gradients of parameters so far, of those in blocks and of all
+        self._known: set[int] = set()  # storages that are counted, by id
+        self._ignored: list[Any] = []
+        self._in_head: int | None = None  # what was alive when the head began
+        self._backward = False
+
+    def ignore(self, tensors: list[Tensor]) -> None:
+        self._ignored = [tensor.untyped_storage() for tensor in tensors]
+        self._known.update(map(id, self._ignored))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func is torch.ops.prim.device.default:
+            return out
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):  # whose slice is counted
+                self._count(tensor)
+        if formula := _FLOPS.get(func._overloadpacket):
+            self.trace.flops += formula(*args, **kwargs, out_val=out)
+        elif (call := call_of(func, args, out)) is not None:
+            self.trace.exchanged += call.sent
+        if self._backward:
+            # Gradients that meet are summed in place, but not where tensors have no memory: a sum's moment is the next.
+            if func is not torch.ops.aten.add.Tensor:
+                self.trace.backward[self._made] = max(self.trace.backward.get(self._made, 0), self.live)
+        else:
+            self.trace.forward_peak = max(self.trace.forward_peak, self.live)
+        if self._in_head is not None:
+            self.trace.logits = max(self.trace.logits, self.live - self._in_head)
+        return out
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if id(storage) not in self._known:
+            self._known.add(id(storage))
+            self.live += storage.nbytes()
+            weakref.finalize(storage, self._forget, id(storage), storage.nbytes())
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+    # ---- what tells the phases apart
+
+    def ends_forward(self) -> None:
+        self.trace.kept, self._backward = self.live, True
+        self.trace.backward[self._made] = self.live
+
+    def takes_gradient(self, in_block: bool, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        size = parameter.grad.numel() * parameter.grad.element_size()
+        self._made = self._made[0] + (size if in_block else 0), self._made[1] + size
+        parameter.grad = None
+        self.trace.backward[self._made] = self.live
+
+    def comes_by(self, chain: int) -> None:
+        self.boundaries.setdefault(chain, self._made)
+
+    def sees_input(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._backward and torch.is_grad_enabled() and isinstance(args[0], Tensor):
+            self.trace.inputs += args[0].numel() * args[0].element_size() if args[0].requires_grad else 0
+
+    def watches(self, head: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        self._in_head = self.live
+        out = head(*args, **kwargs)
+        self._in_head = None
+        return out

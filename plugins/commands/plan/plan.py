@@ -1,0 +1,273 @@
+"""A plan: the costs of a project under its runner, other runners and modes of checkpointing; text, JSON and picture."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from crosstrain.config.load import Config
+from crosstrain.utils.drawing import picture
+from crosstrain.utils.errors import UserError
+from crosstrain.utils.paths import near
+from crosstrain.utils.units import show_bytes, show_number
+
+from .collectives import Collectives
+from .estimate import HOST_COPY, MODES, Estimate, Project, with_options, with_same_samples
+from .fit import USABLE, Advice, Alternatives, nearest, needs
+
+_DAY = 86400.0
+# Okabe and Ito's colours, which colour-blind people can tell apart, and two greys.
+_COLOURS = {
+    "parameters": "#0072B2", "gathered parameters": "#56B4E9", "gradients": "#D55E00", "optimizer": "#E69F00",
+    "activations": "#009E73", "logits": "#CC79A7", "temporary": "#999999", "communication": "#444444",
+}  # fmt: skip
+
+
+@dataclass
+class Budget:
+    """The user's figures about devices and length; None: not given."""
+
+    device_memory: int | None = None  # bytes
+    throughput: float | None = None  # FLOP/s of one device, recomputation included
+    tokens_per_second: float | None = None  # of all ranks
+    tokens: float | None = None  # of the whole training; None: what the configuration's steps see
+
+
+@dataclass(repr=False)
+class Plan:
+    """Estimates of one project, and what follows from them and a budget."""
+
+    project: Project
+    budget: Budget
+    steps: int | None  # of the configuration, or for the budget's tokens
+    chosen: Estimate
+    modes: dict[str, Estimate | str]  # the chosen runner under each mode of checkpointing, or why not
+    presets: dict[str, Estimate | str]  # the others, or why not
+    advice: Advice | None = None
+    formulas: dict[str, int] = field(default_factory=dict)  # bytes
+    collectives: Collectives | None = None  # None: not followed
+
+    def fits(self, estimate: Estimate) -> bool | None:
+        """True where a tenth of the device stays free; None where no limit is known."""
+        limit = self.budget.device_memory
+        return None if limit is None else needs(estimate, self.project.device) <= USABLE * limit
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        each = self.project.tokens_per_sample
+        return None if each is None else each * self.chosen.batch.global_batch
+
+    def days(self) -> float | None:
+        """Days of the whole training at the given or measured speed."""
+        if self.steps is None:
+            return None
+        if self.budget.tokens_per_second and self.tokens_per_step:
+            return self.steps * self.tokens_per_step / self.budget.tokens_per_second / _DAY
+        if self.budget.throughput:
+            flops = self.project.flops(self.chosen.batch, self.chosen.mode)
+            return self.steps * flops / (self.budget.throughput * self.chosen.world_size) / _DAY
+        return None
+
+    def as_json(self) -> dict[str, Any]:
+        """Bytes, counts and days; null where something is not known."""
+        sizes, chosen = self.project.sizes, self.chosen
+        return {
+            "runner": self.project.config.run.runner.name,
+            "world_size": chosen.world_size,
+            "device": self.project.device,
+            "parameters": {
+                "total": chosen.memory.parameters or sizes.elements,
+                "without_padding": self.unpadded,
+                "trainable": sizes.trainable_elements,
+                "per_rank": chosen.memory.parameters_held,
+            },
+            "memory": self._memory_json(chosen),
+            "gradient_checkpointing": {mode: self._memory_json(e) for mode, e in self.modes.items()},
+            "active_parameters": self.unpadded - self.project.model.idle_parameters,
+            "flops_per_step": self.project.flops(chosen.batch, chosen.mode),
+            "tokens_per_step": self.tokens_per_step,
+            "steps": self.steps,
+            "days": self.days(),
+            "batch": asdict(chosen.batch),
+            "checkpoint_bytes": self.project.checkpoint_bytes,
+            "bytes_sent_per_step_by_a_rank": chosen.sent,
+            "pipeline_bubble": chosen.bubble,
+            "runners": {name: self._memory_json(e) for name, e in self.presets.items()},
+            "formulas": self.formulas,
+            "advice": asdict(self.advice) if self.advice else None,
+            "collectives": self.collectives and self.collectives.as_json(),
+            "activations_unknown_because": self.project.problem,
+        }
+
+    @property
+    def unpadded(self) -> int:
+        """Elements of all parameters in their logical shapes."""
+        model = self.project.model
+        return sum(model.logical_shape(n, p.shape).numel() for n, p in model.canonical_parameters().items())
+
+    def _memory_json(self, estimate: Estimate | str) -> dict[str, Any]:
+        if isinstance(estimate, str):
+            return {"impossible": estimate}
+        return {
+            "device": estimate.memory.device,
+            "device_total": estimate.memory.total,
+            "host": estimate.memory.host,
+            "rank": estimate.memory.kind or None,
+            "other_ranks": [{"rank": m.kind, "device_total": m.total} for m in estimate.others],
+            "parameters_per_rank": estimate.memory.parameters_held,
+            "bytes_sent_per_step_by_a_rank": estimate.sent,
+            "fits": self.fits(estimate),
+        }
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """The plan as lines of text."""
+        project, chosen, sizes = self.project, self.chosen, self.project.sizes
+        batch, memory, tokens, run = chosen.batch, chosen.memory, self.tokens_per_step, project.config.run
+        out = [
+            f"{run.runner.name} on {chosen.world_size} x {project.device}, {run.amp.dtype}, "
+            f"gradient checkpointing {chosen.mode}",
+            "",
+            f"parameters        {memory.parameters or sizes.elements:,} ({self.unpadded:,} without padding), "
+            f"{sizes.trainable_elements:,} trained, {memory.parameters_held:,} on a rank"
+            + (f", {self.unpadded - idle:,} active for a token" if (idle := project.model.idle_parameters) else ""),
+            f"step              {batch.global_batch:,} samples = {batch.micro_batch} micro batch x "
+            f"{batch.accumulation} accumulation x {batch.dp_size} data-parallel ranks"
+            + (f", {tokens:,} tokens" if tokens else ""),
+            f"arithmetic        {show_number(project.flops(batch, chosen.mode))}FLOP per step, recomputation included",
+            f"traffic           {show_bytes(chosen.sent)} sent by a rank per step",
+            f"checkpoint        {show_bytes(project.checkpoint_bytes)}",
+        ]
+        if chosen.bubble:
+            out.append(f"pipeline bubble   {chosen.bubble:.1%} of a step, if all stages take the same time")
+        if self.steps is not None:
+            days = self.days()
+            time = f", {days:,.2f} days" if days is not None else "; --throughput or --tokens-per-second gives days"
+            seen = f", {show_number(self.steps * tokens)} tokens" if tokens else ""
+            out.append(f"length            {self.steps:,} steps{seen}{time}")
+        out += ["", f"memory of the fullest rank{f', {memory.kind}' if memory.kind else ''}"]
+        out += [f"  {name:<22}{show_bytes(size):>14}" for name, size in memory.device.items()]
+        verdict, limit = self._verdict(chosen), show_bytes(self.budget.device_memory or 0)
+        verdict += verdict and f" into nine tenths of {limit}"
+        out.append(f"  {'device':<22}{show_bytes(memory.total):>14}{verdict}")
+        out += [f"  {f'host: {name}':<27} {show_bytes(size):>8}" for name, size in memory.host.items()]
+        out += ["", f"{'gradient checkpointing':<24}{'activations':>14}{'device':>14}{'host':>14}"]
+        out += [f"  {mode:<21} {self._mode_row(estimate)}" for mode, estimate in self.modes.items()]
+        if self.presets:
+            out += ["", f"{'other runners':<38}{'device':>14}{'host':>14}{'sent per step':>16}{'parameters held':>18}"]
+            possible = {name: other for name, other in self.presets.items() if isinstance(other, Estimate)}
+            ranked = sorted(possible.items(), key=lambda preset: self._rank(preset[1]))
+            out += [f"  {name:<35} {self._runner_row(estimate)}" for name, estimate in ranked]
+            out.append("  what fits first, then what offloads nothing, then by traffic; without pipelines' bubbles")
+            if refused := {name.split()[0]: None for name in self.presets if name not in possible}:
+                why = f"impossible here (--options run.runner=NAME says why): {', '.join(refused)}"
+                out += wrap(why, 100, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+        if self.formulas:
+            out += ["", "formulas of others, for comparison"]
+            out += [f"  {show_bytes(size):>12}  {name}" for name, size in self.formulas.items()]
+        if project.problem:
+            out += ["", f"without activations and arithmetic, because {project.problem}"]
+        if project.absent:
+            names = ", ".join(dict.fromkeys(project.absent))
+            hint = f"; {found}" if (found := near(*map(Path, project.absent))) else ""
+            sizes_from = "sizes are those that the configuration gives, and training needs a folder or the hub's model"
+            out += ["", f"{names} is not on this machine: {sizes_from}{hint}"]
+        if self.advice is not None:
+            out += ["", str(self.advice)]
+        if self.collectives is not None:
+            out += ["", *self.collectives.lines()]
+        return out
+
+    def parameters(self) -> list[str]:
+        """Lines with the patterns of the model's parameters, as checkpoints name them, for freezing and for plans."""
+        groups = Counter[tuple[str, tuple[int, ...], bool]]()
+        for name, parameter in self.project.model.canonical_parameters().items():
+            shape = self.project.model.logical_shape(name, parameter.shape)
+            groups[re.sub(r"\.\d+\.", ".*.", name), tuple(shape), parameter.requires_grad] += 1
+        width = max(len(pattern) for pattern, _, _ in groups)
+        return [
+            f"{pattern:<{width}}  {count:>5} x {list(shape)!s:<18} {'trained' if trained else 'frozen'}"
+            for (pattern, shape, trained), count in groups.items()
+        ]
+
+    def _verdict(self, estimate: Estimate) -> str:
+        return {None: "", True: "  fits", False: "  does not fit"}[self.fits(estimate)]
+
+    def _rank(self, estimate: Estimate) -> tuple[int, ...]:
+        return self.fits(estimate) is False, bool(estimate.memory.host.keys() - {HOST_COPY}), estimate.sent
+
+    def _mode_row(self, estimate: Estimate | str) -> str:
+        if isinstance(estimate, str):
+            return estimate
+        sizes = estimate.memory.device.get("activations", 0), estimate.memory.total, estimate.memory.on_host
+        return "".join(f"{show_bytes(size):>14}" for size in sizes) + self._verdict(estimate)
+
+    def _runner_row(self, estimate: Estimate) -> str:
+        memory = estimate.memory
+        return (
+            f"{show_bytes(memory.total):>14}{show_bytes(memory.on_host):>14}{show_bytes(estimate.sent):>16}"
+            f"{memory.parameters_held:>18,}{self._verdict(estimate)}"
+        )
+
+    def draw(self, path: Path, title: str) -> None:
+        """Write `path`, .svg or .png: a stacked bar for each runner, memory of its fullest rank by purpose.
+
+        Raises UserError for another ending, and where matplotlib is not installed.
+        """
+        if path.suffix.lower() not in (".svg", ".png"):
+            raise UserError(f"--picture: {path.name} must end in .svg or .png")
+        shown = [(self.project.config.run.runner.name, self.chosen.memory.device)]
+        shown += [(name, e.memory.device) for name, e in self.presets.items() if isinstance(e, Estimate)]
+        limit, rows, ends = self.budget.device_memory, range(len(shown)), [0] * len(shown)
+        with picture(path, 9, 1.4 + 0.35 * len(shown)) as figure:
+            axis = figure.subplots()
+            for part, colour in _COLOURS.items():
+                sizes = [device.get(part, 0) for _, device in shown]
+                if any(sizes):
+                    axis.barh(rows, sizes, left=ends, color=colour, label=part)
+                    ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+            for row, end in zip(rows, ends, strict=True):
+                axis.text(end, row, f"  {show_bytes(end)}", va="center")
+            if limit is not None:
+                axis.axvline(limit, color="#CC0000")
+                axis.text(limit, -0.6, show_bytes(limit), ha="center", va="bottom", color="#CC0000")
+            axis.set_xlim(0, 1.12 * max(*ends, limit or 0, 1))
+            axis.set_xticks([])
+            axis.set_yticks(rows, [name for name, _ in shown])
+            axis.invert_yaxis()
+            axis.spines[:].set_visible(False)
+            figure.suptitle(title)
+            figure.legend(loc="outside lower left", ncols=4, frameon=False)
+
+
+def make_plan(project: Project, budget: Budget, world_size: int, others: Alternatives) -> Plan:
+    """Estimate the project under its own runner and others. Raises UserError where its own runner cannot train it."""
+
+    def attempt(config: Config) -> Estimate | str:
+        try:
+            return project.estimate(config, world_size)
+        except UserError as error:
+            return str(error)
+
+    config = project.config
+    chosen = project.estimate(config, world_size)
+    runners = others.runners.items()
+    same = {n: c if isinstance(c, str) else with_same_samples(c, chosen.batch, world_size) for n, c in runners}
+    plan = Plan(
+        project, budget, config.run.max_iters, chosen,
+        modes={mode: attempt(with_options(config, mode=mode)) for mode in MODES},
+        presets={name: other if isinstance(other, str) else attempt(other) for name, other in same.items()},
+        formulas=project.model.memory_formulas(chosen.batch.micro_batch, project.tokens_per_sample),
+    )  # fmt: skip
+    if budget.tokens and plan.tokens_per_step:
+        plan.steps = math.ceil(budget.tokens / plan.tokens_per_step)
+    if budget.device_memory and not plan.fits(chosen):
+        plan.advice = nearest(project, others, world_size, budget.device_memory)
+    return plan

@@ -1,0 +1,74 @@
+"""Charts for plotly.js: the curves of several runs over the steps, downsampled so that they look the same.
+
+A page with 5 curves of 1,000,000 steps takes 5 MB, nearly all of it plotly.js, instead of 126 MB.
+"""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from itertools import accumulate
+from typing import Any
+
+from crosstrain.utils.drawing import downsample
+from crosstrain.utils.errors import printable
+from crosstrain.utils.units import finite
+
+from .read_run import ReadRun
+
+COLOURS = ("#3b82c4", "#e07b39", "#3fa66b", "#c65b9b", "#8b72d8", "#b8962e", "#3fa9b5", "#d1605e")  # of runs
+_DOTS = 40  # curves of fewer points show each
+
+Chart = dict[str, Any]  # title, remarks on the unit and the axis, and the figure: plotly's `data` and `layout`
+
+
+def chart(runs: Sequence[ReadRun], key: str, title: str, unit: str = "", smoothed: bool = False) -> Chart:
+    """Draw the curves named `key` of all runs that have one; at least one has.
+
+    `smoothed`: a moving average in front, the values faintly behind it.
+    """
+    traces: list[dict[str, Any]] = []
+    heights: list[float] = []
+    for number, run in enumerate(runs):
+        if (curve := run.curves.get(key)) is None:
+            continue
+        points = downsample(curve.steps, curve.values)
+        heights += [value for _, value in points]
+        average = smoothed and len(curve.steps) > 2 * _DOTS
+        line = {"color": COLOURS[number % len(COLOURS)], "width": 1 if average else 1.6}
+        line |= {"dash": "dash"} if number // len(COLOURS) % 2 else {}
+        mode = "lines+markers" if len(points) <= _DOTS else "lines"
+        name = escape(printable(run.name), quote=False)  # plotly reads some HTML in names
+        traces.append({"name": name, "mode": mode, "line": line, "opacity": 0.3 if average else 1, **_xy(points)})
+        if average:
+            mean = _xy(downsample(curve.steps, smooth(curve.values, len(curve.values) // 100 + 1)))
+            traces.append({"mode": "lines", "line": line | {"width": 1.6}, "hoverinfo": "skip", **mean})
+    y_axis, remark = _y_axis(heights)
+    remarks = ", ".join(filter(None, (unit, remark)))
+    layout = {"xaxis": {"range": [0, max(run.last_step for run in runs) or 1]}, "yaxis": y_axis}
+    return {"title": title, "remarks": remarks, "figure": {"data": traces, "layout": layout}}
+
+
+def _xy(points: Iterable[tuple[int, float]]) -> dict[str, list[Any]]:
+    steps, values = zip(*points, strict=True)
+    return {"x": list(steps), "y": [finite(float(f"{value:.6g}")) for value in values]}
+
+
+def _y_axis(values: Sequence[float]) -> tuple[dict[str, Any], str]:
+    """Return an axis and a remark on it: logarithmic for values over decades; a few outliers at the end are cut off."""
+    ordered = sorted(values)
+    low, high = ordered[0], ordered[-1]
+    axis: dict[str, Any] = {"exponentformat": "SI" if high >= 1 else "e"}
+    if low > 0 and high / low > 100:
+        return axis | {"type": "log"}, "logarithmic"
+    axis |= {"rangemode": "tozero" if 0 <= low < 0.25 * high else "normal"}
+    near, far = ordered[len(ordered) // 50], ordered[-1 - len(ordered) // 50]
+    limit = far + 3 * (far - near)
+    if len(ordered) >= 50 and high > limit > low:
+        return axis | {"range": [None, limit]}, "highest values cut off"
+    return axis, ""
+
+
+def smooth(values: Sequence[float], reach: int) -> list[float]:
+    """Return the mean of each value and up to `reach` values on either side of it, so that it does not lag."""
+    sums = [0.0, *accumulate(values)]
+    windows = ((max(0, i - reach), min(len(values), i + reach + 1)) for i in range(len(values)))
+    return [(sums[high] - sums[low]) / (high - low) for low, high in windows]

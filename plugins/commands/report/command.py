@@ -1,0 +1,35 @@
+"""`crosstrain report`: one HTML page about one or several runs."""
+
+import argparse
+from pathlib import Path
+
+from crosstrain.cli.command import Command
+from crosstrain.config.registry import registry
+from crosstrain.utils.errors import UserError, printable
+
+
+@registry.register_command("report")
+class ReportCommand(Command):
+    """Write one HTML page about runs: curves, timings, differences."""
+
+    function = "report:report"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "runs", nargs="+", metavar="RUN", help="a run's folder (run.output_dir), or a folder of runs"
+        )
+        parser.add_argument("--output", default="report.html", metavar="FILE", help="the page (default: report.html)")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Write the page; returns the exit code. Raises UserError for no run, and for an output that fails."""
+        from .report import report
+
+        path = Path(arguments.output)
+        if path.is_dir():
+            raise UserError(f"--output: {path} is a folder; name the page's file")
+        runs = report(arguments.runs, path)
+        for found in runs:
+            for problem in found.problems:
+                print(printable(f"note: {problem}"))
+        print(f"{path}: {len(runs)} run(s), {path.stat().st_size / 1024:.0f} KiB; open it in any browser")
+        return 0

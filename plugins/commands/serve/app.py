@@ -1,0 +1,284 @@
+"""The HTTP application: routes, authorization, limits, and streams that end when their reader leaves."""
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from crosstrain.utils.logging import log
+
+from .api_error import ApiError
+from .jobs import Event, Job, Piece
+from .requests import ChatRequest, CompletionRequest, MegatronRequest, parse
+from .responses import ChatResponse, CompletionResponse, MegatronResponse, ResponseBuilder
+from .scheduler import Scheduler
+from .service import RequestPlan, Service
+
+Events = asyncio.Queue[Event | ClientDisconnect]
+
+_BODIES = 8  # of the largest size that are held at once
+_PAGE = Path(__file__).with_name("page.html")
+_PAGE_HEADERS = {
+    # The page needs nothing but itself, and shows nothing but text and images that its user chose.
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+def is_loopback(host: str) -> bool:
+    """True for a host's name or address that only programs on this machine can reach."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Web:
+    """The HTTP application in front of a scheduler."""
+
+    def __init__(self, service: Service, scheduler: Scheduler, tokenizer: Any, key: str | None, host: str) -> None:
+        """`host`: the address that it listens on. If it is a loopback address, requests to other names are refused."""
+        self._service, self._scheduler, self._tokenizer = service, scheduler, tokenizer
+        self._key = None if key is None else key.encode()
+        self._loopback = is_loopback(host)
+        self._since = int(time.time())
+        # Chats that hang delay no completions. Images take memory, so few requests with images are read at once.
+        threads = dict.fromkeys((CompletionRequest, MegatronRequest, ChatRequest), service.limits.encoders)
+        if service.chat_format.takes_images:
+            threads[ChatRequest] = 2
+        self._encoding: dict[Any, Any] = {kind: ThreadPoolExecutor(n, "encoding") for kind, n in threads.items()}
+        self._requests, self._bytes = 0, 0  # now being answered, and being received
+        completions = partial(self._answer, CompletionRequest, service.completion, CompletionResponse)
+        megatron = partial(self._answer, MegatronRequest, service.completion, MegatronResponse)
+        chats = partial(self._answer, ChatRequest, service.chat, ChatResponse)
+        self.app = Starlette(
+            routes=[
+                Route("/", self._page),
+                Route("/health", self._health),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._model),
+                Route("/v1/completions", completions, methods=["POST"]),
+                Route("/v1/chat/completions", chats, methods=["POST"]),
+                Route("/api", megatron, methods=["PUT"]),
+            ],
+            exception_handlers={ApiError: _refused, HTTPException: _http, ClientDisconnect: _gone, Exception: _broken},
+        )
+
+    # ---- routes
+
+    async def _page(self, request: Request) -> Response:
+        self._check_host(request)
+        return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
+
+    async def _health(self, request: Request) -> Response:
+        running, waiting = self._scheduler.busy
+        stuck = self._service.encoders.stuck
+        state = {"status": "busy" if stuck else "ok", "running": running, "waiting": waiting}
+        return JSONResponse(state | ({"stuck": stuck} if stuck else {}))
+
+    async def _models(self, request: Request) -> Response:
+        self._admit(request)
+        return JSONResponse({"object": "list", "data": [self._description()]})
+
+    async def _model(self, request: Request) -> Response:
+        self._admit(request)
+        if request.path_params["name"] != self._service.name:
+            raise ApiError(404, f"there is no such model here, only {self._service.name!r}", "model", "model_not_found")
+        return JSONResponse(self._description())
+
+    def _description(self) -> dict[str, Any]:
+        return {
+            "id": self._service.name, "object": "model", "created": self._since, "owned_by": "crosstrain",
+            "max_model_len": self._service.model.max_length, "images": self._service.chat_format.takes_images,
+        }  # fmt: skip
+
+    # ---- authorization
+
+    def _check_host(self, request: Request) -> None:
+        """Refuse a page of another site whose name leads here: a browser still sends that name."""
+        try:
+            host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+        except ValueError:
+            host = ""
+        if self._loopback and not is_loopback(host):
+            raise ApiError(403, "this server answers to localhost alone", code="wrong_host")
+
+    def _admit(self, request: Request) -> None:
+        self._check_host(request)
+        given = request.headers.get("authorization", "")
+        scheme, _, key = given.partition(" ")
+        if self._key is not None and not (
+            scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key)
+        ):
+            raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+
+    # ---- completions
+
+    async def _answer(
+        self, kind: Any, plan: Callable[..., RequestPlan], builder: Callable[..., ResponseBuilder], request: Request
+    ) -> Response:
+        self._admit(request)
+        jobs: list[Job] = []
+        loop, events = asyncio.get_running_loop(), Events()
+
+        def deliver(event: Event) -> None:
+            with suppress(RuntimeError):  # the loop has ended before the computation
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        with ExitStack() as end:
+            async with self._body(request) as body:
+                if self._requests >= self._service.limits.requests:
+                    raise ApiError(429, "too many requests at once; try again later", code="too_many_requests", retry=5)
+                self._requests += 1
+                end.callback(self._end, jobs)
+                asked = parse(body, kind)
+                planned = await loop.run_in_executor(self._encoding[kind], plan, asked, deliver)
+            jobs += planned.jobs
+            self._scheduler.submit(jobs)
+            response = builder(self._service.name, planned, self._tokenizer)
+            leaving = asyncio.create_task(_leaving(request, events))
+            end.callback(leaving.cancel)
+            if not asked.stream:
+                while response.unfinished:
+                    response.add(await _next(events))
+                return JSONResponse(response.whole())
+            with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+            stream = _stream(response, await _next(events), events, with_usage)
+            leaving.cancel()  # the stream watches for it itself
+            return _Stream(stream, self._service.limits.seconds + 60, end.pop_all().close)
+
+    def close(self) -> None:
+        """Encode nothing more."""
+        for executor in self._encoding.values():
+            executor.shutdown(wait=False, cancel_futures=True)
+        self._service.encoders.close()
+
+    def _end(self, jobs: list[Job]) -> None:
+        self._requests -= 1
+        self._scheduler.cancel(jobs)
+
+    @asynccontextmanager
+    async def _body(self, request: Request) -> AsyncIterator[bytearray]:
+        """The body, whose bytes count until the end of the block. Raises ApiError 415, 413, 408 or 503."""
+        limits = self._service.limits
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise ApiError(415, "send JSON, with Content-Type: application/json", code="unsupported_media_type")
+        too_large = ApiError(413, f"the body has more than {limits.body_bytes} bytes", code="body_too_large")
+        length = request.headers.get("content-length", "0")
+        if length.isdecimal() and int(length[:20]) > limits.body_bytes:
+            raise too_large
+        body = bytearray()
+        try:
+            try:
+                async with asyncio.timeout(limits.body_seconds):
+                    async for part in request.stream():
+                        body += part
+                        self._bytes += len(part)
+                        if len(body) > limits.body_bytes:
+                            raise too_large
+                        if self._bytes > _BODIES * limits.body_bytes:
+                            raise ApiError(503, "too much is being sent at once; try again later", code="busy", retry=5)
+            except TimeoutError:
+                late = f"the body did not arrive within {limits.body_seconds:g} s"
+                raise ApiError(408, late, code="timeout") from None
+            yield body
+        finally:
+            self._bytes -= len(body)
+
+
+class _Stream(StreamingResponse):
+    """A stream of events that ends if it is read too slowly; `at_end` is called in any case."""
+
+    def __init__(self, content: AsyncIterator[str], seconds: float, at_end: Callable[[], None]) -> None:
+        super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        self._seconds, self._at_end = seconds, at_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._seconds):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            log.warning("a client read its stream too slowly and was disconnected")
+        finally:
+            self._at_end()
+
+
+async def _leaving(request: Request, events: Events) -> None:
+    """Put an event into the queue when the client leaves."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    events.put_nowait(ClientDisconnect())
+
+
+async def _next(events: Events) -> Piece:
+    event = await events.get()
+    if isinstance(event, Exception):
+        raise event
+    return event
+
+
+async def _stream(response: ResponseBuilder, piece: Piece, events: Events, with_usage: bool) -> AsyncIterator[str]:
+    usage = {"usage": None} if with_usage else {}
+    for opening in response.openings():
+        yield _event(response.chunk([opening], **usage))
+    try:
+        while True:
+            response.add(piece)
+            yield _event(response.chunk([response.part(piece)], **usage))
+            if not response.unfinished:
+                break
+            piece = await _next(events)
+    except ApiError as error:  # too late for a status
+        yield _event(error.document)
+        return
+    except ClientDisconnect:
+        return
+    if with_usage:
+        yield _event(response.chunk([], usage=response.usage()))
+    yield "data: [DONE]\n\n"
+
+
+def _event(document: dict[str, Any]) -> str:
+    return f"data: {json.dumps(document, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.document, error.status, headers=error.headers)
+
+
+def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    known = {
+        404: (f"there is no {request.url.path[:200]}", "not_found"),
+        405: (f"{request.method[:20]} is not allowed here", "method_not_allowed"),
+    }
+    message, code = known.get(error.status_code, (error.detail, None))
+    document = ApiError(error.status_code, message, code=code).document
+    return JSONResponse(document, error.status_code, headers=error.headers)
+
+
+def _gone(_: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # which nobody reads
+
+
+def _broken(request: Request, error: Exception) -> Response:
+    log.error("a request failed", exc_info=error)
+    return _refused(request, ApiError(500, "the server failed", code="failed"))

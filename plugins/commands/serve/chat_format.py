@@ -1,0 +1,108 @@
+"""Prompts: a request's text or conversation in the format that the model knows, as token ids."""
+
+import base64
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from crosstrain.data.vision.conversations import IMAGE, Conversation, Message, SampleError
+from crosstrain.inference.conversation import ChatSession
+from crosstrain.inference.encoding import Encoders
+from crosstrain.inference.generation import as_prompt
+from crosstrain.utils.types import Sample
+
+from .api_error import wrong
+from .limits import Limits
+from .requests import ChatMessage, ImagePart, TextPart
+
+_NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}  # of plain turns
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # of images
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A sample without labels, and the end of the text that follows it."""
+
+    sample: Sample
+    ends: Collection[int]  # tokens
+    stops: tuple[str, ...] = ()
+    strip: bool = False  # blanks at the beginning of the text do not count
+
+    @property
+    def ids(self) -> list[int]:
+        return self.sample["input_ids"].tolist()
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """The form of a conversation, and of its images (PIL), as a prompt. `make` raises UserError where it has none."""
+
+    name: str
+    takes_images: bool
+    make: Callable[[Conversation, list[Any]], Prompt]
+
+
+def chat_format(tokenizer: Any, session: ChatSession | None, encoders: Encoders) -> ChatFormat:
+    """The training format of a model trained on conversations, else the tokenizer's template, else plain turns."""
+    end = tokenizer.eos_token_id
+
+    def plain_turns(messages: Conversation, _: list[Any]) -> Prompt:
+        lines = [f"{_NAMES[message.role]}: {message.text.strip()}\n" for message in messages]
+        ids = encoders.encode("text", "".join([*lines, "Assistant:"]))
+        stops = tuple(f"\n{name}:" for name in _NAMES.values())
+        return Prompt(as_prompt(ids, end), [end], stops, strip=True)
+
+    if session is not None:
+        return ChatFormat("as in training", True, _prompts_of(session, strip=True))
+    if tokenizer.chat_template:
+        template = ChatSession.in_template(encoders, tokenizer)
+        return ChatFormat("the tokenizer's template", False, _prompts_of(template))
+    return ChatFormat("plain turns", False, plain_turns)
+
+
+def _prompts_of(session: ChatSession, strip: bool = False) -> Callable[[Conversation, list[Any]], Prompt]:
+    return lambda messages, images: Prompt(session.prompt(messages, images), session.ends, strip=strip)
+
+
+def conversation(given: list[ChatMessage], takes_images: bool, limits: Limits) -> tuple[Conversation, list[Any]]:
+    """A request's messages, with placeholders among the words, and their images. ApiError 400 for wrong images."""
+    count = sum(isinstance(part, ImagePart) for message in given for part in message.parts)
+    if count and not takes_images:
+        raise wrong("messages", "this model takes no images")
+    if count > limits.images:
+        raise wrong("messages", f"{count} images; at most {limits.images} are taken")
+    messages, images = list[Message](), list[Any]()
+    for i, message in enumerate(given):
+        words = []
+        for j, part in enumerate(message.parts):
+            if isinstance(part, TextPart):
+                # A placeholder that a client writes is only text.
+                words.append(part.text.replace(IMAGE, "") if takes_images else part.text)
+            else:
+                where = f"messages[{i}].content[{j}].image_url.url"
+                images.append(picture(part.image_url.url, limits.image_pixels, where))
+                words.append(IMAGE)
+        messages.append(Message("system" if message.role == "developer" else message.role, "".join(words)))
+    return messages, images
+
+
+def picture(url: str, most_pixels: int, param: str) -> Any:
+    """The RGB PIL image of a `data:` URL in base64. Nothing is fetched: ApiError 400 for anything else."""
+    from crosstrain.data.vision.image import ImageTooLarge, open_image
+
+    head, comma, data = url.partition(",")
+    if not head.lower().startswith("data:") or not comma:
+        problem = "images are not fetched; send the image itself, as data:image/png;base64,..."
+        raise wrong(param, problem, "invalid_image_url")
+    if not head.lower().endswith(";base64"):
+        raise wrong(param, "a data: URL has to be in base64", "invalid_base64_image")
+    try:
+        content = base64.b64decode(data, validate=True)
+    except ValueError:  # also for characters beyond ASCII
+        raise wrong(param, "this is not base64", "invalid_base64_image") from None
+    try:
+        return open_image(content, "this", formats=_FORMATS, most_pixels=most_pixels)
+    except ImageTooLarge as error:
+        raise wrong(param, str(error), "image_too_large") from None
+    except SampleError as error:
+        raise wrong(param, f"{error}; the formats are {', '.join(_FORMATS)}", "invalid_image") from None

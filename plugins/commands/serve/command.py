@@ -1,0 +1,91 @@
+"""`crosstrain serve`: a checkpoint behind OpenAI's interface."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from crosstrain.cli.command import Command
+from crosstrain.cli.flags import add_checkpoint, add_config, add_weights, positive, seconds
+from crosstrain.config.registry import registry
+from crosstrain.distributed.launch.launcher import launch
+from crosstrain.utils.errors import UserError, printable
+from crosstrain.utils.optional_deps import require
+
+_KEY = "CROSSTRAIN_API_KEY"
+
+
+@registry.register_command("serve")
+class ServeCommand(Command):
+    """Serve a checkpoint through an OpenAI-compatible API and a web page."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_checkpoint(parser)
+        add_weights(parser)
+        add_config(parser, required=False)
+        parser.add_argument(
+            "--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (default: 127.0.0.1)"
+        )
+        parser.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000; 0 takes a free one")
+        parser.add_argument(
+            "--name", metavar="NAME", help="model name shown to clients (default: the run folder's name)"
+        )
+        parser.add_argument(
+            "--api-key", metavar="KEY", help="key that clients must send (default: $CROSSTRAIN_API_KEY)"
+        )
+        parser.add_argument(
+            "--batch", type=positive, default=8, metavar="N", help="sequences that are computed together (default: 8)"
+        )
+        parser.add_argument(
+            "--max-waiting",
+            type=positive,
+            default=512,
+            metavar="N",
+            help="completions that may wait; others are refused (default: 512)",
+        )
+        parser.add_argument(
+            "--timeout", type=seconds, default=600, metavar="SECONDS", help="for a request (default: 600)"
+        )
+        parser.add_argument(
+            "--header-timeout",
+            type=seconds,
+            default=10,
+            metavar="SECONDS",
+            help="for a request's headers to arrive (default: 10)",
+        )
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Serve a checkpoint until a signal comes; returns the exit code."""
+        print(f"loading {printable(arguments.checkpoint)} ...", flush=True)  # libraries alone take seconds
+        from crosstrain.inference.encoding import check_stored
+        from crosstrain.inference.open_checkpoint import find_model, open_on_workers
+
+        from .limits import Limits
+        from .server import ServerOptions, serve_worker
+
+        for module in ("uvicorn", "starlette", "pydantic"):
+            require(module, "serving")
+        limits = Limits(
+            arguments.batch, arguments.max_waiting, arguments.timeout, header_seconds=arguments.header_timeout
+        )
+        checkpoint = find_model(arguments.checkpoint, arguments.weights)
+        key = os.environ.get(_KEY) if arguments.api_key is None else arguments.api_key
+        if key is not None and not key.strip():
+            raise UserError(f"--api-key, ${_KEY}: an empty key lets nobody in; leave it out to need none")
+        if not 0 <= arguments.port < 65536:
+            raise UserError(f"--port: {arguments.port} is not between 0 and 65535")
+        name = arguments.name or _name(checkpoint)
+        config, how = open_on_workers(
+            checkpoint, arguments.cfg_path, arguments.options, arguments.trust_data, arguments.nproc_per_node
+        )
+        server = ServerOptions(checkpoint, name, arguments.host, arguments.port, key, config.trust, arguments.weights)
+        check_stored(checkpoint)
+        code = launch(serve_worker, (config.plain, server, limits, how.starts_workers), how)
+        return 0 if code > 128 else code  # a signal is how a server ends
+
+
+def _name(checkpoint: Path) -> str:
+    """A run's folder's name for one of its checkpoints, else its own."""
+    folder = checkpoint.resolve()
+    return (folder.parents[1] if folder.parent.name == "checkpoints" else folder).name or "model"

@@ -1,0 +1,116 @@
+"""Jobs of the scheduler, and the pieces of text that it delivers."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from crosstrain.inference.detokenizer import TextStream
+from crosstrain.inference.generation import Sampling, Sequence, choose
+from crosstrain.utils.types import Sample
+
+from .api_error import ApiError
+from .chat_format import Prompt
+
+_LEAST = -9999.0  # the lowest log-probability in a response: JSON has no infinity
+
+
+@dataclass(frozen=True)
+class Score:
+    """A token, its log-probability (None for the first token of all), and the likeliest tokens in its place.
+
+    Probabilities are the model's own, before temperature, top_k and top_p.
+    """
+
+    token: int
+    logprob: float | None
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass
+class Piece:
+    """A part of a choice's text. The last one is empty and has a reason for the end and the number of tokens."""
+
+    choice: int
+    text: str = ""
+    scores: list[Score] = field(default_factory=list)
+    reason: Literal["stop", "length"] | None = None
+    tokens: int = 0
+
+
+Event = Piece | ApiError  # an error ends the request
+
+
+@dataclass(eq=False)
+class Job:
+    """Completions of one prompt that begin together. `deliver` is called in the thread that computes."""
+
+    prompt: Prompt
+    sampling: Sampling
+    max_new_tokens: int  # 0: the prompt alone is scored
+    stops: tuple[str, ...]
+    logprobs: int | None  # number of likeliest tokens in the response; None: no log-probabilities
+    score_prompt: bool
+    completions: dict[int, int]  # number of the completion, for its random numbers: index of its choice
+    deliver: Callable[[Event], None]
+    deadline: float  # of time.monotonic
+    cancelled: bool = False  # nobody waits for it any more
+
+    @property
+    def slots(self) -> int:
+        return len(self.completions)
+
+    @property
+    def sample(self) -> Sample:
+        """The prompt, or its first token if the others are scored one by one."""
+        return {"input_ids": self.prompt.sample["input_ids"][:1]} if self.score_prompt else self.prompt.sample
+
+    def fail(self, error: ApiError) -> None:
+        self.cancelled = True
+        self.deliver(error)
+
+
+class JobSequence(Sequence):
+    """One completion of a job, whose prompt's tokens are first scored one by one if the job asks for it."""
+
+    def __init__(self, job: Job, number: int, tokenizer: object) -> None:
+        text = TextStream(tokenizer, job.stops, job.prompt.strip)
+        super().__init__(job.sampling, number, job.prompt.ends, text)
+        self.job, self.choice, self.started = job, job.completions[number], time.monotonic()
+        self._given = job.prompt.ids[:0:-1] if job.score_prompt else []  # still to be scored, last to first
+        if job.score_prompt:
+            self._tell("", [Score(job.prompt.ids[0], None)])
+
+    def advance(self, logits: Tensor) -> int | None:
+        """Choose the next token by its logits [vocabulary], and deliver its text; None at the end."""
+        if logits.isnan().any():
+            raise ValueError("the model's logits are not numbers")
+        if self._given:
+            token = self._given.pop()
+            self._tell("", [self._score(token, logits)])
+            if self._given or self.job.max_new_tokens:
+                return token
+        if self.job.max_new_tokens:
+            token = int(choose(logits[None], self.sampling, [self.rng]))
+            text = self.push(token)
+            if token not in self.ends:
+                self._tell(text, [] if self.job.logprobs is None else [self._score(token, logits)])
+            if self.finish_reason is None:
+                return token
+        self._tell(self.text.finish(), [])
+        # What was held back may have ended in a stop string that is no more than the end of it.
+        reason = "stop" if self.text.stopped else self.finish_reason or "length"
+        self.job.deliver(Piece(self.choice, reason=reason, tokens=self.tokens))
+        return None
+
+    def _tell(self, text: str, scores: list[Score]) -> None:
+        if text or scores:
+            self.job.deliver(Piece(self.choice, text, scores))
+
+    def _score(self, token: int, logits: Tensor) -> Score:
+        logprobs = torch.log_softmax(logits, -1).clamp(min=_LEAST)
+        best = logprobs.topk(min(self.job.logprobs or 0, len(logprobs)))
+        return Score(token, logprobs[token].item(), list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))

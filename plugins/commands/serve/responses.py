@@ -1,0 +1,119 @@
+"""OpenAI's response documents, of completions and of chats, whole or streamed."""
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from typing import Any
+
+from .jobs import Piece
+from .service import RequestPlan
+
+Document = dict[str, Any]
+
+
+class ResponseBuilder(ABC):
+    """Builds the documents that answer one request from the pieces of its choices, in order."""
+
+    prefix: str  # of the id
+    kind: str  # of the whole document
+    chunk_kind: str  # of a streamed one
+
+    def __init__(self, model: str, plan: RequestPlan, tokenizer: Any) -> None:
+        self._tokenizer, self._prompt_tokens = tokenizer, plan.prompt_tokens
+        self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+        self._choices = [Piece(i, echo) for i, echo in enumerate(plan.echoes)]  # so far
+        self.unfinished = len(self._choices)
+
+    def add(self, piece: Piece) -> None:
+        choice = self._choices[piece.choice]
+        choice.text += piece.text
+        choice.scores += piece.scores
+        choice.reason, choice.tokens = piece.reason, piece.tokens
+        self.unfinished -= piece.reason is not None
+
+    def whole(self) -> Document:
+        """The response that is not streamed."""
+        choices = [self.choice(choice) for choice in self._choices]
+        return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
+
+    def chunk(self, choices: list[Document], **usage: Any) -> Document:
+        """A part of a streamed response; `usage` where the client asks for it, None before the last part."""
+        return {**self._head, "object": self.chunk_kind, "choices": choices, **usage}
+
+    def usage(self) -> Document:
+        new, prompt = sum(choice.tokens for choice in self._choices), self._prompt_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+    @abstractmethod
+    def openings(self) -> list[Document]:
+        """The choices that a stream begins with, each in a chunk of its own."""
+
+    @abstractmethod
+    def choice(self, piece: Piece) -> Document:
+        """A finished choice."""
+
+    def part(self, piece: Piece) -> Document:
+        """The choice of a piece's chunk."""
+        return self.choice(piece)
+
+    def _decode(self, token: int) -> str:
+        return self._tokenizer.decode([token])
+
+
+class CompletionResponse(ResponseBuilder):
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, model: str, plan: RequestPlan, tokenizer: Any) -> None:
+        super().__init__(model, plan, tokenizer)
+        self._offsets = [0] * len(self._choices)
+
+    def openings(self) -> list[Document]:
+        return [self.choice(echo) for echo in self._choices if echo.text]
+
+    def choice(self, piece: Piece) -> Document:
+        logprobs = self._logprobs(piece) if piece.scores else None
+        return {"index": piece.choice, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.reason}
+
+    def _logprobs(self, piece: Piece) -> Document:
+        words, offsets = [self._decode(s.token) for s in piece.scores], []
+        for word in words:
+            offsets.append(self._offsets[piece.choice])
+            self._offsets[piece.choice] += len(word)
+        return {
+            "tokens": words,
+            "token_logprobs": [s.logprob for s in piece.scores],
+            "top_logprobs": [
+                None if s.logprob is None else {self._decode(t): p for t, p in reversed(s.top)} for s in piece.scores
+            ],
+            "text_offset": offsets,
+        }
+
+
+class MegatronResponse(CompletionResponse):
+    def whole(self) -> Document:
+        return {"text": [choice.text for choice in self._choices]}
+
+
+class ChatResponse(ResponseBuilder):
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def openings(self) -> list[Document]:
+        return [self._choice(choice, delta={"role": "assistant", "content": ""}) for choice in self._choices]
+
+    def part(self, piece: Piece) -> Document:
+        return self._choice(piece, delta={} if piece.reason else {"content": piece.text})
+
+    def choice(self, piece: Piece) -> Document:
+        return self._choice(piece, message={"role": "assistant", "content": piece.text, "refusal": None})
+
+    def _choice(self, piece: Piece, **content: Document) -> Document:
+        scored = [
+            {**self._entry(s.token, s.logprob), "top_logprobs": [self._entry(*t) for t in s.top]} for s in piece.scores
+        ]
+        logprobs = {"content": scored, "refusal": None} if scored else None
+        return {"index": piece.choice, **content, "logprobs": logprobs, "finish_reason": piece.reason}
+
+    def _entry(self, token: int, logprob: float | None) -> Document:
+        word = self._decode(token)
+        whole = "\N{REPLACEMENT CHARACTER}" not in word  # else some of a character's bytes, which only others complete
+        return {"token": word, "logprob": logprob, "bytes": list(word.encode()) if whole else None}

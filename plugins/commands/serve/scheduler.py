@@ -1,0 +1,195 @@
+"""Continuous batching: rank 0 plans each step, and every rank computes it."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from crosstrain.distributed.group import Group
+from crosstrain.inference.decoder import Decoder
+from crosstrain.utils.errors import UserError, sentence
+from crosstrain.utils.logging import log
+from crosstrain.utils.types import Sample
+
+from .api_error import ApiError
+from .jobs import Job, JobSequence
+from .limits import Limits
+
+_BEAT = 1.0  # seconds between the heartbeats that idle followers wait for
+
+
+@dataclass
+class StepPlan:
+    """The next step of all ranks, in this order."""
+
+    stop: bool = False
+    freed: list[int] = field(default_factory=list)  # slots
+    started: list[tuple[list[int], Sample]] = field(default_factory=list)  # slots, and the prompt that they begin with
+    tokens: dict[int, int] = field(default_factory=dict)  # slot: the token that is added
+
+
+def run_follower(decoder: Decoder, group: Group) -> None:
+    """Compute what rank 0 plans, until it stops. Collective."""
+    while not (plan := group.broadcast(StepPlan())).stop:
+        for slot in plan.freed:
+            decoder.free(slot)
+        for slots, prompt in plan.started:
+            with suppress(UserError):  # every rank raises it; rank 0 reports it
+                decoder.start(slots, prompt)
+        if plan.tokens:
+            decoder.step(plan.tokens)
+
+
+class Scheduler:
+    """Computes jobs, first come, first served. `submit` and `cancel` may be called from any thread."""
+
+    def __init__(self, decoder: Decoder, group: Group, tokenizer: Any, limits: Limits) -> None:
+        self._decoder, self._group, self._tokenizer, self._limits = decoder, group, tokenizer, limits
+        self._waiting: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._free = list(range(limits.batch))[::-1]
+        self._running: dict[int, JobSequence] = {}  # by slot
+        self._plan = StepPlan()  # of the next step, as far as it is known
+        self._seconds = 1.0  # moving average of a completion's time
+
+    def submit(self, jobs: list[Job]) -> None:
+        """Take all of these jobs, or none: ApiError 429 if too many wait already, 503 if the server stops."""
+        with self._changed:
+            if self._closed:
+                raise _stopping()
+            waiting = sum(job.slots for job in self._waiting)
+            if waiting and waiting + sum(job.slots for job in jobs) > self._limits.waiting:
+                seconds = round(waiting / self._limits.batch * self._seconds)
+                message = f"{waiting} completions wait already; try again later"
+                raise ApiError(429, message, code="too_many_requests", retry=max(1, min(600, seconds)))
+            self._waiting.extend(jobs)
+            self._changed.notify()
+
+    def cancel(self, jobs: list[Job]) -> None:
+        """Free the slots of jobs whose client has left."""
+        with self._changed:
+            for job in jobs:
+                job.cancelled = True
+            self._changed.notify()
+
+    @property
+    def busy(self) -> tuple[int, int]:
+        """Numbers of completions that run and that wait."""
+        return len(self._running), sum(job.slots for job in list(self._waiting))
+
+    # ---- the computing thread
+
+    def run(self, stopping: Callable[[], bool]) -> None:
+        """Serve until `stopping`; then refuse new jobs, and finish the others while the grace lasts."""
+        while not stopping():
+            self._step()
+        with self._changed:
+            self._closed = True
+        end = time.monotonic() + self._limits.finish_seconds
+        while (self._running or self._waiting) and time.monotonic() < end:
+            self._step()
+        self._drop([*self._running_jobs(), *self._waiting], _stopping())
+        self._group.broadcast(StepPlan(stop=True))
+
+    def _step(self) -> None:
+        now = time.monotonic()
+        with self._changed:
+            known = [*self._running_jobs(), *self._waiting]
+        if late := [job for job in known if job.cancelled or now > job.deadline]:
+            self._drop(late, ApiError(504, f"not done within {self._limits.seconds:g} seconds", code="timeout"))
+        plan, started = self._plan, self._admit()
+        plan.started = [(slots, job.sample) for slots, job in started]
+        if not (plan.freed or plan.started or plan.tokens):
+            with self._changed:
+                if self._waiting or self._changed.wait(_BEAT):
+                    return
+        self._group.broadcast(plan)
+        self._plan = StepPlan()
+        for slot in plan.freed:
+            self._decoder.free(slot)
+        self._free += plan.freed[::-1]
+        for slots, job in started:
+            self._start(slots, job)
+        if plan.tokens:
+            try:
+                logits = self._decoder.step(plan.tokens)
+            except Exception as error:
+                self._failed(self._running_jobs(), error)
+                return
+            for slot, row in logits.items():
+                self._advance(slot, row)
+
+    def _admit(self) -> list[tuple[list[int], Job]]:
+        """Slots and the waiting jobs that they suffice for, in order of arrival."""
+        started = []
+        with self._changed:
+            while self._waiting and self._waiting[0].slots <= len(self._free):
+                job = self._waiting.popleft()
+                started.append(([self._free.pop() for _ in range(job.slots)], job))
+        return started
+
+    def _start(self, slots: list[int], job: Job) -> None:
+        for slot, number in zip(slots, job.completions, strict=True):
+            self._running[slot] = JobSequence(job, number, self._tokenizer)
+        try:
+            logits = self._decoder.start(slots, job.sample)
+        except UserError as error:  # every rank raises it
+            self._drop([job], ApiError(400, sentence(error), code="invalid_value"))
+        except Exception as error:
+            self._failed([job], error)
+        else:
+            for slot in slots:
+                self._advance(slot, logits)
+
+    def _advance(self, slot: int, logits: Tensor) -> None:
+        sequence = self._running[slot]
+        try:
+            token = sequence.advance(logits)
+        except Exception as error:  # NaN logits, for example; the other jobs go on
+            log.exception("a completion failed")
+            sequence.job.fail(_broken(error))
+            return
+        if token is None:
+            self._seconds = 0.9 * self._seconds + 0.1 * (time.monotonic() - sequence.started)
+            self._release(slot)
+        else:
+            self._plan.tokens[slot] = token
+
+    def _failed(self, jobs: list[Job], error: Exception) -> None:
+        """Drop the jobs of a failed forward (out of memory, for example). Other ranks may not have failed: then end."""
+        if self._group.size > 1:
+            raise error
+        log.exception("a forward failed")
+        self._drop(jobs, _broken(error))
+
+    def _running_jobs(self) -> list[Job]:
+        return list(dict.fromkeys(sequence.job for sequence in self._running.values()))
+
+    def _release(self, slot: int) -> None:
+        del self._running[slot]
+        self._plan.tokens.pop(slot, None)
+        self._plan.freed.append(slot)
+
+    def _drop(self, jobs: list[Job], why: ApiError) -> None:
+        """Stop jobs, and tell those who still wait for them."""
+        for slot in [slot for slot, sequence in self._running.items() if sequence.job in jobs]:
+            self._release(slot)
+        with self._changed:
+            self._waiting = deque(job for job in self._waiting if job not in jobs)
+        for job in jobs:
+            if not job.cancelled:
+                job.fail(why)
+
+
+def _stopping() -> ApiError:
+    return ApiError(503, "the server is stopping", code="stopping", retry=10)
+
+
+def _broken(error: Exception) -> ApiError:
+    return ApiError(500, f"the completion failed: {sentence(error)}", code="failed")

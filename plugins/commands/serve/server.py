@@ -1,0 +1,137 @@
+"""The server's processes: rank 0 serves HTTP and plans, the other ranks follow."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import socket
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from crosstrain.config.load import Config
+from crosstrain.distributed.launch.signals import StopRequest, exit_after_signal
+from crosstrain.engine.build import make_runner
+from crosstrain.engine.runner import Runner
+from crosstrain.inference.conversation import ChatSession
+from crosstrain.inference.decoder import Decoder
+from crosstrain.inference.encoding import Encoders
+from crosstrain.inference.open_checkpoint import load_model
+from crosstrain.utils.errors import UserError
+from crosstrain.utils.logging import log, set_up_logging
+from crosstrain.utils.trust import Trust
+
+from .limits import Limits
+from .scheduler import Scheduler, run_follower
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Options of a server."""
+
+    checkpoint: Path
+    name: str
+    host: str
+    port: int
+    key: str | None
+    trust: Trust = Trust.COMMANDS  # of the configuration
+    weights: str | None = None  # a callback's name for those that it kept; None: those that trained
+
+
+def serve_worker(plain: dict[str, Any], options: ServerOptions, limits: Limits, under_launcher: bool) -> int:
+    """Serve on this rank."""
+    stop = StopRequest(under_launcher)
+    exit_after_signal(limits.grace_seconds)
+    config = Config.from_plain(plain, trust=options.trust)
+    runner = make_runner(config)
+    runner.setup()
+    first = runner.world.rank == 0
+    set_up_logging(None, quiet=not first)
+    listener = listen(options) if first else None
+    load_model(config, runner, options.checkpoint, options.weights)
+    with runner.evaluating():
+        if listener is None:
+            run_follower(Decoder(runner, limits.batch), runner.new_group())
+        else:
+            run_server(config, runner, options, limits, listener, stop)
+    runner.close()
+    return 0
+
+
+def run_server(
+    config: Config, runner: Runner, options: ServerOptions, limits: Limits, listener: socket.socket, stop: StopRequest
+) -> None:
+    """Serve HTTP in another thread, and compute in this one, until a signal comes."""
+    import uvicorn
+
+    from .app import Web, is_loopback
+    from .chat_format import chat_format
+    from .connections import Connection
+    from .service import Service
+
+    group, encoders = runner.new_group(), Encoders(options.checkpoint)
+    tokenizer = encoders.tokenizer
+    session = ChatSession.possible(config, options.checkpoint, encoders)
+    chats = chat_format(tokenizer, session, encoders)
+    service = Service(options.name, runner.model, tokenizer, chats, encoders, limits)
+    scheduler = Scheduler(Decoder(runner, limits.batch), group, tokenizer, limits)
+    web = Web(service, scheduler, tokenizer, options.key, options.host)
+    allow_open_files(2 * limits.all_connections)
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # `Web` logs errors
+    settings = uvicorn.Config(
+        web.app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False,
+        http=partial(Connection, limits, {}),  # type: ignore[arg-type]
+        proxy_headers=False, backlog=2048, timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(limits.finish_seconds),
+    )  # fmt: skip
+    server = uvicorn.Server(settings)
+    with suppress(UserError):
+        encoders.encode("text", "")  # start a process, so that the first client does not wait for it
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
+    thread.start()
+    if not is_loopback(options.host) and options.key is None:
+        log.warning("warning: everybody who reaches %s may use this model; --api-key asks them for a key", options.host)
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    log.info(
+        "serving %s (%s) on http://%s:%d; chats are %s; Ctrl-C ends",
+        options.name, options.checkpoint, host, listener.getsockname()[1], chats.name,
+    )  # fmt: skip
+
+    def stopping() -> bool:
+        if stop and not server.should_exit:
+            log.info("stopping")
+            server.should_exit = True
+        return bool(stop) or not thread.is_alive()
+
+    scheduler.run(stopping)
+    web.close()
+    server.should_exit = True
+    thread.join(limits.grace_seconds + 5)
+    if not stop:
+        raise UserError("the HTTP server ended by itself")
+
+
+def listen(options: ServerOptions) -> socket.socket:
+    """A listening socket; UserError where the address cannot be used."""
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    try:
+        listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UserError(f"--host {options.host} --port {options.port}: cannot listen there ({reason})") from None
+    # Connections inherit this option, which asyncio does not set: without it, a text's beginning waits 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def allow_open_files(wanted: int) -> None:
+    """Raise the limit of open files and connections to `wanted`, or as far as allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        log.warning("warning: no more than %d connections are possible here; `ulimit -Hn` has to allow more", hard)
+        wanted = hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

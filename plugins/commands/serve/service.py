@@ -1,0 +1,146 @@
+"""From OpenAI's parameters to jobs, within the server's limits."""
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from crosstrain.inference.encoding import Encoders
+from crosstrain.inference.generation import Sampling, as_prompt, room_after
+from crosstrain.modeling.base import Model
+from crosstrain.utils.errors import UserError, sentence
+from crosstrain.utils.limited_process import LimitError, NoProcess, TooLate
+
+from .api_error import ApiError, wrong
+from .chat_format import ChatFormat, Prompt, conversation
+from .jobs import Event, Job
+from .limits import Limits
+from .requests import ChatRequest, CompletionRequest, TextPart, TextRequest
+
+_TOO_LONG = "context_length_exceeded"
+_LIMITS: dict[type, str] = {TooLate: "encoding_timeout", LimitError: "encoding_failed"}
+_USUAL_TOKENS = 16  # of a completion for which max_tokens is not given; OpenAI's number
+
+Deliver = Callable[[Event], None]
+
+
+@dataclass
+class RequestPlan:
+    """The jobs of a request, and what its response needs besides."""
+
+    jobs: list[Job] = field(default_factory=list)
+    prompt_tokens: int = 0
+    echoes: list[str] = field(default_factory=list)  # by choice: the text that comes before its own
+
+
+class Service:
+    """A model under a name. Its methods may be called in several threads; they raise ApiError."""
+
+    def __init__(
+        self, name: str, model: Model, tokenizer: Any, chat_format: ChatFormat, encoders: Encoders, limits: Limits
+    ) -> None:
+        self.name, self.model, self.limits, self.chat_format = name, model, limits, chat_format
+        self._tokenizer, self.encoders = tokenizer, encoders
+        self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # characters of a token, at least
+
+    def completion(self, request: CompletionRequest, deliver: Deliver) -> RequestPlan:
+        """The jobs of a completion request."""
+        self._check(request, len(request.prompts))
+        wanted = request.max_tokens
+        if wanted == 0 and not request.echo:
+            raise wrong("max_tokens", "0 gives nothing unless the prompt is asked for with echo")
+        plan = RequestPlan()
+        for given in request.prompts:
+            prompt = self._completion_prompt(given)
+            new = self._new_tokens(prompt, "prompt", wanted, "max_tokens")
+            new = min(new, _USUAL_TOKENS) if wanted is None else new
+            echo = (given if isinstance(given, str) else self._tokenizer.decode(given)) if request.echo else ""
+            score = bool(request.echo) and request.logprobs is not None
+            self._plan(plan, request, prompt, new, request.logprobs, deliver, score, echo)
+        return plan
+
+    def chat(self, request: ChatRequest, deliver: Deliver) -> RequestPlan:
+        """The jobs of a chat request."""
+        self._check(request, 1)
+        if request.top_logprobs is not None and not request.logprobs:
+            raise wrong("top_logprobs", "only with logprobs")
+        param = "max_completion_tokens" if request.max_tokens is None else "max_tokens"
+        wanted = getattr(request, param)
+        if request.max_completion_tokens not in (None, wanted):
+            raise wrong("max_tokens", "is the former name of max_completion_tokens; give one of them")
+        texts = [part.text for message in request.messages for part in message.parts if isinstance(part, TextPart)]
+        self._check_length("messages", sum(map(len, texts)))
+        messages, images = conversation(request.messages, self.chat_format.takes_images, self.limits)
+        with _blamed_on("messages"):
+            prompt = self.chat_format.make(messages, images)
+        new = self._new_tokens(prompt, "messages", wanted, param)
+        plan = RequestPlan()
+        self._plan(plan, request, prompt, new, (request.top_logprobs or 0) if request.logprobs else None, deliver)
+        return plan
+
+    def _check(self, request: TextRequest, prompts: int) -> None:
+        if request.model not in (None, self.name):
+            problem = f"there is no model {str(request.model)[:200]!r} here, only {self.name!r}"
+            raise ApiError(404, problem, "model", "model_not_found")
+        if (count := prompts * (request.n or 1)) > self.limits.waiting:
+            raise wrong("n", f"{count} completions; at most {self.limits.waiting} are taken")
+
+    def _completion_prompt(self, given: str | list[int]) -> Prompt:
+        size, end = self.model.vocab_size, self._tokenizer.eos_token_id
+        if isinstance(given, str):
+            self._check_length("prompt", len(given))
+            with _blamed_on("prompt"):
+                given = self.encoders.encode("text", given)
+        elif any(not 0 <= i < (size or i + 1) for i in given):
+            raise wrong("prompt", f"a token is not one of the model's, which are 0 to {(size or 0) - 1}")
+        return Prompt(as_prompt(given, end), [end])
+
+    def _check_length(self, param: str, characters: int) -> None:
+        """Refuse a text that has too many tokens in any case, without the time to count them."""
+        limit = self.model.max_length
+        if limit is not None and characters > limit * self._longest:
+            raise wrong(param, f"{characters} characters are more than the model's {limit} tokens", _TOO_LONG)
+
+    def _new_tokens(self, prompt: Prompt, param: str, wanted: int | None, wanted_param: str) -> int:
+        """Number of new tokens: `wanted`, or all that fit. ApiError where they do not fit after the prompt."""
+        with _blamed_on(param, _TOO_LONG):
+            room = room_after(self.model, prompt.sample, least=0 if wanted == 0 else 1)
+        if self.model.max_length is None:
+            room = self.limits.tokens
+        if wanted is not None and wanted > room:
+            problem = f"{wanted} new tokens do not fit after the prompt's {len(prompt.ids)}; at most {room} do"
+            raise wrong(wanted_param, problem, _TOO_LONG)
+        return room if wanted is None else wanted
+
+    def _plan(
+        self, plan: RequestPlan, request: TextRequest, prompt: Prompt, new: int, logprobs: int | None,
+        deliver: Deliver, score: bool = False, echo: str = "",
+    ) -> None:  # fmt: skip
+        """Add a prompt's completions, in jobs that fit into the batch."""
+        sampling = Sampling(
+            max(new, 1),
+            1.0 if request.temperature is None else request.temperature,
+            request.top_k or 0,
+            request.top_p or 1.0,
+            seed=secrets.randbits(63) if request.seed is None else request.seed,
+        )
+        deadline, stops = time.monotonic() + self.limits.seconds, (*prompt.stops, *request.stops)
+        n, size, first = request.n or 1, self.limits.batch, len(plan.echoes)
+        for start in range(0, n, size):
+            choices = {number: first + number for number in range(start, min(start + size, n))}
+            plan.jobs.append(Job(prompt, sampling, new, stops, logprobs, score, choices, deliver, deadline))
+        plan.prompt_tokens += len(prompt.ids)
+        plan.echoes += [echo] * n
+
+
+@contextmanager
+def _blamed_on(param: str, code: str = "invalid_value") -> Iterator[None]:
+    """Turn a UserError inside the block into an ApiError about a parameter."""
+    try:
+        yield
+    except NoProcess as error:
+        raise ApiError(503, str(error), param, "busy", retry=5) from None
+    except UserError as error:
+        raise wrong(param, sentence(error), _LIMITS.get(type(error), code)) from None

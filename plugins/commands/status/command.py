@@ -1,0 +1,58 @@
+"""`crosstrain status`: a line for each run below some folders."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+
+from crosstrain.cli.command import Command
+from crosstrain.config.registry import registry
+from crosstrain.utils.errors import UserError, printable
+from crosstrain.utils.storage import is_url
+from crosstrain.utils.units import finite, show_seconds
+
+from .status import Status, find_runs, status
+
+
+@registry.register_command("status")
+class StatusCommand(Command):
+    """List the runs below a folder: training or not, step, loss."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "folders",
+            nargs="*",
+            default=["output"],
+            metavar="FOLDER",
+            help="folders of runs, and what is below them (default: output)",
+        )
+        parser.add_argument("--json", action="store_true", help="print an object for each run, for scripts")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Print the table; returns the exit code. Raises UserError where there is no run."""
+        if url := next(filter(is_url, arguments.folders), None):
+            raise UserError(f"{url}: only local folders are searched; `crosstrain report` reads a run in a bucket")
+        found = list[Status]()
+        for folder in find_runs(arguments.folders):
+            try:
+                found.append(status(folder))
+            except OSError as error:
+                print(printable(f"note: {folder}: its log cannot be read ({error.strerror})"), file=sys.stderr)
+        if not found:
+            raise UserError(
+                f"there is no run in or below {', '.join(arguments.folders)}; name run.output_dir, or a folder above it"
+            )
+        if arguments.json:
+            print(*(json.dumps(finite(asdict(one))) for one in found), sep="\n")
+            return 0
+        rows = [("run", "state", "step", "loss", "saved", "logged", "last line of the log"), *map(_row, found)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            print(printable("  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip()))
+        return 0
+
+
+def _row(one: Status) -> tuple[str, ...]:
+    step = "-" if one.step is None else f"{one.step}/{one.max_iters}" if one.max_iters else str(one.step)
+    loss, saved = ("-" if value is None else f"{value:.7g}" for value in (one.loss, one.checkpoint))
+    return one.run, one.state, step, loss, saved, f"{show_seconds(one.silent_seconds)} ago", one.last_line[:100]

@@ -1,0 +1,49 @@
+"""`crosstrain verify`: accept a runner, by holding it to plain torch in every part of a run."""
+
+import argparse
+import json
+import os
+import shlex
+import sys
+
+from crosstrain.cli.command import Command
+from crosstrain.cli.flags import add_config, new_file, positive
+from crosstrain.config.registry import registry
+from crosstrain.utils.errors import UserError
+
+
+@registry.register_command("verify")
+class VerifyCommand(Command):
+    """Accept a runner: one page of checks against plain torch."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_config(parser, required=True)
+        parser.add_argument(
+            "--runners",
+            nargs="+",
+            default=[],
+            metavar="RUNNER[@N]",
+            help="runners or presets and their number of workers (default: the project's, and 2 unless "
+            "--nproc-per-node says another)",
+        )
+        parser.add_argument("--steps", type=positive, default=3, metavar="K", help="steps of a training (default: 3)")
+        parser.add_argument("--output", type=new_file, metavar="FILE", help="write the page, and JSON beside it")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Verify the runners; returns 0 if each passed every check, and raises UserError if one did not."""
+        # Workers give memory back to the system that they have freed; their peak is what they need, then (glibc).
+        os.environ |= dict.fromkeys(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"), "65536")
+        from .verify import Check, page, verify
+
+        a, checks = arguments, dict[str, list[Check]]()
+        for label, row in verify(a.cfg_path, a.runners, a.options, a.nproc_per_node or 2, a.steps):
+            checks.setdefault(label, []).append(row)
+            print(f"{label}: {': '.join(row)}", flush=True)
+        text = page(checks, shlex.join(["crosstrain", *sys.argv[1:]]))
+        print(f"\n{text}", end="")
+        if a.output:
+            a.output.write_text(text, encoding="utf-8")
+            a.output.with_suffix(".json").write_text(json.dumps(checks, indent=1) + "\n", encoding="utf-8")
+        if failed := [label for label, rows in checks.items() if any(result == "no" for _, result, _ in rows)]:
+            raise UserError(f"{len(failed)} of {len(checks)} not verified: {', '.join(failed)}")
+        return 0

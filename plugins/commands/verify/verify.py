@@ -1,0 +1,177 @@
+"""Accept a runner: hold it to plain torch in every part of a run, and write a page of what was found."""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from crosstrain import __version__
+from crosstrain.checkpoint.export import export
+from crosstrain.checkpoint.folders import find_checkpoint
+from crosstrain.checkpoint.weights import PretrainedWeights
+from crosstrain.config.load import Config, ProjectLike, load_config
+from crosstrain.config.run_options import DEFAULT_RUNNER
+from crosstrain.config.schema import to_plain
+from crosstrain.config.sources import Overrides
+from crosstrain.distributed.launch.worker_errors import WorkerFailure
+from crosstrain.engine.build import model_on_meta
+from crosstrain.training.preflight import preflight
+from crosstrain.utils.errors import UserError, sentence
+from crosstrain.utils.processes import main_hidden
+
+from ..compare.compare import Race, make_contestants, refusal
+from ..compare.diagnosis import diagnose
+from ..compare.tolerance import Record, Tolerance, difference, number_difference
+from ..compare.worker import measure_worker
+from ..plan.estimate import Project
+from ..plan.fit import needs
+
+_REFERENCE = f"{DEFAULT_RUNNER}@1"
+_PAIRS, _TIMED = 3, 5  # timed starts of the runner and of the reference's, and steps of each
+
+Check = tuple[str, str, str]  # name; yes, no, measured or not tried; what was found, or the reason not to try
+
+
+def page(checks: Mapping[str, Sequence[Check]], command: str) -> str:
+    """The checks of each runner in Markdown, and the command that made them."""
+    lines = ["# Verified runners", "", f"By Crosstrain {__version__}, with torch {torch.__version__}: `{command}`"]
+    for label, rows in checks.items():
+        verdict = "**not verified**" if any(result == "no" for _, result, _ in rows) else "verified"
+        lines += ["", f"## {label}: {verdict}", "", "| check | result | found |", "|---|---|---|"]
+        for name, result, found in rows:
+            lines.append(f"| {name} | {'**no**' if result == 'no' else result} | {found.replace('|', '&#124;')} |")
+    return "\n".join(lines) + "\n"
+
+
+def verify(
+    project: ProjectLike, runners: Sequence[str], options: Overrides, nproc_per_node: int, steps: int
+) -> Iterator[tuple[str, Check]]:
+    """Hold runners such as zero2@4 to plain torch in one process, in every part of a run; yields labels and findings.
+
+    A runner without a number of workers gets `nproc_per_node`; no runner is the project's own. Raises UserError for a
+    project that one process cannot train.
+    """
+    own = load_config(project, options).run.runner
+    given = {f.name: value for f in fields(own.options) if (value := getattr(own.options, f.name)) != f.default}
+    named = [*runners] or [json.dumps({"name": own.name} | to_plain(given)) if given else own.name]
+    with tempfile.TemporaryDirectory(prefix="crosstrain-verify-") as folder, main_hidden():
+        first, *others = make_contestants(project, options, [_REFERENCE, *named], nproc_per_node, Path(folder))
+        race = Race(Path(folder), steps, deep=True)
+        reference = race.begin(*first)
+        for label, size, config in others:
+            began = time.monotonic()
+            yield from ((label, row) for row in _Acceptance(race, first[2], *reference, label, size, config).checks())
+            yield label, ("time", "measured", f"{time.monotonic() - began:.0f} s for these checks")
+
+
+@dataclass
+class _Acceptance:
+    """The checks of a runner against the recorded reference."""
+
+    race: Race
+    plain: Config  # the reference's
+    reference: Record
+    tolerance: Tolerance
+    label: str
+    size: int
+    config: Config
+
+    def checks(self) -> Iterator[Check]:
+        """Yield the rows, in the order of a run; none behind a training that differs, which makes them moot."""
+        other = next((n for n in (2 * self.size, self.size // 2) if not refusal(self.config, n)), 2 * self.size)
+        rows: dict[str, Callable[[], tuple[str, str]]] = {
+            "trains alike": self._train,
+            "evaluates alike": self._evaluate,
+            "saves its state": self._save,
+            "resumes itself": partial(self._resume, self.size, self.config, self.config),
+            f"resumes {_REFERENCE}": partial(self._resume, self.size, self.config, self.plain),
+            f"{_REFERENCE} resumes it": partial(self._resume, 1, self.plain, self.config),
+            f"resumes on {other} rank{'s' * (other > 1)}": partial(self._resume, other, self.config, self.config),
+            "exports right": self._export,
+            f"speed against {DEFAULT_RUNNER}@{self.size}": self._time,
+            "memory against plan": self._weigh,
+            "the rest": self._rest,
+        }
+        for name, run in rows.items():
+            try:
+                result, found = run()
+            except (UserError, WorkerFailure) as error:
+                result, found = "no", f"it fails: {str(error).strip().splitlines()[-1]}"
+            yield name, result, sentence(found)
+            if name == "trains alike" and result == "no":
+                return
+
+    def _within(self, record: Record) -> str:
+        off = max(number_difference(record, self.reference, key) for key in ("loss", "grad_norm"))
+        within = f"losses and norms within {off:.0e} (up to {self.tolerance.numbers:.0e} is rounding)"
+        return f"{len(record['rows'])} steps, {within}"
+
+    def _train(self) -> tuple[str, str]:
+        self.record = self.race.record(self.label, self.size, self.config, "contestant")
+        trained = self.record | {"plain_loss": self.reference["plain_loss"], "later_loss": None}
+        self.finding = diagnose(trained, self.reference, self.tolerance)
+        if self.finding and self.finding.phase not in ("checkpoint", "export"):
+            return "no", self.finding.sentence
+        return "yes", self._within(self.record)
+
+    def _evaluate(self) -> tuple[str, str]:
+        here, there = ([of["plain_loss"], of["later_loss"]] for of in (self.record, self.reference))
+        if max(map(difference, here, there)) <= self.tolerance.numbers:
+            return "yes", f"loss {here[0]:.7g} before training, {here[1]:.7g} after it"
+        return "no", f"losses {here[0]:.7g} and {here[1]:.7g}, where {there[0]:.7g} and {there[1]:.7g} are right"
+
+    def _save(self) -> tuple[str, str]:
+        if self.finding:
+            return "no", self.finding.sentence
+        return "yes", "every tensor bit by bit, and the files beside them"
+
+    def _resume(self, size: int, config: Config, earlier: Config) -> tuple[str, str]:
+        """Go on from an earlier run's checkpoint, held to the reference, which never stopped."""
+        if why := refusal(config, size):
+            return "not tried", str(why)
+        record = self.race.record(self.label, size, config, "contestant", earlier.run.output_dir, resumed=True)
+        finding = diagnose(record, self.reference, self.tolerance, resumed=True)
+        return ("no", finding.sentence) if finding else ("yes", f"the state bit by bit, then {self._within(record)}")
+
+    def _export(self) -> tuple[str, str]:
+        """Export the checkpoint, and have plain torch open it as any published model, in another process."""
+        folder, model = tempfile.mkdtemp(dir=self.race.scratch), model_on_meta(self.config)
+        checkpoint, sources = find_checkpoint(Path(self.config.run.output_dir)), PretrainedWeights.of(model)
+        export(checkpoint, Path(folder), None, 1 << 62, lambda _: None, sources, model.merges())
+        plain = self.plain.plain
+        if "pretrained" not in plain["model"]:
+            return "not tried", f"{plain['model']['arch']} has no option `pretrained`, to open it with"
+        plain["model"] |= {"pretrained": folder, "adapter": None}
+        opened = Config.from_plain(plain)
+        read = self.race.record(f"{self.label} read", 1, opened, "contestant", f"{folder}_read")["plain_loss"]
+        found = f"loss {read:.7g} where it is opened, {self.record['later_loss']:.7g} where it was trained"
+        return "yes" if difference(read, self.record["later_loss"]) <= self.tolerance.numbers else "no", found
+
+    def _time(self) -> tuple[str, str]:
+        if why := refusal(self.plain, self.size):
+            return "not tried", str(why)
+        sides = self.config.plain, self.plain.plain
+        pairs = [[self.race.start(measure_worker, self.size, one, _TIMED) for one in sides] for _ in range(_PAIRS)]
+        ratios = sorted(mine["step_ms"] / theirs["step_ms"] for mine, theirs in pairs)
+        found = f"a step takes {statistics.median(ratios):.2f} times as long ({ratios[0]:.2f} to {ratios[-1]:.2f}"
+        return "measured", f"{found}, in {_PAIRS} pairs of starts)"
+
+    def _weigh(self) -> tuple[str, str]:
+        peak = self.race.start(measure_worker, self.size, self.config.plain, 1)["memory_mb"]
+        ready = preflight(self.config, self.size)
+        project = Project(self.config, ready.model, ready.sample)
+        plan = needs(project.estimate(self.config, self.size), project.device) / 2**20
+        return "measured", f"{peak:.0f} MiB on the fullest rank, some tens the process's own; {plan:.0f} MiB planned"
+
+    def _rest(self) -> tuple[str, str]:
+        rest = ["several machines", f"precisions other than {self.plain.run.amp.dtype}", "later steps"]
+        rest += ["GPUs"] * (self.plain.run.device == "cpu" or not torch.cuda.is_available())
+        rest += ["dropout, as nothing here is random"] * (not self.tolerance.random(self.reference))
+        rest += ["gradient accumulation, as a rank has one micro batch"] * (self.record["accumulation"] == 1)
+        return "not tried", "; ".join(rest)
