@@ -23,9 +23,10 @@ from common import ROOT, Result, ratio, rounds, standard_library, table
 
 sys.path.insert(0, str(ROOT / "platform"))
 
-from crosstrain.corpus.options import DedupOptions, NearOptions, PrepareOptions
-from crosstrain.corpus.pool import cores
-from crosstrain.corpus.prepare import prepare
+from crosstrain_plugins.builtin.commands.prepare.options import DedupOptions, NearOptions, PrepareOptions
+from crosstrain_plugins.builtin.commands.prepare.pool import cores
+from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
+
 from crosstrain.data.indexed_dataset import TokenFile, TokenWriter, best_dtype
 from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
 
@@ -117,9 +118,9 @@ def tokenize(folder: Path, count: int) -> None:
 
 def our_near(folder: Path) -> Result:
     """From texts in memory to marks, through the files that are in between."""
-    from crosstrain.corpus.dedup import find_duplicates
-    from crosstrain.corpus.pool import WorkerPool
-    from crosstrain.corpus.shards import CorpusShard
+    from crosstrain_plugins.builtin.commands.prepare.dedup import find_duplicates
+    from crosstrain_plugins.builtin.commands.prepare.pool import WorkerPool
+    from crosstrain_plugins.builtin.commands.prepare.shards import CorpusShard
 
     texts = read_corpus(folder)
     with tempfile.TemporaryDirectory(dir=folder) as name:

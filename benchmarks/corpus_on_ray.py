@@ -19,10 +19,9 @@ os.environ |= {
 }  # fmt: skip
 
 import ray
+from crosstrain_plugins.builtin.commands.prepare.options import DedupOptions, NearOptions, PrepareOptions
+from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
 from ray.cluster_utils import Cluster
-
-from crosstrain.corpus.options import DedupOptions, NearOptions, PrepareOptions
-from crosstrain.corpus.prepare import prepare
 
 
 def main() -> None:

@@ -19,8 +19,9 @@ from common import ROOT, ratio, rounds, standard_library, table
 
 sys.path.insert(0, str(ROOT / "platform"))
 
-from crosstrain.corpus.options import PrepareOptions
-from crosstrain.corpus.prepare import prepare
+from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
+from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
+
 from crosstrain.data.indexed_dataset import TokenWriter, best_dtype
 from crosstrain.data.shuffle import sample_index
 from crosstrain.data.tokenizer import load_tokenizer, train_bpe

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+import crosstrain.config.registry  # noqa: F401 - finds the modules of plugins
+
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
@@ -77,8 +79,8 @@ def _logging() -> None:
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared dataset with its own tokenizer of 320 ids."""
-    from crosstrain.corpus.options import PrepareOptions
-    from crosstrain.corpus.prepare import prepare
+    from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
+    from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
 
     folder = tmp_path_factory.mktemp("data")
     text = write_text(folder / "text.jsonl")

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from crosstrain_plugins.builtin.commands.prepare import reader, sources
+
 from crosstrain.config.schema import Component
-from crosstrain.corpus import reader, sources
 
 
 def documents(given: sources.Input, **settings: Any) -> Iterator[reader.Document]:

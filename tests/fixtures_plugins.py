@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from crosstrain_plugins.builtin.commands.migrate.foreign_keys import origins
 
-from crosstrain.config.foreign_keys import origins
 from crosstrain.config.registry import ENVIRONMENT, PACKAGE, Registry, registry
 from crosstrain.utils import paths
 

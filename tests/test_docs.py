@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 import yaml
+from crosstrain_plugins.builtin.commands.prepare.command import _read_recipe
 
 from conftest import ENVIRONMENT, ROOT, Workspace
 from crosstrain.cli.main import parse
-from crosstrain.cli.prepare import _read_recipe
 from crosstrain.config.load import load_config
 from crosstrain.utils.errors import UserError
 from fixtures_docs import Block, blocks, commands, is_plugin

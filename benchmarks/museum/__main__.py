@@ -81,8 +81,8 @@ def exhibits() -> list[Exhibit]:
 
 def write_projects(folder: Path) -> dict[str, Path]:
     """A project file for each kind of model and data, with text and conversations in which there is much to learn."""
-    from crosstrain.corpus.options import PrepareOptions
-    from crosstrain.corpus.prepare import prepare
+    from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
+    from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
 
     rng = random.Random(0)
     follow = {word: rng.sample(WORDS, 3) for word in WORDS}

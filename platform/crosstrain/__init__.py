@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-if TYPE_CHECKING:  # the same names for mypy and editors
+if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters are part of `crosstrain prepare`
+    from crosstrain_plugins.builtin.commands.prepare.filter import Dropped, Filter
+    from crosstrain_plugins.builtin.commands.prepare.reader import Chunk, Document, FileReader, Reader, Task
+
     from crosstrain.api.evaluate import evaluate
     from crosstrain.api.model import OpenModel, open
     from crosstrain.api.run import Run
@@ -46,8 +49,6 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     from crosstrain.config.registry import registry
     from crosstrain.config.run_options import RunOptions
     from crosstrain.config.schema import Component, NoOptions, OptionError
-    from crosstrain.corpus.filter import Dropped, Filter
-    from crosstrain.corpus.reader import Chunk, Document, FileReader, Reader, Task
     from crosstrain.data.dataset import SPLITS, Dataset, ReadContext, Split, of_split
     from crosstrain.data.loader import MicroBatch, Step
     from crosstrain.data.sample_view import SampleView
@@ -100,7 +101,7 @@ __version__ = "0.1.0"
 _HOMES = {  # from the imports above, so that mypy, editors and Python read the same list
     alias.name: node.module
     for node in ast.walk(ast.parse(Path(__file__).read_bytes()))
-    if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("crosstrain.")
+    if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(("crosstrain.", "crosstrain_plugins."))
     for alias in node.names
 }
 __all__ = sorted(_HOMES)
@@ -108,6 +109,7 @@ __all__ = sorted(_HOMES)
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
+        import_module("crosstrain.config.registry")  # finds the modules of plugins
         return getattr(import_module(_HOMES[name]), name)
     function = import_module("crosstrain.cli.command").python_function(name) if not name.startswith("_") else None
     if function is None:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from crosstrain import IMAGE, DataError, SampleError
-from crosstrain.corpus.io import opened
 from crosstrain.data.row_audit import RowAudit
 from crosstrain.data.vision.image import LARGEST_IMAGE
 from crosstrain.utils.errors import os_errors_as
 from crosstrain.utils.files import read_regular
+
+from ..commands.prepare.io import opened
 
 _MOST_BYTES = 1 << 32
 _ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")

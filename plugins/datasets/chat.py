@@ -24,10 +24,11 @@ from crosstrain import (
     of_split,
     registry,
 )
-from crosstrain.corpus.chat import ChatSource, check_inputs, prepare_chat, row_audit
 from crosstrain.data.indexed_dataset import TokenFile
 from crosstrain.data.packing import pack
 from crosstrain.data.tokenizer import load_cached
+
+from ..commands.prepare.chat import ChatSource, check_inputs, prepare_chat, row_audit
 
 
 @dataclass

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from crosstrain import IGNORE_INDEX, Batch, DataError, Sample, Split, registry
-from crosstrain.corpus.chat import ChatSource
 
+from ..commands.prepare.chat import ChatSource
 from .chat import ConversationDataset, ConversationOptions, padded_rows
 
 

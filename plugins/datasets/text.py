@@ -25,12 +25,13 @@ from crosstrain import (
     of_split,
     registry,
 )
-from crosstrain.corpus.options import PrepareOptions
-from crosstrain.corpus.prepare import prepare
-from crosstrain.corpus.sources import sources
 from crosstrain.data.indexed_dataset import TokenFile
 from crosstrain.data.prepared import Summary, locate
 from crosstrain.data.tokenizer import TextTokenizer, cached_folder, load_gpt2, load_tokenizer
+
+from ..commands.prepare.options import PrepareOptions
+from ..commands.prepare.prepare import prepare
+from ..commands.prepare.sources import sources
 
 _BASELINE_TOKENS = 20_000_000  # plenty for word frequencies, seconds to count
 _COUNT_AT_ONCE = 1 << 20

@@ -17,8 +17,8 @@ from typing import Annotated
 from annotated_types import Interval
 
 from crosstrain import PositiveInt, Text
-from crosstrain.corpus.download import AGENT
 
+from ..commands.prepare.download import AGENT
 from .web_page import TYPES
 
 _LONGEST_WAIT = 120.0  # seconds, whatever a server asks for

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from crosstrain import Chunk, Document, registry
-from crosstrain.corpus.json_rows import entries, parsed
-from crosstrain.corpus.reader import ColumnReader, row_document, split_file
+
+from ..commands.prepare.json_rows import entries, parsed
+from ..commands.prepare.reader import ColumnReader, row_document, split_file
 
 
 @registry.register_reader("jsonl")

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from crosstrain import Chunk, DataError, Document, FilePath, Reader, Task, Text, registry
-from crosstrain.corpus import io
-from crosstrain.corpus.reader import ColumnReader, check_column, row_document
+
+from ..commands.prepare import io
+from ..commands.prepare.reader import ColumnReader, check_column, row_document
 
 _ROWS = 4096  # of a saved dataset in a task
 csv.field_size_limit(1 << 28)  # characters of a value; a quotation mark that never closes takes the rest of the file

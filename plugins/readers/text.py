@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from crosstrain import Chunk, Document, FileReader, Text, registry
-from crosstrain.corpus.reader import split_file
+
+from ..commands.prepare.reader import split_file
 
 
 @registry.register_reader("text")

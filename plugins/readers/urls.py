@@ -12,8 +12,8 @@ from urllib.parse import urldefrag, urlsplit
 from tqdm import tqdm
 
 from crosstrain import DataError, Document, Reader, Task, registry, require
-from crosstrain.corpus.io import existing, files_below, opened, pieces
 
+from ..commands.prepare.io import existing, files_below, opened, pieces
 from .crawl import CrawlOptions, PageStore, crawl
 from .web_page import page_document
 

@@ -8,7 +8,8 @@ from io import StringIO
 from typing import Any
 
 from crosstrain import Chunk, DataError, Document, FileReader, registry, require
-from crosstrain.corpus import io
+
+from ..commands.prepare import io
 
 TYPES = ("text/html", "application/xhtml+xml", "text/plain")  # of pages with a text
 _CHARSET = re.compile(rb"""(?:charset|encoding)\s*=\s*["']?\s*([\w:.-]+)""", re.IGNORECASE)

@@ -12,9 +12,10 @@ from xml.etree import ElementTree
 import yaml
 
 from crosstrain import Chunk, DataError, Document, FileReader, registry, require
-from crosstrain.corpus import io
-from crosstrain.corpus.reader import line_number, split_file
 from crosstrain.utils import paths
+
+from ..commands.prepare import io
+from ..commands.prepare.reader import line_number, split_file
 
 _END = b"</page>"
 _SITE = 1 << 16  # bytes at the beginning of a dump that describe the wiki

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crosstrain_plugins.builtin.commands.migrate.foreign_files import read_foreign
+from crosstrain_plugins.builtin.commands.migrate.literals import value_of
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from conftest import ENVIRONMENT
 from crosstrain.cli.main import main
-from crosstrain.config.foreign_files import read_foreign
-from crosstrain.config.literals import value_of
 from crosstrain.utils.errors import ConfigError, UserError
 
 SCRIPTS = sorted((Path(__file__).parent / "launch_scripts").glob("*.sh"))
@@ -386,7 +386,8 @@ def test_a_file_that_names_itself_is_read_once(
 def test_a_migration_ends_in_time(tmp_path: Path) -> None:
     (tmp_path / "a.sh").write_text("A=1\n" * 9000 + "python t.py --learning_rate 1\n")
     code = (
-        "import crosstrain.cli.migrate as verb, crosstrain.cli.main as main; verb._SECONDS = 0.05; "
+        "import crosstrain.cli.main as main; import crosstrain_plugins.builtin.commands.migrate.command as verb; "
+        "verb._SECONDS = 0.05; "
         "raise SystemExit(main.main(['migrate', 'a.sh', '--from', 'transformers']))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)

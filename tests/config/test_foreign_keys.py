@@ -10,9 +10,9 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import yaml
+from crosstrain_plugins.builtin.commands.migrate.foreign_keys import NONE, UNNEEDED, foreign_hint, origins
 
 from conftest import ROOT
-from crosstrain.config.foreign_keys import NONE, UNNEEDED, foreign_hint, origins
 from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import RunOptions

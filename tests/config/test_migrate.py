@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import yaml
+from crosstrain_plugins.builtin.commands.migrate.foreign_files import read_foreign
+from crosstrain_plugins.builtin.commands.migrate.foreign_keys import origins
+from crosstrain_plugins.builtin.commands.migrate.migration import looks_like, migrate
 
 from conftest import ENVIRONMENT, ROOT, Workspace
 from crosstrain.cli.main import main
-from crosstrain.config.foreign_files import read_foreign
-from crosstrain.config.foreign_keys import origins
 from crosstrain.config.load import Config, load_config
-from crosstrain.config.migration import looks_like, migrate
 from crosstrain.config.registry import registry
 from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.modeling.meta_init import parameters_on_meta

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from crosstrain_plugins.builtin.commands.migrate.foreign_keys import foreign_hint, origins
+from crosstrain_plugins.builtin.commands.migrate.migration import migrate
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conftest import ENVIRONMENT, ROOT, Workspace
 from crosstrain.cli.main import main
-from crosstrain.config.foreign_keys import foreign_hint, origins
 from crosstrain.config.load import load_config
-from crosstrain.config.migration import migrate
 from crosstrain.config.registry import registry
 from crosstrain.modeling.meta_init import parameters_on_meta
 from crosstrain.utils.errors import ConfigError

@@ -17,17 +17,17 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from backports import zstd
+from crosstrain_plugins.builtin.commands.prepare import io as corpus_io
+from crosstrain_plugins.builtin.commands.prepare.conversation_files import rows
+from crosstrain_plugins.builtin.commands.prepare.minhash import shingles
+from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
+from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
 
 from crosstrain.config.schema import Component
-from crosstrain.corpus import io as corpus_io
-from crosstrain.corpus.conversation_files import rows
-from crosstrain.corpus.minhash import shingles
-from crosstrain.corpus.options import PrepareOptions
-from crosstrain.corpus.prepare import prepare
 from crosstrain.utils.errors import DataError
 from fixtures_corpus import documents, read
 

@@ -10,16 +10,16 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from crosstrain_plugins.builtin.commands.prepare import dedup, minhash
+from crosstrain_plugins.builtin.commands.prepare.dedup import Duplicates, ExternalSort, find_duplicates
+from crosstrain_plugins.builtin.commands.prepare.minhash import jaccard, shingles
+from crosstrain_plugins.builtin.commands.prepare.options import DedupOptions, NearOptions
+from crosstrain_plugins.builtin.commands.prepare.pool import WorkerPool
+from crosstrain_plugins.builtin.commands.prepare.shards import CorpusShard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import ENVIRONMENT, ROOT
-from crosstrain.corpus import dedup, minhash
-from crosstrain.corpus.dedup import Duplicates, ExternalSort, find_duplicates
-from crosstrain.corpus.minhash import jaccard, shingles
-from crosstrain.corpus.options import DedupOptions, NearOptions
-from crosstrain.corpus.pool import WorkerPool
-from crosstrain.corpus.shards import CorpusShard
 
 WORDS = [f"{a}{b}" for a in "bcdfghjklm" for b in ("an", "er", "is", "ot", "ul", "ay", "ee", "on", "im", "up")]
 
@@ -154,15 +154,15 @@ import resource, sys
 from pathlib import Path
 sys.path[:0] = sys.argv[3:]
 from test_dedup import search, planted
-from crosstrain.corpus import dedup
-from crosstrain.corpus.options import DedupOptions, NearOptions
+from crosstrain_plugins.builtin.commands.prepare import dedup
+from crosstrain_plugins.builtin.commands.prepare.options import DedupOptions, NearOptions
 dedup.SORTED_BYTES = 1 << 20
 texts, _ = planted(40)
 search(Path(sys.argv[1]) / "warm", texts, DedupOptions(near=NearOptions()))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 from test_dedup import write_many
-from crosstrain.corpus.dedup import find_duplicates
-from crosstrain.corpus.pool import WorkerPool
+from crosstrain_plugins.builtin.commands.prepare.dedup import find_duplicates
+from crosstrain_plugins.builtin.commands.prepare.pool import WorkerPool
 shards = write_many(Path(sys.argv[1]) / "texts", int(sys.argv[2]))
 with WorkerPool(1) as pool:
     find_duplicates(DedupOptions(near=NearOptions()), shards, Path(sys.argv[1]), pool, lambda count: None)

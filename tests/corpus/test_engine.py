@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crosstrain_plugins.builtin.commands.prepare import fast_bpe as module
+from crosstrain_plugins.builtin.commands.prepare.fast_bpe import FastEncoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
 from conftest import TEXTS
-from crosstrain.corpus import fast_bpe as module
-from crosstrain.corpus.fast_bpe import FastEncoder
 from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe
 
 CORPUS = [

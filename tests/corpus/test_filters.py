@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crosstrain_plugins.builtin.commands.prepare.filter import Dropped, Filter, make_filters
+from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
 
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Checker, OptionError
-from crosstrain.corpus.filter import Dropped, Filter, make_filters
-from crosstrain.corpus.options import PrepareOptions
 from crosstrain.utils.errors import ConfigError
 
 PROSE = "The town was founded long ago by fishermen. Later came traders, and after them the railway and a school."

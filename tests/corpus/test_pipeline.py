@@ -16,15 +16,15 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
+from crosstrain_plugins.builtin.commands.prepare import reader
+from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
+from crosstrain_plugins.builtin.commands.prepare.pool import CorpusStage
+from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
+from crosstrain_plugins.builtin.commands.prepare.stages import FilterStage
 
 from conftest import ENVIRONMENT, ROOT, TEXTS, json_lines
 from crosstrain.cli.main import main
 from crosstrain.config.schema import Checker
-from crosstrain.corpus import reader
-from crosstrain.corpus.options import PrepareOptions
-from crosstrain.corpus.pool import CorpusStage
-from crosstrain.corpus.prepare import prepare
-from crosstrain.corpus.stages import FilterStage
 from crosstrain.data.indexed_dataset import TokenFile
 from crosstrain.data.prepared import Summary
 from crosstrain.utils.errors import DataError
@@ -214,7 +214,7 @@ def test_a_full_disk_is_named_and_what_is_finished_stays(corpus: Path, tmp_path:
 _LIMITED = """
 import resource, sys
 from pathlib import Path
-from crosstrain.corpus import reader
+from crosstrain_plugins.builtin.commands.prepare import reader
 from crosstrain.utils.errors import DataError
 from test_pipeline import prepare, recipe_options
 reader.TASK_BYTES = 4000
@@ -270,7 +270,8 @@ def test_a_part_without_documents_and_different_tokenizers_are_refused(
 
 def test_workers_end_with_the_one_that_leads(tmp_path: Path) -> None:
     program = (
-        "import os, sys, time\nfrom test_pipeline import Sleep\nfrom crosstrain.corpus.pool import WorkerPool\n"
+        "import os, sys, time\nimport crosstrain.config.registry\n"
+        "from test_pipeline import Sleep\nfrom crosstrain_plugins.builtin.commands.prepare.pool import WorkerPool\n"
         "if __name__ == '__main__':\n"
         "    with WorkerPool(2) as pool:\n"
         "        for pid in pool.run(Sleep(), [0, 0, 0, 0, 60, 60]):\n"

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from crosstrain_plugins.builtin.commands.prepare import pipeline, shards
+from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
+from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
 from filelock import FileLock
 
 from conftest import TEXTS, json_lines
 from crosstrain.config.schema import OptionError
-from crosstrain.corpus import pipeline, shards
-from crosstrain.corpus.options import PrepareOptions
-from crosstrain.corpus.prepare import prepare
 from crosstrain.data.indexed_dataset import TokenFile
 from crosstrain.data.prepared import Summary
 from crosstrain.data.tokenizer import load_tokenizer

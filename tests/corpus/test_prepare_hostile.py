@@ -15,13 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
+from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crosstrain.cli import main
 from crosstrain.config.schema import OptionError
-from crosstrain.corpus.options import PrepareOptions
-from crosstrain.corpus.prepare import prepare
 from crosstrain.data.indexed_dataset import TokenFile
 from crosstrain.data.tokenizer import train_bpe
 from crosstrain.utils.errors import DataError, UserError, sentence

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crosstrain_plugins.builtin.commands.prepare.options import DedupOptions, NearOptions, PrepareOptions
+from crosstrain_plugins.builtin.commands.prepare.pool import CorpusStage
+from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
 
 from conftest import ENVIRONMENT, ROOT, json_lines
-from crosstrain.corpus.options import DedupOptions, NearOptions, PrepareOptions
-from crosstrain.corpus.pool import CorpusStage
-from crosstrain.corpus.prepare import prepare
 from crosstrain.utils.errors import UserError
 
 pytestmark = pytest.mark.slow
@@ -86,10 +86,9 @@ def workers() -> Iterator[int]:
 
 def losses(folder: Path) -> dict[str, Any]:
     import ray
+    from crosstrain_plugins.builtin.commands.prepare import dedup, reader
+    from crosstrain_plugins.builtin.commands.prepare.ray_pool import RayPool
     from ray.cluster_utils import Cluster
-
-    from crosstrain.corpus import dedup, reader
-    from crosstrain.corpus.ray_pool import RayPool
 
     reader.TASK_BYTES, dedup._PAIRS = 50_000, 100  # many items of each stage
     options = corpus(folder)
@@ -140,9 +139,8 @@ def losses(folder: Path) -> dict[str, Any]:
 
 def mistakes(folder: Path) -> dict[str, Any]:
     import ray
+    from crosstrain_plugins.builtin.commands.prepare.ray_pool import RayPool
     from test_ray import Poison  # by a name that workers can import
-
-    from crosstrain.corpus.ray_pool import RayPool
 
     seen: dict[str, Any] = {}
 

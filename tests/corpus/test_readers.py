@@ -15,12 +15,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from backports import zstd
+from crosstrain_plugins.builtin.commands.prepare import reader
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from conftest import TEXTS, json_lines
 from crosstrain.config.schema import Component
-from crosstrain.corpus import reader
 from crosstrain.utils.errors import DataError
 from fixtures_corpus import documents, read
 from fixtures_web import PAGE

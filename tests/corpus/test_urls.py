@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crosstrain_plugins.builtin.commands.prepare.download import download
+from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
+from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
+from crosstrain_plugins.builtin.commands.prepare.reader import Reader
+from crosstrain_plugins.builtin.commands.prepare.sources import InputSource
 
 from crosstrain.config.schema import Checker
-from crosstrain.corpus.download import download
-from crosstrain.corpus.options import PrepareOptions
-from crosstrain.corpus.prepare import prepare
-from crosstrain.corpus.reader import Reader
-from crosstrain.corpus.sources import InputSource
 from crosstrain.data.prepared import Summary
 from crosstrain.utils.errors import ConfigError, DataError
 from fixtures_web import Server, server

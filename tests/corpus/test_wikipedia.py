@@ -6,8 +6,8 @@ from html import escape
 from pathlib import Path
 
 import pytest
+from crosstrain_plugins.builtin.commands.prepare import reader, sources
 
-from crosstrain.corpus import reader, sources
 from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils.errors import DataError
 from fixtures_corpus import documents, read

@@ -13,12 +13,12 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from crosstrain_plugins.builtin.commands.prepare.conversation_files import rows
+from crosstrain_plugins.builtin.commands.prepare.conversations import conversations
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from crosstrain.config.registry import registry
-from crosstrain.corpus.conversation_files import rows
-from crosstrain.corpus.conversations import conversations
 from crosstrain.data.chat_template import ChatError
 from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils.errors import DataError

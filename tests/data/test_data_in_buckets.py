@@ -13,15 +13,15 @@ import fsspec
 import numpy as np
 import pyarrow
 import pytest
+from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
+from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
+from crosstrain_plugins.builtin.commands.prepare.tools import inspect, merge
 from pyarrow import parquet
 
 from conftest import Workspace, json_lines
 from crosstrain.cli.main import main
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.registry import registry
-from crosstrain.corpus.options import PrepareOptions
-from crosstrain.corpus.prepare import prepare
-from crosstrain.corpus.tools import inspect, merge
 from crosstrain.data import byte_source
 from crosstrain.data.byte_source import RemoteBytes
 from crosstrain.data.loader import evaluation_batches, training_steps

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
+from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,8 +21,6 @@ from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import CurriculumOptions
 from crosstrain.config.schema import Checker, OptionError
-from crosstrain.corpus.options import PrepareOptions
-from crosstrain.corpus.prepare import prepare
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import training_steps
 from crosstrain.data.splits import named_splits, open_split

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
+from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -14,8 +16,6 @@ from conftest import Workspace, json_lines
 from crosstrain.checkpoint.weights import fill_initial
 from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
-from crosstrain.corpus.options import PrepareOptions
-from crosstrain.corpus.prepare import prepare
 from crosstrain.engine.build import build_model, make_model
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling.meta_init import construct, parameters_on_meta

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from crosstrain.utils import paths
 from crosstrain.utils.errors import CheckpointError, UserError, printable, sentence
-from crosstrain.utils.program import command
 from crosstrain.utils.storage import is_url
 
 
@@ -69,11 +68,10 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         try:
             check_ahead(project, arguments.options)
         except UserError:
-            from crosstrain.config.migration import looks_like
+            from crosstrain.config.hints import hints
 
-            if origin := looks_like(Path(paths.find(project))):
-                makes = command("migrate", project, "--from", origin.file.stem)
-                print(sentence(f"note: this looks like a file of {origin.name}: {makes}"), file=sys.stderr)
+            for note in filter(None, (each.of_file(Path(paths.find(project))) for each in hints())):
+                print(sentence(f"note: {note}"), file=sys.stderr)
             raise
 
 

@@ -111,13 +111,13 @@ def _unread() -> bool:
 
 def _setting(flag: str) -> str:
     """Return a hint for a flag that is a setting of a project here, or a project; nothing for any other."""
-    from crosstrain.config.foreign_keys import foreign_hint
+    from crosstrain.config.hints import hint_of_key
     from crosstrain.config.run_options import RunOptions
 
     name = flag.lstrip("-").replace("-", "_")
     if name in _PROJECT_FLAGS:
         return "a project file has the flag --cfg-path"
-    own = f"it is run.{name}" if name in {f.name for f in fields(RunOptions)} else foreign_hint(name)
+    own = f"it is run.{name}" if name in {f.name for f in fields(RunOptions)} else hint_of_key(name)
     if own is None or " here: " in own:
         return own or ""
     return f"{own}; settings are in the project file, or follow --options as KEY=VALUE"

@@ -92,6 +92,7 @@ class Registry:
     register_metric = partialmethod(register, "metric")
     register_command = partialmethod(register, "command")
     register_preflight = partialmethod(register, "preflight")
+    register_hints = partialmethod(register, "hints")
 
     def get(self, kind: str, name: str, others: Iterable[str] = ()) -> Any:
         """Return the class or function registered as `name`; imports its module on first use.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from crosstrain.config import bounds
-from crosstrain.config.foreign_keys import foreign_hint, origins
+from crosstrain.config.hints import hint_of_key, hints
 from crosstrain.config.registry import registry
 from crosstrain.utils.errors import ConfigError, ConfigErrors, UserError, sentence
 
@@ -196,18 +196,18 @@ class Checker:
     def unknown_key(self, key: Key, known: Iterable[str]) -> NoReturn:
         names, own = list(known), key[-1].lstrip("-").replace("-", "_")
         near = [name for name in names if own in (name, name[:-1], f"{name}s")]
-        if not near and (foreign := foreign_hint(own)):
+        if not near and (foreign := hint_of_key(own)):
             place = foreign.rpartition(" ")[2].split(".")
             if (place[0], place[-1], len(place)) == (key[0], own, len(key)):
                 self.fail(key, f"unknown key; others of this kind have it, this one has: {', '.join(names)}")
             if place[-1] in names and len(place) != len(key):  # the counterpart of another section
                 self.fail(key, f"unknown key; did you mean {'.'.join((*key[:-1], place[-1]))}?")
             self.fail(key, f"unknown key; {foreign}")
-        foreign_keys = {key for origin in origins().values() for key in origin.answers.maps[0] if len(key) > 4}
+        foreign_keys = {foreign for each in hints() for foreign in each.known() if len(foreign) > 4}
         near = near or nearest(own, [*names, *foreign_keys], 0.75 if len(own) <= 4 else 0.85) or nearest_key(own, names)
         if near and near[0] in names:
             self.fail(key, f"unknown key; did you mean {'.'.join((*key[:-1], near[0]))}?")
-        if near and (foreign := foreign_hint(near[0]) or "").endswith(f".{own}"):
+        if near and (foreign := hint_of_key(near[0]) or "").endswith(f".{own}"):
             self.fail(key, f"unknown key; others of this kind have it, this one has: {', '.join(names)}")
         if near:
             self.fail(key, f"unknown key; did you mean {near[0]}? {foreign}")

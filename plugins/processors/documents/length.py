@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from crosstrain import Dropped, NonNegativeInt, OptionError, registry
-from crosstrain.corpus.filter import TokenLimits
+
+from ...commands.prepare.filter import TokenLimits
 
 
 @registry.register_processor("document_length")

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from crosstrain.corpus import io
+from . import io
 
 _UNPACK = "unpack it, and name the files inside"
 _CONVERT = "extract its text into .txt, .jsonl or .parquet files first"

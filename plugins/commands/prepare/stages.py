@@ -9,15 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from crosstrain.corpus.fast_bpe import FastEncoder
-from crosstrain.corpus.filter import Dropped, TokenLimits, make_filters
-from crosstrain.corpus.pool import CorpusStage
-from crosstrain.corpus.reader import Reader, Task
-from crosstrain.corpus.shards import CorpusShard, batches, key_of
-from crosstrain.corpus.sources import InputSource
-from crosstrain.corpus.stats import Counts, size_of
 from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.utils.files import replacing
+
+from .fast_bpe import FastEncoder
+from .filter import Dropped, TokenLimits, make_filters
+from .pool import CorpusStage
+from .reader import Reader, Task
+from .shards import CorpusShard, batches, key_of
+from .sources import InputSource
+from .stats import Counts, size_of
 
 
 @dataclass

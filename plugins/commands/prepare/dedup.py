@@ -11,12 +11,13 @@ from typing import Any, Self
 import numpy as np
 
 from crosstrain.config.schema import to_plain
-from crosstrain.corpus import minhash
-from crosstrain.corpus.options import DedupOptions, NearOptions
-from crosstrain.corpus.pool import CorpusStage, WorkerPool
-from crosstrain.corpus.shards import CorpusShard, DocumentStore, key_of
-from crosstrain.corpus.stats import Counts
 from crosstrain.utils.files import replacing
+
+from . import minhash
+from .options import DedupOptions, NearOptions
+from .pool import CorpusStage, WorkerPool
+from .shards import CorpusShard, DocumentStore, key_of
+from .stats import Counts
 
 _PAIRS = 2048  # that a worker compares at once
 SORTED_BYTES = 64 << 20  # of rows that are sorted at once in memory

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from crosstrain.config.bounds import Text
-from crosstrain.corpus import io
-from crosstrain.corpus.download import download
-from crosstrain.corpus.kinds import kind_of
 from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils.errors import DataError
 from crosstrain.utils.storage import is_url
+
+from . import io
+from .download import download
+from .kinds import kind_of
 
 TASK_BYTES = 8 << 20  # of input in a task: large enough to be worth a file of its own, small enough to be held
 

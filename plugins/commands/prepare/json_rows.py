@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from crosstrain.corpus import io
 from crosstrain.utils.errors import DataError
+
+from . import io
 
 Row = dict[str, Any]
 # A list of objects, an object over several lines, or perhaps one around a list of objects.

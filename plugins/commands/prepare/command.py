@@ -5,17 +5,19 @@ from dataclasses import dataclass, fields
 from functools import reduce
 from pathlib import Path
 
+from crosstrain.cli.command import Command
 from crosstrain.config.bounds import FilePath
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Checker, defaults, options_class
 from crosstrain.config.sources import Origins, merge, plain_layer, read_options, read_yaml, resolve
-from crosstrain.corpus import tools
-from crosstrain.corpus.options import PrepareOptions
-from crosstrain.corpus.prepare import prepare
 from crosstrain.utils import paths
 from crosstrain.utils.errors import UserError, printable
 from crosstrain.utils.program import command
 from crosstrain.utils.storage import is_url
+
+from . import tools
+from .options import PrepareOptions
+from .prepare import prepare
 
 _FLAGS = ("input", "output", "tokenizer", "train_tokenizer", "text_key", "separator", "min_tokens", "workers", "engine",
           "ray_address")  # fmt: skip
@@ -28,47 +30,61 @@ class Recipe(PrepareOptions):
     output: FilePath  # the folder to make
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dataset", nargs="?", metavar="WHAT", type=_what,
-                        help="inspect, merge or split; or a dataset that makes files")  # fmt: skip
-    parser.add_argument("paths", nargs="*", metavar="DIR", help="of inspect, merge and split: prepared folders")
-    parser.add_argument("--cfg-path", metavar="FILE", help="a recipe; the other flags override it")
-    parser.add_argument("--input", nargs="+", metavar="PATH",
-                        help="files of text, JSON, CSV, Parquet, HTML, WARC, folders, or `stdlib`")  # fmt: skip
-    parser.add_argument("--output", metavar="DIR")
-    parser.add_argument("--tokenizer", metavar="NAME_OR_PATH", help="a Hugging Face tokenizer, or vocab.json's folder")
-    parser.add_argument("--train-tokenizer", type=int, metavar="N", help="train a byte-level BPE of N ids instead")
-    parser.add_argument("--text-key", metavar="KEY", help="key of the text in JSONL and parquet")
-    parser.add_argument("--separator", metavar="TEXT", help="cuts .txt files into documents (default: one per file)")
-    parser.add_argument("--min-tokens", type=int, metavar="N", help="drop shorter documents")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
-    parser.add_argument("--engine", choices=("processes", "ray"), help="where they run (default: on this machine)")
-    parser.add_argument("--ray-address", metavar="ADDRESS", help="of a Ray cluster, such as auto")
-    parser.add_argument("--shares", type=float, nargs="+", metavar="N", help="of split: the parts' shares")
-    parser.add_argument("--document", type=int, default=0, metavar="N", help="of inspect: number of the one to show")
-    parser.add_argument(
-        "--options", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="of the recipe, or of a dataset"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
+@registry.register_command("prepare")
+class PrepareCommand(Command):
+    """Turn text into tokens, or make a dataset's files."""
 
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("dataset", nargs="?", metavar="WHAT", type=_what,
+                            help="inspect, merge or split; or a dataset that makes files")  # fmt: skip
+        parser.add_argument("paths", nargs="*", metavar="DIR", help="of inspect, merge and split: prepared folders")
+        parser.add_argument("--cfg-path", metavar="FILE", help="a recipe; the other flags override it")
+        parser.add_argument("--input", nargs="+", metavar="PATH",
+                            help="files of text, JSON, CSV, Parquet, HTML, WARC, folders, or `stdlib`")  # fmt: skip
+        parser.add_argument("--output", metavar="DIR")
+        parser.add_argument(
+            "--tokenizer", metavar="NAME_OR_PATH", help="a Hugging Face tokenizer, or vocab.json's folder"
+        )
+        parser.add_argument("--train-tokenizer", type=int, metavar="N", help="train a byte-level BPE of N ids instead")
+        parser.add_argument("--text-key", metavar="KEY", help="key of the text in JSONL and parquet")
+        parser.add_argument(
+            "--separator", metavar="TEXT", help="cuts .txt files into documents (default: one per file)"
+        )
+        parser.add_argument("--min-tokens", type=int, metavar="N", help="drop shorter documents")
+        parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
+        parser.add_argument("--engine", choices=("processes", "ray"), help="where they run (default: on this machine)")
+        parser.add_argument("--ray-address", metavar="ADDRESS", help="of a Ray cluster, such as auto")
+        parser.add_argument("--shares", type=float, nargs="+", metavar="N", help="of split: the parts' shares")
+        parser.add_argument(
+            "--document", type=int, default=0, metavar="N", help="of inspect: number of the one to show"
+        )
+        parser.add_argument(
+            "--options",
+            nargs="+",
+            action="extend",
+            default=[],
+            metavar="KEY=VALUE",
+            help="of the recipe, or of a dataset",
+        )
+        parser.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
 
-def run(arguments: argparse.Namespace) -> int:
-    """Prepare, inspect, merge or split; returns the exit code."""
-    if arguments.dataset in ("inspect", "merge", "split"):
-        return _existing(arguments)
-    if arguments.paths:
-        raise UserError(f"prepare: only inspect, merge and split take folders, not {arguments.dataset}")
-    if arguments.dataset is not None:
-        return _prepare_dataset(arguments.dataset, _output(arguments), arguments.options)
-    recipe = _read_recipe(arguments)
-    summary = prepare(recipe, recipe.output, overwrite=arguments.overwrite)
-    print(
-        f"{recipe.output}: {summary.documents:,} documents, {summary.tokens:,} tokens ({summary.dtype}), vocabulary "
-        f"{summary.vocab_size:,}" + (f", {summary.dropped:,} documents dropped" if summary.dropped else "")
-    )
-    print(f"what became of every document: {recipe.output}/report.json and lengths.svg")
-    print(f"train on it with datasets.<name>.path={recipe.output} and model.vocab_size={summary.vocab_size}")
-    return 0
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Prepare, inspect, merge or split; returns the exit code."""
+        if arguments.dataset in ("inspect", "merge", "split"):
+            return _existing(arguments)
+        if arguments.paths:
+            raise UserError(f"prepare: only inspect, merge and split take folders, not {arguments.dataset}")
+        if arguments.dataset is not None:
+            return _prepare_dataset(arguments.dataset, _output(arguments), arguments.options)
+        recipe = _read_recipe(arguments)
+        summary = prepare(recipe, recipe.output, overwrite=arguments.overwrite)
+        print(
+            f"{recipe.output}: {summary.documents:,} documents, {summary.tokens:,} tokens ({summary.dtype}), vocabulary "
+            f"{summary.vocab_size:,}" + (f", {summary.dropped:,} documents dropped" if summary.dropped else "")
+        )
+        print(f"what became of every document: {recipe.output}/report.json and lengths.svg")
+        print(f"train on it with datasets.<name>.path={recipe.output} and model.vocab_size={summary.vocab_size}")
+        return 0
 
 
 def _read_recipe(arguments: argparse.Namespace) -> Recipe:

@@ -15,14 +15,15 @@ import yaml
 
 from crosstrain.config import sources
 from crosstrain.config.ahead import AheadChecker
-from crosstrain.config.foreign_files import UNKNOWN, read_foreign
-from crosstrain.config.foreign_keys import NONE, UNNEEDED, Origin, origins
 from crosstrain.config.load import preset_component
 from crosstrain.config.run_options import DEFAULT_RUNNER, EXCLUSIVE, RunOptions
 from crosstrain.config.schema import Checker, Key, nearest
 from crosstrain.config.yaml_text import parse
 from crosstrain.utils.errors import ConfigError, explained, printable
 from crosstrain.utils.optional_deps import require
+
+from .foreign_files import UNKNOWN, read_foreign
+from .foreign_keys import NONE, UNNEEDED, Origin, origins
 
 _NO_NEED, _CARRIED, _LOST, _TO_GIVE = _TITLES = "not needed here", "carried over", "not carried over", "to be given"
 _NEEDED = ("output_dir",), ("max_iters", "max_epoch"), ("micro_batch_size", "global_batch_size", "accum_grad_iters")

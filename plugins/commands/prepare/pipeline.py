@@ -17,20 +17,21 @@ import numpy as np
 from tqdm import tqdm
 
 from crosstrain.config.schema import to_plain
-from crosstrain.corpus.dedup import Duplicates, find_duplicates
-from crosstrain.corpus.filter import make_filters
-from crosstrain.corpus.options import PrepareOptions
-from crosstrain.corpus.pool import WorkerPool
-from crosstrain.corpus.ray_pool import RayPool
-from crosstrain.corpus.reader import Task
-from crosstrain.corpus.shards import CorpusShard, key_of
-from crosstrain.corpus.sources import sources
-from crosstrain.corpus.stages import FilterStage, TokenizeStage
-from crosstrain.corpus.stats import BINS, Counts, histogram, write_report
 from crosstrain.data.indexed_dataset import TokenWriter, best_dtype
 from crosstrain.data.prepared import FORMAT_VERSION, Summary, hash_of
 from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe, warn_if_rebuilt
 from crosstrain.utils.errors import DataError, printable
+
+from .dedup import Duplicates, find_duplicates
+from .filter import make_filters
+from .options import PrepareOptions
+from .pool import WorkerPool
+from .ray_pool import RayPool
+from .reader import Task
+from .shards import CorpusShard, key_of
+from .sources import sources
+from .stages import FilterStage, TokenizeStage
+from .stats import BINS, Counts, histogram, write_report
 
 _SMALL = 16 << 20  # bytes of input for which starting processes takes longer than working
 _log = logging.getLogger(__name__)

@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from crosstrain.corpus.options import PrepareOptions
-from crosstrain.corpus.shards import key_of
 from crosstrain.data.prepared import Summary, locate, locate_remote
 from crosstrain.utils import storage
 from crosstrain.utils.errors import DataError
 from crosstrain.utils.files import cache_folder, locked
+
+from .options import PrepareOptions
+from .shards import key_of
 
 
 def prepare(
@@ -33,7 +34,7 @@ def prepare(
     another process is making it (with `wait`: waits and returns what that process made), when an input is missing,
     damaged or gives no document, or when a disk is full.
     """
-    from crosstrain.corpus.pipeline import build
+    from .pipeline import build
 
     if isinstance(output, str) and storage.is_url(output):
         return _prepare_remote(options, output.rstrip("/"), progress, overwrite, wait)

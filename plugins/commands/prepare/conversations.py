@@ -7,9 +7,10 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from crosstrain.corpus.conversation_files import Row
 from crosstrain.data.chat_template import ChatError, refuse_if
 from crosstrain.utils import paths
+
+from .conversation_files import Row
 
 _KEYS = yaml.safe_load((paths.home() / "configs" / "conversation_keys.yaml").read_text(encoding="utf-8"))
 _SYSTEM = ("system", "developer")  # roles

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from crosstrain.config.registry import registry
-from crosstrain.corpus.options import PrepareOptions
-from crosstrain.corpus.pool import CorpusStage, Item, Result, WorkerPool
 from crosstrain.utils.errors import DataError, first_line
 from crosstrain.utils.optional_deps import require
+
+from .options import PrepareOptions
+from .pool import CorpusStage, Item, Result, WorkerPool
 
 _TRIES = 4  # of an item whose worker or machine is lost; Ray makes them
 

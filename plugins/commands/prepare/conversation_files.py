@@ -7,9 +7,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from crosstrain.corpus import io
-from crosstrain.corpus.json_rows import Row, entries, parsed
 from crosstrain.utils.errors import DataError
+
+from . import io
+from .json_rows import Row, entries, parsed
 
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 _SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?![A-Za-z])")  # as the hub's files begin

@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from crosstrain.corpus.options import NearOptions
-from crosstrain.corpus.pool import CorpusStage
-from crosstrain.corpus.shards import CorpusShard, DocumentStore, batches
 from crosstrain.utils.files import replacing, write_json
 from crosstrain.utils.optional_deps import require
 from crosstrain.utils.rng import GOLDEN_RATIO, splitmix64
+
+from .options import NearOptions
+from .pool import CorpusStage
+from .shards import CorpusShard, DocumentStore, batches
 
 _SEED = 42
 _FOUND = 0.99  # of the pairs at the threshold; those above are found more surely

@@ -6,9 +6,10 @@ from contextlib import suppress
 from itertools import pairwise, takewhile, zip_longest
 from typing import Any
 
-from crosstrain.config.literals import UNKNOWN, value_of
 from crosstrain.config.yaml_text import Unreadable, parse
 from crosstrain.utils.optional_deps import require
+
+from .literals import UNKNOWN, value_of
 
 _MOST = 2**21  # characters of all texts with their variables
 _GAP, _QUOTED = "\x1e", "\x1f"  # between fields, and between an array's elements; in a field, which may be empty

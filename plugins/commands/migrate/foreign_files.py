@@ -11,11 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from crosstrain.config.literals import UNKNOWN, value_of
-from crosstrain.config.shell_script import read_script
 from crosstrain.config.yaml_text import DEEPEST, LARGEST_TREE, Unreadable, parse
 from crosstrain.utils.errors import ConfigError, explained
 from crosstrain.utils.files import read_regular
+
+from .literals import UNKNOWN, value_of
+from .shell_script import read_script
 
 _LARGEST_FILE = 2**18  # bytes
 

@@ -10,11 +10,12 @@ from urllib.parse import urlsplit
 
 from crosstrain.config.registry import registry
 from crosstrain.config.schema import Checker, Component, options_class, to_plain
-from crosstrain.corpus import io
-from crosstrain.corpus.kinds import kind_of
-from crosstrain.corpus.reader import Reader
 from crosstrain.utils import storage
 from crosstrain.utils.errors import ConfigError, DataError, UserError, printable
+
+from . import io
+from .kinds import kind_of
+from .reader import Reader
 
 Input = str | Component | list[str | Component]
 _log = logging.getLogger(__name__)

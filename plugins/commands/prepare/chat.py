@@ -16,12 +16,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from crosstrain.corpus import io
-from crosstrain.corpus.conversation_files import Row, rows
-from crosstrain.corpus.conversations import Conversation, conversations
-from crosstrain.corpus.download import download
-from crosstrain.corpus.pool import CorpusStage, WorkerPool, cores
-from crosstrain.corpus.prepare import new_folder, output_lock
 from crosstrain.data.chat_template import ChatError, ChatTemplate, TrainOn, refuse_if
 from crosstrain.data.indexed_dataset import TokenWriter
 from crosstrain.data.row_audit import RowAudit
@@ -29,6 +23,13 @@ from crosstrain.utils import storage
 from crosstrain.utils.errors import DataError, first_line
 from crosstrain.utils.files import cache_folder, write_json
 from crosstrain.utils.limited_process import LimitedProcess
+
+from . import io
+from .conversation_files import Row, rows
+from .conversations import Conversation, conversations
+from .download import download
+from .pool import CorpusStage, WorkerPool, cores
+from .prepare import new_folder, output_lock
 
 _FORMAT = 4  # of the folder; another number makes it anew
 _AT_ONCE = 256  # rows of a worker's item

@@ -8,14 +8,15 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from crosstrain.corpus.prepare import check_output, new_folder, output_lock, put
-from crosstrain.corpus.stats import BINS, bins, histogram
 from crosstrain.data.indexed_dataset import TokenFile, TokenWriter
 from crosstrain.data.prepared import Summary, locate
 from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.utils import storage
 from crosstrain.utils.errors import DataError
 from crosstrain.utils.files import cache_folder
+
+from .prepare import check_output, new_folder, output_lock, put
+from .stats import BINS, bins, histogram
 
 _SHOWN = 200  # tokens of a document
 _CHUNK = 1 << 20

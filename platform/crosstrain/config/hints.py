@@ -1,0 +1,35 @@
+"""The interface of hints about settings of other programs, a kind of plugin."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Set
+from pathlib import Path
+
+from crosstrain.config.registry import registry
+
+
+class Hints(ABC):
+    """Hints for users who bring settings of other programs, registered under a name."""
+
+    @abstractmethod
+    def of_key(self, key: str) -> str | None:
+        """Return a clause about the counterpart of another program's key; None for an unknown key."""
+
+    @abstractmethod
+    def known(self) -> Set[str]:
+        """Return the known keys of other programs, to recognize misspelled ones."""
+
+    @abstractmethod
+    def of_file(self, path: Path) -> str | None:
+        """Return a sentence if a file holds the settings of another program; None for any other file."""
+
+
+def hints() -> list[Hints]:
+    """Return the hints that are installed."""
+    return [registry.get("hints", name)() for name in registry.names("hints")]
+
+
+def hint_of_key(key: str) -> str | None:
+    """Return the first clause about a key of another program, if there is one."""
+    return next(filter(None, (each.of_key(key) for each in hints())), None)

@@ -1,1 +1,0 @@
-"""Prepare text for training: read, filter, deduplicate, tokenize."""
