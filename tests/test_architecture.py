@@ -32,10 +32,9 @@ FLOORS = (  # a package imports only from floors below its own
     {"utils"},
     {"config", "modeling", "distributed"},
     {"checkpoint", "data"},
-    {"engine", "corpus"},
-    {"monitor", "inference", "planning"},
-    {"training", "serving"},
-    {"comparison"},
+    {"engine"},
+    {"monitor", "inference"},
+    {"training"},
     {"api"},
     {"cli"},
     {"__main__"},
@@ -105,7 +104,7 @@ def test_a_planted_import_breaks_the_contract(tmp_path: Path, file: str, planted
     assert contract(core) != []
 
 
-def test_training_needs_neither_corpus_nor_server_nor_plan() -> None:
+def test_training_needs_no_room_for_tools() -> None:
     found, seen = arrows(CORE), ["training.worker"]
     for module in seen:
         seen += [other for other in sorted(found[module]) if other not in seen]
@@ -118,7 +117,8 @@ def test_platform_is_a_source_root_and_not_a_package() -> None:
 
 def test_the_core_imports_nothing_from_plugins() -> None:
     for path in CORE.rglob("*.py"):
-        assert not [name for name in imports(path) if name.split(".")[0] in ("plugins", "crosstrain_plugins")], path
+        found = [name for name in imports(path) if name.split(".")[0] in ("plugins", "crosstrain_plugins")]
+        assert not found or path == CORE / "__init__.py", path  # a table of names, which are imported on demand
 
 
 def test_the_core_names_no_plugin() -> None:
@@ -127,15 +127,18 @@ def test_the_core_names_no_plugin() -> None:
     allowed = {"text", "chat"}  # an English word and a program before they are datasets
     packages = {"optional_deps.py", "flight_recorder.py"}  # name packages, one of which a runner is called after
     defaults = {"ddp", "causal_lm", "adamw", "cosine", "jsonl", "tensorboard"}  # what nothing else names
-    names = {name for kind in KINDS for name in registry.names(kind)} - allowed
+    names = {name for kind in KINDS if kind != "command" for name in registry.names(kind)} - allowed
     for path in (p for p in CORE.rglob("*.py") if p.name not in packages):
         strings = {n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}
         assert not (strings & names) - (defaults if path.name == "run_options.py" else set()), path
 
 
-def test_plugins_do_not_import_each_other_across_kinds() -> None:
+def test_plugins_import_each_other_across_kinds_only_from_prepare() -> None:
+    """Verbs may use each other. Readers, document processors and datasets that prepare text are parts of `prepare`."""
     for path in PLUGINS.rglob("*.py"):
-        assert not [n for n in imports(path) if n.startswith(("plugins", "crosstrain_plugins", ".."))], path
+        others = [n for n in imports(path) if n.startswith(("plugins", "crosstrain_plugins", ".."))]
+        far = [n for n in others if not re.match(r"\.+commands\.prepare\b", n)]
+        assert not far or path.relative_to(PLUGINS).parts[0] == "commands", path
 
 
 @pytest.mark.parametrize("folder", [CORE, PLUGINS])

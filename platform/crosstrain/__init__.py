@@ -19,7 +19,14 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters are part of `crosstrain prepare`
     from crosstrain_plugins.builtin.commands.prepare.filter import Dropped, Filter
-    from crosstrain_plugins.builtin.commands.prepare.reader import Chunk, Document, FileReader, Reader, Task
+    from crosstrain_plugins.builtin.commands.prepare.reader import (
+        Chunk,
+        Document,
+        FileReader,
+        Reader,
+        Task,
+        split_file,
+    )
 
     from crosstrain.api.evaluate import evaluate
     from crosstrain.api.model import OpenModel, open
@@ -98,10 +105,11 @@ if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters ar
 
 __version__ = "0.1.0"
 
+_PACKAGES = ("crosstrain", "crosstrain_plugins")
 _HOMES = {  # from the imports above, so that mypy, editors and Python read the same list
     alias.name: node.module
     for node in ast.walk(ast.parse(Path(__file__).read_bytes()))
-    if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(("crosstrain.", "crosstrain_plugins."))
+    if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in _PACKAGES
     for alias in node.names
 }
 __all__ = sorted(_HOMES)

@@ -17,7 +17,6 @@ for line in "$@"; do
   echo "${COMPREPLY[@]}"
 done
 """
-QUICKSTART = "crosstrain train --cfg-path projects/quickstart.yaml --options "
 
 
 def completed(folder: Path, *lines: str) -> list[list[str]]:
@@ -33,25 +32,12 @@ def completed(folder: Path, *lines: str) -> list[list[str]]:
     return [line.split() for line in done.stdout.splitlines()]
 
 
-def test_a_shell_completes_verbs_names_keys_and_values(tmp_path: Path) -> None:
+def test_a_shell_completes_verbs_kinds_and_names(tmp_path: Path) -> None:
     expected = {
         "crosstrain exp": {"export"},
         "crosstrain new pro": {"project"},
         "crosstrain list runner meg": {"megatron", "megatron_tp2", "megatron_pp4"},
-        QUICKSTART: {"model.", "datasets.", "run."},
-        QUICKSTART + "model.n_": {"model.n_layer=", "model.n_embd="},
-        QUICKSTART + "datasets.": {"datasets.stdlib.", "datasets.stdlib="},
-        QUICKSTART + "run.gradient_checkpointing=": {"none", "full", "selective", "offload"},
     }
     for (line, words), found in zip(expected.items(), completed(tmp_path, *expected), strict=True):
         assert words <= set(found), line
         assert all(word.startswith(line.split(" ")[-1].rpartition("=")[2]) for word in found), line
-
-
-def test_keys_are_those_of_the_project_and_of_the_schema_beside_it(tmp_path: Path) -> None:
-    project = tmp_path / "mine.yaml"
-    project.write_text("run: {runner: zero3}\n")
-    (keys,) = completed(tmp_path, f"crosstrain plan --cfg-path {project} --options run.runner.stage3")
-    assert "run.runner.stage3_prefetch_bucket_size=" in keys
-    (tmp_path / "crosstrain.schema.json").write_text('{"properties": {"mine": {"enum": ["yes"]}}}')
-    assert completed(tmp_path, f"crosstrain plan --cfg-path {project} --options run.") == [[]]

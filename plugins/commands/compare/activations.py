@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crosstrain.distributed.group import Group
-from crosstrain.modeling.base import Model
+from crosstrain import Group, Model
 
 
 class Activations:

@@ -3,10 +3,8 @@
 import argparse
 import json
 
-from crosstrain.cli.command import Command
+from crosstrain import Command, UserError, registry
 from crosstrain.cli.flags import add_config, folder, new_file, positive
-from crosstrain.config.registry import registry
-from crosstrain.utils.errors import UserError
 from crosstrain.utils.units import finite
 
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from crosstrain import Config, UserError, load_config
 from crosstrain.checkpoint.folders import find_checkpoint
-from crosstrain.config.load import Config, ProjectLike, load_config
+from crosstrain.config.load import ProjectLike
 from crosstrain.config.sources import Overrides, pairs
 from crosstrain.distributed.launch.launcher import Launch, launch
 from crosstrain.distributed.launch.worker_errors import WorkerFailure
 from crosstrain.engine.build import batch_plan
 from crosstrain.training.preflight import preflight
-from crosstrain.utils.errors import UserError
 from crosstrain.utils.processes import main_hidden
 
 from ..plan.estimate import Project

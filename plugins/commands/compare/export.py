@@ -6,8 +6,8 @@ import json
 import tempfile
 from pathlib import Path
 
+from crosstrain import Config
 from crosstrain.checkpoint.files import Reader
-from crosstrain.config.load import Config
 from crosstrain.inference.open_checkpoint import outline
 from crosstrain.utils.assets import GENERATION_CONFIG
 

@@ -13,15 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crosstrain.checkpoint.boxes import Box, Piece, Shard
+from crosstrain import Batch, Box, Callback, MatrixOptimizer, MicroBatch, Piece, Shard, Step
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.folders import step_folder
-from crosstrain.data.loader import MicroBatch, Step
-from crosstrain.engine.matrix_optimizer import MatrixOptimizer
-from crosstrain.training.callback import Callback
 from crosstrain.training.trainer import Trainer
-from crosstrain.utils.types import Batch
 
 from .activations import Activations
 from .routing import Routing

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crosstrain.data.loader import MicroBatch
-from crosstrain.engine.runner import Runner
+from crosstrain import MicroBatch, Runner
 from crosstrain.modeling.routers import Choices
 
 Near = dict[str, Any]  # "layer sample token" -> [margin, choices]: sample is a micro batch's first, token a place in it

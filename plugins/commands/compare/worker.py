@@ -14,21 +14,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from crosstrain import IGNORE_INDEX, CheckpointError, Config, MicroBatch, Runner, Step
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.folders import step_folder
-from crosstrain.config.load import Config
-from crosstrain.data.loader import MicroBatch, Step
 from crosstrain.distributed.launch.signals import StopRequest
 from crosstrain.engine.build import make_runner
-from crosstrain.engine.runner import Runner
 from crosstrain.monitor.hardware import memory_mb
 from crosstrain.training.bad_steps import BadSteps
 from crosstrain.training.callback import HookKinds
 from crosstrain.training.saving import Saving
 from crosstrain.training.trainer import Trainer
 from crosstrain.training.worker import build_trainer
-from crosstrain.utils.errors import CheckpointError
-from crosstrain.utils.types import IGNORE_INDEX
 
 from .probe import Probe, digests
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from crosstrain.cli.command import Command
+from crosstrain import Command, UserError, registry
 from crosstrain.cli.flags import add_checkpoint, add_weights
-from crosstrain.config.registry import registry
-from crosstrain.utils.errors import UserError
 from crosstrain.utils.storage import is_url
 from crosstrain.utils.units import read_bytes
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import yaml
 
-from crosstrain.cli.command import Command
+from crosstrain import Command, UserError, registry
 from crosstrain.cli.flags import add_config, positive
-from crosstrain.config.registry import registry
 from crosstrain.utils import paths
-from crosstrain.utils.errors import UserError, os_errors_as
+from crosstrain.utils.errors import os_errors_as
 
 _GIVEN = (
     "name",

@@ -5,11 +5,9 @@ import re
 import shlex
 from typing import Any
 
-from crosstrain.config.load import load_config
+from crosstrain import UserError, load_config, require
 from crosstrain.config.yaml_text import Unreadable, parse
 from crosstrain.utils import paths
-from crosstrain.utils.errors import UserError
-from crosstrain.utils.optional_deps import require
 from crosstrain.utils.storage import is_url
 from crosstrain.utils.units import show_bytes
 

@@ -4,9 +4,8 @@ import argparse
 from contextlib import suppress
 from pathlib import Path
 
-from crosstrain.cli.command import Command
-from crosstrain.config.registry import registry
-from crosstrain.utils.errors import DataError, UserError, os_errors_as
+from crosstrain import Command, DataError, UserError, registry
+from crosstrain.utils.errors import os_errors_as
 from crosstrain.utils.limited_process import LimitedProcess
 from crosstrain.utils.program import command
 

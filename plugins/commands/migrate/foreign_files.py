@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from crosstrain import ConfigError
 from crosstrain.config.yaml_text import DEEPEST, LARGEST_TREE, Unreadable, parse
-from crosstrain.utils.errors import ConfigError, explained
+from crosstrain.utils.errors import explained
 from crosstrain.utils.files import read_regular
 
 from .literals import UNKNOWN, value_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Set
 from pathlib import Path
 
+from crosstrain import registry
 from crosstrain.config.hints import Hints
-from crosstrain.config.registry import registry
 from crosstrain.utils.program import command
 
 from .foreign_keys import foreign_hint, origins

@@ -13,14 +13,14 @@ from typing import Any, get_type_hints
 
 import yaml
 
+from crosstrain import ConfigError, RunOptions, require
 from crosstrain.config import sources
 from crosstrain.config.ahead import AheadChecker
 from crosstrain.config.load import preset_component
-from crosstrain.config.run_options import DEFAULT_RUNNER, EXCLUSIVE, RunOptions
+from crosstrain.config.run_options import DEFAULT_RUNNER, EXCLUSIVE
 from crosstrain.config.schema import Checker, Key, nearest
 from crosstrain.config.yaml_text import parse
-from crosstrain.utils.errors import ConfigError, explained, printable
-from crosstrain.utils.optional_deps import require
+from crosstrain.utils.errors import explained, printable
 
 from .foreign_files import UNKNOWN, read_foreign
 from .foreign_keys import NONE, UNNEEDED, Origin, origins

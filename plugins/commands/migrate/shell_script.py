@@ -6,8 +6,8 @@ from contextlib import suppress
 from itertools import pairwise, takewhile, zip_longest
 from typing import Any
 
+from crosstrain import require
 from crosstrain.config.yaml_text import Unreadable, parse
-from crosstrain.utils.optional_deps import require
 
 from .literals import UNKNOWN, value_of
 

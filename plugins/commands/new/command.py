@@ -4,10 +4,8 @@ import argparse
 import re
 from pathlib import Path
 
-from crosstrain.cli.command import Command
-from crosstrain.config.registry import registry
+from crosstrain import Command, UserError, registry
 from crosstrain.utils import paths
-from crosstrain.utils.errors import UserError
 from crosstrain.utils.program import command
 
 _SCHEMA = "crosstrain.schema.json"

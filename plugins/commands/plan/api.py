@@ -3,13 +3,12 @@
 from pathlib import Path
 from statistics import median
 
-from crosstrain.config.load import Config, ProjectLike, load_config, preset_files
-from crosstrain.config.registry import registry
+from crosstrain import Config, UserError, load_config, registry
+from crosstrain.config.load import ProjectLike, preset_files
 from crosstrain.config.sources import Overrides, pairs
 from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.engine.build import check_layout
 from crosstrain.training.preflight import Preflight, dry_run
-from crosstrain.utils.errors import UserError
 from crosstrain.utils.units import read_bytes, read_number
 
 from ..report.read_run import read_runs

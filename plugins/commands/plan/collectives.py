@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from itertools import permutations, zip_longest
 from typing import Any
 
+from crosstrain import ConfigError
 from crosstrain.distributed.watchdog import flight_recorder
 from crosstrain.distributed.watchdog.diagnosis import find_absent, find_desync, name_ranks
 from crosstrain.distributed.watchdog.flight_recorder import History, RankReport
-from crosstrain.utils.errors import ConfigError, explained
+from crosstrain.utils.errors import explained
 from crosstrain.utils.units import show_bytes
 
 from .estimate import UNKNOWN_SHAPE, Project

@@ -2,9 +2,8 @@
 
 import argparse
 
-from crosstrain.cli.command import Command
+from crosstrain import Command, registry
 from crosstrain.cli.flags import add_config, positive
-from crosstrain.config.registry import registry
 
 from .flags import add_budget, budget, show
 

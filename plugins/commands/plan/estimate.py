@@ -11,22 +11,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from crosstrain import (
+    Batch,
+    Config,
+    ConfigError,
+    Group,
+    Layout,
+    MatrixOptimizer,
+    Model,
+    PlanContext,
+    Sizes,
+    UserError,
+    create_state,
+    log,
+    registry,
+)
 from crosstrain.config.batch import BatchPlan
-from crosstrain.config.load import Config
-from crosstrain.config.registry import registry
-from crosstrain.distributed.group import Group
 from crosstrain.engine.build import batch_plan, check_held
-from crosstrain.engine.footprint import Layout, PlanContext, Sizes
-from crosstrain.engine.matrix_optimizer import MatrixOptimizer
-from crosstrain.engine.optimizer import create_state, optimizer_factory
+from crosstrain.engine.optimizer import optimizer_factory
 from crosstrain.engine.precision import DTYPES
 from crosstrain.engine.runner import context_size
 from crosstrain.modeling.activation_checkpointing import Mode
-from crosstrain.modeling.base import Model
 from crosstrain.modeling.context import Context
-from crosstrain.utils.errors import ConfigError, UserError, explained, first_line
-from crosstrain.utils.logging import log
-from crosstrain.utils.types import Batch
+from crosstrain.utils.errors import explained, first_line
 
 from .fake_world import fake_world
 from .memory_trace import Trace, trace

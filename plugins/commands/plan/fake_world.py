@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup, distributed_c10d
 from torch.utils._pytree import tree_leaves, tree_map
 
-from crosstrain.modeling.meta_init import has_values
+from crosstrain import has_values
 
 _SCALAR = ("add", "sub", "mul", "radd", "rsub", "rmul", "iadd", "isub", "imul", "lt", "le", "gt", "ge", "eq", "ne")
 

@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from crosstrain import Config, UserError, registry
 from crosstrain.checkpoint.folders import steps
 from crosstrain.checkpoint.run_folder import RunFolder
-from crosstrain.config.load import Config
-from crosstrain.config.registry import registry
 from crosstrain.engine.build import batch_plan
 from crosstrain.modeling.activation_checkpointing import Mode
-from crosstrain.utils.errors import UserError
 from crosstrain.utils.program import command
 from crosstrain.utils.storage import is_url
 from crosstrain.utils.units import show_bytes

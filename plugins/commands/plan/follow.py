@@ -24,17 +24,12 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from crosstrain import Batch, Config, Group, MicroBatch, Model, Runner
 from crosstrain.config.batch import BatchPlan
-from crosstrain.config.load import Config
-from crosstrain.data.loader import MicroBatch
-from crosstrain.distributed.group import Group
 from crosstrain.distributed.watchdog import flight_recorder
 from crosstrain.distributed.watchdog.flight_recorder import Location
 from crosstrain.engine.build import batch_plan, construct_model, make_runner
 from crosstrain.engine.optimizer import optimizer_factory
-from crosstrain.engine.runner import Runner
-from crosstrain.modeling.base import Model
-from crosstrain.utils.types import Batch
 
 from .calls import Call, call_of
 from .estimate import Project

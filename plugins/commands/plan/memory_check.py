@@ -7,15 +7,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from crosstrain.config.registry import registry
-from crosstrain.training.preflight_check import PreflightCheck, Start
-from crosstrain.utils.errors import UserError
+from crosstrain import PreflightCheck, Start, UserError, registry
 from crosstrain.utils.units import read_bytes
 
 from .flags import add_budget, budget, show
 
 
-@registry.register_preflight("memory")
+@registry.register_preflight("memory_fit")
 class MemoryCheck(PreflightCheck):
     """Refuse a training that needs more memory than its devices have; a dry run prints the plan."""
 

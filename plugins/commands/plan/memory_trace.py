@@ -29,11 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from crosstrain import Batch, Model
 from crosstrain.modeling import activation_checkpointing, dropped_attention
 from crosstrain.modeling.activation_checkpointing import Mode
-from crosstrain.modeling.base import Model
 from crosstrain.modeling.cross_entropy import CPU_SOFTMAX_ROWS
-from crosstrain.utils.types import Batch
 
 from .calls import call_of
 from .fake_world import grouped_mm

@@ -10,9 +10,8 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from crosstrain.config.load import Config
+from crosstrain import Config, UserError
 from crosstrain.utils.drawing import picture
-from crosstrain.utils.errors import UserError
 from crosstrain.utils.paths import near
 from crosstrain.utils.units import show_bytes, show_number
 

@@ -16,11 +16,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from crosstrain import DataError
 from crosstrain.data.chat_template import ChatError, ChatTemplate, TrainOn, refuse_if
 from crosstrain.data.indexed_dataset import TokenWriter
 from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils import storage
-from crosstrain.utils.errors import DataError, first_line
+from crosstrain.utils.errors import first_line
 from crosstrain.utils.files import cache_folder, write_json
 from crosstrain.utils.limited_process import LimitedProcess
 

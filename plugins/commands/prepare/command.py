@@ -5,13 +5,11 @@ from dataclasses import dataclass, fields
 from functools import reduce
 from pathlib import Path
 
-from crosstrain.cli.command import Command
-from crosstrain.config.bounds import FilePath
-from crosstrain.config.registry import registry
+from crosstrain import Command, FilePath, UserError, registry
 from crosstrain.config.schema import Checker, defaults, options_class
 from crosstrain.config.sources import Origins, merge, plain_layer, read_options, read_yaml, resolve
 from crosstrain.utils import paths
-from crosstrain.utils.errors import UserError, printable
+from crosstrain.utils.errors import printable
 from crosstrain.utils.program import command
 from crosstrain.utils.storage import is_url
 
@@ -79,8 +77,8 @@ class PrepareCommand(Command):
         recipe = _read_recipe(arguments)
         summary = prepare(recipe, recipe.output, overwrite=arguments.overwrite)
         print(
-            f"{recipe.output}: {summary.documents:,} documents, {summary.tokens:,} tokens ({summary.dtype}), vocabulary "
-            f"{summary.vocab_size:,}" + (f", {summary.dropped:,} documents dropped" if summary.dropped else "")
+            f"{recipe.output}: {summary.documents:,} documents, {summary.tokens:,} tokens ({summary.dtype}), "
+            f"vocabulary {summary.vocab_size:,}" + (f", {summary.dropped:,} documents dropped" if summary.dropped else "")
         )
         print(f"what became of every document: {recipe.output}/report.json and lengths.svg")
         print(f"train on it with datasets.<name>.path={recipe.output} and model.vocab_size={summary.vocab_size}")

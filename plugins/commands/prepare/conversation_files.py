@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from crosstrain.utils.errors import DataError
+from crosstrain import DataError
 
 from . import io
 from .json_rows import Row, entries, parsed

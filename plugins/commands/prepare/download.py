@@ -16,9 +16,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from crosstrain import __version__
+from crosstrain import DataError, __version__
 from crosstrain.utils import storage
-from crosstrain.utils.errors import DataError, os_errors_as
+from crosstrain.utils.errors import os_errors_as
 from crosstrain.utils.files import replacing
 
 AGENT = f"crosstrain/{__version__}"

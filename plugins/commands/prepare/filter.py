@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from crosstrain.config.registry import registry
+from crosstrain import ConfigError, registry
 from crosstrain.config.schema import Checker
-from crosstrain.utils.errors import ConfigError
 
 
 @dataclass(frozen=True)

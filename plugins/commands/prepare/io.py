@@ -16,9 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, cast
 
-from crosstrain.utils.errors import DataError, first_line, os_errors_as
+from crosstrain import DataError, require
+from crosstrain.utils.errors import first_line, os_errors_as
 from crosstrain.utils.files import open_regular
-from crosstrain.utils.optional_deps import require
 from crosstrain.utils.paths import near
 from crosstrain.utils.resource_limits import OutOfTime, at_most
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from crosstrain.utils.errors import DataError
+from crosstrain import DataError
 
 from . import io
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from crosstrain import require
 from crosstrain.utils.files import replacing, write_json
-from crosstrain.utils.optional_deps import require
 from crosstrain.utils.rng import GOLDEN_RATIO, splitmix64
 
 from .options import NearOptions

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
-from crosstrain.config.bounds import FilePath, Fraction, NonNegativeInt, Text
-from crosstrain.config.schema import Component, OptionError, to_plain
+from crosstrain import Component, FilePath, Fraction, NonNegativeInt, OptionError, Text
+from crosstrain.config.schema import to_plain
 
 
 @dataclass

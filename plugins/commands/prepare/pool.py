@@ -16,8 +16,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
-from crosstrain.config.registry import registry
-from crosstrain.utils.errors import DataError
+from crosstrain import DataError, registry
 from crosstrain.utils.processes import main_hidden
 
 Item = TypeVar("Item")

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from crosstrain import DataError
 from crosstrain.data.prepared import Summary, locate, locate_remote
 from crosstrain.utils import storage
-from crosstrain.utils.errors import DataError
 from crosstrain.utils.files import cache_folder, locked
 
 from .options import PrepareOptions

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
-from crosstrain.config.registry import registry
-from crosstrain.utils.errors import DataError, first_line
-from crosstrain.utils.optional_deps import require
+from crosstrain import DataError, registry, require
+from crosstrain.utils.errors import first_line
 
 from .options import PrepareOptions
 from .pool import CorpusStage, Item, Result, WorkerPool

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from crosstrain.config.bounds import Text
+from crosstrain import DataError, Text
 from crosstrain.data.row_audit import RowAudit
-from crosstrain.utils.errors import DataError
 from crosstrain.utils.storage import is_url
 
 from . import io

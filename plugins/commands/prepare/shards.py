@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from crosstrain.utils.errors import DataError
+from crosstrain import DataError
 from crosstrain.utils.files import replacing, write_atomically, write_json
 
 _MAX_INDEXES = 64  # of shards, in memory

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from crosstrain.config.registry import registry
-from crosstrain.config.schema import Checker, Component, options_class, to_plain
+from crosstrain import Component, ConfigError, DataError, UserError, registry
+from crosstrain.config.schema import Checker, options_class, to_plain
 from crosstrain.utils import storage
-from crosstrain.utils.errors import ConfigError, DataError, UserError, printable
+from crosstrain.utils.errors import printable
 
 from . import io
 from .kinds import kind_of

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from crosstrain import UserError
 from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils.drawing import picture
-from crosstrain.utils.errors import UserError
 from crosstrain.utils.files import write_json
 
 EXAMPLES = 3  # kept of each kind, the first ones in the order of the input

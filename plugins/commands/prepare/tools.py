@@ -8,11 +8,11 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
+from crosstrain import DataError
 from crosstrain.data.indexed_dataset import TokenFile, TokenWriter
 from crosstrain.data.prepared import Summary, locate
 from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.utils import storage
-from crosstrain.utils.errors import DataError
 from crosstrain.utils.files import cache_folder
 
 from .prepare import check_output, new_folder, output_lock, put

@@ -3,9 +3,8 @@
 import argparse
 from pathlib import Path
 
-from crosstrain.cli.command import Command
-from crosstrain.config.registry import registry
-from crosstrain.utils.errors import UserError, printable
+from crosstrain import Command, UserError, registry
+from crosstrain.utils.errors import printable
 
 
 @registry.register_command("report")

@@ -9,9 +9,8 @@ from operator import itemgetter
 from pathlib import Path
 from statistics import median
 
-from crosstrain import __version__
+from crosstrain import __version__, require
 from crosstrain.utils.errors import printable
-from crosstrain.utils.optional_deps import require
 
 from .chart import COLOURS, Chart, chart
 from .read_run import ReadRun

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from crosstrain import UserError
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.config.yaml_text import Unreadable, parse
 from crosstrain.monitor.metrics import leaves
 from crosstrain.utils import storage
-from crosstrain.utils.errors import UserError, first_line, os_errors_as
+from crosstrain.utils.errors import first_line, os_errors_as
 from crosstrain.utils.files import open_regular, read_end
 from crosstrain.utils.units import is_number
 

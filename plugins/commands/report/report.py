@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from crosstrain.utils.errors import UserError, os_errors_as
+from crosstrain import UserError
+from crosstrain.utils.errors import os_errors_as
 from crosstrain.utils.files import write_atomically
 from crosstrain.utils.storage import is_url
 

@@ -3,11 +3,10 @@
 import argparse
 import sys
 
-from crosstrain.cli.command import Command
+from crosstrain import Command, UserError, registry
 from crosstrain.cli.flags import add_config, new_file, positive
-from crosstrain.config.registry import registry
 from crosstrain.utils.drawing import contact_sheet
-from crosstrain.utils.errors import UserError, printable
+from crosstrain.utils.errors import printable
 
 _ASKED = 40  # letters below a picture: the question's, which ends what is not learned
 

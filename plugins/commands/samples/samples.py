@@ -3,16 +3,13 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from crosstrain.config.load import Config, ProjectLike, load_config
+from crosstrain import SPLITS, Config, Dataset, ReadContext, SampleView, Split, UserError, load_config, log
+from crosstrain.config.load import ProjectLike
 from crosstrain.config.sources import Overrides
-from crosstrain.data.dataset import SPLITS, Dataset, ReadContext, Split
 from crosstrain.data.loader import share_of_rank, step_numbers
-from crosstrain.data.sample_view import SampleView
 from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.engine.build import batch_plan
-from crosstrain.utils.errors import UserError
-from crosstrain.utils.logging import log
 from crosstrain.utils.rng import sample_rng
 
 

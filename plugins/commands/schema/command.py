@@ -3,8 +3,7 @@
 import argparse
 import json
 
-from crosstrain.cli.command import Command
-from crosstrain.config.registry import registry
+from crosstrain import Command, registry
 
 
 @registry.register_command("schema")

@@ -12,13 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from crosstrain import Component, RunOptions, UserError, registry
 from crosstrain.config import bounds
 from crosstrain.config.describe import first_comment, options, summary
 from crosstrain.config.load import model_types, preset_component, preset_files
-from crosstrain.config.registry import registry
-from crosstrain.config.run_options import RunOptions
-from crosstrain.config.schema import Component, options_class
-from crosstrain.utils.errors import UserError
+from crosstrain.config.schema import options_class
 
 Schema = dict[str, Any]
 

@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from crosstrain.utils.logging import log
+from crosstrain import log
 
 from .api_error import ApiError
 from .jobs import Event, Job, Piece

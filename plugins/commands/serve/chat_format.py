@@ -5,11 +5,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from crosstrain.data.vision.conversations import IMAGE, Conversation, Message, SampleError
+from crosstrain import IMAGE, Conversation, Message, Sample, SampleError
 from crosstrain.inference.conversation import ChatSession
 from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.generation import as_prompt
-from crosstrain.utils.types import Sample
 
 from .api_error import wrong
 from .limits import Limits
@@ -88,7 +87,8 @@ def conversation(given: list[ChatMessage], takes_images: bool, limits: Limits) -
 
 def picture(url: str, most_pixels: int, param: str) -> Any:
     """The RGB PIL image of a `data:` URL in base64. Nothing is fetched: ApiError 400 for anything else."""
-    from crosstrain.data.vision.image import ImageTooLarge, open_image
+    from crosstrain import open_image
+    from crosstrain.data.vision.image import ImageTooLarge
 
     head, comma, data = url.partition(",")
     if not head.lower().startswith("data:") or not comma:

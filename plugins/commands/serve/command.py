@@ -6,12 +6,10 @@ import argparse
 import os
 from pathlib import Path
 
-from crosstrain.cli.command import Command
+from crosstrain import Command, UserError, registry, require
 from crosstrain.cli.flags import add_checkpoint, add_config, add_weights, positive, seconds
-from crosstrain.config.registry import registry
 from crosstrain.distributed.launch.launcher import launch
-from crosstrain.utils.errors import UserError, printable
-from crosstrain.utils.optional_deps import require
+from crosstrain.utils.errors import printable
 
 _KEY = "CROSSTRAIN_API_KEY"
 

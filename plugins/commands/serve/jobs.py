@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from crosstrain import Sample
 from crosstrain.inference.detokenizer import TextStream
 from crosstrain.inference.generation import Sampling, Sequence, choose
-from crosstrain.utils.types import Sample
 
 from .api_error import ApiError
 from .chat_format import Prompt

@@ -10,11 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from crosstrain.distributed.group import Group
+from crosstrain import Group, Sample, UserError, log
 from crosstrain.inference.decoder import Decoder
-from crosstrain.utils.errors import UserError, sentence
-from crosstrain.utils.logging import log
-from crosstrain.utils.types import Sample
+from crosstrain.utils.errors import sentence
 
 from .api_error import ApiError
 from .jobs import Job, JobSequence

@@ -12,16 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from crosstrain.config.load import Config
+from crosstrain import Config, Runner, UserError, log
 from crosstrain.distributed.launch.signals import StopRequest, exit_after_signal
 from crosstrain.engine.build import make_runner
-from crosstrain.engine.runner import Runner
 from crosstrain.inference.conversation import ChatSession
 from crosstrain.inference.decoder import Decoder
 from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.open_checkpoint import load_model
-from crosstrain.utils.errors import UserError
-from crosstrain.utils.logging import log, set_up_logging
+from crosstrain.utils.logging import set_up_logging
 from crosstrain.utils.trust import Trust
 
 from .limits import Limits

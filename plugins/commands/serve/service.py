@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from crosstrain import Model, UserError
 from crosstrain.inference.encoding import Encoders
 from crosstrain.inference.generation import Sampling, as_prompt, room_after
-from crosstrain.modeling.base import Model
-from crosstrain.utils.errors import UserError, sentence
+from crosstrain.utils.errors import sentence
 from crosstrain.utils.limited_process import LimitError, NoProcess, TooLate
 
 from .api_error import ApiError, wrong

@@ -5,9 +5,8 @@ import json
 import sys
 from dataclasses import asdict
 
-from crosstrain.cli.command import Command
-from crosstrain.config.registry import registry
-from crosstrain.utils.errors import UserError, printable
+from crosstrain import Command, UserError, registry
+from crosstrain.utils.errors import printable
 from crosstrain.utils.storage import is_url
 from crosstrain.utils.units import finite, show_seconds
 

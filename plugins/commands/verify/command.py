@@ -6,10 +6,8 @@ import os
 import shlex
 import sys
 
-from crosstrain.cli.command import Command
+from crosstrain import Command, UserError, registry
 from crosstrain.cli.flags import add_config, new_file, positive
-from crosstrain.config.registry import registry
-from crosstrain.utils.errors import UserError
 
 
 @registry.register_command("verify")

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import torch
 
-from crosstrain import __version__
+from crosstrain import Config, UserError, __version__, load_config
 from crosstrain.checkpoint.export import export
 from crosstrain.checkpoint.folders import find_checkpoint
 from crosstrain.checkpoint.weights import PretrainedWeights
-from crosstrain.config.load import Config, ProjectLike, load_config
+from crosstrain.config.load import ProjectLike
 from crosstrain.config.run_options import DEFAULT_RUNNER
 from crosstrain.config.schema import to_plain
 from crosstrain.config.sources import Overrides
 from crosstrain.distributed.launch.worker_errors import WorkerFailure
 from crosstrain.engine.build import model_on_meta
 from crosstrain.training.preflight import preflight
-from crosstrain.utils.errors import UserError, sentence
+from crosstrain.utils.errors import sentence
 from crosstrain.utils.processes import main_hidden
 
 from ..compare.compare import Race, make_contestants, refusal
