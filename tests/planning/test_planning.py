@@ -290,16 +290,6 @@ def test_seven_billion_frozen_parameters_fit_where_an_expert_would_put_them(
     assert any("run.runner=" in setting for setting in settings)
 
 
-def test_pictures_are_written(project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", "--cfg-path", str(project), "--no-presets", "--picture"]
-    assert main([*command, str(tmp_path / "plan.svg")]) == 0
-    assert "activations" in (tmp_path / "plan.svg").read_text()
-    assert main([*command, str(tmp_path / "plan.png")]) == 0
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    assert main([*command, str(tmp_path / "plan.gif")]) == 1
-    assert ".svg or .png" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_alike_blocks_that_are_not_computed_count_as_if_they_were(

@@ -26,9 +26,9 @@ def plan(
     """Estimate memory, arithmetic and traffic of a project on `world_size` ranks, there or not; start nothing.
 
     The other arguments are those of the command line, such as device_memory="24GiB". `print` shows the plan, `as_json`
-    has its numbers, and `draw` makes a picture. With `collectives` a step of every rank is followed, and `collectives`
-    of the plan says if their calls match. Raises UserError; with `check` also for what `train` would refuse before it
-    starts workers, such as missing data.
+    has its numbers. With `collectives` a step of every rank is followed, and `collectives` of the plan says if their
+    calls match. Raises UserError; with `check` also for what `train` would refuse before it starts workers, such as
+    missing data.
     """
     config = load_config(project, options)
     memory = read_bytes(device_memory, "--device-memory") if device_memory else None

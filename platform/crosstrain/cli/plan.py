@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from pathlib import Path
 
 from crosstrain.cli.flags import add_config, new_file, positive
 
@@ -23,7 +22,6 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--collectives", action="store_true", help="follow a step of every rank: do their calls match?")
     group.add_argument("--parameters", action="store_true", help="list the model's parameters instead")
     group.add_argument("--output", type=new_file, metavar="FILE", help="write the plan as JSON")
-    group.add_argument("--picture", type=new_file, metavar="FILE", help="draw memory as stacked bars, .svg or .png")
 
 
 def run(arguments: argparse.Namespace, check: bool = False) -> int:
@@ -40,7 +38,4 @@ def run(arguments: argparse.Namespace, check: bool = False) -> int:
     print(*made.parameters(), sep="\n") if a.parameters else print(made)
     if a.output:
         a.output.write_text(json.dumps(made.as_json(), indent=1) + "\n", encoding="utf-8")
-    if a.picture:
-        size = made.chosen.world_size
-        made.draw(a.picture, f"{Path(a.cfg_path).stem} on {size} ranks: device memory of the fullest one")
     return 1 if made.collectives is not None and made.collectives.mismatches else 0

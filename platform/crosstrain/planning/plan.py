@@ -1,4 +1,4 @@
-"""A plan: the costs of a project under its runner, other runners and modes of checkpointing; text, JSON and picture."""
+"""A plan: the costs of a project under its runner, other runners and modes of checkpointing, as text and JSON."""
 
 from __future__ import annotations
 
@@ -14,17 +14,11 @@ from crosstrain.config.load import Config
 from crosstrain.planning.collectives import Collectives
 from crosstrain.planning.estimate import HOST_COPY, MODES, Estimate, Project, with_options, with_same_samples
 from crosstrain.planning.fit import USABLE, Advice, Alternatives, nearest, needs
-from crosstrain.utils.drawing import picture
 from crosstrain.utils.errors import UserError
 from crosstrain.utils.paths import near
 from crosstrain.utils.units import show_bytes, show_number
 
 _DAY = 86400.0
-# Okabe and Ito's colours, which colour-blind people can tell apart, and two greys.
-_COLOURS = {
-    "parameters": "#0072B2", "gathered parameters": "#56B4E9", "gradients": "#D55E00", "optimizer": "#E69F00",
-    "activations": "#009E73", "logits": "#CC79A7", "temporary": "#999999", "communication": "#444444",
-}  # fmt: skip
 
 
 @dataclass
@@ -214,36 +208,6 @@ class Plan:
             f"{show_bytes(memory.total):>14}{show_bytes(memory.on_host):>14}{show_bytes(estimate.sent):>16}"
             f"{memory.parameters_held:>18,}{self._verdict(estimate)}"
         )
-
-    def draw(self, path: Path, title: str) -> None:
-        """Write `path`, .svg or .png: a stacked bar for each runner, memory of its fullest rank by purpose.
-
-        Raises UserError for another ending, and where matplotlib is not installed.
-        """
-        if path.suffix.lower() not in (".svg", ".png"):
-            raise UserError(f"--picture: {path.name} must end in .svg or .png")
-        shown = [(self.project.config.run.runner.name, self.chosen.memory.device)]
-        shown += [(name, e.memory.device) for name, e in self.presets.items() if isinstance(e, Estimate)]
-        limit, rows, ends = self.budget.device_memory, range(len(shown)), [0] * len(shown)
-        with picture(path, 9, 1.4 + 0.35 * len(shown)) as figure:
-            axis = figure.subplots()
-            for part, colour in _COLOURS.items():
-                sizes = [device.get(part, 0) for _, device in shown]
-                if any(sizes):
-                    axis.barh(rows, sizes, left=ends, color=colour, label=part)
-                    ends = [end + size for end, size in zip(ends, sizes, strict=True)]
-            for row, end in zip(rows, ends, strict=True):
-                axis.text(end, row, f"  {show_bytes(end)}", va="center")
-            if limit is not None:
-                axis.axvline(limit, color="#CC0000")
-                axis.text(limit, -0.6, show_bytes(limit), ha="center", va="bottom", color="#CC0000")
-            axis.set_xlim(0, 1.12 * max(*ends, limit or 0, 1))
-            axis.set_xticks([])
-            axis.set_yticks(rows, [name for name, _ in shown])
-            axis.invert_yaxis()
-            axis.spines[:].set_visible(False)
-            figure.suptitle(title)
-            figure.legend(loc="outside lower left", ncols=4, frameon=False)
 
 
 def make_plan(project: Project, budget: Budget, world_size: int, others: Alternatives) -> Plan:
