@@ -48,7 +48,6 @@ def test_gpt2_345m_on_two_tensor_parallel_ranks_has_the_known_numbers(tmp_path: 
     assert plan["parameters"]["without_padding"] == 354_823_168
     assert plan["parameters"]["total"] == 355_002_368  # 50,257 rows padded to a multiple of 128 x 2
     assert plan["parameters"]["per_rank"] == 178_100_224
-    assert sorted(plan["formulas"].values()) == [5760 * MIB, int(21.375 * GIB)]
     # Weight and two moments, in fp32.
     device = plan["memory"]["device"]
     assert device["parameters"] == 4 * 178_100_224

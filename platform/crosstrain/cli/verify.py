@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import shlex
 import sys
 
@@ -21,8 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify the runners; returns 0 if each passed every check, and raises UserError if one did not."""
-    # Workers give memory back to the system that they have freed; their peak is what they need, then (glibc).
-    os.environ |= dict.fromkeys(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"), "65536")
     from crosstrain.comparison.verify import Check, page, verify
 
     a, checks = arguments, dict[str, list[Check]]()

@@ -1,5 +1,6 @@
 """torch's profiler over windows of steps: a trace for viewers, and a table of operators."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -22,11 +23,11 @@ class Profiler:
         self._running: profile | None = None
         self._window: tuple[int, ...] = (0, 0)  # that is being profiled
         self._seen = (0, 0)  # its first and last profiled step
-        self._step: record_function | None = None  # the step that is under way
+        self._step = ExitStack()  # holds the record of the step that is under way
 
     def begin(self, number: int) -> None:
         """The attempted step `number` begins; it is profiled if it is in a window."""
-        self._leave_step()  # a step that was rolled back has no end
+        self._step.close()  # a step that was rolled back has no end
         window = next((w for w in self._windows if w[0] <= number <= w[1]), None)
         if self._running is not None and window != self._window:  # a roll back led out of it
             self.write()
@@ -34,22 +35,16 @@ class Profiler:
             return
         if self._running is None:
             self._start(window, number)
-        self._step = record_function(f"ProfilerStep#{number}")  # viewers know steps by this name
-        self._step.__enter__()
+        self._step.enter_context(record_function(f"ProfilerStep#{number}"))  # viewers know steps by this name
 
     def end(self, number: int) -> None:
         """The step `number` has ended; the last one of a window has its profile written."""
         if self._running is None:
             return
-        self._leave_step()
+        self._step.close()
         self._seen = (self._seen[0], number)
         if number == self._window[1]:
             self.write()
-
-    def _leave_step(self) -> None:
-        if self._step is not None:
-            self._step.__exit__(None, None, None)
-            self._step = None
 
     def _start(self, window: tuple[int, ...], number: int) -> None:
         assert self.options is not None
@@ -65,7 +60,7 @@ class Profiler:
         """Stop the running profile and write it. Logs a warning if that fails."""
         if self._running is None:
             return
-        self._leave_step()
+        self._step.close()
         done, self._running = self._running, None
         self._windows = [window for window in self._windows if window != self._window]
         if self.device.type == "cuda":

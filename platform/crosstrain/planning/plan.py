@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -42,7 +42,6 @@ class Plan:
     modes: dict[str, Estimate | str]  # the chosen runner under each mode of checkpointing, or why not
     presets: dict[str, Estimate | str]  # the others, or why not
     advice: Advice | None = None
-    formulas: dict[str, int] = field(default_factory=dict)  # bytes
     collectives: Collectives | None = None  # None: not followed
 
     def fits(self, estimate: Estimate) -> bool | None:
@@ -91,7 +90,6 @@ class Plan:
             "bytes_sent_per_step_by_a_rank": chosen.sent,
             "pipeline_bubble": chosen.bubble,
             "runners": {name: self._memory_json(e) for name, e in self.presets.items()},
-            "formulas": self.formulas,
             "advice": asdict(self.advice) if self.advice else None,
             "collectives": self.collectives and self.collectives.as_json(),
             "activations_unknown_because": self.project.problem,
@@ -162,9 +160,6 @@ class Plan:
             if refused := {name.split()[0]: None for name in self.presets if name not in possible}:
                 why = f"impossible here (--options run.runner=NAME says why): {', '.join(refused)}"
                 out += wrap(why, 100, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
-        if self.formulas:
-            out += ["", "formulas of others, for comparison"]
-            out += [f"  {show_bytes(size):>12}  {name}" for name, size in self.formulas.items()]
         if project.problem:
             out += ["", f"without activations and arithmetic, because {project.problem}"]
         if project.absent:
@@ -227,7 +222,6 @@ def make_plan(project: Project, budget: Budget, world_size: int, others: Alterna
         project, budget, config.run.max_iters, chosen,
         modes={mode: attempt(with_options(config, mode=mode)) for mode in MODES},
         presets={name: other if isinstance(other, str) else attempt(other) for name, other in same.items()},
-        formulas=project.model.memory_formulas(chosen.batch.micro_batch, project.tokens_per_sample),
     )  # fmt: skip
     if budget.tokens and plan.tokens_per_step:
         plan.steps = math.ceil(budget.tokens / plan.tokens_per_step)
