@@ -15,7 +15,7 @@ from crosstrain.cli.main import main
 from crosstrain.config.load import preset_files
 
 PLUGINS = ROOT / "tests" / "third_party"
-COSTS = {"memory against plan", "the rest", "time"}
+COSTS = {"the rest", "time"}
 
 
 def verify(workspace: Workspace, runner: str, *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, str]]:
@@ -36,13 +36,10 @@ def verify(workspace: Workspace, runner: str, *options: str) -> tuple[subprocess
 def test_a_healthy_runner_is_accepted(workspace: Workspace) -> None:
     done, results = verify(workspace, "wrong@2")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {name for name, result in results.items() if result != "yes"} == {*COSTS, "speed against ddp@2"}
+    assert {name for name, result in results.items() if result != "yes"} == COSTS
     shown = (workspace.path / "verified.md").read_text()
     assert shown.count("\n## wrong@2: verified\n") == 1
     assert shown.count("\n| ") == len(results) + 1
-    planned = re.search(r"(\d+) MiB on the fullest rank, .*; (\d+) MiB planned", shown)
-    assert planned
-    assert 0 < int(planned[2]) <= int(planned[1]) < int(planned[2]) + 100  # a process takes some tens for itself
 
 
 @pytest.mark.slow

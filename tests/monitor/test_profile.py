@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -32,7 +30,7 @@ def profiled(shared_workspace: Workspace) -> Run:
     return train(shared_workspace.project, "profiled", WINDOWS, "run.max_iters=10")
 
 
-def test_two_windows_leave_traces_tables_and_memory(profiled: Run) -> None:
+def test_two_windows_leave_traces_and_tables(profiled: Run) -> None:
     folders = sorted((profiled.folder / "profile").iterdir())
     assert [folder.name for folder in folders] == ["steps_000002-000004", "steps_000007-000009"]
     for folder, first in zip(folders, (2, 7), strict=True):
@@ -43,18 +41,7 @@ def test_two_windows_leave_traces_tables_and_memory(profiled: Run) -> None:
         assert f"Rank 0, steps {first} to {first + 2}." in table
         assert "By self_cpu_time_total:" in table
         assert "aten::addmm" in table
-        assert_memory(folder)
-
-
-def assert_memory(folder: Path) -> None:
-    curves: dict[str, Any] = json.loads((folder / "rank0.memory.json").read_text())
-    assert list(curves) == ["CPU"]
-    times = [ms for ms, _ in curves["CPU"]]
-    assert times == sorted(times)
-    # The logits of a micro batch alone, fp32 [4, 32, 320], are 160 KiB.
-    assert max(size for _, size in curves["CPU"]) - min(size for _, size in curves["CPU"]) > 160 * 1024
-    picture = ElementTree.parse(folder / "rank0.memory.svg").getroot()
-    assert any((text.text or "").startswith("CPU: peak") for text in picture.iter())
+        assert "By self_cpu_memory_usage:" in table
 
 
 def test_looking_changes_no_number(shared_workspace: Workspace, profiled: Run) -> None:
@@ -70,7 +57,7 @@ def test_ranks_shapes_and_stacks_that_are_asked_for(workspace: Workspace) -> Non
     run = train(workspace.project, "out", profile, "run.max_iters=3", "run.runner=fsdp", size=2)
     [folder] = (run.folder / "profile").iterdir()
     assert {path.name for path in folder.iterdir()} == {
-        f"rank1.{ending}" for ending in ("pt.trace.json", "operators.txt", "memory.svg", "memory.json")
+        f"rank1.{ending}" for ending in ("pt.trace.json", "operators.txt")
     }
     table = (folder / "rank1.operators.txt").read_text()
     assert "Input Shapes" in table

@@ -48,7 +48,6 @@ def test_gpt2_345m_on_two_tensor_parallel_ranks_has_the_known_numbers(tmp_path: 
     assert plan["parameters"]["without_padding"] == 354_823_168
     assert plan["parameters"]["total"] == 355_002_368  # 50,257 rows padded to a multiple of 128 x 2
     assert plan["parameters"]["per_rank"] == 178_100_224
-    assert sorted(plan["formulas"].values()) == [5760 * MIB, int(21.375 * GIB)]
     # Weight and two moments, in fp32.
     device = plan["memory"]["device"]
     assert device["parameters"] == 4 * 178_100_224
@@ -288,16 +287,6 @@ def test_seven_billion_frozen_parameters_fit_where_an_expert_would_put_them(
     settings, fits = advised(tmp_path, *plan, "12GiB", "--world-size", "4", "--options", "run.device=cuda")
     assert fits
     assert any("run.runner=" in setting for setting in settings)
-
-
-def test_pictures_are_written(project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", "--cfg-path", str(project), "--no-presets", "--picture"]
-    assert main([*command, str(tmp_path / "plan.svg")]) == 0
-    assert "activations" in (tmp_path / "plan.svg").read_text()
-    assert main([*command, str(tmp_path / "plan.png")]) == 0
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    assert main([*command, str(tmp_path / "plan.gif")]) == 1
-    assert ".svg or .png" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])

@@ -10,15 +10,14 @@ class TextStream:
     """Text of a growing token sequence.
 
     Holds back bytes that are not yet a whole character, and what may be the beginning of one of `stops`: the text ends
-    before the first of these. With `strip`, blanks at the beginning are left out. With `whole`, nothing is decoded
-    before `finish`, so stop strings are not found.
+    before the first of these. With `strip`, blanks at the beginning are left out.
 
     `tokenizers.decoders.DecodeStream` is no substitute: under byte fallback it raises, or gives other text than
     decoding everything does, where bytes are no UTF-8, as a model that is still learning generates them.
     """
 
-    def __init__(self, tokenizer: Any, stops: Iterable[str] = (), strip: bool = False, whole: bool = False) -> None:
-        self._tokenizer, self._stops, self._strip, self._whole = tokenizer, tuple(stops), strip, whole
+    def __init__(self, tokenizer: Any, stops: Iterable[str] = (), strip: bool = False) -> None:
+        self._tokenizer, self._stops, self._strip = tokenizer, tuple(stops), strip
         self._ids: list[int] = []
         self._text = ""  # of all tokens, but for bytes that are not yet a character
         self._shown = 0
@@ -33,8 +32,6 @@ class TextStream:
         """Add a token; returns the text that it completes."""
         assert not self.stopped
         self._ids.append(token)
-        if self._whole:
-            return ""
         text = self._decode()
         return "" if text.endswith(_BROKEN) else self._advance(text, last=False)
 

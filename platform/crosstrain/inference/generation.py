@@ -110,8 +110,8 @@ def generate(
     if isinstance(sample, str):
         sample = as_prompt(tokenizer(sample, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
     sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room_after(runner.model, sample)))
-    count, whole = sampling.num_completions, not (on_text or stops)
-    sequences = [Sequence(sampling, i, ends, TextStream(tokenizer, stops, whole=whole)) for i in range(count)]
+    count = sampling.num_completions
+    sequences = [Sequence(sampling, i, ends, TextStream(tokenizer, stops)) for i in range(count)]
     with runner.evaluating():
         decode(runner, [sample] * count, sequences, on_text)
     for i, sequence in enumerate(sequences):

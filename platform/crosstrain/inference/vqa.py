@@ -108,7 +108,7 @@ def _greedy(
     if text_only:
         prompts = [p | {key: np.zeros_like(p[key]) for key in p if key == "pixel_values"} for p in prompts]
     sampling = Sampling(max_new_tokens, temperature=0)
-    sequences = [Sequence(sampling, i, [end], TextStream(tokenizer, whole=True)) for i in range(len(prompts))]
+    sequences = [Sequence(sampling, i, [end], TextStream(tokenizer)) for i in range(len(prompts))]
     decode(runner, prompts, sequences, group=runner.dp)
     return [sequence.text.text.strip() for sequence in sequences]
 

@@ -260,10 +260,6 @@ class Model(nn.Module, ABC):
         """Elements of the experts that a token does not choose; 0 in a dense model."""
         return 0
 
-    def memory_formulas(self, micro_batch: int, sequence_length: int | None) -> dict[str, int]:
-        """Published estimates of memory for models of this kind: bytes by formula, to compare with the plan."""
-        return {}
-
     # ---- life after training
 
     @property

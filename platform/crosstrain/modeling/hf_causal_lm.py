@@ -309,18 +309,6 @@ class TransformersModel(LanguageModel):
         used = sum(elements * share for elements, share in self._matrices(experts=False))
         return 6 * used + 12 * layers * width * length
 
-    def memory_formulas(self, micro_batch: int, sequence_length: int | None) -> dict[str, int]:
-        """Estimates for a GPT with blocks of 12 h^2 parameters in half precision, on one device.
-
-        20 bytes for each: weight and gradient in fp16, and both and Adam's moments in fp32. Activations without
-        checkpointing: Korthikanti et al., 2022, equation 1, which is about eager attention.
-        """
-        layers, heads = (getattr(self.config, key, 0) or 0 for key in ("num_hidden_layers", "num_attention_heads"))
-        h, b, s = self.hidden_size, micro_batch, sequence_length or 0
-        state = {"blocks of 12 l h^2 parameters at 20 bytes": 12 * layers * h**2 * 20}
-        eager = "activations l (34 b s h + 5 b a s^2), eager attention, no checkpointing"
-        return state | ({eager: layers * (34 * b * s * h + 5 * b * heads * s**2)} if s else {})
-
     def new_cache(self) -> DynamicCache | None:
         """None for a model with a cache of its own kind, such as Mamba's, whose forward then gets all tokens again."""
         model: Any = self.lm

@@ -3,9 +3,8 @@
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from crosstrain.utils.optional_deps import require
 
@@ -13,9 +12,6 @@ _SIDE, _COLUMNS = 144, 6  # pixels of an image on a sheet, images in a row
 _LINES, _WIDTH, _HEIGHT = 2, 24, 13  # lines of each text, letters in a line, pixels of a line
 TILE = (_SIDE + 8, _SIDE + 3 * _LINES * _HEIGHT + 8)  # pixels of an image with its texts
 
-_BUCKETS = 240  # of a curve: about one for two of a picture's columns
-
-Place = TypeVar("Place", bound=float)
 
 
 @contextmanager
@@ -49,18 +45,3 @@ def contact_sheet(tiles: Sequence[tuple[Any, Sequence[tuple[str, str]]]], path: 
                 draw.text((x, y), line, fill=colour)
                 y += _HEIGHT
     sheet.save(path)
-
-
-def downsample(steps: Sequence[Place], values: Sequence[float], buckets: int = _BUCKETS) -> list[tuple[Place, float]]:
-    """Return (step, value) of the lowest and the highest value in each of `buckets` ranges of steps, and of both ends.
-
-    So spikes stay, however short they are. Steps, or whatever places values, must ascend.
-    """
-    if len(steps) <= 2 * buckets:
-        return list(zip(steps, values, strict=True))
-    first, span = steps[0], steps[-1] - steps[0] + 1
-    kept = {0, len(steps) - 1}
-    for _, group in groupby(range(len(steps)), key=lambda i: int((steps[i] - first) * buckets // span)):
-        bucket = list(group)
-        kept |= {min(bucket, key=values.__getitem__), max(bucket, key=values.__getitem__)}
-    return [(steps[i], values[i]) for i in sorted(kept)]

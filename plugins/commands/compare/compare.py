@@ -6,8 +6,8 @@ import json
 import multiprocessing
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,7 +151,7 @@ class Race:
                 failures.append(label)
                 continue
             print(f"  {f'DIFFERS: {finding.sentence}' if finding else 'trains alike'}\n")
-            self.results[label] |= {"problem": finding and finding.sentence, "finding": finding and finding.as_json()}
+            self.results[label] |= {"problem": finding and finding.sentence, "finding": finding and asdict(finding)}
             failures += [label] if finding else []
         return failures
 
@@ -176,20 +176,16 @@ class Race:
         steps = RESUMED if resumed else self.steps + RESUMED * (self.deep and role != "contestant")
         save = self.deep and role != "noise" and not resumed
         job = Job(role, self.scratch / "reference", steps, last, save, resumed, uneven=self.deep)
-        record = self.results[label] = self.start(compare_worker, size, plain, job)
-        if "error" not in record.get("saved", {"error": None}):
-            record["strange_files"] = strange_files(config, find_checkpoint(Path(plain["run"]["output_dir"])))
-        return record
-
-    def start(self, worker: Callable[..., int], size: int, *args: Any) -> Any:
-        """Run `worker(*args, result)` on `size` ranks; returns what the JSON file `result` then holds."""
         result = self.scratch / "result.json"
         # Workers are forked from a process that has imported what takes them seconds.
         models = [name for name in sys.modules if name.startswith("transformers.models.")]
         multiprocessing.set_forkserver_preload([compare_worker.__module__, *models])
-        if launch(worker, (*args, result), Launch(size, True, False, True, start_method="forkserver")):
+        if launch(compare_worker, (plain, job, result), Launch(size, True, False, True, start_method="forkserver")):
             raise UserError("stopped before everything was compared")
-        return json.loads(result.read_text())
+        record = self.results[label] = json.loads(result.read_text())
+        if "error" not in record.get("saved", {"error": None}):
+            record["strange_files"] = strange_files(config, find_checkpoint(Path(plain["run"]["output_dir"])))
+        return record
 
     def _show(self, label: str, reference: Record) -> None:
         record = self.results[label]

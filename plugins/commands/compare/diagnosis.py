@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from . import causes, routing
@@ -29,9 +29,6 @@ class Finding:
     parameters: list[str] = field(default_factory=list)  # the one that points to the cause first
     ranks: list[int] = field(default_factory=list)  # that alone are off
     cause: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def diagnose(record: Record, reference: Record, tolerance: Tolerance, resumed: bool = False) -> Finding | None:
@@ -227,12 +224,12 @@ class _Judge:
 
     def _wrong(self, number: int, step: Record, expected: Record) -> list[str]:
         """Parameters whose gradient in a step is not the reference's, the one that points to the cause first."""
-        noise = self.tolerance.tensors(number, "gradients")
+        limit_of = self.tolerance.limits(number, "gradients")
         theirs = expected["gradients"]["products"]
         floor = _SMALL * math.sqrt(sum(p[-1] for p in theirs.values() if math.isfinite(p[-1])))
         excess: dict[str, float] = {}
         for name, products in step["gradients"]["products"].items():
-            gap, limit = Gap(*products), noise.limit(name)
+            gap, limit = Gap(*products), limit_of(name)
             if gap.relative > limit and not gap.dd <= (limit * math.sqrt(gap.rr) + floor) ** 2:
                 excess[name] = gap.relative / limit
         return self._sorted(excess)
@@ -313,7 +310,7 @@ class _Judge:
     # ---- update and state
 
     def _weights(self, number: int, step: Record, expected: Record) -> Iterator[Finding]:
-        noise, measured = self.tolerance.tensors(number, "weights"), step["weights"]
+        limit_of, measured = self.tolerance.limits(number, "weights"), step["weights"]
         weights, off = measured["products"], measured["off"]
         if apart := _apart(measured, _EPSILON):
             yield self._finding(
@@ -323,7 +320,7 @@ class _Judge:
         excess, gaps, quiet = dict[str, float](), dict[str, Gap](), self._still(number)
         for name, (dd, dm, _, mm, _, ww) in weights.items():
             gaps[name] = Gap(dd, dm, mm)
-            limit = noise.limit(name) * math.sqrt(mm) + _EPSILON * math.sqrt(ww)
+            limit = limit_of(name) * math.sqrt(mm) + _EPSILON * math.sqrt(ww)
             if name not in quiet and not math.sqrt(dd) <= limit:
                 excess[name] = math.sqrt(dd) / max(limit, 1e-30) if math.isfinite(dd) else math.inf
         if not excess:
@@ -386,14 +383,14 @@ class _Judge:
         for kind, measured in step["state"].items():
             if kind == "param" and not exact:
                 continue
-            noise = self.tolerance.tensors(number, "state", kind)
+            limit_of = self.tolerance.limits(number, "state", kind)
             what = "weight" if kind == "param" else f"optimizer's {kind}"
             if apart := _apart(measured, 0.0 if exact else _EPSILON):
                 said = f"{when} differs between ranks in the {what} of {_list(apart)}"
                 cause = "each must read and update all copies that it holds"
                 yield self._finding(phase, said, cause, apart, measured["off"])
             gaps = {name: Gap(*products) for name, products in measured["products"].items()}
-            limits = {n: 0.0 if exact or kind == "step" else noise.limit(n) for n in gaps}
+            limits = {n: 0.0 if exact or kind == "step" else limit_of(n) for n in gaps}
             excess = {
                 n: gap.relative / max(limits[n], 1e-9) for n, gap in gaps.items()
                 if n not in quiet and gap.relative > limits[n]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 Record = dict[str, Any]  # of a contestant, by its rank 0; see worker.py
@@ -75,23 +75,6 @@ def relative(products: list[float]) -> float:
 
 
 @dataclass(frozen=True)
-class Noise:
-    """Largest relative differences of a group of tensors that are rounding."""
-
-    floor: float
-    factor: float
-    by_name: dict[str, float]  # of the reference from itself
-
-    @cached_property
-    def _median(self) -> float:
-        return statistics.median(self.by_name.values()) if self.by_name else 0.0
-
-    def limit(self, name: str) -> float:
-        """The largest difference of a tensor: a multiple of its own noise, or of its group's median."""
-        return max(self.floor, self.factor * max(self.by_name.get(name, 0.0), self._median))
-
-
-@dataclass(frozen=True)
 class Tolerance:
     """Largest differences that are rounding: multiples of the reference's noise, with a floor for each precision.
 
@@ -115,10 +98,15 @@ class Tolerance:
         loss, added = reference["rows"][0]["loss"], reference["steps"][0]["routing"]["loss"]
         return difference(None if loss is None else loss - added, reference["plain_loss"]) > self.numbers
 
-    def tensors(self, step: int, what: str, kind: str | None = None) -> Noise:
-        """The noise of a group of tensors in or after a step."""
-        recorded = {} if self.noise is None else steps_of(self.noise)[step].get(what, {})
+    def limits(self, step: int, group: str, kind: str | None = None) -> Callable[[str], float]:
+        """The largest difference that is rounding, by tensor of a group in or after a step.
+
+        It is a multiple of the tensor's own noise, or of the group's median.
+        """
+        recorded = {} if self.noise is None else steps_of(self.noise)[step].get(group, {})
         measured = (recorded[kind] if kind else recorded).get("products", {})
         found = {name: relative(products) for name, products in measured.items()}
         finite = {name: noise for name, noise in found.items() if math.isfinite(noise)}
-        return Noise(self.floor, _FIRST_FACTOR if step == 1 else _FACTOR, finite)
+        median = statistics.median(finite.values()) if finite else 0.0
+        factor = _FIRST_FACTOR if step == 1 else _FACTOR
+        return lambda name: max(self.floor, factor * max(finite.get(name, 0.0), median))

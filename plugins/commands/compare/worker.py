@@ -19,7 +19,6 @@ from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.folders import step_folder
 from crosstrain.distributed.launch.signals import StopRequest
 from crosstrain.engine.build import make_runner
-from crosstrain.monitor.hardware import memory_mb
 from crosstrain.training.bad_steps import BadSteps
 from crosstrain.training.callback import HookKinds
 from crosstrain.training.saving import Saving
@@ -50,8 +49,10 @@ class Job:
 
 def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
     """Train a contestant on this rank and return 0 or a signal; rank 0 writes the record to `result`."""
-    config, runner = _set_up(plain)
-    stop = StopRequest(True)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # it was forked with another number
+    config, stop = Config.from_plain(plain), StopRequest(True)
+    runner = make_runner(config)
+    runner.setup()
     trainer = build_trainer(config, runner, stop, quiet=True, **_HOOKS)
     first = trainer.state.step
     probe = Probe(trainer, job.folder, write=job.role == "reference", disturb=job.role == "noise")
@@ -95,32 +96,6 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
         result.write_text(json.dumps(record))
     runner.close()
     return 0
-
-
-def measure_worker(plain: dict[str, Any], steps: int, result: Path) -> int:
-    """Train on this rank without a probe; rank 0 writes a step's time, and the fullest rank's peak above the start."""
-    config, runner = _set_up(plain)
-    stop, before = StopRequest(True), memory_mb(runner.device).get("memory_allocated_mb", 0.0)
-    trainer = build_trainer(config, runner, stop, quiet=True, **_HOOKS)
-    batches = trainer.batches()
-    metrics = trainer.train_step(batches)  # in the first, libraries load and compile
-    trainer.throughput.begin()
-    for _ in range(steps):
-        metrics = metrics and trainer.train_step(batches)
-    if metrics is not None:
-        peak = max(runner.world.all_gather(metrics.memory["memory_peak_mb"] - before))
-        if runner.world.rank == 0:
-            result.write_text(json.dumps({"step_ms": metrics.step_ms, "memory_mb": peak}))
-    runner.close()
-    return 0 if metrics else stop.received or signal.SIGTERM
-
-
-def _set_up(plain: dict[str, Any]) -> tuple[Config, Runner]:
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # it was forked with another number
-    config = Config.from_plain(plain)
-    runner = make_runner(config)
-    runner.setup()
-    return config, runner
 
 
 def _facts(trainer: Trainer, probe: Probe) -> dict[str, Any]:

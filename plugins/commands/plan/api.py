@@ -30,8 +30,8 @@ def plan(
     """Estimate memory, arithmetic and traffic of a project on `world_size` ranks, there or not; start nothing.
 
     budget: device_memory, throughput, tokens_per_second and tokens, as on the command line ("24GiB"). `print` shows
-    the plan, `as_json` has its numbers, and `draw` makes a picture. With `collectives` a step of every rank is
-    followed, and `collectives` of the plan says if their calls match. Raises UserError.
+    the plan, and `as_json` has its numbers. With `collectives` a step of every rank is followed, and `collectives` of
+    the plan says if their calls match. Raises UserError.
     """
     config = load_config(project, options)
     size = world_size or Launch.detect(None, config.run.device).world_size

@@ -112,31 +112,29 @@ def nearest(project: Project, others: Alternatives, world_size: int, limit: int)
     checkpointing, other runners, of which the one is taken that sends least, and full checkpointing. Changes that use
     the host's memory come after those, and last, for pretrained models, adapters, which train something else.
     """
-    closest: Advice | None = None
-    spare: Advice | None = None  # uses the host's memory
+    tried: list[Advice] = []
+    fitting: list[tuple[bool, int, int, int, Advice]] = []  # offloads, order, bytes sent and on the host
+    best: Advice | None = None
     for settings, variant in _variants(project, others):
         for group in _groups(settings, variant, others, world_size):
-            fitting: list[tuple[bool, int, int, Advice]] = []
+            order = len(tried)
             for changes, config in group:
                 try:
                     estimate = variant.estimate(config, world_size)
                 except UserError:
                     continue
                 needed = needs(estimate, project.device)
-                advice = Advice(changes, needed, needed <= USABLE * limit)
-                if advice.fits:  # of those that send as much, the one that keeps more in memory and less on disk
+                tried.append(Advice(changes, needed, needed <= USABLE * limit))
+                if tried[-1].fits:  # of those that send as much, the one that keeps more in memory and less on disk
                     offloads = bool(estimate.memory.host.keys() - {HOST_COPY})
-                    fitting.append((offloads, estimate.sent, -estimate.memory.on_host, advice))
-                elif closest is None or advice.needs < closest.needs:
-                    closest = advice
+                    fitting.append((offloads, order, estimate.sent, -estimate.memory.on_host, tried[-1]))
             if fitting:
-                offloads, *_, best = min(fitting, key=lambda one: one[:3])
+                offloads, *_, best = min(fitting, key=lambda one: one[:4])
                 if not offloads:
                     return best
-                spare = spare or best
-        if spare is not None and variant.config.adapter is project.config.adapter:
-            return spare
-    return spare or closest
+        if best is not None and variant.config.adapter is project.config.adapter:
+            return best
+    return best or min(tried, key=lambda advice: advice.needs, default=None)
 
 
 def _variants(project: Project, others: Alternatives) -> Iterator[tuple[list[str], Project]]:

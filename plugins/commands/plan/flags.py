@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crosstrain.cli.flags import new_file
@@ -24,7 +23,6 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--collectives", action="store_true", help="follow a step of every rank: do their calls match?")
     group.add_argument("--parameters", action="store_true", help="list the model's parameters instead")
     group.add_argument("--output", type=new_file, metavar="FILE", help="write the plan as JSON")
-    group.add_argument("--picture", type=new_file, metavar="FILE", help="draw memory as stacked bars, .svg or .png")
 
 
 def budget(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,7 +36,3 @@ def show(made: Plan, given: Mapping[str, Any]) -> None:
     print(*made.parameters(), sep="\n") if given["parameters"] else print(made)
     if given["output"]:
         given["output"].write_text(json.dumps(made.as_json(), indent=1) + "\n", encoding="utf-8")
-    if given["picture"]:
-        size = made.chosen.world_size
-        name = Path(given["cfg_path"]).stem
-        made.draw(given["picture"], f"{name} on {size} ranks: device memory of the fullest one")

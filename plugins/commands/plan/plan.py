@@ -1,17 +1,16 @@
-"""A plan: the costs of a project under its runner, other runners and modes of checkpointing; text, JSON and picture."""
+"""A plan: the costs of a project under its runner, other runners and modes of checkpointing, as text and JSON."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 from crosstrain import Config, UserError
-from crosstrain.utils.drawing import picture
 from crosstrain.utils.paths import near
 from crosstrain.utils.units import show_bytes, show_number
 
@@ -20,11 +19,6 @@ from .estimate import HOST_COPY, MODES, Estimate, Project, with_options, with_sa
 from .fit import USABLE, Advice, Alternatives, nearest, needs
 
 _DAY = 86400.0
-# Okabe and Ito's colours, which colour-blind people can tell apart, and two greys.
-_COLOURS = {
-    "parameters": "#0072B2", "gathered parameters": "#56B4E9", "gradients": "#D55E00", "optimizer": "#E69F00",
-    "activations": "#009E73", "logits": "#CC79A7", "temporary": "#999999", "communication": "#444444",
-}  # fmt: skip
 
 
 @dataclass
@@ -48,7 +42,6 @@ class Plan:
     modes: dict[str, Estimate | str]  # the chosen runner under each mode of checkpointing, or why not
     presets: dict[str, Estimate | str]  # the others, or why not
     advice: Advice | None = None
-    formulas: dict[str, int] = field(default_factory=dict)  # bytes
     collectives: Collectives | None = None  # None: not followed
 
     def fits(self, estimate: Estimate) -> bool | None:
@@ -97,7 +90,6 @@ class Plan:
             "bytes_sent_per_step_by_a_rank": chosen.sent,
             "pipeline_bubble": chosen.bubble,
             "runners": {name: self._memory_json(e) for name, e in self.presets.items()},
-            "formulas": self.formulas,
             "advice": asdict(self.advice) if self.advice else None,
             "collectives": self.collectives and self.collectives.as_json(),
             "activations_unknown_because": self.project.problem,
@@ -168,9 +160,6 @@ class Plan:
             if refused := {name.split()[0]: None for name in self.presets if name not in possible}:
                 why = f"impossible here (--options run.runner=NAME says why): {', '.join(refused)}"
                 out += wrap(why, 100, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
-        if self.formulas:
-            out += ["", "formulas of others, for comparison"]
-            out += [f"  {show_bytes(size):>12}  {name}" for name, size in self.formulas.items()]
         if project.problem:
             out += ["", f"without activations and arithmetic, because {project.problem}"]
         if project.absent:
@@ -215,36 +204,6 @@ class Plan:
             f"{memory.parameters_held:>18,}{self._verdict(estimate)}"
         )
 
-    def draw(self, path: Path, title: str) -> None:
-        """Write `path`, .svg or .png: a stacked bar for each runner, memory of its fullest rank by purpose.
-
-        Raises UserError for another ending, and where matplotlib is not installed.
-        """
-        if path.suffix.lower() not in (".svg", ".png"):
-            raise UserError(f"--picture: {path.name} must end in .svg or .png")
-        shown = [(self.project.config.run.runner.name, self.chosen.memory.device)]
-        shown += [(name, e.memory.device) for name, e in self.presets.items() if isinstance(e, Estimate)]
-        limit, rows, ends = self.budget.device_memory, range(len(shown)), [0] * len(shown)
-        with picture(path, 9, 1.4 + 0.35 * len(shown)) as figure:
-            axis = figure.subplots()
-            for part, colour in _COLOURS.items():
-                sizes = [device.get(part, 0) for _, device in shown]
-                if any(sizes):
-                    axis.barh(rows, sizes, left=ends, color=colour, label=part)
-                    ends = [end + size for end, size in zip(ends, sizes, strict=True)]
-            for row, end in zip(rows, ends, strict=True):
-                axis.text(end, row, f"  {show_bytes(end)}", va="center")
-            if limit is not None:
-                axis.axvline(limit, color="#CC0000")
-                axis.text(limit, -0.6, show_bytes(limit), ha="center", va="bottom", color="#CC0000")
-            axis.set_xlim(0, 1.12 * max(*ends, limit or 0, 1))
-            axis.set_xticks([])
-            axis.set_yticks(rows, [name for name, _ in shown])
-            axis.invert_yaxis()
-            axis.spines[:].set_visible(False)
-            figure.suptitle(title)
-            figure.legend(loc="outside lower left", ncols=4, frameon=False)
-
 
 def make_plan(project: Project, budget: Budget, world_size: int, others: Alternatives) -> Plan:
     """Estimate the project under its own runner and others. Raises UserError where its own runner cannot train it."""
@@ -263,7 +222,6 @@ def make_plan(project: Project, budget: Budget, world_size: int, others: Alterna
         project, budget, config.run.max_iters, chosen,
         modes={mode: attempt(with_options(config, mode=mode)) for mode in MODES},
         presets={name: other if isinstance(other, str) else attempt(other) for name, other in same.items()},
-        formulas=project.model.memory_formulas(chosen.batch.micro_batch, project.tokens_per_sample),
     )  # fmt: skip
     if budget.tokens and plan.tokens_per_step:
         plan.steps = math.ceil(budget.tokens / plan.tokens_per_step)

@@ -5,16 +5,16 @@ A page with 5 curves of 1,000,000 steps takes 5 MB, nearly all of it plotly.js, 
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
-from crosstrain.utils.drawing import downsample
 from crosstrain.utils.errors import printable
 from crosstrain.utils.units import finite
 
 from .read_run import ReadRun
 
 COLOURS = ("#3b82c4", "#e07b39", "#3fa66b", "#c65b9b", "#8b72d8", "#b8962e", "#3fa9b5", "#d1605e")  # of runs
+_BUCKETS = 240  # of a curve: about one for two of the picture's columns
 _DOTS = 40  # curves of fewer points show each
 
 Chart = dict[str, Any]  # title, remarks on the unit and the axis, and the figure: plotly's `data` and `layout`
@@ -65,6 +65,21 @@ def _y_axis(values: Sequence[float]) -> tuple[dict[str, Any], str]:
     if len(ordered) >= 50 and high > limit > low:
         return axis | {"range": [None, limit]}, "highest values cut off"
     return axis, ""
+
+
+def downsample(steps: Sequence[int], values: Sequence[float], buckets: int = _BUCKETS) -> list[tuple[int, float]]:
+    """Return (step, value) of the lowest and the highest value in each of `buckets` ranges of steps, and of both ends.
+
+    So spikes stay, however short they are. Steps, or whatever places values, must ascend.
+    """
+    if len(steps) <= 2 * buckets:
+        return list(zip(steps, values, strict=True))
+    first, span = steps[0], steps[-1] - steps[0] + 1
+    kept = {0, len(steps) - 1}
+    for _, group in groupby(range(len(steps)), key=lambda i: int((steps[i] - first) * buckets // span)):
+        bucket = list(group)
+        kept |= {min(bucket, key=values.__getitem__), max(bucket, key=values.__getitem__)}
+    return [(steps[i], values[i]) for i in sorted(kept)]
 
 
 def smooth(values: Sequence[float], reach: int) -> list[float]:

@@ -63,7 +63,7 @@ def page(runs: Sequence[ReadRun]) -> str:
         style=markup(style), scripts=[markup(library), markup(script)],
         # Whatever the runs' files hold, a browser runs these two scripts and fetches nothing.
         hashes=[base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (library, script)],
-        summary=_summary(runs), curves=_curves(runs), phases=_phases(runs), memory=_memory(runs),
+        summary=_summary(runs), curves=_curves(runs), phases=_phases(runs),
         differences=_differences(runs), generated=[_spread(run.generated) for run in runs],
         events=sorted((step, i, what) for i, run in enumerate(runs) for step, what in run.events), most_events=_EVENTS,
     )  # fmt: skip
@@ -81,15 +81,6 @@ def _summary(runs: Sequence[ReadRun]) -> _Table:
         "median MFU": _column(runs, "mfu", median, "{:.1%}"),
         "peak memory": _column(runs, "memory_peak_mb", max, "{:,.0f} MiB"),
         "skipped steps": _column(runs, "skipped_steps", _last, "{:,.0f}"),
-    })  # fmt: skip
-
-
-def _memory(runs: Sequence[ReadRun]) -> _Table:
-    return _used({
-        "peak": _column(runs, "memory_peak_mb", max, "{:,.0f} MiB"),
-        "in use, last": _column(runs, "memory_allocated_mb", _last, "{:,.0f} MiB"),
-        "in use, most": _column(runs, "memory_allocated_mb", max, "{:,.0f} MiB"),
-        "reserved, most": _column(runs, "memory_reserved_mb", max, "{:,.0f} MiB"),
     })  # fmt: skip
 
 

@@ -1,6 +1,5 @@
 """Jobs of the scheduler, and the pieces of text that it delivers."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -79,7 +78,7 @@ class JobSequence(Sequence):
     def __init__(self, job: Job, number: int, tokenizer: object) -> None:
         text = TextStream(tokenizer, job.stops, job.prompt.strip)
         super().__init__(job.sampling, number, job.prompt.ends, text)
-        self.job, self.choice, self.started = job, job.completions[number], time.monotonic()
+        self.job, self.choice = job, job.completions[number]
         self._given = job.prompt.ids[:0:-1] if job.score_prompt else []  # still to be scored, last to first
         if job.score_prompt:
             self._tell("", [Score(job.prompt.ids[0], None)])

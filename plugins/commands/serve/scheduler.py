@@ -54,7 +54,6 @@ class Scheduler:
         self._free = list(range(limits.batch))[::-1]
         self._running: dict[int, JobSequence] = {}  # by slot
         self._plan = StepPlan()  # of the next step, as far as it is known
-        self._seconds = 1.0  # moving average of a completion's time
 
     def submit(self, jobs: list[Job]) -> None:
         """Take all of these jobs, or none: ApiError 429 if too many wait already, 503 if the server stops."""
@@ -63,9 +62,8 @@ class Scheduler:
                 raise _stopping()
             waiting = sum(job.slots for job in self._waiting)
             if waiting and waiting + sum(job.slots for job in jobs) > self._limits.waiting:
-                seconds = round(waiting / self._limits.batch * self._seconds)
                 message = f"{waiting} completions wait already; try again later"
-                raise ApiError(429, message, code="too_many_requests", retry=max(1, min(600, seconds)))
+                raise ApiError(429, message, code="too_many_requests", retry=5)
             self._waiting.extend(jobs)
             self._changed.notify()
 
@@ -154,7 +152,6 @@ class Scheduler:
             sequence.job.fail(_broken(error))
             return
         if token is None:
-            self._seconds = 0.9 * self._seconds + 0.1 * (time.monotonic() - sequence.started)
             self._release(slot)
         else:
             self._plan.tokens[slot] = token

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import shlex
 import sys
 
@@ -29,8 +28,6 @@ class VerifyCommand(Command):
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Verify the runners; returns 0 if each passed every check, and raises UserError if one did not."""
-        # Workers give memory back to the system that they have freed; their peak is what they need, then (glibc).
-        os.environ |= dict.fromkeys(("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"), "65536")
         from .verify import Check, page, verify
 
         a, checks = arguments, dict[str, list[Check]]()

@@ -1,7 +1,6 @@
 """Accept a runner: hold it to plain torch in every part of a run, and write a page of what was found."""
 
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,19 +20,14 @@ from crosstrain.config.schema import to_plain
 from crosstrain.config.sources import Overrides
 from crosstrain.distributed.launch.worker_errors import WorkerFailure
 from crosstrain.engine.build import model_on_meta
-from crosstrain.training.preflight import preflight
 from crosstrain.utils.errors import sentence
 from crosstrain.utils.processes import main_hidden
 
 from ..compare.compare import Race, make_contestants, refusal
 from ..compare.diagnosis import diagnose
 from ..compare.tolerance import Record, Tolerance, difference, number_difference
-from ..compare.worker import measure_worker
-from ..plan.estimate import Project
-from ..plan.fit import needs
 
 _REFERENCE = f"{DEFAULT_RUNNER}@1"
-_PAIRS, _TIMED = 3, 5  # timed starts of the runner and of the reference's, and steps of each
 
 Check = tuple[str, str, str]  # name; yes, no, measured or not tried; what was found, or the reason not to try
 
@@ -94,8 +88,6 @@ class _Acceptance:
             f"{_REFERENCE} resumes it": partial(self._resume, 1, self.plain, self.config),
             f"resumes on {other} rank{'s' * (other > 1)}": partial(self._resume, other, self.config, self.config),
             "exports right": self._export,
-            f"speed against {DEFAULT_RUNNER}@{self.size}": self._time,
-            "memory against plan": self._weigh,
             "the rest": self._rest,
         }
         for name, run in rows.items():
@@ -152,22 +144,6 @@ class _Acceptance:
         read = self.race.record(f"{self.label} read", 1, opened, "contestant", f"{folder}_read")["plain_loss"]
         found = f"loss {read:.7g} where it is opened, {self.record['later_loss']:.7g} where it was trained"
         return "yes" if difference(read, self.record["later_loss"]) <= self.tolerance.numbers else "no", found
-
-    def _time(self) -> tuple[str, str]:
-        if why := refusal(self.plain, self.size):
-            return "not tried", str(why)
-        sides = self.config.plain, self.plain.plain
-        pairs = [[self.race.start(measure_worker, self.size, one, _TIMED) for one in sides] for _ in range(_PAIRS)]
-        ratios = sorted(mine["step_ms"] / theirs["step_ms"] for mine, theirs in pairs)
-        found = f"a step takes {statistics.median(ratios):.2f} times as long ({ratios[0]:.2f} to {ratios[-1]:.2f}"
-        return "measured", f"{found}, in {_PAIRS} pairs of starts)"
-
-    def _weigh(self) -> tuple[str, str]:
-        peak = self.race.start(measure_worker, self.size, self.config.plain, 1)["memory_mb"]
-        ready = preflight(self.config, self.size)
-        project = Project(self.config, ready.model, ready.sample)
-        plan = needs(project.estimate(self.config, self.size), project.device) / 2**20
-        return "measured", f"{peak:.0f} MiB on the fullest rank, some tens the process's own; {plan:.0f} MiB planned"
 
     def _rest(self) -> tuple[str, str]:
         rest = ["several machines", f"precisions other than {self.plain.run.amp.dtype}", "later steps"]
