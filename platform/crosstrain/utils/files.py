@@ -96,13 +96,10 @@ def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
     write_atomically(path, json.dumps(value, indent=indent) + "\n")
 
 
-def append(path: Path | str, data: str | bytes, folder: int | None = None) -> None:
-    """Append all of `data` to a file; raises OSError, and leaves the file as it was, where that fails.
-
-    folder: descriptor of the folder that a relative path starts from.
-    """
+def append(path: Path, data: str | bytes) -> None:
+    """Append all of `data` to a file; raises OSError, and leaves the file as it was, where that fails."""
     data = data.encode() if isinstance(data, str) else data
-    with open(path, "ab", buffering=0, opener=lambda p, flags: os.open(p, flags, 0o666, dir_fd=folder)) as file:
+    with open(path, "ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         try:
             while data:
@@ -110,7 +107,7 @@ def append(path: Path | str, data: str | bytes, folder: int | None = None) -> No
         except OSError:
             file.truncate(size)
             if size == 0:
-                os.unlink(path, dir_fd=folder)
+                os.unlink(path)
             raise
 
 
