@@ -8,6 +8,7 @@ from typing import Any
 
 from crosstrain.corpus import io
 from crosstrain.utils.errors import DataError
+from crosstrain.utils.files import unique_keys
 
 Row = dict[str, Any]
 # A list of objects, an object over several lines, or perhaps one around a list of objects.
@@ -18,7 +19,7 @@ _EXPANSION = 4  # bytes of memory that each byte of a document may take
 def parsed(text: bytes) -> Any:
     """Return a JSON value. Raises ValueError for any other text, and for an object with the same key twice."""
     try:
-        return json.loads(text.decode("utf-8-sig"), object_pairs_hook=_object)
+        return json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique_keys)
     except RecursionError as error:
         raise ValueError(str(error)) from None
 
@@ -51,11 +52,3 @@ def entries(file: Path, is_row: Callable[[Row], bool]) -> list[Any] | None:
         return [content]
     rows = content.pop("data" if "data" in lists else lists[0])
     return [content | row if isinstance(row, dict) else row for row in rows]
-
-
-def _object(pairs: list[tuple[str, Any]]) -> Row:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"it has the key {max(names, key=names.count)!r} twice")
-    return made

@@ -188,7 +188,7 @@ class Trainer:
         mine = sum(micro_batch.num_targets for micro_batch in batch)
         tokens = sum(self.runner.model.num_tokens(micro_batch.data) for micro_batch in batch)
         # In one exchange, because at each the ranks wait for the slowest. Ranks beyond `dp` see the same samples again.
-        *sums, stops = world.all_reduce_sum(mine, tokens, bool(self.stop or self._end_reason))
+        *sums, stops = world.all_reduce_sum(mine, tokens, bool(self.stop or self._end_reason), tag="targets of a step")
         targets, tokens = (int(total) // (world.size // dp.size) for total in sums)
         return targets, tokens, stops > 0
 

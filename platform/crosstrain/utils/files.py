@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
@@ -94,6 +95,18 @@ def write_atomically(path: Path, data: str | bytes) -> None:
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
     """Replace a JSON file, as `write_atomically` does; on one line with `indent=None`."""
     write_atomically(path, json.dumps(value, indent=indent) + "\n")
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a JSON object, as `object_pairs_hook`. Raises ValueError for a key that stands twice.
+
+    Of two values, one program would show the first to whoever inspects the file, and another would use the second.
+    """
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"it has the key {name!r} twice")
+    return made
 
 
 def append(path: Path, data: str | bytes) -> None:

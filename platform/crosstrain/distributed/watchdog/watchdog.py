@@ -117,7 +117,10 @@ class Watchdog:
         self._mute = {*silent} if self._mute is None else self._mute & {*silent}
         mine = self._report(depth)
         problem = find_desync(mine, reports, failed=failed, desynced=desynced)
-        if problem := problem or find_deadlock(mine, answered, failed=failed):
+        problem = problem or find_deadlock(mine, answered, failed=failed)
+        if any(report.aborting for report in (mine, *answered)):  # which leaves no time to wait for the others
+            problem = problem or find_absent(mine, answered, silent=[])
+        if problem:
             self._end_run(TrainingError(problem))
         late = mine.idle_seconds >= self._limit and not failed
         if late and (problem := find_absent(mine, answered, silent) or find_mute(mine, sorted(self._mute))):
