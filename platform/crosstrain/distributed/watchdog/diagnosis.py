@@ -45,7 +45,7 @@ def find_deadlock(mine: RankReport, others: list[RankReport], *, failed: bool = 
         if (failed or _idle(mine, other, DEADLOCKED)) and _waits_for(mine, other) and _waits_for(other, mine):
             pair = sorted((mine, other), key=lambda report: report.rank)
             places = [(report, report.waiting.group, report.waiting.number) for report in pair if report.waiting]
-            odd, group, number = max(places, key=lambda place: _oddity(*place, pair))
+            odd, group, number = max(places, key=lambda place: _oddity(place[0], place[1], place[2], pair))
             return _never_entered(odd, group, number, [mine, *others])
     return None
 

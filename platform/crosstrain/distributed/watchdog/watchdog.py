@@ -151,7 +151,7 @@ class Watchdog:
             if self._store.add("ended", 0):
                 worker_errors.exit_silently(_EXIT_DELAY)
             depth = int(self._store.get("depth"))  # set before the first question
-            self._store.set(str(self._rank), self._report(depth).dumps())
+            self._store.set(str(self._rank), self._report(depth).dumps())  # type: ignore[arg-type]  # bytes do as well
 
     def _ask(self, seconds: float, depth: int) -> tuple[list[RankReport], list[RankReport], list[int]]:
         """Ask the other ranks for reports with their latest `depth` calls on each group.
