@@ -78,8 +78,7 @@ class Group:
         return list(results)
 
     def barrier(self) -> None:
-        if self.process_group is not None:
-            self.all_gather(None)
+        self.all_gather(None)
 
 
 def world() -> tuple[int, int]:
