@@ -10,13 +10,14 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from conftest import ENVIRONMENT, Run, Workspace, kill, logged_step, wait_until
 from crosstrain.distributed.launch.launcher import Launch, launch
-from crosstrain.distributed.launch.rendezvous import Nodes, _interface
+from crosstrain.distributed.launch.rendezvous import Nodes
 from crosstrain.utils.errors import ConfigError, UserError
 from fixtures_kill import INTERVALS, assert_same_weights, dying, numbers, workers
 from fixtures_ranks import free_port, run_ranks
@@ -261,7 +262,7 @@ def test_flags_that_do() -> None:
     six = Nodes.of("2", 0, "[::1]:6000", "::1")
     assert six is not None
     assert (six.host, six.port, six.local_addr) == ("::1", 6000, "::1")
-    assert _interface("192.0.2.7") is None
+    assert replace(nodes, local_addr="192.0.2.7").interface is None
 
 
 def test_node_0_that_does_not_answer() -> None:

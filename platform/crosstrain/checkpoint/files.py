@@ -104,22 +104,20 @@ class _Sums:
     """The sums of a file's chunks, from its contents in order."""
 
     def __init__(self) -> None:
-        self._size, self._full, self._last = 0, list[str](), xxh3_128()
+        self._size, self._sums = 0, list[xxh3_128]()
 
     def update(self, data: memoryview) -> None:
         while data:
-            part = data[: CHUNK - self._size % CHUNK]
-            self._last.update(part)
-            self._size += len(part)
             if self._size % CHUNK == 0:
-                self._full.append(self._last.hexdigest())
-                self._last.reset()
+                self._sums.append(xxh3_128())
+            part = data[: CHUNK - self._size % CHUNK]
+            self._sums[-1].update(part)
+            self._size += len(part)
             data = data[len(part) :]
 
     def entry(self) -> dict[str, Any]:
         """Return {"bytes", "xxh3"}: the file's size, and the sums one after another in hexadecimal digits."""
-        last = [self._last.hexdigest()] if self._size % CHUNK else []
-        return {"bytes": self._size, "xxh3": "".join(self._full + last)}
+        return {"bytes": self._size, "xxh3": "".join(chunk.hexdigest() for chunk in self._sums)}
 
 
 def file_sum(path: Path) -> dict[str, Any]:
@@ -254,10 +252,14 @@ class Reader:
         found = set[Chunk]()
         for (kind, _), stored in self.tensors.items():
             for where in stored.boxes if kind == "param" or kind.startswith(CALLBACK) else ():
-                first, size = where.first or 0, where.box.numel * ITEM_SIZES[stored.dtype]
-                found |= bucket.chunks(where.file, 0, self._headers[where.file])
-                found |= bucket.chunks(where.file, first, first + size)
+                found |= self._chunks_of(where, 0, where.box.numel * ITEM_SIZES[stored.dtype])
         return found
+
+    def _chunks_of(self, where: StoredBox, first: int, last: int) -> set[Chunk]:
+        """Return the chunks that hold the bytes [first, last) of a box, and the header of its file."""
+        assert where.first is not None
+        header = bucket.chunks(where.file, 0, self._headers[where.file])
+        return header | bucket.chunks(where.file, where.first + first, where.first + last)
 
     def whole(self, name: str) -> Tensor:
         """Read a parameter in fp32; raises as `fill` does."""
@@ -319,10 +321,7 @@ class Reader:
             steps = [math.prod(where.box.shape[d + 1 :]) for d in range(len(inside))]
             first = sum(s.start * step for s, step in zip(inside, steps, strict=True))
             last = sum((s.stop - 1) * step for s, step in zip(inside, steps, strict=True)) + 1
-            assert where.first is not None
-            size = ITEM_SIZES[dtype]
-            found |= bucket.chunks(where.file, 0, self._headers[where.file])
-            found |= bucket.chunks(where.file, where.first + first * size, where.first + last * size)
+            found |= self._chunks_of(where, first * ITEM_SIZES[dtype], last * ITEM_SIZES[dtype])
         return found
 
 

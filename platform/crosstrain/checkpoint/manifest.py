@@ -18,7 +18,7 @@ import torch
 
 from crosstrain.checkpoint.boxes import Box, check_cover
 from crosstrain.utils.errors import CheckpointError, os_errors_as
-from crosstrain.utils.files import read_regular
+from crosstrain.utils.files import read_regular, unique_keys
 
 FORMAT, VERSION = "crosstrain-checkpoint", 3
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -85,7 +85,7 @@ def is_count(value: Any) -> bool:
 
 def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
     """Parse a JSON file. Raises CheckpointError where it is missing, larger than `most_bytes`, or not JSON."""
-    return _parse(path, [_read(path, most_bytes)])
+    return _parse(path, _read(path, most_bytes))
 
 
 def _read(path: Path, most_bytes: int) -> bytes:
@@ -93,12 +93,11 @@ def _read(path: Path, most_bytes: int) -> bytes:
         return read_regular(path, most_bytes, follow=False)
 
 
-def _parse(path: Path, content: list[bytes]) -> Any:
-    """Parse the text that the list holds, and take it out: that of thousands of ranks is large."""
-    if sum(map(content[0].count, (b",", b"[", b"{"))) > _MOST_VALUES:
+def _parse(path: Path, content: bytes) -> Any:
+    if sum(map(content.count, (b",", b"[", b"{"))) > _MOST_VALUES:
         raise CheckpointError(f"{path}: holds more than the {_MOST_VALUES} values that are read")
     try:
-        return json.loads(content.pop().decode("utf-8", "surrogatepass"), object_pairs_hook=_without_duplicates)
+        return json.loads(content.decode("utf-8", "surrogatepass"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None
 
@@ -125,8 +124,8 @@ def read_manifest(folder: Path) -> tuple[Files, Tensors, dict[str, FrozenParamet
     IncompatibleCheckpointError where its sum is right and its version not one that this release reads.
     """
     path = folder / MANIFEST
-    text = [_read(path, MOST_BYTES)]
-    intact = _is_intact(text[0])  # before anything in it is believed, its version above all
+    text = _read(path, MOST_BYTES)
+    intact = _is_intact(text)  # before anything in it is believed, its version above all
     manifest = _parse(path, text)
     try:
         if not intact and ("sha256" in manifest or (manifest["format"], manifest["version"]) != (FORMAT, 1)):
@@ -222,11 +221,3 @@ def _name(value: Any) -> str:
     if not isinstance(value, str) or not value.isprintable() or len(value) > _LONGEST_NAME or value == "__metadata__":
         raise ValueError(f"{show(value)} is not a name")
     return value
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # One program would show the first value to whoever inspects the file, and another would use the second.
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key stands twice in an object")
-    return found

@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 
 from crosstrain.checkpoint import writer
 from crosstrain.utils import storage
-from crosstrain.utils.errors import UserError, os_errors_as, sentence
+from crosstrain.utils.errors import TrainingError, UserError, os_errors_as, sentence
 from crosstrain.utils.files import append, open_regular, read_regular, write_atomically
 from crosstrain.utils.logging import TIME_FORMAT, log
 
@@ -45,19 +45,7 @@ class RunFolder:
     """Paths of a run's files. One process holds the folder, and makes sure while it trains that it stays the run's."""
 
     def __init__(self, path: str | Path) -> None:
-        self.go_to(storage.local(path).expanduser())
-        self._sync: _Sync | None = None
-        self.run_id: str | None = None
-        self.lost: str | None = None  # why training must end: the folder was moved away, or another run has it
-        self.descriptor: int | None = None  # of the folder that is held, wherever it is moved to
-        self._held = ExitStack()  # lock and descriptor; released when the process ends, however it ends
-        self._lock: FileLock | None = None
-        self._lock_file: os.stat_result | None = None
-        self._config: dict[str, Any] = {}
-
-    def go_to(self, path: Path) -> None:
-        """Use the paths of another folder."""
-        self.path = path
+        self.path = path = storage.local(path).expanduser()
         self.config = path / "config.yaml"
         self.log = path / "log.txt"
         self.metrics = path / "metrics.jsonl"
@@ -65,6 +53,13 @@ class RunFolder:
         self.profile = path / "profile"
         self.checkpoints = path / "checkpoints"
         self.address = storage.origin(path) or str(path)
+        self._sync: _Sync | None = None
+        self.run_id: str | None = None
+        self._held = ExitStack()  # lock and descriptor; released when the process ends, however it ends
+        self._descriptor: int | None = None  # of the folder that is held, wherever it is moved to
+        self._lock: FileLock | None = None
+        self._lock_file: os.stat_result | None = None
+        self._config: dict[str, Any] = {}
 
     def create(self, config: dict[str, Any], newest_run: str | None = None) -> None:
         """Make the folder, hold it for this process, and write its id and config.yaml if they are not there.
@@ -118,8 +113,8 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             with ExitStack() as held:
                 descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-                if self.descriptor is not None and os.path.sameopenfile(self.descriptor, descriptor):
-                    os.dup2(self.descriptor, descriptor)  # which shares the lock that this process has
+                if self._descriptor is not None and os.path.sameopenfile(self._descriptor, descriptor):
+                    os.dup2(self._descriptor, descriptor)  # which shares the lock that this process has
                 held.callback(os.close, descriptor)
                 try:
                     held.enter_context((lock := FileLock(self.path / ".lock")).acquire(timeout=patience))
@@ -132,7 +127,7 @@ class RunFolder:
                 if _is(self.path, os.fstat(descriptor)):  # not renamed meanwhile
                     self._held.close()
                     self._held, self._lock = held.pop_all(), lock
-                    self.descriptor, self._lock_file = descriptor, os.stat(self.path / ".lock")
+                    self._descriptor, self._lock_file = descriptor, os.stat(self.path / ".lock")
                     return
 
     def is_held(self) -> bool:
@@ -175,50 +170,29 @@ class RunFolder:
         return os_errors_as(UserError, f"run.output_dir: {self.path} cannot be written to")
 
     def keep(self) -> bool:
-        """Make sure that the next writes reach this run's folder. Returns True where it is another one than before.
+        """Make sure that the next writes reach this run's folder. A deleted one is made again, and True is returned.
 
-        A deleted folder is made again. A moved one is followed; where another run has taken the place of a deleted one,
-        the first free NAME.1, NAME.2, ... is made. In both cases `lost` says so.
+        Raises TrainingError where it was moved, or where a different run has taken its place.
         """
-        assert self.descriptor is not None
-        held, before = os.fstat(self.descriptor), self.path
+        assert self._descriptor is not None
+        held = os.fstat(self._descriptor)
         try:
-            stays = _is(before, held)
-            if stays and _is(before / ".lock", self._lock_file) and (found := self.read_id()) in (None, self.run_id):
-                if found is None:
+            stays = _is(self.path, held)
+            made_again = not (stays and _is(self.path / ".lock", self._lock_file))
+            if made_again and (stays or held.st_nlink == 0):  # a deleted folder has no link
+                self._hold(0)
+                stays = True
+            if stays and (found := self.read_id()) in (None, self.run_id):
+                if found is None or made_again:
                     self.describe()
-                return False
-            present = Path(f"/proc/self/fd/{self.descriptor}").resolve()  # of the held folder, where the system tells
-            if not stays and _is(present, held):
-                self.go_to(present)
-                self._lose(before, "was moved")
-            else:
-                self._make_again()
-            return True
-        except (OSError, UserError):  # saving will fail and say why
+                return made_again
+        except OSError:  # saving will fail and say why
             return False
-
-    def _make_again(self) -> None:
-        before = self.path
-        try:
-            self._hold(0)
-            taken = self.read_id() not in (None, self.run_id)
-        except UserError:
-            taken = True
-        if taken:
-            self.go_to(self._free_name())
-            self._hold(0)
-            self._lose(before, "was taken by another run")
-        self.describe()
-
-    def append(self, path: Path, text: str) -> None:
-        """Append to a file of the held folder, wherever that is now; raises OSError where it cannot."""
-        append(path.name, text, self.descriptor)
-
-    def _lose(self, before: Path, what: str) -> None:
-        self.lost = (
-            f"run.output_dir: {before} {what} while this run trained in it, so it ends; its last checkpoint is in "
-            f"{self.path}, and run.output_dir={self.path} goes on from there"
+        except UserError:  # a process of a different run holds it
+            pass
+        raise TrainingError(
+            f"run.output_dir: {self.path} was moved, or taken by another run, while it trained there, so it ends; "
+            f"if you moved it to PLACE, the same command with run.output_dir=PLACE goes on from its last checkpoint"
         )
 
     def check_writer(self) -> None:
@@ -244,9 +218,9 @@ class RunFolder:
 
     def release(self) -> None:
         """Let other processes take the folder before this one ends, which writes nothing more there."""
-        if self._lock is not None and self.descriptor is not None:
+        if self._lock is not None and self._descriptor is not None:
             self._lock.release()
-            fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def check_shared(self, world: Group) -> None:
         """Raise UserError, on every rank, unless each sees the folder that rank 0 has made. Collective."""
@@ -283,7 +257,8 @@ class RunFolder:
             raise UserError(f"--fresh: a folder in a bucket cannot be renamed; choose another than {self.address}")
         if not self.path.exists():
             return None
-        aside = self._free_name()
+        names = (self.path.with_name(f"{self.path.name}.{number}") for number in count(1))
+        aside = next(name for name in names if not os.path.lexists(name))
         try:
             self._hold(_PATIENCE)
             os.rename(self.path, aside)
@@ -292,10 +267,6 @@ class RunFolder:
         finally:
             self._held.close()
         return aside
-
-    def _free_name(self) -> Path:
-        names = (self.path.with_name(f"{self.path.name}.{number}") for number in count(1))
-        return next(name for name in names if not os.path.lexists(name))
 
 
 class _Sync:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from crosstrain.config.bounds import PositiveInt
 from crosstrain.config.run_options import RunOptions
 from crosstrain.data.loader import MicroBatch
-from crosstrain.distributed.group import Group, choose_device, meet, world
+from crosstrain.distributed.group import Group, choose_device, world
+from crosstrain.distributed.meeting import meet
 from crosstrain.distributed.watchdog import watchdog
 from crosstrain.engine.expert_parallel import check_experts
 from crosstrain.engine.footprint import Layout, PlanContext, data_parallel
@@ -201,7 +202,7 @@ class Runner(HeldState):
             self.micro_losses.append(loss.detach())
             total += self.micro_losses[-1]
         with self.timers("allreduce"):
-            return self.dp.all_reduce_sum(total.item())[0] / num_targets
+            return self.dp.all_reduce_sum(total.item(), tag="loss")[0] / num_targets
 
     def count_choices(self, micro_batches: list[MicroBatch]) -> None:
         """Count the routers' choices in a step, without dropout, where a loss has to know them. Collective."""

@@ -89,7 +89,7 @@ def decode(
             if sequence.finish_reason is None and (piece := sequence.push(token)) and on_text:
                 on_text(number, piece)
         going = any(sequence.finish_reason is None for sequence in sequences)
-        if not (going if group is None else group.all_reduce_sum(going)[0]):
+        if not (going if group is None else group.all_reduce_sum(going, tag="unfinished sequences")[0]):
             return
         state.append(tokens)
 

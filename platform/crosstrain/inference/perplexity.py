@@ -90,7 +90,7 @@ def evaluate_loss(
     finally:
         model.head.hits = None
     flat = [number for score in scores for number in score.tolist()]
-    total, targets, *flat = runner.dp.all_reduce_sum(total, targets, *flat)
+    total, targets, *flat = runner.dp.all_reduce_sum(total, targets, *flat, tag="validation loss")
     more, rest = dict.fromkeys(hits, math.nan) | runner.means(recorded), iter(flat)
     for metric, score in zip(metrics, scores, strict=True):
         with blamed(f"run.metrics: {type(metric).__name__} failed in values"):

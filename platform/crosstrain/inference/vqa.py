@@ -79,7 +79,7 @@ def answer_questions(
     with runner.evaluating():
         while True:
             questions = next(work, [])
-            if not runner.dp.all_reduce_sum(len(questions))[0]:
+            if not runner.dp.all_reduce_sum(len(questions), tag="questions")[0]:
                 break
             # A forward may be a collective: a rank without questions computes something, as often as the others.
             prompts = [example.prompt for _, example in questions] or [as_prompt([], end)]
@@ -91,8 +91,9 @@ def answer_questions(
                 for (sample, e), *texts in zip(questions, answers, guesses, strict=False)
             ]
     everyone = [answer for part in runner.dp.all_gather(mine) for answer in part]
+    (unasked,) = runner.dp.all_reduce_sum(silent, tag="samples without questions")
     # The sort is stable: the order within a sample is kept.
-    return sorted(everyone, key=lambda answer: answer.sample), int(runner.dp.all_reduce_sum(silent)[0])
+    return sorted(everyone, key=lambda answer: answer.sample), int(unasked)
 
 
 def _greedy(

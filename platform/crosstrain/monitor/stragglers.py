@@ -35,7 +35,7 @@ class StragglerDetector:
         own = [waited, timers.get("forward", 0.0), timers.get("backward", 0.0), float(self._runner.dp.rank)]
         slots = [0.0] * (len(own) * world.size)
         slots[len(own) * world.rank : len(own) * (world.rank + 1)] = own
-        everyone = world.all_reduce_sum(*slots)
+        everyone = world.all_reduce_sum(*slots, tag="times of ranks")
         waits, forward, backward, dp_ranks = (everyone[i :: len(own)] for i in range(len(own)))
         self._checks += 1
         peers = _peers(dp_ranks)

@@ -20,6 +20,7 @@ from crosstrain.monitor.metrics import StepMetrics
 from crosstrain.training.callback import Callback
 from crosstrain.training.state import State
 from crosstrain.utils.errors import ConfigError, TrainingError
+from crosstrain.utils.files import append
 from crosstrain.utils.logging import TIME_FORMAT, log
 from crosstrain.utils.units import finite
 
@@ -179,7 +180,7 @@ class BadSteps(Callback):
         if self.runner.world.rank != 0 or folder is None:
             return
         try:
-            folder.append(folder.bad_steps, json.dumps(row) + "\n")
+            append(folder.bad_steps, json.dumps(row) + "\n")
         except OSError as error:
             log.warning("%s cannot be written to (%s); training goes on", folder.bad_steps, error.strerror)
 

@@ -18,7 +18,6 @@ class Profiling(Callback):
         self._profiler = Profiler(trainer.run.profile, trainer.folder.profile, rank, device)
 
     def before_batch(self) -> None:
-        self._profiler.folder = self.trainer.folder.profile  # the run's folder may have moved
         self._profiler.begin(self.trainer.state.step + 1)
 
     def after_step(self, metrics: StepMetrics) -> None:

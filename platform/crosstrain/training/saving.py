@@ -35,14 +35,8 @@ class Saving(Callback):
         trainer = self.trainer
         trainer.keep_folder()
         pointers, trainer.pointers = trainer.pointers, set()
-        path, saved = trainer.runner.world.broadcast((trainer.folder.path, self._is_saved()))
-        if saved:
+        if trainer.runner.world.broadcast(self._is_saved()):
             return
-        if path != trainer.checkpointer.root.parent:
-            with suppress(CheckpointError):  # a failed save was already logged
-                trainer.checkpointer.wait()
-            trainer.folder.go_to(path)
-            trainer.checkpointer.root = trainer.folder.checkpoints
         trainer.hooks.call("on_save", folders.step_folder(trainer.folder.checkpoints, trainer.state.step))
         document = self._document()
         log.info("saving %s/checkpoints/step_%06d", trainer.folder.address, trainer.state.step)

@@ -10,44 +10,52 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Interval
 
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.checkpointer import load_state
 from crosstrain.checkpoint.files import Reader
-from crosstrain.checkpoint.manifest import is_count
 from crosstrain.checkpoint.weights import load_shards
 from crosstrain.config.load import Config
-from crosstrain.data.skip_ranges import Ranges
+from crosstrain.config.schema import Checker
 from crosstrain.distributed.group import Group
 from crosstrain.engine.runner import Runner
 from crosstrain.utils import storage
-from crosstrain.utils.errors import CheckpointError, UserError
+from crosstrain.utils.errors import CheckpointError, ConfigError, UserError
 from crosstrain.utils.logging import log
-from crosstrain.utils.units import is_number
 
-_LATER = {"left_out", "skipped", "bad_in_a_row", "overflows_in_a_row", "recent_losses", "callbacks", "ended_with"}
+Count = Annotated[int, Interval(ge=0, lt=2**62)]
+_ALWAYS = {"applied_steps", "samples", "best_loss", "scaler"}  # others are absent in checkpoints of earlier versions
 
 
 @dataclass
 class State:
     """Progress of a run. Random numbers depend on sample numbers alone, so no generator is stored."""
 
-    step: int = 0  # attempted steps
-    applied_steps: int = 0  # of those, the ones whose update was made; the learning rate's clock
-    samples: int = 0  # sample numbers gone through; the number of the next one
+    step: Count = 0  # attempted steps
+    applied_steps: Count = 0  # of those, the ones whose update was made; the learning rate's clock
+    samples: Count = 0  # sample numbers gone through; the number of the next one
     best_loss: float | None = None  # lowest validation loss so far
-    scaler: dict[str, Any] = field(default_factory=dict)  # of the loss scale
+    scaler: dict[str, int | float] = field(default_factory=dict)  # of the loss scale
 
-    # Of `run.on_bad_step`; absent in checkpoints that were written before it was.
-    left_out: Ranges = field(default_factory=list)  # sample numbers that the run leaves out
-    skipped: list[list[int]] = field(default_factory=list)  # [step, first sample, last one] of bad steps
-    bad_in_a_row: int = 0
-    overflows_in_a_row: int = 0
+    # Of `run.on_bad_step`.
+    left_out: list[list[Count]] = field(default_factory=list)  # sample numbers that the run leaves out
+    skipped: list[list[Count]] = field(default_factory=list)  # [step, first sample, last one] of bad steps
+    bad_in_a_row: Count = 0
+    overflows_in_a_row: Count = 0
     recent_losses: list[float] = field(default_factory=list)  # of good steps, for telling a spike
 
-    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)  # their states, by name
-    ended_with: list[Any] = field(default_factory=list)  # `run.callbacks` of which one ended the run; none did
+    callbacks: dict[str, dict[str, object]] = field(default_factory=dict)  # their states, by name
+    ended_with: list[object] = field(default_factory=list)  # `run.callbacks` of which one ended the run; none did
+
+    def __post_init__(self) -> None:
+        rows = self.left_out
+        if any(len(row) != 2 or row[0] > row[1] for row in rows) or any(a[1] >= b[0] for a, b in pairwise(rows)):
+            raise ValueError(f"left_out is {reprlib.repr(self.left_out)}, not ranges in ascending order")
+        if any(len(row) != 3 for row in self.skipped):
+            raise ValueError(f"skipped is {reprlib.repr(self.skipped)}, not rows of a step and two samples")
 
     def improves(self, loss: float) -> bool:
         """True, and noted, if `loss` is the best so far."""
@@ -64,40 +72,14 @@ class State:
     def load(checkpoint: Path) -> State:
         """Read a checkpoint's state; raises CheckpointError where it is malformed."""
         saved = load_state(checkpoint)
+        if lacking := _ALWAYS - saved.keys():
+            raise CheckpointError(f"{checkpoint}: malformed state ({min(lacking)} is missing)")
+        checker = Checker(lambda key: f"{checkpoint}: malformed state{'.'.join(('', *key))}")
+        known = {f.name: saved[f.name] for f in fields(State) if f.name in saved}
         try:
-            known = {name: saved[name] for f in fields(State) if (name := f.name) in saved or name not in _LATER}
-            state = State(**known)
-        except KeyError as error:
-            raise CheckpointError(f"{checkpoint}: malformed state ({error} is missing)") from None
-        sound = {
-            "applied_steps": is_count(state.applied_steps),
-            "samples": is_count(state.samples),
-            "best_loss": state.best_loss is None or is_number(state.best_loss),
-            "scaler": isinstance(state.scaler, dict) and all(map(is_number, state.scaler.values())),
-            "left_out": _are_rows(state.left_out, 2) and _ascend([n for row in state.left_out for n in row]),
-            "skipped": _are_rows(state.skipped, 3),
-            "bad_in_a_row": is_count(state.bad_in_a_row),
-            "overflows_in_a_row": is_count(state.overflows_in_a_row),
-            "callbacks": isinstance(state.callbacks, dict) and all(type(s) is dict for s in state.callbacks.values()),
-            "ended_with": isinstance(state.ended_with, list),
-            "recent_losses": isinstance(state.recent_losses, list) and all(map(is_number, state.recent_losses)),
-        }
-        for name, fine in sound.items():
-            if not fine:
-                raise CheckpointError(f"{checkpoint}: malformed state ({name} is {reprlib.repr(getattr(state, name))})")
-        return state
-
-
-def _are_rows(value: Any, width: int) -> bool:
-    """True for a list of lists of `width` counts."""
-    return isinstance(value, list) and all(
-        isinstance(row, list) and len(row) == width and all(map(is_count, row)) for row in value
-    )
-
-
-def _ascend(bounds: list[int]) -> bool:
-    """True where [first, last, first, last, ...] are ranges one after the other."""
-    return all(a <= b if i % 2 == 0 else a < b for i, (a, b) in enumerate(pairwise(bounds)))
+            return checker.dataclass(State, known, ())
+        except ConfigError as error:
+            raise CheckpointError(str(error)) from None
 
 
 def starting_point(root: Path, resume_from: str | None, world: Group, run: str | None = None) -> Path | None:

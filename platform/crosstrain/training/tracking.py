@@ -48,7 +48,7 @@ class Tracking(Callback):
         if not trainer.row:
             return
         trainer.keep_folder()
-        if self.trackers is None or self._folder != trainer.folder_number:  # the folder was made again or moved
+        if self.trackers is None or self._folder != trainer.folder_number:  # the folder was made again
             self._start(self._step)
         assert self.trackers is not None
         self._step = trainer.state.step

@@ -57,7 +57,7 @@ class Trainer:
     stopped: bool = field(default=False, init=False)  # a signal ended the run early, the same on every rank
     row: Row = field(default_factory=dict, init=False)  # numbers of the present step for trackers; hooks fill it
     pointers: set[str] = field(default_factory=set, init=False)  # files that will name the next checkpoint
-    folder_number: int = field(default=0, init=False)  # changes where the run's folder is made again or moved
+    folder_number: int = field(default=0, init=False)  # counts how often the run's folder was made again
 
     def __post_init__(self, hooks_before: HookKinds, hooks_after: HookKinds) -> None:
         self.run, self.is_main = self.config.run, self.runner.world.rank == 0
@@ -80,10 +80,9 @@ class Trainer:
                     batches = self._go_back(bad)
             self.hooks.call("before_end")
             self.hooks.call("on_end")
-            if lost := self.runner.world.broadcast(self.folder.lost):
-                raise TrainingError(lost)
-        except TrainingError:  # raised on every rank alike; what was being saved is worth having
-            self.checkpointer.wait()
+        except TrainingError:  # the save under way is worth having; a failed one was logged
+            with suppress(CheckpointError):
+                self.checkpointer.wait()
             raise
         finally:
             self.hooks.call("close")
@@ -161,9 +160,9 @@ class Trainer:
         return interval is not None and self.state.step % interval == 0
 
     def keep_folder(self) -> None:
-        """Make the run's folder again if it was deleted, or follow it if it was moved, on rank 0."""
+        """Make the run's folder again if it was deleted, on rank 0, which raises TrainingError if it was moved."""
         if self.is_main and self.folder.keep():
-            log.warning("%s", self.folder.lost or f"{self.folder.path} was deleted, and is made again")
+            log.warning("%s was deleted, and is made again", self.folder.path)
             self.folder_number += 1
 
     # ---- samples
@@ -189,8 +188,7 @@ class Trainer:
         mine = sum(micro_batch.num_targets for micro_batch in batch)
         tokens = sum(self.runner.model.num_tokens(micro_batch.data) for micro_batch in batch)
         # In one exchange, because at each the ranks wait for the slowest. Ranks beyond `dp` see the same samples again.
-        asked = bool(self.stop or self._end_reason) or self.folder.lost is not None
-        *sums, stops = world.all_reduce_sum(mine, tokens, asked)
+        *sums, stops = world.all_reduce_sum(mine, tokens, bool(self.stop or self._end_reason), tag="targets of a step")
         targets, tokens = (int(total) // (world.size // dp.size) for total in sums)
         return targets, tokens, stops > 0
 

@@ -124,7 +124,7 @@ def _open_folder(config: Config, world: Group, quiet: bool) -> RunFolder:
         folder.create(config.plain, folders.newest_run(folder.checkpoints))
     folder.check_shared(world)
     folder.run_id = world.broadcast(folder.run_id)
-    set_up_logging(folder.log if is_main else None, quiet=quiet or not is_main, write=folder.append)
+    set_up_logging(folder.log if is_main else None, quiet=quiet or not is_main)
     return folder
 
 

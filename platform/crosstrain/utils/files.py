@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
@@ -96,13 +97,22 @@ def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
     write_atomically(path, json.dumps(value, indent=indent) + "\n")
 
 
-def append(path: Path | str, data: str | bytes, folder: int | None = None) -> None:
-    """Append all of `data` to a file; raises OSError, and leaves the file as it was, where that fails.
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a JSON object, as `object_pairs_hook`. Raises ValueError for a key that stands twice.
 
-    folder: descriptor of the folder that a relative path starts from.
+    Of two values, one program would show the first to whoever inspects the file, and another would use the second.
     """
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"it has the key {name!r} twice")
+    return made
+
+
+def append(path: Path, data: str | bytes) -> None:
+    """Append all of `data` to a file; raises OSError, and leaves the file as it was, where that fails."""
     data = data.encode() if isinstance(data, str) else data
-    with open(path, "ab", buffering=0, opener=lambda p, flags: os.open(p, flags, 0o666, dir_fd=folder)) as file:
+    with open(path, "ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         try:
             while data:
@@ -110,7 +120,7 @@ def append(path: Path | str, data: str | bytes, folder: int | None = None) -> No
         except OSError:
             file.truncate(size)
             if size == 0:
-                os.unlink(path, dir_fd=folder)
+                os.unlink(path)
             raise
 
 

@@ -52,14 +52,14 @@ def _print_above_bar(text: str) -> None:
     sys.stdout.flush()
 
 
-def set_up_logging(log_file: Path | None, quiet: bool, write: Callable[[Path, str], None] = append) -> None:
-    """Log to the console and, with `write`, to `log_file`; `quiet` (every rank but the first) logs only warnings."""
+def set_up_logging(log_file: Path | None, quiet: bool) -> None:
+    """Log to the console and to `log_file`; `quiet` (every rank but the first) logs only warnings."""
     log.setLevel(logging.WARNING if quiet else logging.INFO)
     log.propagate = False
     log.handlers.clear()
     console = _Handler("the console", _print_above_bar)
     log.addHandler(console)
     if log_file is not None:
-        file = _Handler(str(log_file), partial(write, log_file))
+        file = _Handler(str(log_file), partial(append, log_file))
         file.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt=TIME_FORMAT))
         log.addHandler(file)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstrain import DataError
+from crosstrain.utils.files import unique_keys
 
 from . import io
 
@@ -19,7 +20,7 @@ _EXPANSION = 4  # bytes of memory that each byte of a document may take
 def parsed(text: bytes) -> Any:
     """Return a JSON value. Raises ValueError for any other text, and for an object with the same key twice."""
     try:
-        return json.loads(text.decode("utf-8-sig"), object_pairs_hook=_object)
+        return json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique_keys)
     except RecursionError as error:
         raise ValueError(str(error)) from None
 
@@ -52,11 +53,3 @@ def entries(file: Path, is_row: Callable[[Row], bool]) -> list[Any] | None:
         return [content]
     rows = content.pop("data" if "data" in lists else lists[0])
     return [content | row if isinstance(row, dict) else row for row in rows]
-
-
-def _object(pairs: list[tuple[str, Any]]) -> Row:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"it has the key {max(names, key=names.count)!r} twice")
-    return made

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from tempfile import TemporaryDirectory
-from threading import Event, Thread
+from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistError
@@ -202,22 +202,16 @@ class _Agent(LocalElasticAgent):
 
 @contextmanager
 def _announced(nodes: Nodes) -> Iterator[None]:
-    """Say after some seconds, and then every minute, that this node waits inside this block for the others."""
-    done = Event()
+    """Say after some seconds that this node waits inside this block for the others."""
     limit = nodes.rdzv_conf["join_timeout"]
     said = f"waiting for {nodes.min_nodes} nodes to meet at {nodes.host}:{nodes.port}, for at most {limit} s"
-
-    def announce() -> None:
-        patience = _QUIET
-        while not done.wait(patience):
-            print(said, file=sys.stderr, flush=True)
-            patience = 60.0
-
-    Thread(target=announce, daemon=True).start()
+    timer = Timer(_QUIET, print, (said,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
     try:
         yield
     finally:
-        done.set()
+        timer.cancel()
 
 
 @contextmanager

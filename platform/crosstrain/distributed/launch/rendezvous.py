@@ -58,7 +58,12 @@ class Nodes:
     @property
     def interface(self) -> str | None:
         """The network interface with this machine's address; None where there is none of that name."""
-        return _interface(self.local_addr)
+        import psutil  # runs on one machine do without
+
+        if _is_loopback(self.local_addr):  # not every such address is listed
+            return "lo" if sys.platform == "linux" else None
+        listed = {a.address.partition("%")[0]: name for name, known in psutil.net_if_addrs().items() for a in known}
+        return listed.get(self.local_addr.partition("%")[0])
 
     def wait_for_host(self) -> None:
         """Wait until node 0 answers; UserError if it does not in time."""
@@ -125,12 +130,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _interface(address: str) -> str | None:
-    import psutil  # runs on one machine do without
-
-    if _is_loopback(address):  # not every such address is listed
-        return "lo" if sys.platform == "linux" else None
-    listed = {a.address.partition("%")[0]: name for name, known in psutil.net_if_addrs().items() for a in known}
-    return listed.get(address.partition("%")[0])

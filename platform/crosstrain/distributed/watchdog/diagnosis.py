@@ -40,19 +40,12 @@ def find_desync(
 
 
 def find_deadlock(mine: RankReport, others: list[RankReport], *, failed: bool = False) -> str | None:
-    """Describe a rank that waits for another, which is in a collective that the first has not entered.
-
-    The latter may be unrecorded: backends also count what torch calls itself, such as the exchange of gradients in
-    DistributedDataParallel.
-    """
+    """Describe two ranks that wait for each other, in collectives on two groups."""
     for other in others:
-        if not (failed or _idle(mine, other, DEADLOCKED)):
-            continue
-        pair = sorted((mine, other), key=lambda report: report.rank)
-        locked = [(*waits, one, two) for one, two in (pair, pair[::-1])
-                  if (waits := _waits_for(one, two)) and _is_ahead(two, one)]  # fmt: skip
-        if locked:
-            group, number, odd, _ = max(locked, key=lambda item: _oddity(item[2], item[0], item[1], [item[3]]))
+        if (failed or _idle(mine, other, DEADLOCKED)) and _waits_for(mine, other) and _waits_for(other, mine):
+            pair = sorted((mine, other), key=lambda report: report.rank)
+            places = [(report, report.waiting.group, report.waiting.number) for report in pair if report.waiting]
+            odd, group, number = max(places, key=lambda place: _oddity(place[0], place[1], place[2], pair))
             return _never_entered(odd, group, number, [mine, *others])
     return None
 
@@ -68,13 +61,6 @@ def find_absent(mine: RankReport, others: list[RankReport], silent: list[int]) -
         if behind or (lost and mine.waiting):
             number = max(min(behind, default=here.next - 1), here.first)
             return _never_entered(mine, group, number, [mine, *members], lost)
-        late = [report for report in members if _has_started(mine, report, group)]
-        if late:
-            absent = (
-                f"{name_ranks([report.rank for report in late])} never entered a collective which rank {mine.rank} "
-                f"waited in for {mine.idle_seconds:.0f} s ({mine.location}{_called_at(mine)})"
-            )
-            return "; ".join([absent, *_activities(late, group, here.next), _RULE])
     return None
 
 
@@ -93,39 +79,10 @@ def _idle(one: RankReport, other: RankReport, seconds: float) -> bool:
     return one.aborting or other.aborting or min(one.idle_seconds, other.idle_seconds) >= seconds
 
 
-def _waits_for(one: RankReport, two: RankReport) -> tuple[str, int] | None:
-    """Return group and number of the call in which rank `one` waits for rank `two`."""
+def _waits_for(one: RankReport, two: RankReport) -> bool:
+    """Return True if rank `one` is in a collective that rank `two` has to enter and has not."""
     w = one.waiting
-    if w is None or two.rank not in one.histories[w.group].ranks or two.count(w.group) > w.number:
-        return None
-    return w.group, w.number
-
-
-def _is_ahead(two: RankReport, one: RankReport) -> bool:
-    """Return True if a rank has started a collective that another, which waits in one itself, has not."""
-    waiting = one.waiting
-    assert waiting is not None
-    if _waits_for(two, one):
-        return True
-    # In the group in which `one` waits, the one that `two` started at the same position is another collective.
-    here = one.histories[waiting.group]
-    waits_at = here.sequence_numbers[waiting.number - here.first]
-    return any(_has_started(two, one, group, waits_at if group == waiting.group else None) for group in one.histories)
-
-
-def _has_started(two: RankReport, one: RankReport, group: str, beyond: int | None = None) -> bool:
-    """Return True if the backend of `two` has started more collectives than `beyond`, or than that of `one`."""
-    here, there = one.histories.get(group), two.histories.get(group)
-    if here is None or there is None or here.ranks != there.ranks:
-        return False
-    if here.has_background_calls or there.has_background_calls:
-        return False
-    if here.sequence_number is None or there.sequence_number is None:
-        return False
-    agree = all(
-        here.sequence_numbers[n - here.first] == there.sequence_numbers[n - there.first] for n in here.common(there)
-    )
-    return agree and there.sequence_number > (here.sequence_number if beyond is None else beyond)
+    return w is not None and two.rank in one.histories[w.group].ranks and two.count(w.group) <= w.number
 
 
 def _explain(group: str, evidence: int, mine: RankReport, other: RankReport, others: list[RankReport]) -> str:

@@ -5,24 +5,25 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import json
 import os
 import sys
 import sysconfig
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
-from crosstrain.distributed.watchdog.torch_hooks import patch_collective, patch_p2p, sequence_counter
+from crosstrain.distributed.watchdog.torch_hooks import patch_collective
 from crosstrain.utils import paths
 
 MAX_CALLS = 2048  # kept per group
@@ -87,8 +88,6 @@ class History:
     ranks: list[int]  # members of the group
     first: int  # number of calls[0]
     calls: list[Call]
-    sequence_numbers: list[int] = field(default_factory=list)  # of the backend, before each call
-    sequence_number: int | None = None  # by now, unrecorded collectives included; None: unknown
     has_background_calls: bool = False  # threads other than training's made some of the calls
 
     @property
@@ -137,24 +136,16 @@ class RankReport:
         w = self.waiting
         return w if w and (w.group, w.number) == (group, number) else None
 
-    def dumps(self) -> str:
-        """Encode as JSON, each distinct call once."""
-        index: dict[Call, int] = {}
-        histories = {
-            name: vars(history) | {"calls": [index.setdefault(call, len(index)) for call in history.calls]}
-            for name, history in self.histories.items()
-        }
-        return json.dumps(vars(self) | {"histories": histories, "calls": list(index)}, default=asdict)
+    def dumps(self) -> bytes:
+        """Encode as compressed JSON: most calls repeat earlier ones."""
+        return zlib.compress(_REPORTS.dump_json(self), 1)
 
-    @classmethod
-    def loads(cls, text: str | bytes) -> RankReport:
-        document = json.loads(text)
-        calls = [Call(**call | {"location": Location(**call["location"])}) for call in document.pop("calls")]
-        for name, history in document["histories"].items():
-            document["histories"][name] = History(**history | {"calls": [calls[i] for i in history["calls"]]})
-        for name, kind in (("location", Location), ("external_caller", Location), ("waiting", Waiting)):
-            document[name] = kind(**document[name]) if document[name] else None
-        return cls(**document)
+    @staticmethod
+    def loads(data: bytes) -> RankReport:
+        return _REPORTS.validate_json(zlib.decompress(data))
+
+
+_REPORTS = TypeAdapter(RankReport)
 
 
 class FlightRecorder:
@@ -168,7 +159,6 @@ class FlightRecorder:
         self._logs: dict[str, _GroupLog] = {}  # by group
         self._active: dict[int, tuple[str, int, float]] = {}  # by thread: group, number and start of its call
         self._restore = [patch_collective(name, self._recorded) for name in _COLLECTIVES]
-        self._restore += [patch_p2p(name, self._note_p2p) for name in ("send", "recv", "recv_anysource")]
 
     def close(self) -> None:
         for restore in self._restore:
@@ -207,7 +197,7 @@ class FlightRecorder:
             tensor = (args[sized_at] if len(args) > sized_at else kwargs.get(sized)) if sized else None
             size = (tensor.numel(), tensor.dtype) if isinstance(tensor, torch.Tensor) else None
             number = next(log.numbers)
-            log.calls.append((number, operation, size, _call_site(), thread, log.sequence_number()))
+            log.calls.append((number, operation, size, _call_site(), thread))
             active[thread] = (log.group, number, now())
             try:
                 return function(*args, **kwargs)
@@ -229,11 +219,6 @@ class FlightRecorder:
                 log = self._logs.setdefault(name, _GroupLog(name, group))
         return log
 
-    def _note_p2p(self, group: dist.ProcessGroup) -> None:
-        """Distrust the backend's sequence number, which counts messages between two ranks on these two alone."""
-        if (log := self._log(group)) is not None:
-            log.is_countable = False
-
 
 class _GroupLog:
     """This rank's calls on one process group."""
@@ -242,8 +227,6 @@ class _GroupLog:
         self.group, self.ranks = name, dist.get_process_group_ranks(group)
         self.numbers = itertools.count()
         self.calls: deque[Any] = deque(maxlen=MAX_CALLS)
-        self.sequence_number = sequence_counter(group)
-        self.is_countable = self.sequence_number() >= 0
 
     def history(self, background: set[int | None], depth: int) -> History:
         everything = sorted(self.calls.copy())
@@ -251,7 +234,6 @@ class _GroupLog:
         latest = [call for i, call in enumerate(latest) if call[0] == latest[0][0] + i]
         return History(
             self.ranks, latest[0][0], [Call(call[1], _size(call[1], call[2]), Location(*call[3])) for call in latest],
-            [call[5] for call in latest], self.sequence_number() if self.is_countable else None,
             any(call[4] in background for call in everything),
         )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """The private parts of torch and gloo that the watchdog depends on, as torch 2.13 and 2.14 have them.
 
-Where another version lacks one, the collective goes unrecorded or its number unknown; nothing fails.
+Where a different version lacks one, the collective goes unrecorded; nothing fails.
 """
 
 import ctypes
@@ -13,7 +13,6 @@ from types import CellType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 
@@ -32,18 +31,6 @@ def patch_collective(name: str, wrap: Callable[[str, Callable[..., Any]], Callab
     return lambda: setattr(cell, "cell_contents", original)
 
 
-def patch_p2p(name: str, before: Callable[[dist.ProcessGroup], None]) -> Callable[[], None]:
-    """Call `before(group)` ahead of each `ProcessGroup.<name>`; returns a function that restores the method."""
-    method, original = getattr(dist.ProcessGroup, name), vars(dist.ProcessGroup)[name]  # the latter binds to a group
-
-    def patched(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        before(group)
-        return method(group, *args, **kwargs)
-
-    setattr(dist.ProcessGroup, name, hide_from_compiler(patched))
-    return lambda: setattr(dist.ProcessGroup, name, original)
-
-
 def hide_from_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
     """Have torch.compile skip `function` and everything below it.
 
@@ -58,18 +45,6 @@ def hide_from_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compiler.disable(function)
     function.__dict__["_torchdynamo_disable"] = True
     return function
-
-
-def sequence_counter(group: dist.ProcessGroup) -> Callable[[], int]:
-    """Return a function that counts the collectives started by the group's backends; negative if they do not count."""
-    try:
-        backends: dict[int, Any] = {id(b): b for b in (group._get_backend(device) for device in group._device_types)}
-        counters = [backend._get_sequence_number_for_group for backend in backends.values()]
-        for counter in counters:
-            counter()
-    except (AttributeError, RuntimeError):
-        return lambda: -1
-    return counters[0] if len(counters) == 1 else lambda: sum(counter() for counter in counters)
 
 
 def delay_abort() -> Callable[[], None]:

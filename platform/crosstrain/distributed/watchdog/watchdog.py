@@ -117,7 +117,10 @@ class Watchdog:
         self._mute = {*silent} if self._mute is None else self._mute & {*silent}
         mine = self._report(depth)
         problem = find_desync(mine, reports, failed=failed, desynced=desynced)
-        if problem := problem or find_deadlock(mine, answered, failed=failed):
+        problem = problem or find_deadlock(mine, answered, failed=failed)
+        if any(report.aborting for report in (mine, *answered)):  # which leaves no time to wait for the others
+            problem = problem or find_absent(mine, answered, silent=[])
+        if problem:
             self._end_run(TrainingError(problem))
         late = mine.idle_seconds >= self._limit and not failed
         if late and (problem := find_absent(mine, answered, silent) or find_mute(mine, sorted(self._mute))):
@@ -148,7 +151,7 @@ class Watchdog:
             if self._store.add("ended", 0):
                 worker_errors.exit_silently(_EXIT_DELAY)
             depth = int(self._store.get("depth"))  # set before the first question
-            self._store.set(str(self._rank), self._report(depth).dumps())
+            self._store.set(str(self._rank), self._report(depth).dumps())  # type: ignore[arg-type]  # bytes do as well
 
     def _ask(self, seconds: float, depth: int) -> tuple[list[RankReport], list[RankReport], list[int]]:
         """Ask the other ranks for reports with their latest `depth` calls on each group.

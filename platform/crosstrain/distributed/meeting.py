@@ -1,0 +1,80 @@
+"""The meeting of all ranks, before they can form groups."""
+
+import os
+import socket
+import sys
+import time
+from datetime import timedelta
+from threading import Thread
+from typing import Any
+
+import torch.distributed as dist
+
+from crosstrain.utils.errors import ConfigError, RankLost, first_line
+
+_QUIET = 5.0  # seconds that a rank waits for the others before it says so; then it does every minute
+_STRANGE = 20.0  # seconds after which a program that answers at the port, but is not this run's rank 0, is named
+_SHOWN = 64  # ranks that are looked for by number
+# Variables that tell the jobs of a cluster apart, as far as their launchers set them.
+_JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID")
+
+
+def meet(rank: int, size: int, timeout: float) -> dist.Store:
+    """Return the store of all ranks when each of them has come to it, in `timeout` seconds.
+
+    Raises ConfigError where a different program has the port, and RankLost where a rank does not come.
+    """
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdecimal():
+        raise ConfigError("MASTER_ADDR, MASTER_PORT: set them to rank 0's machine and a free port there")
+    here, free = socket.gethostname(), "set MASTER_PORT to a free one, the same for every rank"
+    at = f"rank {rank} of {size} on {here}"
+    # Our launcher and torchrun choose the port, and choose anew when they start workers again.
+    in_use = RankLost if "TORCHELASTIC_RUN_ID" in os.environ else ConfigError
+    found, began, due, error = dict[str, Any](), time.monotonic(), _QUIET, None
+    # In a thread, as the library's call may never return, and holds signals off.
+    Thread(target=_arrive, args=(found, (host, int(port)), rank, size, timeout), daemon=True).start()
+    while error is None and (waited := time.monotonic() - began) < timeout:
+        store, error = found.get("store"), found.get("error")
+        if store is not None and store.add("ranks", 0) >= size:
+            return store
+        if store is None and time.monotonic() > found.get("answered", began + timeout) + _STRANGE:
+            raise in_use(f"MASTER_PORT: what answers at {host}:{port} is not rank 0 of this run; {free}")
+        if waited > due:
+            due = waited + 60
+            absent = [n for n in range(min(size, _SHOWN)) if not (store.check([f"rank {n}"]) if store else n)]
+            print(f"{at} waits for {absent} at {host}:{port}, for at most {timeout:.0f} s", file=sys.stderr, flush=True)
+        time.sleep(max(0.1, size / 10_000))
+    if "EADDRINUSE" in str(error):
+        raise in_use(f"MASTER_PORT: {port} is in use on {here}; {free}")
+    why = f" ({first_line(error)})" if error else ": one is stopped or stuck, or its machine is lost"
+    raise RankLost(
+        f"the ranks did not all start within {timeout:.0f} s (run.collective_timeout and a minute); {at} waited at "
+        f"{host}:{port}{why}"
+    )
+
+
+def _arrive(found: dict[str, Any], address: tuple[str, int], rank: int, size: int, timeout: float) -> None:
+    """Connect a rank and count it. `found` gets the time of the first answer, and the store or an error."""
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps the store, at its own port
+    is_host = rank == 0 and not by_agent
+    while not is_host and "answered" not in found:
+        try:
+            socket.create_connection(address, timeout=5).close()
+            found["answered"] = time.monotonic()
+        except OSError:  # rank 0 is not there yet
+            time.sleep(0.2)
+    try:
+        store = dist.TCPStore(
+            *address, size, is_host, timedelta(seconds=timeout), wait_for_workers=False, multi_tenant=True
+        )
+        job = " ".join(["job", *(os.environ.get(name, "") for name in _JOB)])
+        if is_host:
+            store.set(job, "")
+        elif not by_agent:
+            store.wait([job])
+        store.set(f"rank {rank}", "")
+        store.add("ranks", 1)
+        found["store"] = store
+    except Exception as error:
+        found["error"] = error
