@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     from crosstrain.config.schema import Component, NoOptions, OptionError
     from crosstrain.corpus.filter import Dropped, Filter
     from crosstrain.corpus.reader import Chunk, Document, FileReader, Reader, Task
-    from crosstrain.data.dataset import SPLITS, Dataset, ReadContext, Split, of_split
+    from crosstrain.data.dataset import SPLITS, Dataset, ReadContext, Split, SplitOptions
     from crosstrain.data.loader import MicroBatch, Step
     from crosstrain.data.sample_view import SampleView
     from crosstrain.data.vision.conversations import IMAGE, Conversation, Message, SampleError, Style
