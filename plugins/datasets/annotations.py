@@ -39,7 +39,7 @@ def read_annotations(
         try:
             sample, unread = annotation_of(entry)
             refuse_if(
-                used and not any(key.partition(".")[0] in sample for key in (*_KNOWN, *used - {"images"})),
+                used and not {*sample, *entry} & {key.partition(".")[0] for key in (*_KNOWN, *used - {"images"})},
                 f"it has none of the known layouts, but {', '.join(map(str, entry))[:100] or 'no keys'}",
             )
         except SampleError as error:

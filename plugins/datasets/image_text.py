@@ -32,11 +32,12 @@ from crosstrain import (
     registry,
 )
 from crosstrain.data.row_audit import RowAudit
+from crosstrain.utils.files import cache_folder
 
 from .annotations import annotation_of, keys_of
 from .packing import PackOptions, pack
 from .streaming import ShardStream
-from .webdataset import TEXTS, Shards, check_there, default_cache, expand, prepare
+from .webdataset import TEXTS, Shards, check_there, expand, prepare
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm")
 
@@ -96,7 +97,8 @@ class ImageText(ImageDataset):
 
     @classmethod
     def cache(cls, options: Any) -> Path:
-        return Path(options.cache).expanduser() if options.cache else default_cache()
+        """Return the folder of indexes and of copies of remote shards."""
+        return Path(options.cache).expanduser() if options.cache else cache_folder("shards")
 
     def __init__(self, options: Any, split: Split) -> None:
         super().__init__(options, split)

@@ -33,7 +33,6 @@ from crosstrain.data.prepared import Summary, locate
 from crosstrain.data.tokenizer import TextTokenizer, cached_folder, load_gpt2, load_tokenizer
 
 _BASELINE_TOKENS = 20_000_000  # plenty for word frequencies, seconds to count
-_COUNT_AT_ONCE = 1 << 20
 
 
 @registry.register_dataset("text")
@@ -214,13 +213,8 @@ class TextDataset(Dataset):
 
     def _counts(self, start: int, stop: int) -> np.ndarray:
         """Count each id in tokens [start, stop), in the first 20 million of them."""
-        assert self.vocab_size is not None
-        counts = np.zeros(self.vocab_size, dtype=np.int64)
-        stop = min(stop, start + _BASELINE_TOKENS)
-        for begin in range(start, stop, _COUNT_AT_ONCE):
-            part = self._tokens(begin, min(begin + _COUNT_AT_ONCE, stop))
-            counts += np.bincount(part, minlength=self.vocab_size)
-        return counts
+        tokens = self._tokens(start, min(stop, start + _BASELINE_TOKENS))
+        return np.bincount(tokens, minlength=self.vocab_size or 0)
 
 
 def split_bounds(split: list[float], documents: int, rounding: str = "core") -> list[int]:

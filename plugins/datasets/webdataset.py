@@ -22,7 +22,7 @@ from crosstrain import DataError, check_command
 from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils import storage
 from crosstrain.utils.errors import os_errors_as
-from crosstrain.utils.files import cache_folder, open_regular, write_atomically
+from crosstrain.utils.files import open_regular, write_atomically
 from crosstrain.utils.limited_process import LimitedProcess, LimitError
 
 Files = dict[str, tuple[int, int]]  # extension -> (first byte, bytes)
@@ -100,11 +100,6 @@ def open_remote(name: str) -> IO[bytes]:
 def local_path(name: str) -> Path:
     """Return the path of a local shard."""
     return Path(name.removeprefix("file:").removeprefix("//")).expanduser()
-
-
-def default_cache() -> Path:
-    """Return the folder of indexes and of copies of remote shards."""
-    return cache_folder("shards")
 
 
 def prepare(names: Iterable[str], cache: Path, keys: Keys = lambda name, content: ()) -> None:
@@ -262,18 +257,15 @@ class Shards:
         path, key, _ = self._find(index)
         return f"{path.name}: {key}"
 
-    def _find(self, index: int) -> tuple[Path, str, Files]:
-        shard = int(np.searchsorted(self.starts, index, "right")) - 1
-        path = self.paths[shard]
-        return path, *self._entry(_index_path(path, self.cache), index - int(self.starts[shard]))
-
-    def _entry(self, index: Path, number: int) -> tuple[str, Files]:
-        """Return (key, files) of a shard's sample."""
+    def _find(self, number: int) -> tuple[Path, str, Files]:
+        """Return (shard, key, files) of a sample."""
+        shard = int(np.searchsorted(self.starts, number, "right")) - 1
+        index = _index_path(self.paths[shard], self.cache)
+        offset = 8 * (number - int(self.starts[shard]))
         try:
-            (begin,) = np.fromfile(index.with_suffix(".table"), np.int64, 1, offset=8 * number)
+            (begin,) = np.fromfile(index.with_suffix(".table"), np.int64, 1, offset=offset)
             with open(index, "rb") as file:
                 file.seek(int(begin))
-                key, files = json.loads(file.readline())
+                return self.paths[shard], *json.loads(file.readline())
         except (OSError, ValueError) as error:
             raise DataError(f"{index}, an index of shards, was changed while it was read ({error})") from None
-        return key, files

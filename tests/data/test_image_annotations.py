@@ -227,7 +227,7 @@ def test_a_table_holds_its_images(home: Path, words: Path) -> None:
 
 
 ODD_PLACES: dict[str, tuple[dict[str, Any], str]] = {
-    "an image in a turn": ({"conversations": [ASKED[0] | {"images": ["0.png"]}, ASKED[1]]}, "a turn has images, and"),
+    "an image in a turn": ({"conversations": [ASKED[0] | {"images": ["0.png"]}, ASKED[1]]}, "it has images, and"),
     "a video in a turn": ({"image": "0.png", "conversations": [ASKED[0] | {"video": "a"}, ASKED[1]]}, "has video"),
     "two systems": ({"system": "a", "conversations": [{"from": "system", "value": "b"}, *ASKED]}, "its system column"),
     "a part that is text": ({"messages": [{"role": "user", "content": ["<image>"]}, ANSWERED]}, "a part of type str"),

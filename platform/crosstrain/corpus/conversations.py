@@ -75,7 +75,7 @@ class _RowReader:
         if "preferred_output" in columns:  # OpenAI's, which has the turns and tools in its input
             columns |= columns.pop("input", {})
         self.rest = _renamed(columns, KEYS["columns"])
-        self._refuse_media("it", self.rest)
+        self._refuse_media(self.rest)
         self.tools = [self.rest.pop("tools", [])]  # the column's, and those of turns
 
     @property
@@ -160,7 +160,7 @@ class _RowReader:
             f"a turn has the role {turn.get('role')!r}; known: {', '.join(sorted(set(KEYS['roles'].values())))}",
         )
         turn["role"] = KEYS["roles"][said]
-        self._refuse_media("a turn", turn)
+        self._refuse_media(turn)
         self.tools.append(turn.pop("tools", []))
         calls = [*_listed(turn.pop("tool_calls", [])), *_listed(turn.pop("function_call", []))]
         if said in KEYS["callers"]:
@@ -180,11 +180,12 @@ class _RowReader:
         self.unread |= {name for name in KEYS["placeholders"] if name in (turn["content"] or "")}
         return turn
 
-    def _refuse_media(self, owner: str, given: Row) -> None:
-        reads = "only images and texts are read, images of the row and of parts"
+    def _refuse_media(self, given: Row) -> None:
+        reads = "this dataset reads text only; others read images"
+        if self.images is not None:
+            reads = "only images and texts are read, images of the row and of parts"
         for key in KEYS["media"]:
-            reason = "this dataset reads text only; others read images" if self.images is None else reads
-            refuse_if(given.get(key), f"{owner} has {key}, and {reason}")
+            refuse_if(given.get(key), f"it has {key}, and {reads}")
 
     def _text(self, part: Any) -> str:
         kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
