@@ -19,6 +19,7 @@ _ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".
 _IMAGE_KEYS = ("image", "images", "file_name", "image_path")  # keys of names of images
 _KNOWN = ("conversations", "caption", "questions")  # of which an annotation has one, beside what a processor reads
 _PLACEHOLDERS = re.compile("<Img><ImageHere></Img>|<ImageHere>")  # MiniGPT-4's
+_READ = {"role", "content", "weight"}  # keys of a turn that processors read
 _SOURCES = ("bytes", "path", "url", "file_name", "image", "image_url")  # of an image that is described by an object
 _EMPTY = (None, "", [], {})  # values without a meaning
 _DATA = "data:"  # begins an image that stands in the annotation itself, in base64
@@ -96,7 +97,7 @@ def annotation_of(entry: Any, beside: bool = False) -> tuple[dict[str, Any], set
     unread |= (left - row.keys()) | (left & {"conversations"})
     for one in found:  # or none
         made["conversations"] = [_plain(turn) for turn in one.messages]
-        unread |= {f"messages.{key}" for turn in one.messages for key in turn.model_fields_set - {*_plain(turn)}}
+        unread |= {f"messages.{key}" for turn in one.messages for key in turn.model_fields_set - _READ}
         unread |= {"tools"} if one.tools else set()
     for part in parts:
         unread |= {f"image.{key}" for key in part.keys() - {*_SOURCES, "type", "text"}}
@@ -109,7 +110,7 @@ def annotation_of(entry: Any, beside: bool = False) -> tuple[dict[str, Any], set
 
 def _plain(turn: Turn) -> dict[str, Any]:
     """Return a turn with the keys that processors read."""
-    plain = turn.model_dump(include={"role", "content", "weight"}, exclude_unset=True)
+    plain = {key: getattr(turn, key) for key in turn.model_fields_set & _READ}
     return plain | {"content": turn.content and _PLACEHOLDERS.sub(IMAGE, turn.content)}
 
 

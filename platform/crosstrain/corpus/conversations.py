@@ -1,6 +1,7 @@
 """Conversations in one normal form, into which every published layout is brought."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -13,6 +14,8 @@ from crosstrain.utils import paths
 
 KEYS = yaml.safe_load((paths.home() / "configs" / "conversation_keys.yaml").read_text(encoding="utf-8"))
 _SYSTEM = ("system", "developer")  # roles
+_PLACEHOLDERS = re.compile("|".join(map(re.escape, KEYS["placeholders"])))
+_ROLES = ", ".join(sorted(set(KEYS["roles"].values())))
 
 
 class Turn(BaseModel):
@@ -29,6 +32,10 @@ class Turn(BaseModel):
     name: str | None = None
     tool_call_id: str | None = None
     weight: Literal[0, 1] | None = None
+
+
+_OF_TOOLS = set(Turn.model_fields)  # keys of a turn that are read
+_OF_OTHERS = _OF_TOOLS - {"name", "tool_call_id"}
 
 
 class Conversation(BaseModel):
@@ -157,7 +164,7 @@ class _RowReader:
         said = str(turn.get("role")).lower()
         refuse_if(
             said not in KEYS["roles"],
-            f"a turn has the role {turn.get('role')!r}; known: {', '.join(sorted(set(KEYS['roles'].values())))}",
+            f"a turn has the role {turn.get('role')!r}; known: {_ROLES}",
         )
         turn["role"] = KEYS["roles"][said]
         self._refuse_media(turn)
@@ -175,17 +182,17 @@ class _RowReader:
         if calls:
             turn["tool_calls"] = [self._call(call) for call in calls]
         turn |= _weight(turn)
-        used = Turn.model_fields.keys() - (() if turn["role"] == "tool" else ("name", "tool_call_id"))
+        used = _OF_TOOLS if turn["role"] == "tool" else _OF_OTHERS
         self.unread |= {f"messages.{key}" for key in turn.keys() - used}
-        self.unread |= {name for name in KEYS["placeholders"] if name in (turn["content"] or "")}
+        self.unread.update(_PLACEHOLDERS.findall(turn["content"] or ""))
         return turn
 
     def _refuse_media(self, given: Row) -> None:
         reads = "this dataset reads text only; others read images"
         if self.images is not None:
             reads = "only images and texts are read, images of the row and of parts"
-        for key in KEYS["media"]:
-            refuse_if(given.get(key), f"it has {key}, and {reads}")
+        for key in filter(given.get, KEYS["media"]):
+            raise ChatError(f"it has {key}, and {reads}")
 
     def _text(self, part: Any) -> str:
         kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
@@ -221,7 +228,9 @@ class _RowReader:
 
         is_json: a text is JSON. inside: the keys are no layout's, as in arguments.
         """
-        if isinstance(value, str) and is_json:
+        if isinstance(value, str) and not is_json:
+            return value
+        if isinstance(value, str):
             try:
                 value = json.loads(value.strip() or "{}")
             except ValueError:
@@ -251,10 +260,12 @@ def _with_system(turns: list[Row], system: list[Row]) -> list[Row]:
 def _weight(turn: Row) -> Row:
     """Take the keys that tell if a turn is learned; returns it as a weight. Raises ChatError if they contradict."""
     said = {key: turn.pop(key) for key in KEYS["learned"] if key in turn}
+    if not said:
+        return {}
     refuse_if(not all(value in (0, 1) for value in said.values()), f"a turn has {said}; 0, 1, false and true are known")
     weights = {int(value == KEYS["learned"][key]) for key, value in said.items()}
     refuse_if(len(weights) > 1, f"a turn has {said}, and so both that it is learned and that it is not")
-    return {"weight": min(weights)} if weights else {}
+    return {"weight": min(weights)}
 
 
 def _renamed(given: Mapping[str, Any], names: dict[str, str]) -> Row:
