@@ -56,7 +56,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters ar
     from crosstrain.config.registry import registry
     from crosstrain.config.run_options import RunOptions
     from crosstrain.config.schema import Component, NoOptions, OptionError
-    from crosstrain.data.dataset import SPLITS, Dataset, ReadContext, Split, of_split
+    from crosstrain.data.dataset import SPLITS, Dataset, ReadContext, Split, SplitOptions
     from crosstrain.data.loader import MicroBatch, Step
     from crosstrain.data.sample_view import SampleView
     from crosstrain.data.vision.conversations import IMAGE, Conversation, Message, SampleError, Style

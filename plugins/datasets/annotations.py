@@ -1,25 +1,26 @@
 """Read annotations of images in the layouts that are published: LLaVA's, MiniGPT-4's, LAVIS', COCO's, chat messages."""
 
 import base64
-import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from crosstrain import IMAGE, DataError, SampleError
+from crosstrain import IMAGE, SampleError
+from crosstrain.data.chat_template import ChatError, refuse_if
 from crosstrain.data.row_audit import RowAudit
 from crosstrain.data.vision.image import LARGEST_IMAGE
-from crosstrain.utils.errors import os_errors_as
+from crosstrain.utils.errors import first_line, os_errors_as
 from crosstrain.utils.files import read_regular
 
-from ..commands.prepare.io import opened
+from ..commands.prepare.conversation_files import rows_as_given
+from ..commands.prepare.conversations import Turn, conversations
 
-_MOST_BYTES = 1 << 32
 _ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
-IMAGE_KEYS = ("image", "images", "file_name", "image_path")  # keys of names of images
-_OTHER_MEDIA = ("video", "videos", "audio", "audios")
+_IMAGE_KEYS = ("image", "images", "file_name", "image_path")  # keys of names of images
 _KNOWN = ("conversations", "caption", "questions")  # of which an annotation has one, beside what a processor reads
-_PLACEHOLDERS = ("<Img><ImageHere></Img>", "<ImageHere>")  # MiniGPT-4's
+_PLACEHOLDERS = re.compile("<Img><ImageHere></Img>|<ImageHere>")  # MiniGPT-4's
+_READ = {"role", "content", "weight"}  # keys of a turn that processors read
 _SOURCES = ("bytes", "path", "url", "file_name", "image", "image_url")  # of an image that is described by an object
 _EMPTY = (None, "", [], {})  # values without a meaning
 _DATA = "data:"  # begins an image that stands in the annotation itself, in base64
@@ -30,156 +31,109 @@ def read_annotations(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the place and the annotation of each sample, in the form that `annotation_of` describes.
 
-    The file is a list of objects, an object with such a list under `annotations` or `data`, or one object a line; it
-    may be compressed. COCO's `images` give the names. `audit` counts the rows, those that are dropped, and their
+    The file is one of rows, as `conversation_files.rows` reads them, or an object with a list of rows under
+    `annotations`, where COCO's `images` give the names. `audit` counts the rows, those that are dropped, and their
     keys; without `used` no keys. Raises DataError for a file that cannot be read, and where more than the share
     `max_dropped` of the rows is dropped.
     """
     audit = audit or RowAudit(used)
-    for place, entry in _entries(path.expanduser(), audit):
+    for entry, place in _entries(path, audit):
         try:
-            sample = annotation_of(entry)
-            if used and not any(key.partition(".")[0] in sample for key in (*_KNOWN, *used - {"images"})):
-                raise SampleError(
-                    f"it has none of the known layouts, but {', '.join(map(str, entry))[:100] or 'no keys'}"
-                )
+            sample, unread = annotation_of(entry)
+            refuse_if(
+                used and not {*sample, *entry} & {key.partition(".")[0] for key in (*_KNOWN, *used - {"images"})},
+                f"it has none of the known layouts, but {', '.join(map(str, entry))[:100] or 'no keys'}",
+            )
         except SampleError as error:
             audit.drop(place, str(error))
         else:
-            audit.row(place, keys_of(sample) if used else [])
+            audit.row(place, [*keys_of(sample), *sorted(unread)] if used else [])
             yield place, sample
     audit.check(str(path), max_dropped)
 
 
-def _entries(path: Path, audit: RowAudit) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a file with their places. A line that is no JSON is a row too, its text."""
-    with opened(path) as stream:
-        data = stream.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
-        raise DataError(f"{path} has more than {_MOST_BYTES >> 30} GiB: use shards of images and texts")
-    try:
-        text = data.decode(json.detect_encoding(data))
-        rows = _rows(json.loads(text), str(path), audit)
-    except json.JSONDecodeError as error:
-        if error.msg != "Extra data":
-            raise DataError(f"{path}:{error.lineno} is not JSON ({error.msg})") from None
-        lines = enumerate(text.split("\n"), 1)  # only there: other ends of lines may stand within texts
-        yield from ((f"{path}:{number}", _parsed(line)) for number, line in lines if line.strip())
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON ({error})") from None
-    else:
-        yield from ((f"entry {number} of {path}", row) for number, row in enumerate(rows))
+def _entries(path: Path, audit: RowAudit) -> Iterator[tuple[Any, str]]:
+    """Yield the rows of a file with their places; those of COCO with the objects that describe their images."""
+    for row, place in rows_as_given(str(path)):
+        if not isinstance(row, dict) or not isinstance(row.get("annotations"), list):
+            yield row, place
+            continue
+        described = [image for image in row.pop("images", None) or () if isinstance(image, dict)]
+        by_id = {str(image.get("id")): image for image in described}
+        annotations = row.pop("annotations")
+        audit.add(RowAudit().plain | {"unread": {key: [1, str(path)] for key in sorted(keys_of(row))}})
+        for number, entry in enumerate(annotations):
+            if by_id and isinstance(entry, dict):
+                name = str(entry.pop("image_id", None))
+                entry.setdefault("image", by_id.get(name, {"unknown image_id": name}))
+            yield entry, f"{path}, annotation {number}"
 
 
-def _parsed(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return line
-
-
-def _rows(found: Any, path: str, audit: RowAudit) -> list[Any]:
-    """Return a document's rows, those of COCO with the objects that describe their images; count the other keys."""
-    document = found if isinstance(found, dict) else {"data": found}
-    held = "annotations" if "annotations" in document else "data"
-    rows, images = document.get(held), document.get("images")
-    if not isinstance(rows, list):
-        return [found]
-    others = keys_of({key: document[key] for key in document.keys() - {held, "images"}})
-    audit.add(RowAudit().plain | {"unread": {key: [1, path] for key in sorted(others)}})
-    if isinstance(images, list):
-        by_id = {str(image.get("id")): image for image in images if isinstance(image, dict)}
-        for row in (row for row in rows if isinstance(row, dict)):
-            name = str(row.pop("image_id", None))
-            row.setdefault("image", by_id.get(name, {"unknown image_id": name}))
-    return rows
-
-
-def annotation_of(entry: Any) -> dict[str, Any]:
+def annotation_of(entry: Any, beside: bool = False) -> tuple[dict[str, Any], set[str]]:
     """Return an entry with `images`, a list of names, and `conversations`, `caption` or `questions`, as it has them.
 
-    Conversations are [{from or role, value or content: text}]; messages with parts, and instructions and outputs become
-    such. A question and its answers become `questions`. Keys that are not read here stay. Raises SampleError for an
-    entry that is no object, or that has other media, or images in an unknown form.
+    Also returns paths of keys that are left out. Conversations are turns of the normal form; a question and its
+    answers become `questions`. Keys that are not read here stay. beside: the images stand beside the entry, so that it
+    names none. Raises SampleError for an entry that is no object, or that has other media, or images in an unknown
+    form.
     """
-    if not isinstance(entry, dict):
-        raise SampleError(f"it is no JSON object, but {str(entry)[:50]!r}")
-    if media := [key for key in _OTHER_MEDIA if entry.get(key)]:
-        raise SampleError(f"it has {media[0]}, and only images and texts are read")
-    sample = dict(entry)
-    named = next((key for key in IMAGE_KEYS if sample.get(key)), "images")
-    given = sample.pop(named, None) or []
-    if named == "image" and sample.get("images"):
-        raise SampleError("it has both image and images")
-    images = [_reference(image, sample) for image in (given if isinstance(given, list) else [given])]
-    if "question" in sample and "answer" in sample:
-        sample["questions"] = [{"question": sample.pop("question"), "answer": sample.pop("answer")}]
-    if "conversations" not in sample and "messages" in sample:
-        sample["conversations"] = sample.pop("messages")
-    elif "conversations" not in sample and "instruction" in sample and "output" in sample:
-        asked = sample.pop("instruction")
-        if isinstance(asked, str) and isinstance(sample.get("input"), str):  # Alpaca's
-            asked = "\n\n".join(filter(None, (asked, sample.pop("input"))))
-        sample["conversations"] = _turns(asked, sample.pop("output"))
-    turns = sample.get("conversations")
-    if isinstance(turns, list):
-        told = [{"from": "system", "value": sample.pop("system")}] if sample.get("system") else []
-        parts: list[Any] = []
-        sample["conversations"] = told + [_flat(turn, parts, sample) for turn in turns]
-        images += parts
-    if not images and sample.get("image_id") not in _EMPTY and not any(key in entry for key in IMAGE_KEYS):
-        name = str(sample.pop("image_id"))
+    refuse_if(not isinstance(entry, Mapping), str(entry) if isinstance(entry, str) else "it is no JSON object")
+    row = {key: value for key, value in entry.items() if value not in _EMPTY}
+    named = {key: row.pop(key) for key in _IMAGE_KEYS if key in row}
+    refuse_if(not beside and named.keys() >= {"image", "images"}, "it has both image and images")
+    given = [] if beside or not named else named.pop(next(iter(named)))
+    unread, parts = set[str](), list[dict[str, Any]]()
+    images = [_reference(image, unread) for image in (given if isinstance(given, list) else [given])]
+    if "question" in row and "answer" in row:
+        row["questions"] = [{"question": row.pop("question"), "answer": row.pop("answer")}]
+    match row:  # MiniGPT4Qwen's
+        case {"instruction": [*asked], "output": [*answered]} if len(asked) == len(answered):
+            *earlier, (row["instruction"], row["output"]) = zip(asked, answered, strict=True)
+            row["history"] = [*row.get("history", []), *earlier]
+    try:
+        found, left = conversations(row, images=parts)
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:  # JSON may be anything
+        raise ChatError(f"it is malformed ({first_line(error)})") from None
+    made = {key: value for key, value in row.items() if key in left} | named
+    unread |= (left - row.keys()) | (left & {"conversations"})
+    for one in found:  # or none
+        made["conversations"] = [_plain(turn) for turn in one.messages]
+        unread |= {f"messages.{key}" for turn in one.messages for key in turn.model_fields_set - _READ}
+        unread |= {"tools"} if one.tools else set()
+    for part in parts:
+        unread |= {f"image.{key}" for key in part.keys() - {*_SOURCES, "type", "text"}}
+        images += [_reference(part, unread)] if part.keys() & {*_SOURCES} else []
+    if not images and "image_id" in row and not beside and not any(key in entry for key in _IMAGE_KEYS):
+        name = str(made.pop("image_id"))
         images = [name if Path(name).suffix.lower() in _ENDINGS else f"{name}.jpg"]
-    return sample | {"images": images}
+    return made | {"images": images}, unread - {IMAGE}
 
 
-def _turns(asked: Any, answered: Any) -> list[dict[str, Any]]:
-    """Return the turns of an instruction and its output, or of equally many. Raises SampleError for other values."""
-    questions, answers = (value if isinstance(value, list) else [value] for value in (asked, answered))
-    if len(questions) != len(answers) or not all(isinstance(text, str) for text in (*questions, *answers)):
-        raise SampleError("its instruction and output are neither texts nor lists of equally many")
-    turns = []
-    for question, answer in zip(questions, answers, strict=True):
-        for placeholder in _PLACEHOLDERS:
-            question = question.replace(placeholder, IMAGE)
-        turns += [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
-    return turns
+def _plain(turn: Turn) -> dict[str, Any]:
+    """Return a turn with the keys that processors read."""
+    plain = {key: getattr(turn, key) for key in turn.model_fields_set & _READ}
+    return plain | {"content": turn.content and _PLACEHOLDERS.sub(IMAGE, turn.content)}
 
 
-def _flat(turn: Any, images: list[str], sample: dict[str, Any]) -> Any:
-    """Return a turn whose parts are one text, with placeholders of images; add the images that the parts name.
-
-    Keys of parts that are not read become keys of the sample.
-    """
-    key = "content" if isinstance(turn, dict) and "content" in turn else "value"
-    if not isinstance(turn, dict) or not isinstance(turn.get(key), list):
-        return turn
-    text = ""
-    for part in turn[key]:
-        kind = part.get("type", "text") if isinstance(part, dict) else None
-        if kind not in ("text", "image", "image_url") or not isinstance(part.get("text") or "", str):
-            raise SampleError(f"a turn has a part of type {kind}, and only text, image and image_url are read")
-        text += (part.get("text") or "") if kind == "text" else IMAGE
-        if kind != "text" and any(part.get(source) for source in _SOURCES):
-            images.append(_reference(part, sample))
-        else:
-            sample |= {f"part.{name}": value for name, value in part.items() if name not in ("type", "text")}
-    return turn | {key: text}
-
-
-def _reference(given: Any, sample: dict[str, Any]) -> str:
+def _reference(given: Any, unread: set[str]) -> str:
     """Return a file's name, or a data: URL, from a name or an object of the Hugging Face hub, of COCO or of OpenAI.
 
-    Other keys of the object become keys of the sample.
+    Paths of other keys of the object are added to `unread`.
     """
     name = given
     while isinstance(name, dict):
         source = next((source for source in _SOURCES if name.get(source)), "")
-        sample |= {f"image.{key}": value for key, value in name.items() if key not in (*_SOURCES, "type")}
-        name = f"{_DATA};base64,{name[source]}" if source == "bytes" else name.get(source)
-    if not isinstance(name, str) or not name or name.startswith(("http:", "https:")):
-        raise SampleError(f"its image is {given!r:.80}, and not a file's name, {{path: name}} or {{bytes: base64}}")
-    return name
+        beside = {key for key, held in name.items() if held not in _EMPTY} - {*_SOURCES, "type"}
+        unread |= {f"image.{key}" for key in beside}
+        held = name.get(source)
+        name = f"{_DATA};base64,{held}" if source == "bytes" and isinstance(held, str) else held
+    if isinstance(name, bytes):  # of a table
+        name = f"{_DATA};base64,{base64.b64encode(name).decode()}"
+    refuse_if(
+        not isinstance(name, str) or not name or name.startswith(("http:", "https:")),
+        f"its image is {given!r:.80}, and not a file's name, {{path: name}} or {{bytes: base64}}",
+    )
+    return str(name)
 
 
 def read_image(name: str, folder: Path) -> bytes:

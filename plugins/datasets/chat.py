@@ -15,13 +15,11 @@ from crosstrain import (
     SPLITS,
     Batch,
     Dataset,
-    EmptySplit,
     FilePath,
-    OptionError,
     Sample,
     Split,
+    SplitOptions,
     Text,
-    of_split,
     registry,
 )
 from crosstrain.data.indexed_dataset import TokenFile
@@ -32,7 +30,7 @@ from ..commands.prepare.chat import ChatSource, check_inputs, prepare_chat, row_
 
 
 @dataclass
-class ConversationOptions:
+class ConversationOptions(SplitOptions):
     """Files of conversations, their splits, and the length of a sample."""
 
     # JSON lines, JSON lists or Parquet, folders of them, or a folder of `datasets.save_to_disk`
@@ -45,14 +43,6 @@ class ConversationOptions:
     max_dropped: Annotated[float, Interval(ge=0, le=1)] = 0.1  # share of dropped rows; more stop the start
     # keys of rows that need not be named where nothing reads them: columns, or paths such as messages.name
     ignore_columns: list[str] = field(default_factory=list)
-    # shares of train, val, test, in file order
-    split: list[Annotated[float, Interval(ge=0, le=10**12)]] = field(default_factory=lambda: [1.0, 0.0, 0.0])
-    val: FilePath | list[FilePath] | None = None  # files of the split, in place of a share of `path`
-    test: FilePath | list[FilePath] | None = None  # files of the split
-
-    def __post_init__(self) -> None:
-        if not 1 <= len(self.split) <= 3 or not sum(self.split):
-            raise OptionError("split", f"must be up to three shares such as [95, 5, 0], not {self.split}")
 
 
 class ConversationDataset(Dataset):
@@ -70,13 +60,13 @@ class ConversationDataset(Dataset):
     @classmethod
     def prepare(cls, options: Any) -> None:
         """Render and tokenize the conversations once, in a folder of the cache."""
-        for split in (split for split in SPLITS if split == "train" or getattr(options, split)):
-            cls.prepared(of_split(options, split)[0])
+        for split in ("train", *cls.named_splits(options)):
+            cls.prepared(options.of(split)[0])
 
     @classmethod
     def is_prepared(cls, options: Any) -> bool:
         for split in SPLITS:
-            check_inputs(_paths(of_split(options, split)[0]))
+            check_inputs(_paths(options.of(split)[0]))
         return False
 
     @classmethod
@@ -89,7 +79,7 @@ class ConversationDataset(Dataset):
 
     def __init__(self, options: Any, split: Split) -> None:
         super().__init__(options, split)
-        options, share = of_split(options, split)
+        given, options = options, options.of(split)[0]
         tokenizer, self.tokenizer_path = load_cached(options.tokenizer, options.chat_template)
         self.vocab_size, self.sequence_length = tokenizer.vocab_size, options.seq_length
         self.folder = self.prepared(options)
@@ -97,19 +87,13 @@ class ConversationDataset(Dataset):
         self.notice = "; ".join([*said, f"see {self.folder / 'report.json'}"] if said else [])
         self.file = TokenFile(self.folder / "tokens")
         total = self.file.num_documents // self.row_documents
-        k, shares = SPLITS.index(share), [*options.split, 0.0, 0.0][:3]
-        start, stop = (round(sum(shares[:n]) / sum(shares) * total) for n in (k, k + 1))
-        if start == stop:
-            raise EmptySplit(
-                f"the {split} split of {options.path} has none of its {total} rows",
-                f"change split={options.split}" + (f", or name files as {split}" if split != "train" else ""),
-            )
+        rows = given.rows(split, total, f"rows of {options.path}")
         first = range(min(self.file.num_documents, 1000))
         special = [number for number, t in tokenizer.backend.get_added_tokens_decoder().items() if t.special]
         targets = (~ids[ids < 0] for ids in map(self.file.document, first))
         ends = {int(ids[np.isin(ids, special)][-1]) for ids in targets if np.isin(ids, special).any()}
         self.end_tokens = tuple(sorted({tokenizer.end_id} | ends))
-        self.start, self.count = start * self.row_documents, (stop - start) * self.row_documents  # of conversations
+        self.start, self.count = rows.start * self.row_documents, len(rows) * self.row_documents  # of conversations
 
     def tokens(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of a conversation of this split, and for each itself if it is a target, else IGNORE_INDEX."""

@@ -32,11 +32,12 @@ from crosstrain import (
     registry,
 )
 from crosstrain.data.row_audit import RowAudit
+from crosstrain.utils.files import cache_folder
 
-from .annotations import IMAGE_KEYS, annotation_of, keys_of
+from .annotations import annotation_of, keys_of
 from .packing import PackOptions, pack
 from .streaming import ShardStream
-from .webdataset import TEXTS, Shards, check_there, default_cache, expand, prepare
+from .webdataset import TEXTS, Shards, check_there, expand, prepare
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm")
 
@@ -96,7 +97,8 @@ class ImageText(ImageDataset):
 
     @classmethod
     def cache(cls, options: Any) -> Path:
-        return Path(options.cache).expanduser() if options.cache else default_cache()
+        """Return the folder of indexes and of copies of remote shards."""
+        return Path(options.cache).expanduser() if options.cache else cache_folder("shards")
 
     def __init__(self, options: Any, split: Split) -> None:
         super().__init__(options, split)
@@ -180,7 +182,8 @@ def _number(extension: str) -> tuple[int, str]:
 def _annotation(name: str, content: dict[str, bytes]) -> dict[str, Any]:
     """Return a sample's annotation: its .json object; a .txt is the caption, if the object has none or the same.
 
-    A caption that differs is there as `txt`, and members of other kinds by their extensions, to be reported.
+    A caption that differs is there as `txt`, and so are, to be reported, members of other kinds by their extensions,
+    and keys that nothing reads.
     """
     described, texts, others = list[str](), list[str](), list[str]()
     for extension in content:
@@ -194,9 +197,8 @@ def _annotation(name: str, content: dict[str, bytes]) -> dict[str, Any]:
         caption = content[texts[0]].decode("utf-8-sig").strip() if texts else ""
     except (ValueError, RecursionError) as error:
         raise SampleError(f"{name}: its text cannot be read ({error})") from None
-    beside = {key: entry[key] for key in IMAGE_KEYS if key in entry} if isinstance(entry, dict) else {}
-    annotation = annotation_of(entry | dict.fromkeys(IMAGE_KEYS) if isinstance(entry, dict) else entry)
-    annotation |= beside | dict.fromkeys(others, "a member")
+    annotation, unread = annotation_of(entry, beside=True)
+    annotation |= dict.fromkeys((*unread, *others), "not read")
     if caption and not annotation.get("caption"):
         annotation["caption"] = caption
     elif caption and caption != annotation["caption"]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Interval
 
@@ -11,13 +11,12 @@ from crosstrain import (
     SPLITS,
     Annotation,
     DataError,
-    EmptySplit,
     FilePath,
     ImageDataset,
     ImageDatasetOptions,
-    OptionError,
     Processors,
     Split,
+    SplitOptions,
     open_image,
     processors,
     registry,
@@ -34,23 +33,17 @@ class Instructions(ImageDataset):
     """Conversations of one or several turns; entries without images are text alone."""
 
     @dataclass(kw_only=True)
-    class Options(ImageDatasetOptions):
+    class Options(ImageDatasetOptions, SplitOptions):
         """Files and their splits."""
 
+        files: ClassVar[str] = "annotations"
         annotations: FilePath  # a JSON file in a layout that docs/vision-language.md lists
         images: FilePath  # folder that image names are relative to
-        vis_processor: Processors = field(default_factory=lambda: processors("image_train", "image_eval"))
-        text_processor: Processors = field(default_factory=lambda: processors("dialogue", "dialogue"))
         val: FilePath | None = None  # annotations of the split, in place of a share of the others
         test: FilePath | None = None  # annotations of the split
-        # shares of train, val, test, in file order
-        split: list[Annotated[float, Interval(ge=0, le=10**12)]] = field(default_factory=lambda: [1.0, 0.0, 0.0])
-
+        vis_processor: Processors = field(default_factory=lambda: processors("image_train", "image_eval"))
+        text_processor: Processors = field(default_factory=lambda: processors("dialogue", "dialogue"))
         max_dropped: Annotated[float, Interval(ge=0, lt=1)] = 0.1  # largest share of entries that cannot be used
-
-        def __post_init__(self) -> None:
-            if not 1 <= len(self.split) <= 3 or not sum(self.split):
-                raise OptionError("split", f"must be up to three shares such as [95, 5, 0], not {self.split}")
 
     options: Options
 
@@ -66,34 +59,27 @@ class Instructions(ImageDataset):
 
     def __init__(self, options: Any, split: Split) -> None:
         super().__init__(options, split)
-        own = getattr(options, split, None)
-        self.file = own or options.annotations
         self.entries, self.notice = self._entries(options, split)
         self.folder = Path(options.images).expanduser()
         if not self.folder.is_dir() and any(entry["images"] for _, entry in self.entries):
             raise DataError(f"there is no folder {options.images} of images")
-        k, shares = (0, [1.0]) if own else (SPLITS.index(split), [*options.split, 0.0, 0.0][:3])
-        self.start, self.stop = (round(sum(shares[:n]) / sum(shares) * len(self.entries)) for n in (k, k + 1))
-        if self.start == self.stop:
-            raise EmptySplit(
-                f"the {split} split has none of the {len(self.entries)} entries of {self.file}",
-                f"change split={options.split}" + (f", or name a file as {split}" if split != "train" else ""),
-            )
+        source = f"entries of {options.of(split)[0].annotations}"
+        self.entries = [self.entries[number] for number in options.rows(split, len(self.entries), source)]
 
     def __len__(self) -> int:
-        return self.stop - self.start
+        return len(self.entries)
 
     def location(self, index: int) -> str:
-        return self.entries[self.start + index][0]
+        return self.entries[index][0]
 
     def read(self, index: int) -> tuple[list[Any], Annotation]:
-        place, entry = self.entries[self.start + index]
+        place, entry = self.entries[index]
         return [open_image(read_image(n, self.folder), f"{place}: {n[:100]}") for n in entry["images"]], entry
 
     @classmethod
     def _entries(cls, options: Any, split: Split) -> tuple[list[Entry], str]:
         """Return the entries of a split's file with their places, and a notice on what is not used of them."""
-        path = Path(getattr(options, split, None) or options.annotations).expanduser()
+        path = Path(options.of(split)[0].annotations).expanduser()
         modified = path.stat().st_mtime_ns if path.exists() else 0
         return _read(path, modified, cls.used(options, split), options.max_dropped)
 

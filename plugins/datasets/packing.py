@@ -96,9 +96,7 @@ def _check_made(output: Path, made: dict[str, Any]) -> None:
         there = json.loads((output / "dataset.json").read_text(encoding="utf-8"))["options"]
     except (OSError, ValueError, KeyError):
         raise DataError(f"{output} exists and holds no shards that were packed here: choose another folder") from None
-    changed = [key for key, value in made.items() if there.get(key) != value]
-    if changed:
-        key = changed[0]
+    for key in (key for key, value in made.items() if there.get(key) != value):
         raise DataError(
             f"{output} was made with {key}={there.get(key)!r}, and that is now {made[key]!r}: choose another folder, "
             f"or remove it"

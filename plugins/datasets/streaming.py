@@ -87,15 +87,10 @@ def read_shard(name: str) -> Iterator[_Sample]:
                 if key in seen:
                     raise tarfile.TarError(f"the members of {key} are apart: sort the shard, or set streaming=false")
                 seen.add(key)
-                yield f"{name}: {key}", {extension: _content(tar, member) for _, extension, member in run}
+                files = ((extension, tar.extractfile(member)) for _, extension, member in run)
+                yield f"{name}: {key}", {extension: file.read() for extension, file in files if file}
         while stream.read(_CHUNK):  # a command whose output is not taken to the end would seem to have failed
             pass
-
-
-def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    file = tar.extractfile(member)
-    assert file is not None  # `members` passes over what is no file
-    return file.read()
 
 
 def mixed(items: Iterator[T], size: int, rng: np.random.Generator) -> Iterator[T]:

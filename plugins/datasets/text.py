@@ -22,7 +22,7 @@ from crosstrain import (
     OptionError,
     Sample,
     Split,
-    of_split,
+    SplitOptions,
     registry,
 )
 from crosstrain.data.indexed_dataset import TokenFile
@@ -34,7 +34,6 @@ from ..commands.prepare.prepare import prepare
 from ..commands.prepare.sources import sources
 
 _BASELINE_TOKENS = 20_000_000  # plenty for word frequencies, seconds to count
-_COUNT_AT_ONCE = 1 << 20
 
 
 @registry.register_dataset("text")
@@ -47,18 +46,21 @@ class TextDataset(Dataset):
     """
 
     @dataclass
-    class Options:
+    class Options(SplitOptions):
         """Files of tokens, their splits, and the length of a sample."""
 
         # a prepared folder, or Megatron's files: their prefix (data/meg-gpt2_text_document) or folder; or its URL
         path: FilePath
         seq_length: Annotated[int, Interval(ge=1, le=2**30)]  # tokens per sample
         # shares of train, val, test, by documents; of a single document, by tokens
-        split: list[Annotated[float, Interval(ge=0, le=10**12)]] = field(default_factory=lambda: [949.0, 50.0, 1.0])
+        split: list[Annotated[float, Interval(ge=0, le=10**12)]] = field(
+            default_factory=lambda: [949.0, 50.0, 1.0], kw_only=True
+        )
+        # as `path`, for the split, in place of a share of `path`
+        val: FilePath | None = field(default=None, kw_only=True)
+        test: FilePath | None = field(default=None, kw_only=True)  # as `path`, for the split
         # Megatron's: core rounds the ends of splits; legacy rounds their sizes, as runs do that began without this key
         split_rounding: Literal["core", "legacy"] = "core"
-        val: FilePath | None = None  # as `path`, for the split, in place of a share of `path`
-        test: FilePath | None = None  # as `path`, for the split
         document_mask: bool = False  # True: documents of a sample do not see each other
         tokenizer: FilePath | None = None  # a name or a path; a prepared folder has its own
         vocab_file: FilePath | None = None  # GPT-2's vocab.json, with merge_file instead of `tokenizer`
@@ -66,8 +68,7 @@ class TextDataset(Dataset):
         prepare: PrepareOptions | None = None  # how to make `path` when it does not exist
 
         def __post_init__(self) -> None:
-            if not 1 <= len(self.split) <= 3 or not sum(self.split):
-                raise OptionError("split", f"must be up to three shares such as [949, 50, 1], not {self.split}")
+            super().__post_init__()
             if (self.vocab_file is None) != (self.merge_file is None):
                 raise OptionError("vocab_file", "vocab_file and merge_file go together: give both, or neither")
 
@@ -112,7 +113,7 @@ class TextDataset(Dataset):
     def __init__(self, options: Options, split: Split) -> None:
         super().__init__(options, split)
         self.sequence_length, self.documents = options.seq_length, options.document_mask
-        self.options, share = of_split(options, split)
+        self.options, share = options.of(split)
         prefix, folder = locate(self.options.path)
         self.file = TokenFile(prefix)
         self.far = self.file.remote
@@ -213,13 +214,8 @@ class TextDataset(Dataset):
 
     def _counts(self, start: int, stop: int) -> np.ndarray:
         """Count each id in tokens [start, stop), in the first 20 million of them."""
-        assert self.vocab_size is not None
-        counts = np.zeros(self.vocab_size, dtype=np.int64)
-        stop = min(stop, start + _BASELINE_TOKENS)
-        for begin in range(start, stop, _COUNT_AT_ONCE):
-            part = self._tokens(begin, min(begin + _COUNT_AT_ONCE, stop))
-            counts += np.bincount(part, minlength=self.vocab_size)
-        return counts
+        tokens = self._tokens(start, min(stop, start + _BASELINE_TOKENS))
+        return np.bincount(tokens, minlength=self.vocab_size or 0)
 
 
 def split_bounds(split: list[float], documents: int, rounding: str = "core") -> list[int]:

@@ -4,7 +4,6 @@ import glob
 import hashlib
 import json
 import os
-import re
 import shutil
 import stat
 import tarfile
@@ -23,7 +22,7 @@ from crosstrain import DataError, check_command
 from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils import storage
 from crosstrain.utils.errors import os_errors_as
-from crosstrain.utils.files import cache_folder, open_regular, write_atomically
+from crosstrain.utils.files import open_regular, write_atomically
 from crosstrain.utils.limited_process import LimitedProcess, LimitError
 
 Files = dict[str, tuple[int, int]]  # extension -> (first byte, bytes)
@@ -32,8 +31,8 @@ _VERSION = 2
 TEXTS = ("json", "txt", "text", "caption")  # the last extensions of members that are texts
 _TEXT_BYTES = 1 << 24  # of a text that is read for the index
 _COMMAND = "pipe:"
-_MOST_SHARDS, _MOST_CHARACTERS = 1_000_000, 1 << 28
-_GLOB_SECONDS = 5.0
+_MOST_SHARDS = 1_000_000
+_SEARCH = 10.0  # seconds of computing in which patterns become names
 _BUCKETS = ("s3", "gcs", "az", "abfs", "memory")  # besides those of webdataset, which calls programs for some
 _NO_SCHEME = ("pipe", "__default__")
 
@@ -43,47 +42,30 @@ def expand(patterns: str | list[str]) -> list[str]:
 
     Raises DataError if a wildcard matches nothing or too much, and for a name that `is_remote` refuses.
     """
+    given = [patterns] if isinstance(patterns, str) else patterns
+    if not any(set(pattern) & set("{*?[") for pattern in given):
+        return _names(given)
+    look = LimitedProcess(_names, "looking for shards", seconds=_SEARCH, advice="write fewer braces and wildcards")
+    try:
+        return look(given)
+    except LimitError as error:
+        raise DataError(f"{given[0][:100]}: {error}") from None
+    finally:
+        look.close()
+
+
+def _names(patterns: list[str]) -> list[str]:
     found: list[str] = []
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        for name in [pattern] if pattern.startswith(_COMMAND) else _braces(pattern):
-            if is_remote(name) or not glob.has_magic(name):
-                found.append(name)
-            elif matches := _matches(name):
-                found += matches
-            else:
+    for pattern in patterns:
+        for name in [pattern] if pattern.startswith(_COMMAND) else braceexpand(pattern):
+            is_name = is_remote(name) or not glob.has_magic(name)
+            matches = [name] if is_name else sorted(glob.glob(os.path.expanduser(name)))
+            if not matches:
                 raise DataError(f"no shard matches {name}")
+            found += matches
             if len(found) > _MOST_SHARDS:
                 raise DataError(f"{pattern[:100]}: names more than {_MOST_SHARDS} shards")
     return found
-
-
-def _braces(pattern: str) -> Iterator[str]:
-    """Expand braces. DataError for absurdly many names; they are counted before they are made."""
-    most, alternatives = 1, list[int]()
-    for character in pattern:
-        if character == "{":
-            alternatives.append(1)
-        elif character == "," and alternatives:
-            alternatives[-1] += 1
-        elif character == "}" and alternatives:
-            most *= alternatives.pop()
-    for first, last in re.findall(r"\{(-?\d{1,18}|[A-Za-z])\.\.(-?\d{1,18}|[A-Za-z])[.}]", pattern):
-        most *= 52 if first.isalpha() or last.isalpha() else abs(int(last) - int(first)) + 1
-    if most > _MOST_SHARDS or most * len(pattern) > _MOST_CHARACTERS or re.search(r"\d{19}", pattern):
-        raise DataError(f"{pattern[:100]}: its braces stand for more than {_MOST_SHARDS} shards, or are very long")
-    try:
-        yield from braceexpand(pattern)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{pattern[:100]}: its braces cannot be expanded ({str(error)[:100]})") from None
-
-
-def _matches(name: str) -> list[str]:
-    """Return the files that match a wildcard, in order. DataError if the search takes too long."""
-    look = LimitedProcess(glob.glob, "looking for files", seconds=_GLOB_SECONDS)
-    try:
-        return sorted(look(os.path.expanduser(name)))
-    except LimitError:
-        raise DataError(f"{name[:100]}: it has so many wildcards that looking for files takes too long") from None
 
 
 def is_remote(name: str) -> bool:
@@ -118,11 +100,6 @@ def open_remote(name: str) -> IO[bytes]:
 def local_path(name: str) -> Path:
     """Return the path of a local shard."""
     return Path(name.removeprefix("file:").removeprefix("//")).expanduser()
-
-
-def default_cache() -> Path:
-    """Return the folder of indexes and of copies of remote shards."""
-    return cache_folder("shards")
 
 
 def prepare(names: Iterable[str], cache: Path, keys: Keys = lambda name, content: ()) -> None:
@@ -280,18 +257,15 @@ class Shards:
         path, key, _ = self._find(index)
         return f"{path.name}: {key}"
 
-    def _find(self, index: int) -> tuple[Path, str, Files]:
-        shard = int(np.searchsorted(self.starts, index, "right")) - 1
-        path = self.paths[shard]
-        return path, *self._entry(_index_path(path, self.cache), index - int(self.starts[shard]))
-
-    def _entry(self, index: Path, number: int) -> tuple[str, Files]:
-        """Return (key, files) of a shard's sample."""
+    def _find(self, number: int) -> tuple[Path, str, Files]:
+        """Return (shard, key, files) of a sample."""
+        shard = int(np.searchsorted(self.starts, number, "right")) - 1
+        index = _index_path(self.paths[shard], self.cache)
+        offset = 8 * (number - int(self.starts[shard]))
         try:
-            (begin,) = np.fromfile(index.with_suffix(".table"), np.int64, 1, offset=8 * number)
+            (begin,) = np.fromfile(index.with_suffix(".table"), np.int64, 1, offset=offset)
             with open(index, "rb") as file:
                 file.seek(int(begin))
-                key, files = json.loads(file.readline())
+                return self.paths[shard], *json.loads(file.readline())
         except (OSError, ValueError) as error:
             raise DataError(f"{index}, an index of shards, was changed while it was read ({error})") from None
-        return key, files

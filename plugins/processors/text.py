@@ -6,16 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+from crosstrain.corpus.conversations import KEYS, Turn, conversations
 
 from crosstrain import IMAGE, Annotation, Conversation, Message, PositiveInt, SampleError, Style, Text, registry
 
 Asked = list[tuple[Conversation, str, str]]
-_SPEAKERS: dict[str, Literal["system", "user", "assistant"]] = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
-    "bot": "assistant", "chatgpt": "assistant", "system": "system",
-}  # fmt: skip
 _OTHERS = (("caption", "captions"), ("questions", "vqa"))  # keys of other processors
-_WEIGHTS = ("weight", "loss", "train")  # keys of a turn: 0 or false if it is not learned
+_READ = ("from", "role", "value", "content", *KEYS["learned"])  # keys of a turn
 
 
 @registry.register_processor("captions")
@@ -72,7 +69,7 @@ class Dialogue:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.keys = tuple(f"{options.key}.{name}" for name in ("from", "role", "value", "content", *_WEIGHTS))
+        self.keys = tuple(f"{options.key}.{name}" for name in _READ)
 
     def __call__(self, annotation: Annotation, images: int, rng: np.random.Generator) -> list[Conversation]:
         conversation = self._conversation(annotation, images)
@@ -92,7 +89,8 @@ class Dialogue:
         if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
             others = [f"; text_processor {name} learns its {key}" for key, name in _OTHERS if key in annotation]
             raise SampleError(f"it has no {self.options.key}{''.join(others)}")
-        messages = [_message(turn) for turn in turns]
+        (found,), _ = conversations({"messages": list(turns)}, images=[])
+        messages = [_message(turn) for turn in found.messages]
         first = next((i for i, m in enumerate(messages) if m.role == "user"), None)
         if first is not None and images and not any(IMAGE in m.text for m in messages):
             messages[first] = Message("user", f"{IMAGE * images}\n{messages[first].text}")  # it does not say where
@@ -108,15 +106,11 @@ def _told(system: str | None, conversation: Conversation) -> Conversation:
     return [Message("system", system), *conversation] if system and conversation[0].role != "system" else conversation
 
 
-def _message(turn: Any) -> Message:
-    role = turn.get("from", turn.get("role")) if isinstance(turn, dict) else None
-    text = turn.get("value", turn.get("content")) if isinstance(turn, dict) else None
-    if not isinstance(role, str) or role not in _SPEAKERS or not isinstance(text, str):
-        raise SampleError("a turn of the conversation is not {from: human or gpt, value: text}")
-    weights = [turn[key] for key in _WEIGHTS if turn.get(key) is not None]
-    if any(weight not in (0, 1) for weight in weights):
-        raise SampleError(f"a turn has the weight {weights}, and only 0 and 1 are read")
-    return Message(_SPEAKERS[role], text, all(weights))
+def _message(turn: Turn) -> Message:
+    role = "system" if turn.role == "developer" else turn.role
+    if role == "tool" or turn.content is None:
+        raise SampleError("a turn calls a tool, or has its result, and only words are read")
+    return Message(role, turn.content, turn.weight != 0)
 
 
 @registry.register_processor("vqa")

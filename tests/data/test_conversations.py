@@ -117,7 +117,8 @@ def test_a_layout_with_columns_beside_it(name: str, system: Row, tools: Row, nul
 
 MORE: dict[str, tuple[Row, Row]] = {  # keys of a turn, and what they are in the normal form
     **{f"{key}: {no}": ({key: no}, {"weight": 0}) for key, no in (
-        ("weight", 0), ("weight", 0.0), ("loss", False), ("train", False), ("trainable", False), ("loss_mask", 0), ("mask", True))},
+        ("weight", 0), ("weight", 0.0), ("loss", False), ("train", False), ("trainable", False), ("loss_mask", 0), ("mask", True),
+        ("is_trainable", False), ("calculate_loss", 0), ("no_loss", True))},
     **{f"{key}: {yes}": ({key: yes}, {"weight": 1}) for key, yes in (("weight", 1), ("train", True), ("mask", False))},
     **{key: ({key: THOUGHT}, {"reasoning_content": THOUGHT}) for key in ("reasoning_content", "reasoning", "thinking", "thought")},
     "calls": ({"tool_calls": [CALL]}, {"tool_calls": [CALL]}),
@@ -319,6 +320,8 @@ def test_what_is_read_in_part_is_reported() -> None:
     }
     placeholder = [ASKED | {"content": f"<video>\n{Q}"}, ANSWERED]
     assert conversations({"messages": placeholder})[1] == {"<video>"}
+    for text, name in (("<img>a.png</img>", "<img>"), ("<|image_1|> what", "<|image"), ("[IMG]", "[IMG]")):
+        assert conversations({"messages": [ASKED | {"content": text}, ANSWERED]})[1] == {name}
     nulls = [ASKED, ANSWERED | {"tool_calls": [{"name": "f", "arguments": {"a": None, "b": {"c": None}, "d": [None]}}]}]
     (found,), unread = conversations({"messages": nulls})
     assert unread == {"nulls"}

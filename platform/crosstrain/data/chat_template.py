@@ -26,8 +26,12 @@ _OPENING = 64  # characters of an answer that a prompt may write
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a turn; templates read one of them
 
 
-class ChatError(Exception):
-    """A conversation that cannot be used, with the reason."""
+class SampleError(Exception):
+    """A sample that cannot be used, with the reason; the dataset decides how to go on."""
+
+
+class ChatError(SampleError):
+    """A conversation that cannot be used."""
 
 
 def refuse_if(is_wrong: object, reason: str) -> None:

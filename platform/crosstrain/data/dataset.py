@@ -2,15 +2,18 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
+from annotated_types import Interval
 from torch.utils.data import default_collate
 
+from crosstrain.config.bounds import FilePath
+from crosstrain.config.schema import OptionError
 from crosstrain.data.shuffle import sample_index
-from crosstrain.utils.errors import UserError
+from crosstrain.utils.errors import EmptySplit, UserError
 from crosstrain.utils.types import Batch, Sample
 
 Split = Literal["train", "val", "test"]
@@ -27,10 +30,35 @@ class ReadContext:
     size: int
 
 
-def of_split(options: Any, split: Split) -> tuple[Any, Split]:
-    """Return the options and the share to read for a split, which may have a path of its own: all of that is read."""
-    own = getattr(options, split, None)
-    return (replace(options, path=own, split=[1.0], val=None, test=None), "train") if own else (options, split)
+@dataclass(kw_only=True)
+class SplitOptions:
+    """Shares of the splits, or files of their own, which are read as a whole."""
+
+    files: ClassVar[str] = "path"  # the option that names the files to share
+    # shares of train, val, test, in file order
+    split: list[Annotated[float, Interval(ge=0, le=10**12)]] = field(default_factory=lambda: [1.0, 0.0, 0.0])
+    val: FilePath | list[FilePath] | None = None  # files of the split, in place of a share of the others
+    test: FilePath | list[FilePath] | None = None  # files of the split
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.split) <= 3 or not sum(self.split):
+            raise OptionError("split", f"must be up to three shares such as [95, 5, 0], not {self.split}")
+
+    def of(self, split: Split) -> tuple[Self, Split]:
+        """Return the options that name the files of a split, and the share of these to read."""
+        own = {"val": self.val, "test": self.test}.get(split)
+        alone: dict[str, Any] = {self.files: own, "split": [1.0], "val": None, "test": None}
+        return (replace(self, **alone), "train") if own else (self, split)
+
+    def rows(self, split: Split, total: int, source: str) -> range:
+        """Return the rows of a split, of `total` rows in its files, called `source`. EmptySplit if there is none."""
+        options, share = self.of(split)
+        k, shares = SPLITS.index(share), [*options.split, 0.0, 0.0]
+        rows = range(*(round(sum(shares[:n]) / sum(shares) * total) for n in (k, k + 1)))
+        if not rows:
+            own = f", or name files as {split}" if split != "train" else ""
+            raise EmptySplit(f"the {split} split has none of the {total} {source}", f"change split={self.split}{own}")
+        return rows
 
 
 class Dataset(ABC):
@@ -76,7 +104,7 @@ class Dataset(ABC):
 
     @classmethod
     def named_splits(cls, options: Any) -> list[Split]:
-        """Return the splits that `options` name files for, as `of_split` reads them.
+        """Return the splits that `options` name files for, as `SplitOptions` has them.
 
         Training evaluates a named test split at its end.
         """

@@ -78,7 +78,7 @@ class PrepareCommand(Command):
         summary = prepare(recipe, recipe.output, overwrite=arguments.overwrite)
         print(
             f"{recipe.output}: {summary.documents:,} documents, {summary.tokens:,} tokens ({summary.dtype}), "
-            f"vocabulary {summary.vocab_size:,}" + (f", {summary.dropped:,} documents dropped" if summary.dropped else "")
+            f"vocabulary {summary.vocab_size:,}{f', {summary.dropped:,} documents dropped' if summary.dropped else ''}"
         )
         print(f"what became of every document: {recipe.output}/report.json and lengths.svg")
         print(f"train on it with datasets.<name>.path={recipe.output} and model.vocab_size={summary.vocab_size}")

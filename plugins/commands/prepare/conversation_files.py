@@ -24,7 +24,7 @@ def rows(paths: Iterable[str], ranked: bool = False) -> Iterator[tuple[Row | str
     DataError for a file that is missing or damaged as a whole, or of another kind.
     """
     order: dict[str, Any] = {}
-    for row, place in chain.from_iterable(_given(path, ranked) for path in paths):
+    for row, place in chain.from_iterable(rows_as_given(path, ranked) for path in paths):
         try:
             row = _in_order(row, order)
         except RecursionError:
@@ -32,7 +32,8 @@ def rows(paths: Iterable[str], ranked: bool = False) -> Iterator[tuple[Row | str
         yield row, place
 
 
-def _given(item: str, ranked: bool) -> Iterator[tuple[Row | str, str]]:
+def rows_as_given(item: str, ranked: bool = False) -> Iterator[tuple[Row | str, str]]:
+    """Yield what `rows` does of one file or folder, with the keys in the order of each row."""
     if item == "docstrings":
         return _docstrings(ranked)
     path = io.existing(item)

@@ -1,6 +1,7 @@
 """Conversations in one normal form, into which every published layout is brought."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -12,8 +13,10 @@ from crosstrain.utils import paths
 
 from .conversation_files import Row
 
-_KEYS = yaml.safe_load((paths.home() / "configs" / "conversation_keys.yaml").read_text(encoding="utf-8"))
+KEYS = yaml.safe_load((paths.home() / "configs" / "conversation_keys.yaml").read_text(encoding="utf-8"))
 _SYSTEM = ("system", "developer")  # roles
+_PLACEHOLDERS = re.compile("|".join(map(re.escape, KEYS["placeholders"])))
+_ROLES = ", ".join(sorted(set(KEYS["roles"].values())))
 
 
 class Turn(BaseModel):
@@ -32,6 +35,10 @@ class Turn(BaseModel):
     weight: Literal[0, 1] | None = None
 
 
+_OF_TOOLS = set(Turn.model_fields)  # keys of a turn that are read
+_OF_OTHERS = _OF_TOOLS - {"name", "tool_call_id"}
+
+
 class Conversation(BaseModel):
     """Turns, the tools that they may call, and if the last answer is a good one."""
 
@@ -40,13 +47,18 @@ class Conversation(BaseModel):
     is_good: bool
 
 
-def conversations(row: Row, ranked: bool = False) -> tuple[list[Conversation], set[str]]:
+def conversations(
+    row: Row, ranked: bool = False, images: list[Row] | None = None
+) -> tuple[list[Conversation], set[str]]:
     """Bring a row into the normal form; returns its conversations, and the paths of its keys that nothing reads.
 
-    ranked: the last answers have a rank: a chosen and a rejected one, or one with a label. Raises ChatError for a row
-    that has none of the layouts, contradicts itself, or needs more than text.
+    ranked: the last answers have a rank: a chosen and a rejected one, or one with a label. images: receives the parts
+    of turns that are images, where the text then has a placeholder; a row may then have no conversation. Raises
+    ChatError for a row that has none of the layouts, contradicts itself, or needs more than text and such images.
     """
-    reader = _RowReader(row)
+    reader = _RowReader(row, images)
+    if images is not None and not reader.has_turns:
+        return [], reader.unread | reader.rest.keys()
     answers = reader.answers() if ranked else {True: None}
     asked = reader.turns(before_answers=None not in answers.values())
     system = reader.side(reader.rest.pop("system", None) or [], "system")
@@ -65,18 +77,23 @@ def conversations(row: Row, ranked: bool = False) -> tuple[list[Conversation], s
 class _RowReader:
     """Takes a row apart. `rest` holds its columns not yet read, `unread` paths of other keys that nothing reads."""
 
-    def __init__(self, row: Row) -> None:
-        self.unread = set[str]()
+    def __init__(self, row: Row, images: list[Row] | None) -> None:
+        self.unread, self.images = set[str](), images
         columns = self._decoded(row, "")
         if "preferred_output" in columns:  # OpenAI's, which has the turns and tools in its input
             columns |= columns.pop("input", {})
-        self.rest = _renamed(columns, _KEYS["columns"])
-        _refuse_media(self.rest)
+        self.rest = _renamed(columns, KEYS["columns"])
+        self._refuse_media(self.rest)
         self.tools = [self.rest.pop("tools", [])]  # the column's, and those of turns
+
+    @property
+    def has_turns(self) -> bool:
+        """True if the row has a conversation, and not only texts of other purposes."""
+        return "messages" in self.rest or any(self.rest.keys() >= set(pair) for pair in KEYS["pairs"])
 
     def answers(self) -> dict[bool, Any]:
         """Take the answers by whether they are good; null for one that the turns have."""
-        for _, column in _KEYS["pairs"]:
+        for _, column in KEYS["pairs"]:
             match self.rest.get(column):
                 case [str(good), str(bad)]:
                     self.rest |= {"chosen": good, "rejected": bad}
@@ -85,15 +102,15 @@ class _RowReader:
             return {True: self.rest.pop("chosen"), False: self.rest.pop("rejected")}
         label = str(self.rest.pop("label", None)).lower()
         refuse_if(
-            label not in _KEYS["labels"],
+            label not in KEYS["labels"],
             "it has neither chosen and rejected, nor prompt, completion and label, which is true or false, or 1 or 0",
         )
-        return {_KEYS["labels"][label]: None}
+        return {KEYS["labels"][label]: None}
 
     def turns(self, before_answers: bool) -> list[Row]:
         """Take the turns; those before ranked answers may be none."""
-        asked = [pair for pair in _KEYS["pairs"] if self.rest.get(pair[0])]
-        pairs = asked if before_answers else [pair for pair in _KEYS["pairs"] if self.rest.keys() >= set(pair)]
+        asked = [pair for pair in KEYS["pairs"] if self.rest.get(pair[0])]
+        pairs = asked if before_answers else [pair for pair in KEYS["pairs"] if self.rest.keys() >= set(pair)]
         if "messages" in self.rest and not (before_answers and pairs):
             messages = self.rest.pop("messages")
             refuse_if(not isinstance(messages, list) or not messages, "messages is no list of turns")
@@ -144,17 +161,17 @@ class _RowReader:
             not isinstance(given, Mapping),
             f"a turn is {type(given).__name__}, not an object with role and content",
         )
-        turn: Row = {"content": None, **_renamed(given, _KEYS["turn"])}
+        turn: Row = {"content": None, **_renamed(given, KEYS["turn"])}
         said = str(turn.get("role")).lower()
         refuse_if(
-            said not in _KEYS["roles"],
-            f"a turn has the role {turn.get('role')!r}; known: {', '.join(sorted(set(_KEYS['roles'].values())))}",
+            said not in KEYS["roles"],
+            f"a turn has the role {turn.get('role')!r}; known: {_ROLES}",
         )
-        turn["role"] = _KEYS["roles"][said]
-        _refuse_media(turn)
+        turn["role"] = KEYS["roles"][said]
+        self._refuse_media(turn)
         self.tools.append(turn.pop("tools", []))
         calls = [*_listed(turn.pop("tool_calls", [])), *_listed(turn.pop("function_call", []))]
-        if said in _KEYS["callers"]:
+        if said in KEYS["callers"]:
             calls += _listed(self._decoded(turn["content"], "function_call", is_json=True))
             turn["content"] = None
         if isinstance(turn["content"], list):
@@ -166,16 +183,25 @@ class _RowReader:
         if calls:
             turn["tool_calls"] = [self._call(call) for call in calls]
         turn |= _weight(turn)
-        used = Turn.model_fields.keys() - (() if turn["role"] == "tool" else ("name", "tool_call_id"))
+        used = _OF_TOOLS if turn["role"] == "tool" else _OF_OTHERS
         self.unread |= {f"messages.{key}" for key in turn.keys() - used}
-        self.unread |= {name for name in _KEYS["placeholders"] if name in (turn["content"] or "")}
+        self.unread.update(_PLACEHOLDERS.findall(turn["content"] or ""))
         return turn
 
+    def _refuse_media(self, given: Row) -> None:
+        reads = "this dataset reads text only; others read images"
+        if self.images is not None:
+            reads = "only images and texts are read, images of the row and of parts"
+        for key in filter(given.get, KEYS["media"]):
+            raise ChatError(f"it has {key}, and {reads}")
+
     def _text(self, part: Any) -> str:
-        refuse_if(
-            not isinstance(part, Mapping) or part.get("type", "text") != "text",
-            "a turn has parts that are not text",
-        )
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        known = ["text"] if self.images is None else ["text", *KEYS["images"]]
+        refuse_if(kind not in known, f"a turn has a part of type {kind}, not {' or '.join(known)}")
+        if self.images is not None and kind in KEYS["images"]:
+            self.images.append(part)
+            return str(KEYS["images"][kind])
         self.unread |= {f"messages.content.{key}" for key in part.keys() - {"type", "text"}}
         return str(part.get("text", ""))
 
@@ -203,7 +229,9 @@ class _RowReader:
 
         is_json: a text is JSON. inside: the keys are no layout's, as in arguments.
         """
-        if isinstance(value, str) and is_json:
+        if isinstance(value, str) and not is_json:
+            return value
+        if isinstance(value, str):
             try:
                 value = json.loads(value.strip() or "{}")
             except ValueError:
@@ -212,10 +240,10 @@ class _RowReader:
             return [self._decoded(inner, key, is_json, inside) for inner in value]
         if not isinstance(value, Mapping):
             return value
-        inside = inside or key in _KEYS["schemas"]
+        inside = inside or key in KEYS["schemas"]
         if inside and None in value.values():
             self.unread.add("nulls")
-        texts = () if inside else _KEYS["json"].get(key, ())
+        texts = () if inside else KEYS["json"].get(key, ())
         kept = ((name, inner) for name, inner in value.items() if inner is not None)
         return {name: self._decoded(inner, name, name in texts, inside) for name, inner in kept}
 
@@ -232,11 +260,13 @@ def _with_system(turns: list[Row], system: list[Row]) -> list[Row]:
 
 def _weight(turn: Row) -> Row:
     """Take the keys that tell if a turn is learned; returns it as a weight. Raises ChatError if they contradict."""
-    said = {key: turn.pop(key) for key in _KEYS["learned"] if key in turn}
+    said = {key: turn.pop(key) for key in KEYS["learned"] if key in turn}
+    if not said:
+        return {}
     refuse_if(not all(value in (0, 1) for value in said.values()), f"a turn has {said}; 0, 1, false and true are known")
-    weights = {int(value == _KEYS["learned"][key]) for key, value in said.items()}
+    weights = {int(value == KEYS["learned"][key]) for key, value in said.items()}
     refuse_if(len(weights) > 1, f"a turn has {said}, and so both that it is learned and that it is not")
-    return {"weight": min(weights)} if weights else {}
+    return {"weight": min(weights)}
 
 
 def _renamed(given: Mapping[str, Any], names: dict[str, str]) -> Row:
@@ -257,8 +287,3 @@ def _tool(tool: Row) -> Row:
 
 def _listed(given: Any) -> list[Any]:
     return [given] if isinstance(given, Mapping) else given
-
-
-def _refuse_media(given: Row) -> None:
-    for key in _KEYS["media"]:
-        refuse_if(given.get(key), f"it has {key}, and this dataset reads text only; others read images")

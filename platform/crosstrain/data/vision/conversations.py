@@ -12,6 +12,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from crosstrain.data.chat_template import EncodedChat
+from crosstrain.data.chat_template import SampleError as SampleError
 from crosstrain.data.tokenizer import TextTokenizer
 from crosstrain.utils.errors import DataError
 from crosstrain.utils.types import IGNORE_INDEX, Batch, Sample
@@ -38,10 +39,6 @@ class Message:
 
 
 Conversation = list[Message]
-
-
-class SampleError(Exception):
-    """A sample that cannot be used, with the reason; the dataset decides how to go on."""
 
 
 class ConversationEncoder:
