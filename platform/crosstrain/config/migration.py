@@ -7,14 +7,14 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml
 
 from crosstrain.config import sources
-from crosstrain.config.ahead import AheadChecker
+from crosstrain.config.ahead import AheadChecker, apart
 from crosstrain.config.foreign_files import UNKNOWN, read_foreign
 from crosstrain.config.foreign_keys import NONE, UNNEEDED, Origin, origins
 from crosstrain.config.load import preset_component
@@ -212,19 +212,19 @@ class _Migration:
         """Put a value under a key of the project, unless its runner has no such option."""
         given = self._project["run"].get("runner", DEFAULT_RUNNER)
         runner = given.get("name", DEFAULT_RUNNER) if isinstance(given, dict) else given
-        if parts[:2] == ["run", "runner"] and parts[-1] not in {
-            "runner",
-            *(
-                f.name
-                for f in fields(AheadChecker(".".join).options_class("runner", preset_component("runner", runner)))
-            ),
-        }:
+        if parts[:2] == ["run", "runner"] and parts[-1] not in ["runner", *(apart(partial(_names, runner)) or parts)]:
             self.notes.append((_NO_NEED, ".".join(key), f"run.runner is {runner}, which has no {parts[-1]}"))
         else:
             if key[-1].lower() not in self._origin.answers:
                 self.notes.append((_CARRIED, ".".join(key), f"{self._origin.name} has no such setting; look at it"))
             carried = _without_gaps(reduce(lambda inner, part: {part: inner}, reversed(parts), value), (), self.notes)
             self._project = sources.merge(carried, self._project, names_replace=False)
+
+
+def _names(runner: str) -> list[str]:
+    """Return the names of a runner's options."""
+    cls = AheadChecker(".".join).options_class("runner", preset_component("runner", runner))
+    return [f.name for f in fields(cls)]
 
 
 def _leave_out_zeros(project: dict[str, Any], notes: list[Note]) -> None:

@@ -231,7 +231,7 @@ class _Shell:
             if operator == ":=":
                 self._set(name, other.replace(_QUOTED, "").replace(_GAP, " "), node, self._sure)
             return other
-        if value is None or (operator and value and not _DOUBT.sub("", value)):
+        if value is None or (operator and value and not _DOUBT.sub("", value).strip(f" {_GAP}")):
             return self._doubt(node, *filter(None, (value, other)))
         if operator == ":+":
             return other if value else ""
