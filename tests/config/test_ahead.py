@@ -37,7 +37,7 @@ sys.meta_path.insert(0, Refuse())
 def python(code: str, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(f"{ROOT}/{at}" for at in ("platform", "tests", "tests/config"))},
+        env=os.environ | {"PYTHONPATH": f"{ROOT}/platform{os.pathsep}{ROOT}/tests{os.pathsep}{ROOT}/tests/config"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -11,13 +11,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from crosstrain.config.registry import KINDS, PACKAGE, registry
 from crosstrain.config.schema import Checker, Key
 from crosstrain.utils.errors import UserError
-
-T = TypeVar("T")
 
 _LIGHT = {"pydantic", "pydantic_core", "typing_extensions", "typing_inspection", *sys.stdlib_module_names}
 
@@ -30,16 +28,15 @@ class Unread(UserError):
         return []
 
 
-def apart(function: Callable[[], T]) -> T | None:
+def apart(function: Callable[[], Any]) -> Any:
     """Return what `function` returns, as JSON, in a forked process with stand-ins; None if that process fails."""
     stand_ins = _StandIns()  # reads the sources of plugins, for both processes
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         try:
-            quiet = os.open(os.devnull, os.O_WRONLY)  # the full check runs the same code again
-            os.dup2(quiet, 1)
-            os.dup2(quiet, 2)
-            sys.meta_path.insert(0, stand_ins)  # type: ignore[arg-type]
+            for output in (1, 2):  # the full check runs the same code again
+                os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+            sys.meta_path.insert(0, stand_ins)
             with open(writer, "w", encoding="utf-8") as pipe:
                 json.dump(function(), pipe)
         finally:
@@ -48,8 +45,7 @@ def apart(function: Callable[[], T]) -> T | None:
     with open(reader, encoding="utf-8") as pipe:
         text = pipe.read()
     os.waitpid(child, 0)
-    found: T | None = json.loads(text or "null")
-    return found
+    return json.loads(text or "null")
 
 
 class AheadChecker(Checker):

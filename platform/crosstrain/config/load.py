@@ -109,18 +109,15 @@ def check_ahead(project: ProjectLike, options: sources.Overrides = ()) -> None:
 
 def _told(project: ProjectLike, options: sources.Overrides) -> tuple[list[str], list[str]]:
     """Return the places of keys that `options` leave behind, and the sentences about mistakes."""
-    places = list[str]()
-    try:
+    mistakes, places = Mistakes(), list[str]()
+    with mistakes:
         builder = _builder(project, options, AheadChecker)
         left = builder.left_behind()
-        try:
+        with mistakes:
             builder.build()
-        finally:
-            named = sources.keys(builder.tree)  # without components whose names are wrong
-            places = [builder.origins.where(key) for key in left if key[:-1] in named]
-    except UserError as error:
-        return places, error.sentences
-    return places, []
+        named = sources.keys(builder.tree)  # without components whose names are wrong
+        places = [builder.origins.where(key) for key in left if key[:-1] in named]
+    return places, [text for error in mistakes.errors for text in error.sentences]
 
 
 def _builder(
@@ -279,11 +276,9 @@ class _Builder:
 
     def _model_preset(self, arch: str, given: dict[str, Any]) -> list[sources.Layer]:
         key = ("model", "model_type")
-        if not self.presets:
-            if key in self.overrides.lines:
-                self.check.fail(key, f"cannot be changed, because {self.base.label} spells out the whole model")
-            return []
-        if given.get("model_type") is None:
+        if not self.presets and key in self.overrides.lines:
+            self.check.fail(key, f"cannot be changed, because {self.base.label} spells out the whole model")
+        if not self.presets or given.get("model_type") is None:
             return []
         variant = self.check.value(str, sources.resolve(self.tree, self.origins, key), key)
         known = model_types(arch)

@@ -166,11 +166,12 @@ class _Shell:
         return [self._doubts[ord(each) - _FIRST] for each in _DOUBT.findall(text)]
 
     def _unread(self, node: Any) -> str:
-        """Return a doubt for an expansion that is not followed. It may hold its variables, and words of echo and cat."""
+        """Return a doubt for an expansion that is not followed. It may hold its variables, or words of echo or cat."""
         source = node.text.decode()
         names = self._variables if "${!" in source else re.findall(r"\w+", source)
         bodies = [self._functions[name].text.decode() for name in names if name in self._functions]
         own = " ".join([source, *bodies])
+        self._length += len(own)
         own = own if node.type == "ERROR" or re.search(r"echo|printf|<<|^\s*\$\{", own) else ""
         values = (self._variables.get(name) or "" for name in names)
         return self._doubt(node, "?", *values, re.sub(r"[^\w.=-]+", " ", own))
