@@ -254,13 +254,14 @@ def _lines(notes: list[Note]) -> list[str]:
 
 def _without_gaps(value: Any, key: Key, notes: list[Note]) -> Any:
     """Leave out what a template left empty, and note what has yet to be given."""
-    if isinstance(value, dict):
-        each = ((name, _without_gaps(inner, (*key, name), notes)) for name, inner in value.items())
-        return {name: inner for name, inner in each if inner not in (None, {})}
-    if isinstance(value, list):
-        return [_without_gaps(item, (*key, str(i)), notes) for i, item in enumerate(value)]
-    if not isinstance(value, str) or not value.startswith(UNKNOWN):
-        return value
-    why = value.removeprefix(UNKNOWN).strip() or "the file does not say it"
-    notes.append((_TO_GIVE, ".".join(key), why))
-    return UNKNOWN
+    match value:
+        case dict():
+            each = ((name, _without_gaps(inner, (*key, name), notes)) for name, inner in value.items())
+            return {name: inner for name, inner in each if inner not in (None, {})}
+        case list():
+            return [_without_gaps(item, (*key, str(i)), notes) for i, item in enumerate(value)]
+        case str() if value.startswith(UNKNOWN):
+            why = value.removeprefix(UNKNOWN).strip() or "the file does not say it"
+            notes.append((_TO_GIVE, ".".join(key), why))
+            return UNKNOWN
+    return value
