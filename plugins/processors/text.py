@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-from crosstrain.corpus.conversations import KEYS, Turn, conversations
 
 from crosstrain import IMAGE, Annotation, Conversation, Message, PositiveInt, SampleError, Style, Text, registry
+
+from ..commands.prepare.conversations import KEYS, Turn, conversations
 
 Asked = list[tuple[Conversation, str, str]]
 _OTHERS = (("caption", "captions"), ("questions", "vqa"))  # keys of other processors

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from crosstrain_plugins.builtin.commands.migrate.foreign_files import read_foreign
 from crosstrain_plugins.builtin.commands.migrate.literals import value_of
-from hypothesis import given, reject, settings
+from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 
 from conftest import ENVIRONMENT
@@ -274,8 +274,9 @@ def _agrees(folder: Path, stubs: Path, script: str) -> None:
     assert not wrong, (wrong, script)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(script=SCRIPT, tail=TAIL)
+@example(script="D=($1 $2)", tail=" --x 1 ${D[@]:+--z 4} --end")  # an array of two fields that are not there
 def test_scripts_of_all_kinds_differ_from_bash_in_nothing_unnamed(
     tmp_path_factory: pytest.TempPathFactory, stubs: Path, script: str, tail: str
 ) -> None:

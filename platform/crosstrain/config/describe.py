@@ -61,7 +61,6 @@ def first_comment(file: Path) -> str:
     return file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
 
 
-@cache
 def meanings(cls: type) -> dict[str, str]:
     """Return the meanings of the fields of a dataclass or a pydantic model, its bases' too.
 
@@ -70,12 +69,17 @@ def meanings(cls: type) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
-        try:
-            found |= _in_source(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError):  # a builtin, or made while the program runs
-            made = base.__dict__.get("__dataclass_fields__", {}).values()
-            found |= {f.name: text for f in made if (text := f.metadata.get("meaning"))}
+        found |= _own_meanings(base)
     return found
+
+
+@cache
+def _own_meanings(cls: type) -> dict[str, str]:
+    try:
+        return _in_source(textwrap.dedent(inspect.getsource(cls)))
+    except (OSError, TypeError):  # a builtin, or made while the program runs
+        made = cls.__dict__.get("__dataclass_fields__", {}).values()
+        return {f.name: text for f in made if (text := f.metadata.get("meaning"))}
 
 
 def _in_source(source: str) -> dict[str, str]:

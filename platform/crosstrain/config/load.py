@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import getitem
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args, get_type_hints
@@ -20,12 +20,12 @@ from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 from annotated_types import MinLen
 
 from crosstrain.config import bounds, sources
-from crosstrain.config.ahead import AheadChecker
+from crosstrain.config.ahead import AheadChecker, apart
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import RunOptions
 from crosstrain.config.schema import Checker, Component, Key, Mistakes, defaults, to_plain
 from crosstrain.utils import paths
-from crosstrain.utils.errors import UserError, did_you_mean, sentence
+from crosstrain.utils.errors import ConfigError, ConfigErrors, UserError, did_you_mean, sentence
 from crosstrain.utils.trust import Trust
 
 _RUN_COMPONENTS = {"runner": "runner", "optimizer": "optimizer", "lr_sched": "lr_scheduler"}
@@ -95,22 +95,29 @@ def load_config(project: ProjectLike, options: sources.Overrides = (), without: 
 
 
 def check_ahead(project: ProjectLike, options: sources.Overrides = ()) -> None:
-    """Raise what `load_config` would, as far as it can be told in a second: before plugins and torch are imported.
+    """Raise what `load_config` would, as far as it can be told in a second: without torch, nor plugins in this process.
 
     A note on standard error says which keys of the project `options` leave behind by the name of another component.
     """
-    builder = _builder(project, options, AheadChecker)
-    left = builder.left_behind()
-    try:
-        builder.build()
-    except UserError as error:
-        if error.sentences:
-            raise
-    finally:
+    left, sentences = apart(partial(_told, project, options)) or ([], [])
+    if left:
+        note = f"note: --options name other components, which leave behind {'; '.join(left)}"
+        print(sentence(note), file=sys.stderr)
+    if sentences:
+        raise ConfigErrors(map(ConfigError, sentences))
+
+
+def _told(project: ProjectLike, options: sources.Overrides) -> tuple[list[str], list[str]]:
+    """Return the places of keys that `options` leave behind, and the sentences about mistakes."""
+    mistakes, places = Mistakes(), list[str]()
+    with mistakes:
+        builder = _builder(project, options, AheadChecker)
+        left = builder.left_behind()
+        with mistakes:
+            builder.build()
         named = sources.keys(builder.tree)  # without components whose names are wrong
-        if places := [builder.origins.where(key) for key in left if key[:-1] in named]:
-            note = f"note: --options name other components, which leave behind {'; '.join(places)}"
-            print(sentence(note), file=sys.stderr)
+        places = [builder.origins.where(key) for key in left if key[:-1] in named]
+    return places, [text for error in mistakes.errors for text in error.sentences]
 
 
 def _builder(
@@ -269,11 +276,9 @@ class _Builder:
 
     def _model_preset(self, arch: str, given: dict[str, Any]) -> list[sources.Layer]:
         key = ("model", "model_type")
-        if not self.presets:
-            if key in self.overrides.lines:
-                self.check.fail(key, f"cannot be changed, because {self.base.label} spells out the whole model")
-            return []
-        if given.get("model_type") is None:
+        if not self.presets and key in self.overrides.lines:
+            self.check.fail(key, f"cannot be changed, because {self.base.label} spells out the whole model")
+        if not self.presets or given.get("model_type") is None:
             return []
         variant = self.check.value(str, sources.resolve(self.tree, self.origins, key), key)
         known = model_types(arch)

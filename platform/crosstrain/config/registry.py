@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partialmethod
 from importlib import metadata
 from importlib.machinery import ModuleSpec, PathFinder
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -264,14 +263,10 @@ def _identity(component: Any) -> tuple[Path, str]:
 
 def find_without_importing(module: str) -> ModuleSpec | None:
     """Find a module's spec; unlike `importlib.util.find_spec`, import no parent package."""
-    search: list[str] | None = None
-    spec: ModuleSpec | None = None
-    for name in accumulate(module.split("."), "{}.{}".format):
-        spec = PathFinder.find_spec(name, search)
-        if spec is None:
-            return None
-        search = list(spec.submodule_search_locations or [])
-    return spec
+    parent = module.rpartition(".")[0]
+    above = find_without_importing(parent) if parent else None
+    search = list((above and above.submodule_search_locations) or [])
+    return PathFinder.find_spec(module, search if parent else None)
 
 
 def _scan_file(file: Path, module: str, source: bytes) -> tuple[list[Entry], str | None]:
@@ -306,16 +301,14 @@ def _complaint(attribute: str, kind: str) -> str:
     return f"registry has no {attribute}" + (f"; {hint}" if hint else "")
 
 
-def _definitions(body: list[ast.stmt]) -> Iterator[ast.ClassDef | ast.FunctionDef]:
+def _definitions(body: Iterable[ast.AST]) -> Iterator[ast.ClassDef | ast.FunctionDef]:
     """Yield the classes and functions that importing a module defines, also under `if`, `try` and `with`."""
     for statement in body:
         if isinstance(statement, (ast.ClassDef, ast.FunctionDef)):
             yield statement
             continue
-        for field in ("body", "orelse", "finalbody"):
+        for field in ("body", "handlers", "orelse", "finalbody"):
             yield from _definitions(getattr(statement, field, []))
-        for handler in getattr(statement, "handlers", []):
-            yield from _definitions(handler.body)
 
 
 registry = Registry()

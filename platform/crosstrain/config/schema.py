@@ -88,25 +88,21 @@ def options_class(kind: str, component: Any) -> type:
 
 def defaults(cls: type) -> dict[str, Any]:
     """Return the plain default values of a dataclass, without the fields that have none."""
-    found = {}
-    for f in fields(cls):
-        if f.default is not MISSING:
-            found[f.name] = to_plain(f.default)
-        elif f.default_factory is not MISSING:
-            found[f.name] = to_plain(f.default_factory())
-    return found
+    made = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(cls)}
+    return {name: to_plain(value) for name, value in made.items() if value is not MISSING}
 
 
 def to_plain(value: Any) -> Any:
     """Convert dataclasses, components, tuples and paths to values of YAML and JSON; `Checker` reads them back."""
-    if isinstance(value, Component):
-        return {"name": value.name, **(to_plain(value.options) or {})}
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: to_plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_plain(item) for item in value]
+    match value:
+        case Component(name=name, options=options):
+            return {"name": name, **(to_plain(options) or {})}
+        case Mapping():
+            return {key: to_plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [to_plain(item) for item in value]
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
     return str(value) if isinstance(value, Path) else value
 
 
@@ -162,25 +158,23 @@ class Checker:
         if not isinstance(value, Mapping):
             self.fail(key, _expected(cls, value))
         hints = get_type_hints(cls, include_extras=True)
-        known = {f.name: f for f in fields(cls) if f.init}
+        known = [f.name for f in fields(cls) if f.init]
         mistakes, meant = Mistakes(), set[str]()
-        for name in value:
-            if name not in known:
-                with mistakes:
-                    if instead := getattr(cls, "elsewhere", {}).get(name):
-                        self.fail((*key, str(name)), f"not an option here: {instead}")
-                    meant.update(nearest_key(str(name), known))
-                    self.unknown_key((*key, str(name)), known)
-        arguments = {}
-        for name, field in known.items():
+        for name in [name for name in value if name not in known]:
+            with mistakes:
+                if instead := getattr(cls, "elsewhere", {}).get(name):
+                    self.fail((*key, str(name)), f"not an option here: {instead}")
+                meant.update(nearest_key(str(name), known))
+                self.unknown_key((*key, str(name)), known)
+        arguments, plain = {}, defaults(cls)
+        for name in known:
             with mistakes:
                 if name in value:
                     arguments[name] = self.value(hints[name], value[name], (*key, name))
-                elif field.default is MISSING and field.default_factory is MISSING:
-                    if name not in meant:
-                        self.fail((*key, name), f"required, but missing; expected {describe(hints[name])}")
-                elif get_args(hints[name])[:1] == (Component,) or is_dataclass(hints[name]):  # may hold components
-                    arguments[name] = self.value(hints[name], defaults(cls)[name], (*key, name))
+                elif name not in meant | plain.keys():
+                    self.fail((*key, name), f"required, but missing; expected {describe(hints[name])}")
+                elif name in plain and (get_args(hints[name])[:1] == (Component,) or is_dataclass(hints[name])):
+                    arguments[name] = self.value(hints[name], plain[name], (*key, name))  # may hold components
         mistakes.raise_all()
         try:
             return cls(**arguments)
@@ -215,17 +209,12 @@ class Checker:
 
     def value(self, hint: Any, value: Any, key: Key) -> Any:
         """Check `value` against the type `hint` and its bounds."""
-        origin, arguments = get_origin(hint) or hint, get_args(hint)
-        if origin is object:
-            return value
-        if origin is Any:
-            return self._anything(value, key)
-        if origin is not Annotated:
-            checked, constraints = self._typed(hint, value, key), ()
-        elif arguments[0] is Component:
-            return self.component(arguments[1], value, key)
-        else:
-            checked, constraints = self._typed(arguments[0], value, key), arguments[1:]
+        inner, *constraints = get_args(hint) if get_origin(hint) is Annotated else [hint]
+        if inner is Component:
+            return self.component(constraints[0], value, key)
+        if inner in (Any, object):
+            return self._anything(value, key) if inner is Any else value
+        checked = self._typed(inner, value, key)
         if words := bounds.violated(checked, constraints):
             expected, got = f"{describe(hint)}{words[0]}", f"{_show(value)}{words[1]}"
             raise _OutOfBounds(self.sentence(key, f"expected {expected}, got {got}"))
@@ -273,14 +262,12 @@ class Checker:
         return checked
 
     def _sequence(self, origin: type, arguments: tuple[Any, ...], value: Any, key: Key, hint: Any) -> Any:
-        if origin is tuple and arguments and arguments[-1] is not Ellipsis:
-            if len(value) != len(arguments):
-                self.fail(key, f"expected {describe(hint)}, got {len(value)} values")
-            types_ = list(arguments)
-        else:
-            types_ = [arguments[0] if arguments else Any] * len(value)
+        exact = origin is tuple and arguments and arguments[-1] is not Ellipsis
+        hints = arguments if exact else [arguments[0] if arguments else Any] * len(value)
+        if len(value) != len(hints):
+            self.fail(key, f"expected {describe(hint)}, got {len(value)} values")
         mistakes, checked = Mistakes(), []
-        for i, (item_type, item) in enumerate(zip(types_, value, strict=True)):
+        for i, (item_type, item) in enumerate(zip(hints, value, strict=True)):
             with mistakes:
                 checked.append(self.value(item_type, item, (*key, str(i))))
         mistakes.raise_all()
@@ -324,14 +311,13 @@ def nearest_key(name: str, known: Iterable[str]) -> list[str]:
 
 
 def _expected(hint: Any, value: Any) -> str:
-    sentence = f"expected {describe(hint)}, got {_show(value)}"
-    if isinstance(value, str):
-        literals = [member for member in (hint, *get_args(hint)) if get_origin(member) is Literal]
-        near = nearest(value, [choice for member in literals for choice in get_args(member) if isinstance(choice, str)])
-        if not near and value.lower() == "none" and type(None) in get_args(hint):
-            near = ["null"]
-        return f"{sentence}; did you mean {near[0]}?" if near else sentence
-    return sentence
+    literals = [member for member in (hint, *get_args(hint)) if get_origin(member) is Literal]
+    choices = [choice for member in literals for choice in get_args(member) if isinstance(choice, str)]
+    text = value if isinstance(value, str) else ""
+    near = nearest(text, choices)
+    if not near and text.lower() == "none" and type(None) in get_args(hint):
+        near = ["null"]
+    return f"expected {describe(hint)}, got {_show(value)}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
@@ -361,12 +347,13 @@ def describe(hint: Any, limits: bool = False) -> str:
 
 
 def _show(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, Mapping):
-        return f"a mapping with {', '.join(map(str, list(value)[:3]))}" if value else "an empty mapping"
-    if isinstance(value, (list, tuple)):
-        return f"a list of {len(value)} values"
-    if isinstance(value, str):
-        return f"the text {value!r}" if len(value) <= 200 else f"the text {value[:80]!r}..."
+    match value:
+        case None | bool():
+            return {None: "null", True: "true", False: "false"}[value]
+        case Mapping():
+            return f"a mapping with {', '.join(map(str, list(value)[:3]))}" if value else "an empty mapping"
+        case list() | tuple():
+            return f"a list of {len(value)} values"
+        case str():
+            return f"the text {value!r}" if len(value) <= 200 else f"the text {value[:80]!r}..."
     return repr(value) if not isinstance(value, int) or abs(value) < 10**100 else "a number of more than 100 digits"

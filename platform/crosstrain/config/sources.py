@@ -6,12 +6,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from crosstrain.config.run_options import RunOptions
 from crosstrain.config.schema import Key, nearest, to_plain
 from crosstrain.config.yaml_text import LARGEST_TREE, Unreadable, parse
 from crosstrain.utils import paths
@@ -22,9 +23,12 @@ OPTIONS = "--options"
 _LARGEST_FILE = 2**18  # bytes
 _MOST_INTERPOLATIONS = 1000
 
+_RUN = {("run", name): hint for name, hint in get_type_hints(RunOptions).items()}
 # The key that names a mapping's component; a plain string in the mapping's place is short for it.
-_NAME_KEYS = {("model",): "arch", ("run", "amp"): "dtype", ("run", "on_bad_step"): "policy"}
-_SWITCHES: dict[Key, dict[bool, str]] = {("run", "amp"): {True: "fp16", False: "fp32"}}  # what true and false stand for
+_NAME_KEYS: dict[Key, str] = {key: hint.shorthand for key, hint in _RUN.items() if hasattr(hint, "shorthand")}
+_NAME_KEYS |= {("model",): "arch"}
+# Texts that true and false are short for.
+_SWITCHES: dict[Key, dict[bool, str]] = {key: hint.switches for key, hint in _RUN.items() if hasattr(hint, "switches")}
 
 
 def name_key(key: Key) -> str:
@@ -152,10 +156,9 @@ def merge(lower: Any, upper: Any, key: Key = (), *, names_replace: bool = True) 
     old, new = lower.get(naming), upper.get(naming)
     if names_replace and isinstance(old, str) and isinstance(new, str) and old != new and naming in ("name", "arch"):
         return upper
-    merged = lower | upper
-    for name in lower.keys() & upper.keys():
-        merged[name] = merge(lower[name], upper[name], (*key, str(name)), names_replace=names_replace)
-    return merged
+    both = [name for name in lower if name in upper]
+    merged = (merge(lower[name], upper[name], (*key, str(name)), names_replace=names_replace) for name in both)
+    return lower | upper | dict(zip(both, merged, strict=True))
 
 
 def escape(value: Any) -> Any:

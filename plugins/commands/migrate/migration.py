@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -15,7 +15,7 @@ import yaml
 
 from crosstrain import ConfigError, RunOptions, require
 from crosstrain.config import sources
-from crosstrain.config.ahead import AheadChecker
+from crosstrain.config.ahead import AheadChecker, apart
 from crosstrain.config.load import preset_component
 from crosstrain.config.run_options import DEFAULT_RUNNER, EXCLUSIVE
 from crosstrain.config.schema import Checker, Key, nearest
@@ -213,19 +213,19 @@ class _Migration:
         """Put a value under a key of the project, unless its runner has no such option."""
         given = self._project["run"].get("runner", DEFAULT_RUNNER)
         runner = given.get("name", DEFAULT_RUNNER) if isinstance(given, dict) else given
-        if parts[:2] == ["run", "runner"] and parts[-1] not in {
-            "runner",
-            *(
-                f.name
-                for f in fields(AheadChecker(".".join).options_class("runner", preset_component("runner", runner)))
-            ),
-        }:
+        if parts[:2] == ["run", "runner"] and parts[-1] not in ["runner", *(apart(partial(_names, runner)) or parts)]:
             self.notes.append((_NO_NEED, ".".join(key), f"run.runner is {runner}, which has no {parts[-1]}"))
         else:
             if key[-1].lower() not in self._origin.answers:
                 self.notes.append((_CARRIED, ".".join(key), f"{self._origin.name} has no such setting; look at it"))
             carried = _without_gaps(reduce(lambda inner, part: {part: inner}, reversed(parts), value), (), self.notes)
             self._project = sources.merge(carried, self._project, names_replace=False)
+
+
+def _names(runner: str) -> list[str]:
+    """Return the names of a runner's options."""
+    cls = AheadChecker(".".join).options_class("runner", preset_component("runner", runner))
+    return [f.name for f in fields(cls)]
 
 
 def _leave_out_zeros(project: dict[str, Any], notes: list[Note]) -> None:
@@ -255,13 +255,14 @@ def _lines(notes: list[Note]) -> list[str]:
 
 def _without_gaps(value: Any, key: Key, notes: list[Note]) -> Any:
     """Leave out what a template left empty, and note what has yet to be given."""
-    if isinstance(value, dict):
-        each = ((name, _without_gaps(inner, (*key, name), notes)) for name, inner in value.items())
-        return {name: inner for name, inner in each if inner not in (None, {})}
-    if isinstance(value, list):
-        return [_without_gaps(item, (*key, str(i)), notes) for i, item in enumerate(value)]
-    if not isinstance(value, str) or not value.startswith(UNKNOWN):
-        return value
-    why = value.removeprefix(UNKNOWN).strip() or "the file does not say it"
-    notes.append((_TO_GIVE, ".".join(key), why))
-    return UNKNOWN
+    match value:
+        case dict():
+            each = ((name, _without_gaps(inner, (*key, name), notes)) for name, inner in value.items())
+            return {name: inner for name, inner in each if inner not in (None, {})}
+        case list():
+            return [_without_gaps(item, (*key, str(i)), notes) for i, item in enumerate(value)]
+        case str() if value.startswith(UNKNOWN):
+            why = value.removeprefix(UNKNOWN).strip() or "the file does not say it"
+            notes.append((_TO_GIVE, ".".join(key), why))
+            return UNKNOWN
+    return value

@@ -167,10 +167,13 @@ class _Shell:
         return [self._doubts[ord(each) - _FIRST] for each in _DOUBT.findall(text)]
 
     def _unread(self, node: Any) -> str:
-        """Return a doubt for an expansion that is not followed. It may hold the variables in it, and words of echo."""
+        """Return a doubt for an expansion that is not followed. It may hold its variables, or words of echo or cat."""
         source = node.text.decode()
         names = self._variables if "${!" in source else re.findall(r"\w+", source)
-        own = source if node.type == "ERROR" or re.search(r"echo|printf|^\s*\$\{", source) else ""
+        bodies = [self._functions[name].text.decode() for name in names if name in self._functions]
+        own = " ".join([source, *bodies])
+        self._length += len(own)
+        own = own if node.type == "ERROR" or re.search(r"echo|printf|<<|^\s*\$\{", own) else ""
         values = (self._variables.get(name) or "" for name in names)
         return self._doubt(node, "?", *values, re.sub(r"[^\w.=-]+", " ", own))
 
@@ -232,7 +235,7 @@ class _Shell:
             if operator == ":=":
                 self._set(name, other.replace(_QUOTED, "").replace(_GAP, " "), node, self._sure)
             return other
-        if value is None or (operator and value and not _DOUBT.sub("", value)):
+        if value is None or (operator and value and not _DOUBT.sub("", value).strip(f" {_GAP}")):
             return self._doubt(node, *filter(None, (value, other)))
         if operator == ":+":
             return other if value else ""

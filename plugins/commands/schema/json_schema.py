@@ -26,6 +26,7 @@ _TYPES: dict[Any, Schema] = {
     int: {"type": "integer", "minimum": -bounds.LARGEST, "maximum": bounds.LARGEST},
     float: {"type": "number", "minimum": -sys.float_info.max, "maximum": sys.float_info.max},
     **{bool: {"type": "boolean"}, str: {"type": "string"}, type(None): _NULL},
+    **{Any: {}, object: {}, Path: {"type": "string", "pattern": r"\S"}},
     **{list: {"type": "array"}, tuple: {"type": "array"}, dict: {"type": "object"}},
 }
 _KEYWORDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
@@ -127,12 +128,8 @@ class _Definitions(dict[str, Schema]):
             switch = [{"type": "boolean"}] if hasattr(origin, "switches") else []
             short = self._alternatives(get_type_hints(origin)[head]) if head else []
             return [*switch, *short, self.options(origin)]
-        if origin in (Any, object):
-            return [{}]
         if origin is Literal:
             return [{"enum": list(arguments)}]
-        if origin is Path:
-            return self._alternatives(bounds.FilePath)
         schema = dict(_TYPES[origin])
         if origin is dict and arguments:
             schema |= {"propertyNames": self.value(arguments[0]), "additionalProperties": self.value(arguments[1])}
