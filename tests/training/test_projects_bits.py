@@ -1,7 +1,8 @@
-"""The projects that come with the program train to the same bits as before, or CHANGELOG.md names the change.
+"""Projects that come with the program, and runs from before, train to the same bits, or CHANGELOG.md names the change.
 
 projects_bits.json, beside this file, holds the losses, gradient norms, learning rates and a hash of the final
-parameters of every project, in small sizes, on one CPU process. `write_record` makes it with the code of an earlier
+parameters and optimizer state of every project, in small sizes, on one CPU process, and of runs that began in earlier
+formats. `write_record` makes it with the code of an earlier
 commit: check that commit out, copy this file to its tests/training, and run there
 
     PYTHONPATH=platform:tests OMP_NUM_THREADS=1 python tests/training/test_projects_bits.py
@@ -34,7 +35,9 @@ from fixtures_shards import write_shard
 
 RECORD = Path(__file__).with_name("projects_bits.json")
 KEYS = ("loss", "grad_norm", "lr", "val_loss")  # of a line of metrics.jsonl
-TOKENS = ROOT / "tests" / "checkpoint" / "format_1" / "tiny"  # a prepared dataset, so that nothing is tokenized anew
+FORMATS = ROOT / "tests" / "checkpoint"
+RUNS = ("format_1/ddp", "format_1/zero3", "format_2/ddp")  # checkpoints at step 4 of 8
+TOKENS = FORMATS / "format_1" / "tiny"  # a prepared dataset, so that nothing is tokenized anew
 WORDS = ("alpha", "beta", "gamma", "delta", "the", "of", "a", "is")
 
 RUN = (
@@ -157,21 +160,32 @@ def results(folder: Path, name: str) -> dict[str, Any]:
     """Train a project in `folder`, after the project that it begins with, and return what is recorded of it."""
     if name in NEEDS and not (folder / "output" / NEEDS[name]).exists():
         results(folder, NEEDS[name])
-    run_ranks(1, _train, str(folder), name)
-    output = folder / "output" / name
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    kept = [{key: row[key] for key in KEYS if key in row} for row in rows]
-    return {"rows": kept, "parameters": _hash(output / "checkpoints" / "step_000003")}
+    run_ranks(1, _train, str(folder), str(ROOT / "projects" / f"{name}.yaml"), (*RUN, *OPTIONS[name]))
+    return _recorded(folder / "output" / name, 3)
 
 
-def _train(folder: str, name: str) -> int:
+def results_of_run(folder: Path, written: str) -> dict[str, Any]:
+    """Continue one of the RUNS from its step 4 to its end, and return what is recorded of it."""
+    output = folder / "runs" / written
+    shutil.copytree(FORMATS / written, output / "checkpoints" / "step_000004")
+    options = (f"run.output_dir={output}", f"datasets.tiny.path={TOKENS}")
+    run_ranks(1, _train, str(folder), str(FORMATS / "format_1" / "project.yaml"), options)
+    return _recorded(output, 8)
+
+
+def _train(folder: str, project: str, options: tuple[str, ...]) -> int:
     from crosstrain.config.load import load_config
     from crosstrain.training.preflight import preflight
     from crosstrain.training.worker import train_worker
 
     os.chdir(folder)
-    config = load_config(ROOT / "projects" / f"{name}.yaml", [*RUN, *OPTIONS[name]])
-    return train_worker(preflight(config, 1).config.plain, True)
+    return train_worker(preflight(load_config(project, options), 1).config.plain, True)
+
+
+def _recorded(output: Path, step: int) -> dict[str, Any]:
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    kept = [{key: row[key] for key in KEYS if key in row} for row in rows]
+    return {"rows": kept, "state": _hash(output / "checkpoints" / f"step_{step:06d}")}
 
 
 def _hash(checkpoint: Path) -> str:
@@ -211,12 +225,14 @@ def _operators() -> dict[str, str]:
 
 def write_record() -> None:
     """Write the record of the code that is imported."""
-    made: dict[str, Any] = {"machine": machine(), "projects": {}}
+    made: dict[str, Any] = {"machine": machine(), "projects": {}, "runs": {}}
     with tempfile.TemporaryDirectory() as folder:
         write_data(Path(folder))
         for name in OPTIONS:
             made["projects"][name] = results(Path(folder), name)
             print(name, made["projects"][name]["rows"][-1])
+        for written in RUNS:
+            made["runs"][written] = results_of_run(Path(folder), written)
     RECORD.write_text(json.dumps(made, indent=1) + "\n")
 
 
@@ -225,7 +241,7 @@ def record() -> dict[str, Any]:
     found = json.loads(RECORD.read_text())
     if (here := machine()) != found["machine"]:
         pytest.skip(f"the record is of {found['machine']}, and here is {here}: see this file's first lines")
-    return found["projects"]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +258,14 @@ def test_every_project_is_recorded() -> None:
 
 @pytest.mark.parametrize("name", mostly_slow(OPTIONS, QUICK))
 def test_a_project_trains_to_the_bits_of_the_record(record: dict[str, Any], folder: Path, name: str) -> None:
-    assert results(folder, name) == record[name]
+    assert results(folder, name) == record["projects"][name]
+
+
+@pytest.mark.parametrize("written", mostly_slow(RUNS, ["format_2/ddp"]))
+def test_a_run_from_before_goes_on_to_the_bits_of_the_record(
+    record: dict[str, Any], folder: Path, written: str
+) -> None:
+    assert results_of_run(folder, written) == record["runs"][written]
 
 
 if __name__ == "__main__":
