@@ -43,8 +43,11 @@ _SIZES: dict[str, Any] = {
 # What those sizes leave inconsistent.
 _OWN: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},  # the others recur
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "inkling2_loop_text": {"unpadded_vocab_size": 128},
+    "inkling2_text": {"unpadded_vocab_size": 128},
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "zaya": {"num_experts_per_tok": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},

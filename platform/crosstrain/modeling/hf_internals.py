@@ -100,7 +100,8 @@ def measured_logits(lm: PreTrainedModel) -> tuple[float, float | None] | None:
         log.debug("the head of %s keeps the model's own forward: %s", lm.config.model_type, error)
     finally:
         logging.set_verbosity(verbosity)
-    sees_all = any(getattr(module, "is_causal", None) is False for module in lm.modules())
+    causal = {getattr(module, "is_causal", None) for module in lm.modules()}
+    sees_all = False in causal and True not in causal  # beside causal attention, the others attend to layers or images
     if not decodes and (sees_all or not of_next):  # decoders of translators leave it to others to shift the labels
         raise ConfigError(
             f"model: {lm.config.model_type} does not predict the next token from those before it; only causal models "

@@ -20,8 +20,10 @@ from crosstrain.distributed.launch.signals import StopRequest
 from crosstrain.engine.build import build_model, check_tokenizer, make_runner, make_schedule
 from crosstrain.engine.runner import Runner
 from crosstrain.modeling.objective import ModelWithObjective
-from crosstrain.training.callback import HookKinds
+from crosstrain.monitor.metrics import StepMetrics
+from crosstrain.training.callback import Callback, HookKinds
 from crosstrain.training.closing_lines import log_end
+from crosstrain.training.hooks import BEFORE_CALLBACKS
 from crosstrain.training.opening_lines import log_restart, log_setup
 from crosstrain.training.reference import add_reference, reference_file
 from crosstrain.training.state import changes, continues, restore, starting_point
@@ -41,9 +43,10 @@ def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
     runner = make_runner(config)
     runner.setup()
     stop = StopRequest(under_launcher)  # not before: a rank that waits for the others has nothing to save
-    trainer = build_trainer(config, runner, stop)
+    hooks: dict[str, HookKinds] = {}
     if under_launcher:
-        on_parents_death(signal.SIGINT)  # save and leave
+        hooks["hooks_before"] = {**BEFORE_CALLBACKS, "launcher": _SaveWithoutLauncher}
+    trainer = build_trainer(config, runner, stop, **hooks)
     try:
         log_restart(runner.world, trainer.state.step)
         trainer.fit()
@@ -58,6 +61,13 @@ def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
         trainer.folder.close()
     runner.close()
     return int(stop.received or signal.SIGTERM) if trainer.stopped else 0  # only some ranks may know which signal
+
+
+class _SaveWithoutLauncher(Callback):
+    """Until a step is done, the workers of a killed launcher end at once; from then on they save and leave."""
+
+    def after_step(self, metrics: StepMetrics) -> None:
+        on_parents_death(signal.SIGINT)
 
 
 def build_trainer(
