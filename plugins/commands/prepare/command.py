@@ -17,8 +17,7 @@ from . import tools
 from .options import PrepareOptions
 from .prepare import prepare
 
-_FLAGS = ("input", "output", "tokenizer", "train_tokenizer", "text_key", "separator", "min_tokens", "workers", "engine",
-          "ray_address")  # fmt: skip
+_FLAGS = ("input", "output", "tokenizer", "train_tokenizer", "text_key", "separator", "min_tokens", "workers")
 
 
 @dataclass(kw_only=True)
@@ -50,8 +49,6 @@ class PrepareCommand(Command):
         )
         parser.add_argument("--min-tokens", type=int, metavar="N", help="drop shorter documents")
         parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
-        parser.add_argument("--engine", choices=("processes", "ray"), help="where they run (default: on this machine)")
-        parser.add_argument("--ray-address", metavar="ADDRESS", help="of a Ray cluster, such as auto")
         parser.add_argument("--shares", type=float, nargs="+", metavar="N", help="of split: the parts' shares")
         parser.add_argument(
             "--document", type=int, default=0, metavar="N", help="of inspect: number of the one to show"

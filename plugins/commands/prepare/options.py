@@ -50,20 +50,15 @@ class PrepareOptions:
     downloads: FilePath | None = None  # a folder that keeps downloads; null: they are removed at the end
     # processes; None: one per core, or none but this for little input
     workers: Annotated[int, Interval(ge=1, le=1024)] | None = None
-    # where they run; ray: on the machines of a Ray cluster, all of which see the output's folder
-    engine: Literal["processes", "ray"] = "processes"
-    ray_address: Text | None = None  # of the cluster, such as auto; null: RAY_ADDRESS's, or one of this machine alone
 
     def __post_init__(self) -> None:
-        if self.ray_address is not None and self.engine != "ray":
-            raise OptionError("ray_address", "the address is of a Ray cluster: give engine=ray, or leave it out")
         if (self.tokenizer is None) == (self.train_tokenizer is None):
             raise OptionError("tokenizer", "give either tokenizer (a name or a path) or train_tokenizer (a size)")
 
     @property
     def plain(self) -> dict[str, Any]:
         """The options that decide the result, as JSON: all but where the work is done, and the folder of downloads."""
-        decides = {f.name for f in fields(PrepareOptions)} - {"workers", "engine", "ray_address", "downloads"}
+        decides = {f.name for f in fields(PrepareOptions)} - {"workers", "downloads"}
         return {name: value for name, value in to_plain(self).items() if name in decides}
 
     def changed_from(self, then: dict[str, Any]) -> tuple[str, Any, Any] | None:

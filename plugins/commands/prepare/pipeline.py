@@ -27,7 +27,6 @@ from .dedup import Duplicates, find_duplicates
 from .filter import make_filters
 from .options import PrepareOptions
 from .pool import WorkerPool
-from .ray_pool import RayPool
 from .reader import Task
 from .shards import CorpusShard, key_of
 from .sources import sources
@@ -41,7 +40,7 @@ _log = logging.getLogger(__name__)
 def build(options: PrepareOptions, folder: Path, progress: bool) -> Summary:
     """Make the dataset in `folder`/out from the input and from the finished work of earlier calls in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    with WorkerPool(options.workers) if options.engine == "processes" else RayPool(options, folder) as pool:
+    with WorkerPool(options.workers) as pool:
         return _Pipeline(options, folder, progress, pool).run()
 
 
