@@ -34,8 +34,8 @@ _PACKED = {
     ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", ".utf-32": rb"\xff\xfe\0\0|\0\0\xfe\xff",
     ".utf-16": rb"\xff\xfe|\xfe\xff", ".utf-16-le": rb"[\[{]\0[^\0]\0", ".utf-16-be": rb"\0[\[{]\0[^\0]",
 }  # fmt: skip
-# Endings of a compression and of parts: .jsonl.gz, .jsonl.1, .json-00000-of-00010, .xml-p1p41242.bz2.
-_PART = re.compile(r"(\.(gz|bz2|xz|lzma|zst)|[._-]\d+(-of-\d+)?|-p\d+p\d+)*$")
+# Endings of a compression and of parts: .jsonl.gz, .jsonl.zstd, .jsonl.1, .json-00000-of-00010, .xml-p1p41242.bz2.
+_PART = re.compile(r"(\.(gz|gzip|bz2|xz|lzma|zst|zstd)|[._-]\d+(-of-\d+)?|-p\d+p\d+)*$")
 
 
 def is_compressed(path: Path) -> bool:

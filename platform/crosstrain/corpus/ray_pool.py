@@ -6,7 +6,6 @@ import platform
 import re
 import secrets
 import socket
-from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -63,21 +62,9 @@ class RayPool(WorkerPool):
         # In a list Ray leaves it alone: a worker asks for it once.
         stored = [self._ray.put((place, pickle.dumps(stage)))]
         task = self._ray.remote(num_cpus=1, max_retries=_TRIES - 1, scheduling_strategy="SPREAD")(_work)
-        name, running = secrets.token_hex(8), deque[Any]()
+        name = secrets.token_hex(8)
         try:
-            for item in items:
-                running.append(task.remote(name, stored, item))
-                if len(running) >= 3 * self.workers:
-                    yield self._result(running.popleft())
-            while running:
-                yield self._result(running.popleft())
-        finally:
-            for left in running:
-                self._ray.cancel(left, force=True)
-
-    def _result(self, running: Any) -> Any:
-        try:
-            return self._ray.get(running)
+            yield from self.results(lambda item: task.remote(name, stored, item).future(), items)
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except self._ray.exceptions.RayError as error:
