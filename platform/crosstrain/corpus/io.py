@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, cast
 
-from crosstrain.utils.errors import DataError, first_line, os_errors_as
+from crosstrain.utils.errors import DataError, explained, first_line, os_errors_as
 from crosstrain.utils.files import open_regular
 from crosstrain.utils.optional_deps import require
 from crosstrain.utils.paths import near
@@ -210,13 +210,8 @@ def parquet_table(file: Path) -> Iterator[SimpleNamespace]:
 def saved_dataset(folder: Path) -> Any:
     """Open a folder that `datasets.save_to_disk` wrote. DataError if it is damaged, or more than its files hold."""
     library, size = require("datasets", f"reading {folder}"), _arrow_bytes(folder)
-    try:
-        with bounded(folder, size):
-            dataset = library.load_from_disk(str(folder))
-    except DataError:
-        raise
-    except Exception as error:  # whatever of its many parts finds fault
-        raise DataError(f"{folder} cannot be read as a Hugging Face dataset: {error}") from None
+    with explained(f"{folder} cannot be read as a Hugging Face dataset", DataError), bounded(folder, size):
+        dataset = library.load_from_disk(str(folder))
     if dataset.data.nbytes > size:
         raise DataError(f"{folder} holds compressed tables, as save_to_disk writes none: write it again uncompressed")
     return dataset

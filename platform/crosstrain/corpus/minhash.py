@@ -102,13 +102,7 @@ class SimilarityStage(CorpusStage[np.ndarray, np.ndarray]):
         self.held = 0  # bytes of them
 
     def __call__(self, given: np.ndarray) -> np.ndarray:
-        return np.array([self._similarity(int(a), int(b)) for a, b in given])
-
-    def _similarity(self, first: int, second: int) -> float:
-        a, b = self._set(first), self._set(second)
-        if min(len(a), len(b)) < self.options.threshold * max(len(a), len(b)):
-            return 0.0  # even if all of the smaller set is in common
-        return jaccard(a, b)
+        return np.array([jaccard(self._set(int(a)), self._set(int(b))) for a, b in given])
 
     def _set(self, document: int) -> np.ndarray:
         if (found := self.sets.pop(document, None)) is None:
