@@ -8,7 +8,7 @@ import urllib.parse
 import urllib.request
 import urllib.robotparser
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,17 +66,11 @@ class PageStore:
 
     def add(self, urls: Iterable[str]) -> int:
         """Add new URLs; returns the number of those that were there already."""
-        given = 0
-
-        def rows() -> Iterator[tuple[str, str]]:
-            nonlocal given
-            for url in urls:
-                given += 1
-                yield url, urllib.parse.urlsplit(url).netloc.lower()
-
+        known, query = 0, "INSERT OR IGNORE INTO pages (url, host) VALUES (?, ?)"
         with self.lock, self.base:
-            added = self.base.executemany("INSERT OR IGNORE INTO pages (url, host) VALUES (?, ?)", rows()).rowcount
-        return given - added
+            for url in urls:
+                known += 1 - self.base.execute(query, (url, urllib.parse.urlsplit(url).netloc.lower())).rowcount
+        return known
 
     def hosts(self) -> list[str]:
         """Return the hosts with pages to fetch."""

@@ -13,6 +13,7 @@ import yaml
 
 from crosstrain import Chunk, DataError, Document, FileReader, registry, require
 from crosstrain.utils import paths
+from crosstrain.utils.limited_process import LimitedProcess, LimitError
 
 from ..commands.prepare import io
 from ..commands.prepare.reader import line_number, split_file
@@ -20,8 +21,8 @@ from ..commands.prepare.reader import line_number, split_file
 _END = b"</page>"
 _SITE = 1 << 16  # bytes at the beginning of a dump that describe the wiki
 _TAGS = {"br": "\n"} | dict.fromkeys((
-    "table", "ref", "references", "gallery", "categorytree", "graph", "imagemap", "inputbox", "score", "section",
-    "templatedata", "timeline"), "")  # fmt: skip
+    "table", "ref", "references", "gallery", "categorytree", "graph", "imagemap", "includeonly", "indicator",
+    "inputbox", "mapframe", "maplink", "score", "section", "templatedata", "timeline"), "")  # fmt: skip
 _PARAMETER = re.compile(r"\{([^}]+)\}")
 _FILE = re.compile(r"\.(jpe?g|png|svg|gif|tiff?|webp|xcf|webm|ogv|stl)$", re.IGNORECASE)
 _SWITCH = re.compile(r"__[^\W\d_](?:[^\W_]|_(?!_))*__")  # such as __NOTOC__
@@ -44,6 +45,12 @@ class WikipediaReader(FileReader):
 
     options: Options
 
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        # The parser needs hours for some pages of 100 KB.
+        advice = "remove the page, or drop such pages with unusable: drop"
+        self.shown = LimitedProcess(_shown_text, "cannot be read: its markup", advice=advice)
+
     def chunks(self, file: Path) -> Iterator[Chunk]:
         return split_file(file, _END)
 
@@ -64,9 +71,21 @@ class WikipediaReader(FileReader):
             if (model, form) != ("wikitext", "text/x-wiki"):
                 yield Document("", f"{chunk.file}: {title}", (f"page of the model {model}, format {form}",))
                 continue
-            found = WikiPage(newest.findtext("text", ""), _hidden(chunk.file))
-            text = f"{title}\n\n{found.text}" if self.options.titles and found.text else found.text
-            yield Document(text, f"{chunk.file}: {title}", tuple(found.vanished))
+            markup = newest.findtext("text", "")
+            try:
+                text, vanished = self.shown((markup, _hidden(chunk.file)), len(markup))
+            except LimitError as error:
+                self.unusable(f"{chunk.file}: {title}", str(error))
+                continue
+            if self.options.titles and text:
+                text = f"{title}\n\n{text}"
+            yield Document(text, f"{chunk.file}: {title}", vanished)
+
+
+def _shown_text(given: tuple[str, frozenset[str]]) -> tuple[str, tuple[str, ...]]:
+    """Return the text of a page from (markup, prefixes of hidden links), and the templates that leave a gap in it."""
+    page = WikiPage(*given)
+    return page.text, tuple(page.vanished)
 
 
 @lru_cache(maxsize=16)

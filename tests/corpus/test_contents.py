@@ -47,7 +47,7 @@ ROW = b'{"text": "one"}\n'
     ("name", "content"),
     [
         ("x.jl", ROW), ("x.jsonlines", ROW), ("x.jsonl.1", ROW), ("x.jsonl-00001", ROW), ("x.json_0003", ROW),
-        ("x.jsonl-00000-of-00010.gz", gzipped(ROW)), ("x.jsonl.gz.1", gzipped(ROW)),
+        ("x.jsonl-00000-of-00010.gz", gzipped(ROW)), ("x.jsonl.gz.1", gzipped(ROW)), ("x.jsonl.gzip", gzipped(ROW)),
         ("x.txt", gzipped(b"one")), ("x.csv", gzipped(b"text\none\n")),
         ("x.txt.2", b"one"), ("x.csv", b"id,text\n1,one\n"), ("x.tsv", b"id\ttext\n1\tone\n"),
         ("x.csv", b"id;text\r\n1;one\r\n"), ("x.csv", b"\xef\xbb\xbftext,id\n\none,1\n"),
@@ -97,6 +97,8 @@ def packed_tar() -> bytes:
         ("x.txt", "words".encode("utf-16-le"), "NUL"), ("x.txt", b"wor\0ds", "NUL"),
         ("x.txt", b"\xff\xfe\0\xd8a\0", "damaged"), ("x.jsonl", b'{"text": "wor\\u0000ds"}\n', r"x\.jsonl:1 .*NUL"),
         ("x.json", b'[{"text": "one"}, {"text": 5}]', r"x\.json:2 .*holds int"),
+        ("x.json", b'{"data": [%s], "more": "%s"}' % (b", ".join([b"{}"] * 1000), b"x" * 10**6), "beside its list"),
+        ("x.csv", b"text,text\none,two\n", "2 columns 'text': rename"),
         ("x.json", b'["one", "two"]', "it is a list"), ("x.json", b'[\n{"text": "one"\n]', "not JSON"),
         ("x.csv", b'id,text\n1,"words" more\n', r"x\.csv:2 is not a row"), ("x.csv", b"1,2\n", "no column 'text'"),
         ("x.csv", b"id,text\n1\n", r"x\.csv:2 has 1 values for 2 columns"),

@@ -239,26 +239,22 @@ def test_inspect_shows_counts_and_a_document(tmp_path: Path, capsys: pytest.Capt
     assert "has documents 0 to 2, no document 3" in capsys.readouterr().err
 
 
-def test_split_parts_merge_to_the_whole(tmp_path: Path) -> None:
-    prepare(options(json_lines(tmp_path / "t.jsonl", long_texts(40))), tmp_path / "out", False)
-    assert (
-        main(["prepare", "split", str(tmp_path / "out"), "--output", str(tmp_path / "parts"), "--shares", "70", "30"])
-        == 0
-    )
-    parts = [tmp_path / "parts" / f"part-{k}" for k in range(2)]
+def test_parts_merge_to_the_whole(tmp_path: Path) -> None:
+    texts = long_texts(40)
+    prepare(options(json_lines(tmp_path / "t.jsonl", texts)), tmp_path / "out", False)
+    tokenizer = {"train_tokenizer": None, "tokenizer": str(tmp_path / "out" / "tokenizer")}
+    parts = [tmp_path / f"part-{k}" for k in range(2)]
+    for part, given in zip(parts, (texts[:28], texts[28:]), strict=True):
+        prepare(options(json_lines(tmp_path / f"{part.name}.jsonl", given), **tokenizer), part, False)
     assert [TokenFile(part / "tokens").num_documents for part in parts] == [28, 12]
     assert main(["prepare", "merge", *map(str, parts), "--output", str(tmp_path / "again")]) == 0
     for name in ("tokens.bin", "tokens.idx", "tokenizer/tokenizer.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
 
 
-def test_a_part_without_documents_and_different_tokenizers_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_different_tokenizers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepare(options(json_lines(tmp_path / "t.jsonl", long_texts(10))), tmp_path / "a", False)
     prepare(options(json_lines(tmp_path / "u.jsonl", TEXTS), train_tokenizer=290), tmp_path / "b", False)
-    assert main(["prepare", "split", str(tmp_path / "a"), "--output", str(tmp_path / "p"), "--shares", "99", "1"]) == 1
-    assert "part 1 would be empty: 1 of 100 shares of 10 documents come to none" in capsys.readouterr().err
     assert main(["prepare", "merge", str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(tmp_path / "c")]) == 1
     assert "was made with another tokenizer" in capsys.readouterr().err
     assert not (tmp_path / "c").exists()

@@ -146,7 +146,7 @@ def test_a_broken_transfer_fetches_only_what_is_missing(server: Server, tmp_path
 
 def test_another_file_under_the_same_address_is_fetched_from_its_beginning(server: Server, tmp_path: Path) -> None:
     (tmp_path / "dump.bin.part").write_bytes(b"of the old one")
-    (tmp_path / "dump.bin.json").write_text('{"validator": "\\"old\\""}')
+    (tmp_path / "dump.bin.version").write_text('"old"')
     server.content["/dump.bin"] = 200, "application/octet-stream", b"the new one"
     assert download(server.url("/dump.bin"), tmp_path, False).read_bytes() == b"the new one"
 

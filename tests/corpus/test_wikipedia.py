@@ -9,6 +9,7 @@ import pytest
 from crosstrain_plugins.builtin.commands.prepare import reader, sources
 
 from crosstrain.data.row_audit import RowAudit
+from crosstrain.utils import limited_process
 from crosstrain.utils.errors import DataError
 from fixtures_corpus import documents, read
 
@@ -136,4 +137,20 @@ def test_one_broken_page_is_dropped_where_the_recipe_says_so(tmp_path: Path, mon
     found = source.open()
     found.drops = RowAudit()
     assert [text.text for task in found.tasks() for text in found.read(task)] == ["A\n\na", "C\n\nc"]
+    assert found.drops.plain["dropped"] == 1
+
+
+@pytest.mark.parametrize("unit", ["<ref ", "<div>"])
+def test_a_page_that_the_parser_does_not_finish_is_one_dropped_record(
+    unit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = dump(tmp_path / "dump.xml", "en", page("A", revision(unit * 30_000)), page("B", revision("b")))
+    [source] = sources.sources(str(path), {})
+    found = source.open()
+    monkeypatch.setattr(limited_process, "_PER_SECOND", 1e6)
+    monkeypatch.setattr(found.shown, "_seconds", 0.5)
+    with pytest.raises(DataError, match=r"dump\.xml: A cannot be read: its markup took more than 0\.\d s of computing"):
+        list(found.read(next(found.tasks())))
+    found.drops = RowAudit()
+    assert [text.text for task in found.tasks() for text in found.read(task)] == ["B\n\nb"]
     assert found.drops.plain["dropped"] == 1

@@ -165,9 +165,6 @@ def test_a_recipe_reads_a_bucket_and_writes_one(
     assert main(["prepare", "merge", *given]) == 1
     assert "memory://bucket/both is not empty: overwrite it" in capsys.readouterr().err
     assert storage.read(memory + "/both/tokens.bin") == (home / "both" / "tokens.bin").read_bytes()
-    split = ["prepare", "split", memory + "/both", "--shares", "3", "1", "--output", memory + "/parts"]
-    assert main(split) == 0
-    assert [opened(f"{memory}/parts/part-{n}").file.num_documents for n in (0, 1)] == [60, 20]
     assert "80 documents" in inspect(str(home / "both"))
     assert "40 documents" in inspect(memory + "/out")
     with pytest.raises(DataError, match="memory://bucket/none/ holds no file that a reader reads"):

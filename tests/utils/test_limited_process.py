@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
@@ -32,7 +34,9 @@ def work(asked: tuple[str, Any]) -> Any:
         tokenizer = Tokenizer(models.BPE())
         tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("a", "a" * 10_000)] * 5)
         return tokenizer.encode("a").ids
-    if kind == "memory":
+    if kind == "garbage":
+        gc.collect()
+    if kind in ("memory", "garbage"):
         return len(bytes(given))
     while kind == "endless":
         pass
@@ -70,6 +74,21 @@ def test_what_goes_too_far_is_one_error(kind: str, given: Any, said: str, capfd:
         limited((kind, given))
     assert limited(("text", "again")) == "again"
     assert capfd.readouterr() == ("", "")
+    limited.close()
+
+
+def test_memory_that_the_caller_has_freed_counts() -> None:
+    held = [np.empty(1 << 24, np.uint8) for _ in range(40)]  # 16 MiB each
+    del held[0]  # from now on pieces of this size come from the heap
+    held += [np.empty(1 << 24, np.uint8) for _ in range(40)]
+    above = np.empty(1 << 20, np.uint8)  # keeps the heap from shrinking
+    unreachable = [np.empty(1 << 28, np.uint8)]
+    unreachable.append(unreachable)
+    del held, unreachable
+    limited = process(memory=1 << 26)
+    with pytest.raises(LimitError, match="MemoryError"):
+        limited(("garbage", 1 << 28))
+    assert above.size
     limited.close()
 
 

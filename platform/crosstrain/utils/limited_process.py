@@ -1,5 +1,7 @@
 """A function in a process of its own, with limits on memory and computing time."""
 
+import ctypes
+import gc
 import multiprocessing
 import os
 import resource
@@ -109,7 +111,12 @@ class LimitedProcess:
         os.closerange(connection.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         if (torch := sys.modules.get("torch")) is not None:
             torch.set_num_threads(1)  # a fork lacks the threads that the caller's computations have started
-        used, hard = address_space(), resource.getrlimit(resource.RLIMIT_AS)[1]
+        gc.freeze()  # the caller's unreachable objects would make room when they are collected
+        used, (soft, hard) = address_space(), resource.getrlimit(resource.RLIMIT_AS)
+        if used is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (used, hard))
+            _take_free_memory()
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         while connection.poll(_IDLE):
             given, memory, seconds = connection.recv()
             if used is not None:
@@ -124,6 +131,18 @@ class LimitedProcess:
         except BaseException as error:  # a panic in Rust is no Exception
             failure = LimitError(f"{self.name} fails ({first_line(error)[:1000]})")
             return error if isinstance(error, UserError) else failure, None
+
+
+def _take_free_memory() -> None:
+    """Allocate the large pieces that malloc holds free, so that each later large allocation grows the address space.
+
+    Called while the address space cannot grow. Nothing is written, so no memory is used.
+    """
+    malloc, size = ctypes.CDLL(None).malloc, 1 << 40
+    malloc.argtypes, malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+    while size >= 1 << 20:
+        if not malloc(size):
+            size >>= 1
 
 
 def address_space() -> int | None:

@@ -33,8 +33,8 @@ class PrepareCommand(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("dataset", nargs="?", metavar="WHAT", type=_what,
-                            help="inspect, merge or split; or a dataset that makes files")  # fmt: skip
-        parser.add_argument("paths", nargs="*", metavar="DIR", help="of inspect, merge and split: prepared folders")
+                            help="inspect or merge; or a dataset that makes files")  # fmt: skip
+        parser.add_argument("paths", nargs="*", metavar="DIR", help="of inspect and merge: prepared folders")
         parser.add_argument("--cfg-path", metavar="FILE", help="a recipe; the other flags override it")
         parser.add_argument("--input", nargs="+", metavar="PATH",
                             help="files of text, JSON, CSV, Parquet, HTML, WARC, folders, or `stdlib`")  # fmt: skip
@@ -49,7 +49,6 @@ class PrepareCommand(Command):
         )
         parser.add_argument("--min-tokens", type=int, metavar="N", help="drop shorter documents")
         parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
-        parser.add_argument("--shares", type=float, nargs="+", metavar="N", help="of split: the parts' shares")
         parser.add_argument(
             "--document", type=int, default=0, metavar="N", help="of inspect: number of the one to show"
         )
@@ -64,11 +63,11 @@ class PrepareCommand(Command):
         parser.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Prepare, inspect, merge or split; returns the exit code."""
-        if arguments.dataset in ("inspect", "merge", "split"):
+        """Prepare, inspect or merge; returns the exit code."""
+        if arguments.dataset in ("inspect", "merge"):
             return _existing(arguments)
         if arguments.paths:
-            raise UserError(f"prepare: only inspect, merge and split take folders, not {arguments.dataset}")
+            raise UserError(f"prepare: only inspect and merge take folders, not {arguments.dataset}")
         if arguments.dataset is not None:
             return _prepare_dataset(arguments.dataset, _output(arguments), arguments.options)
         recipe = _read_recipe(arguments)
@@ -109,27 +108,20 @@ def _output(arguments: argparse.Namespace) -> str:
 
 
 def _existing(arguments: argparse.Namespace) -> int:
-    """Inspect, merge or split prepared folders."""
-    verb, given = arguments.dataset, arguments.paths
-    if verb == "inspect":
+    """Inspect or merge prepared folders."""
+    given = arguments.paths
+    if arguments.dataset == "inspect":
         if not given:
             hint = f"`{command('samples')}` shows what a project trains"
             raise UserError(f"prepare inspect: name a prepared folder, or a Megatron prefix; {hint}")
         for path in given:
             print(printable(tools.inspect(path, arguments.document, arguments.tokenizer)))
         return 0
-    if verb == "merge" and len(given) < 2:
+    if len(given) < 2:
         raise UserError("prepare merge: name two prepared folders or more")
-    if verb == "split" and (len(given) != 1 or not arguments.shares):
-        raise UserError("prepare split: name one prepared folder, and --shares such as 90 10")
     name = _output(arguments)
-    output = name if is_url(name) else Path(name)
-    if verb == "split":
-        made = tools.split(given[0], output, arguments.shares)
-    else:
-        made = [(output, tools.merge(given, output, overwrite=arguments.overwrite))]
-    for folder, summary in made:
-        print(f"{folder}: {summary.documents:,} documents, {summary.tokens:,} tokens")
+    summary = tools.merge(given, name if is_url(name) else Path(name), overwrite=arguments.overwrite)
+    print(f"{name}: {summary.documents:,} documents, {summary.tokens:,} tokens")
     return 0
 
 

@@ -76,11 +76,10 @@ class _Search:
                 hashes = shard.rows()["hash"]
                 sorter.add(hashes[:, 0], hashes[:, 1], start + np.arange(len(hashes)))
             for rows in sorter.sorted():  # equal hashes in the order of the documents' numbers
-                again = (rows[1:, :2] == rows[:-1, :2]).all(axis=1)
-                numbers = rows[:, 2].astype(np.int64)
-                first = np.maximum.accumulate(np.where(np.concatenate(([True], ~again)), np.arange(len(rows)), 0))
-                for place in np.flatnonzero(again) + 1:
-                    self._mark("exact", int(numbers[place]), int(numbers[first[place]]), "equal to")
+                new = np.concatenate(([True], (rows[1:, :2] != rows[:-1, :2]).any(axis=1)))
+                first = np.maximum.accumulate(np.where(new, np.arange(len(rows)), 0))
+                for place in np.flatnonzero(~new):
+                    self._mark("exact", int(rows[place, 2]), int(rows[first[place], 2]), "equal to")
 
     def mark_near(self, options: NearOptions, pool: WorkerPool, advance: Callable[[int], Any]) -> None:
         """Mark the later document of each similar pair whose earlier one stays."""

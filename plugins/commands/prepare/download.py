@@ -3,7 +3,6 @@
 fsspec can do neither: after an error its HTTP files start again from the first byte, without retries.
 """
 
-import json
 import logging
 import os
 import shutil
@@ -11,7 +10,6 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from contextlib import suppress
 from pathlib import Path
 
 from tqdm import tqdm
@@ -76,14 +74,10 @@ def download(url: str, folder: Path, progress: bool, patience: float = 1.0, time
 
 
 def _transfer(url: str, target: Path, partial: Path, progress: bool, timeout: float) -> None:
-    notes = target.with_name(target.name + ".json")  # tells a later download whether the file is still the same
+    notes = target.with_name(target.name + ".version")  # tells a later download whether the file is still the same
     start = partial.stat().st_size if partial.exists() else 0
-    validator = None
-    if start:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            validator = json.loads(notes.read_text())["validator"]
     headers = {"User-Agent": AGENT}
-    if validator:
+    if start and notes.exists() and (validator := notes.read_text()):
         headers |= {"Range": f"bytes={start}-", "If-Range": validator}
     try:
         answer = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout)
@@ -96,7 +90,7 @@ def _transfer(url: str, target: Path, partial: Path, progress: bool, timeout: fl
         if answer.status != 206:  # from the beginning
             start, etag = 0, answer.headers.get("ETag")
             strong = etag if etag and not etag.startswith("W/") else None
-            notes.write_text(json.dumps({"validator": strong or answer.headers.get("Last-Modified")}))
+            notes.write_text(strong or answer.headers.get("Last-Modified", ""))
         length = answer.headers.get("Content-Length")
         total = start + int(length) if length else None
         bar = {"desc": f"fetch {target.name}", "total": total, "initial": start, "disable": not progress}

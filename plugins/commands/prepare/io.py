@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import IO, Any, cast
 
 from crosstrain import DataError, require
-from crosstrain.utils.errors import first_line, os_errors_as
+from crosstrain.utils.errors import explained, first_line, os_errors_as
 from crosstrain.utils.files import open_regular
 from crosstrain.utils.paths import near
 from crosstrain.utils.resource_limits import OutOfTime, at_most
@@ -34,8 +34,8 @@ _PACKED = {
     ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", ".utf-32": rb"\xff\xfe\0\0|\0\0\xfe\xff",
     ".utf-16": rb"\xff\xfe|\xfe\xff", ".utf-16-le": rb"[\[{]\0[^\0]\0", ".utf-16-be": rb"\0[\[{]\0[^\0]",
 }  # fmt: skip
-# Endings of a compression and of parts: .jsonl.gz, .jsonl.1, .json-00000-of-00010, .xml-p1p41242.bz2.
-_PART = re.compile(r"(\.(gz|bz2|xz|lzma|zst)|[._-]\d+(-of-\d+)?|-p\d+p\d+)*$")
+# Endings of a compression and of parts: .jsonl.gz, .jsonl.zstd, .jsonl.1, .json-00000-of-00010, .xml-p1p41242.bz2.
+_PART = re.compile(r"(\.(gz|gzip|bz2|xz|lzma|zst|zstd)|[._-]\d+(-of-\d+)?|-p\d+p\d+)*$")
 
 
 def is_compressed(path: Path) -> bool:
@@ -210,13 +210,8 @@ def parquet_table(file: Path) -> Iterator[SimpleNamespace]:
 def saved_dataset(folder: Path) -> Any:
     """Open a folder that `datasets.save_to_disk` wrote. DataError if it is damaged, or more than its files hold."""
     library, size = require("datasets", f"reading {folder}"), _arrow_bytes(folder)
-    try:
-        with bounded(folder, size):
-            dataset = library.load_from_disk(str(folder))
-    except DataError:
-        raise
-    except Exception as error:  # whatever of its many parts finds fault
-        raise DataError(f"{folder} cannot be read as a Hugging Face dataset: {error}") from None
+    with explained(f"{folder} cannot be read as a Hugging Face dataset", DataError), bounded(folder, size):
+        dataset = library.load_from_disk(str(folder))
     if dataset.data.nbytes > size:
         raise DataError(f"{folder} holds compressed tables, as save_to_disk writes none: write it again uncompressed")
     return dataset

@@ -29,7 +29,7 @@ def entries(file: Path, is_row: Callable[[Row], bool]) -> list[Any] | None:
     """Return the entries of a file that is one JSON value; None for a file of lines.
 
     The value is a list of rows, an object with such a list under `data` or its only one, or a row. The columns beside a
-    list belong to each row. Raises DataError for a damaged list, and for a value that takes too much memory.
+    list belong to each row. Raises DataError for a damaged list, and for a value or rows that take too much memory.
     """
     with io.opened(file) as stream:
         data = stream.read(io.HEAD)
@@ -52,4 +52,6 @@ def entries(file: Path, is_row: Callable[[Row], bool]) -> list[Any] | None:
     if "data" not in lists and len(lists) != 1:
         return [content]
     rows = content.pop("data" if "data" in lists else lists[0])
+    if len(json.dumps(content)) * len(rows) > io.MOST:
+        raise DataError(f"{file}: the keys beside its list are too large to be repeated in each row: remove them")
     return [content | row if isinstance(row, dict) else row for row in rows]

@@ -103,13 +103,7 @@ class SimilarityStage(CorpusStage[np.ndarray, np.ndarray]):
         self.held = 0  # bytes of them
 
     def __call__(self, given: np.ndarray) -> np.ndarray:
-        return np.array([self._similarity(int(a), int(b)) for a, b in given])
-
-    def _similarity(self, first: int, second: int) -> float:
-        a, b = self._set(first), self._set(second)
-        if min(len(a), len(b)) < self.options.threshold * max(len(a), len(b)):
-            return 0.0  # even if all of the smaller set is in common
-        return jaccard(a, b)
+        return np.array([jaccard(self._set(int(a)), self._set(int(b))) for a, b in given])
 
     def _set(self, document: int) -> np.ndarray:
         if (found := self.sets.pop(document, None)) is None:
@@ -126,9 +120,9 @@ def shingles(texts: list[str], length: int, unit: str) -> tuple[np.ndarray, np.n
     """Return (uint64 hashes of all shingles, int64 [texts + 1] where each document's begin), with repetitions.
 
     A shingle is `length` consecutive units in lower case. A unit is a run of characters other than white space
-    ("words"), or one such character ("characters"). A document of fewer units is one shingle.
+    ("words"), or one such character ("characters"). A document of fewer units is filled up to one shingle.
     """
-    hashes, owner = _words(texts) if unit == "words" else _characters(texts)
+    hashes, owner = _words(texts, length) if unit == "words" else _characters(texts, length)
     count = len(hashes)
     sums, weight = np.zeros(count, np.uint64), 1
     for k in range(min(length, count)):
@@ -136,13 +130,6 @@ def shingles(texts: list[str], length: int, unit: str) -> tuple[np.ndarray, np.n
         weight = (weight * _STEP + 2 * k + 1) % (1 << 64)
     last = np.arange(count) + length - 1
     whole = (last < count) & (owner[np.minimum(last, count - 1)] == owner)
-    starts = np.searchsorted(owner, np.arange(len(texts) + 1))
-    short = (np.diff(starts) < length) & (np.diff(starts) > 0)
-    for document in np.flatnonzero(short):  # one shingle of all its units, in the place of the first
-        units = hashes[starts[document] : starts[document + 1]]
-        weights = np.arange(1, len(units) + 1, dtype=np.uint64) * np.uint64(_STEP)
-        sums[starts[document]] = (units * weights).sum(dtype=np.uint64)
-        whole[starts[document]] = True
     offsets = np.searchsorted(owner[whole], np.arange(len(texts) + 1))
     return splitmix64(sums[whole] + np.uint64(GOLDEN_RATIO)), offsets.astype(np.int64)
 
@@ -154,17 +141,21 @@ def jaccard(first: np.ndarray, second: np.ndarray) -> float:
     return common / union if union else 1.0
 
 
-def _words(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (hash of each word, number of its document). Words end at any white space of Unicode."""
-    parts = [text.lower().split() for text in texts]
+def _words(texts: list[str], least: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (hash of each word, number of its document). Words end at any white space of Unicode.
+
+    A document of fewer than `least` words, but not of none, is filled up with empty ones.
+    """
+    parts = [words and words + [""] * (least - len(words)) for words in (text.lower().split() for text in texts)]
     owner = np.repeat(np.arange(len(texts)), [len(part) for part in parts])
     hashes = map(xxh3_64_intdigest, map(str.encode, chain.from_iterable(parts)))
     return np.fromiter(hashes, np.uint64, len(owner)), owner
 
 
-def _characters(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (hash of each character but white space, number of its document)."""
-    parts = [np.frombuffer("".join(text.lower().split()).encode("utf-32-le"), np.uint32) for text in texts]
+def _characters(texts: list[str], least: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (hash of each character but white space, number of its document), filled up as words are."""
+    lines = ["".join(text.lower().split()) for text in texts]
+    parts = [np.frombuffer((line and line.ljust(least, "\0")).encode("utf-32-le"), np.uint32) for line in lines]
     owner = np.repeat(np.arange(len(texts)), [len(part) for part in parts])
     characters = np.concatenate([*parts, np.zeros(0, np.uint32)]).astype(np.uint64)
     return splitmix64(characters + np.uint64(GOLDEN_RATIO + 1)), owner

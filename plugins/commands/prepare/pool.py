@@ -5,19 +5,17 @@ import os
 import pickle
 import signal
 import tempfile
-import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
 from crosstrain import DataError, registry
-from crosstrain.utils.processes import main_hidden
+from crosstrain.utils.processes import Bond, main_hidden
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -72,43 +70,44 @@ class WorkerPool:
             return
         if self._executor is None:
             context = multiprocessing.get_context("spawn")  # fork would copy the locks of other threads
-            self._executor = ProcessPoolExecutor(self.workers, context, _begin, (registry.folders(),))
-        running: deque[Future[Result]] = deque()
+            self._executor = ProcessPoolExecutor(self.workers, context, _begin, (registry.folders(), Bond()))
+
+        def submit(item: Item) -> Future[Result]:
+            with main_hidden():
+                return executor.submit(_work, file.name, item)
+
+        executor = self._executor
         with tempfile.NamedTemporaryFile() as file:  # each worker reads it once
             pickle.dump(stage, file)
             file.flush()
             try:
-                for item in items:
-                    with main_hidden():
-                        running.append(self._executor.submit(_work, file.name, item))
-                    if len(running) >= 3 * self.workers:
-                        yield running.popleft().result()
-                while running:
-                    yield running.popleft().result()
+                yield from self.results(submit, items)
             except BrokenProcessPool:
                 raise DataError(
                     "a worker process died, perhaps for want of memory: run the same command again to go on where it"
                     " stopped, with fewer workers if it dies again"
                 ) from None
-            finally:
-                for future in running:
-                    future.cancel()
-                wait(running)
+
+    def results(self, submit: Callable[[Item], Future[Result]], items: Iterable[Item]) -> Iterator[Result]:
+        """Submit the items, some ahead, and yield the results in order. An error cancels those that have not begun."""
+        running: deque[Future[Result]] = deque()
+        try:
+            for item in items:
+                running.append(submit(item))
+                if len(running) >= 3 * self.workers:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
+        finally:
+            for future in running:
+                future.cancel()
+            wait(running)
 
 
-def _begin(folders: list[tuple[str, Path]]) -> None:
+def _begin(folders: list[tuple[str, Path]], _bond: Bond) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leading process decides when to stop
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     for label, folder in folders:
         registry.add_folder(folder, label)
-
-
-def _end_with_parent() -> None:
-    """End this worker with its parent: otherwise it would wait for ever, or write where the next run does."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    connection.wait([parent.sentinel])
-    os._exit(1)
 
 
 @lru_cache(1)

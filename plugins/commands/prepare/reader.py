@@ -59,7 +59,7 @@ class Chunk:
 
     def text(self) -> str:
         """Decode it from UTF-8, without the byte order mark of a file. `Reader.usable` refuses other bytes."""
-        return self.read().decode(errors="surrogateescape").removeprefix("" if self.start else "\ufeff")
+        return self.read().decode(errors="surrogateescape").lstrip("" if self.start else "\ufeff")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,9 @@ class Task:
 
 
 def check_column(table: object, names: list[str], column: str) -> None:
-    """Raise DataError unless `column` is among the names of a table's columns."""
+    """Raise DataError unless `column` is among the names of a table's columns, once."""
+    if names.count(column) > 1:
+        raise DataError(f"{table} has {names.count(column)} columns {column!r}: rename all but one")
     if column not in names:
         raise DataError(f"{table} has no column {column!r}; it has {', '.join(names)}: set text_key")
 
@@ -112,12 +114,13 @@ class Reader(ABC):
     contents: ClassVar[tuple[str, ...] | None] = None  # kinds of `kinds.py` that it reads; None: any
 
     fetch_counts: dict[str, int]  # numbers that `fetch` has for the report, by name
+    fetched: dict[str, Path]  # downloads by URL
     drops: RowAudit | None = None  # counts unusable records; None: the first is an error
     chosen_by_ending = False  # the recipe does not name the reader: `contents` are checked
 
     def __init__(self, options: Any) -> None:
         self.options = options
-        self.fetch_counts = {}
+        self.fetch_counts, self.fetched = {}, {}
 
     @classmethod
     def claims(cls, path: Path) -> bool:
@@ -166,16 +169,13 @@ class FileReader(Reader):
         path: Text | list[Text]  # files, folders that are searched for such files, and URLs of files
 
     known_files: list[Path] | None = None  # set where a search has found the files already
-    fetched: Path | None = None  # folder of downloads
 
     @property
     def _paths(self) -> list[str]:
         return [self.options.path] if isinstance(self.options.path, str) else self.options.path
 
     def fetch(self, folder: Path, progress: bool) -> None:
-        self.fetched = folder
-        for item in filter(is_url, self._paths):
-            download(item, folder, progress)
+        self.fetched = {item: download(item, folder, progress) for item in self._paths if is_url(item)}
 
     def files(self) -> list[Path]:
         """List the files that the options name; those of a folder are sorted by path."""
@@ -183,11 +183,7 @@ class FileReader(Reader):
             return self.known_files
         found: list[Path] = []
         for item in self._paths:
-            if is_url(item):
-                assert self.fetched is not None
-                found.append(download(item, self.fetched, False))
-                continue
-            path = io.existing(item)
+            path = self.fetched.get(item) or io.existing(item)
             inside = [file for file in io.files_below(path) if self.claims(file)] if path.is_dir() else [path]
             if not inside:
                 raise io.nothing_in(path, "/".join(self.suffixes))

@@ -65,11 +65,9 @@ def _resolve(item: str | Component, settings: dict[str, Any]) -> Iterator[InputS
         options = {key: value for key, value in settings.items() if key in shared}
         return InputSource(name, options if path is None else {"path": path} | options, item, files)
 
-    if item in registry.names("reader"):
-        options_of = fields(options_class("reader", registry.get("reader", item)))
-        if "path" not in {field.name for field in options_of}:
-            yield source(item, None)
-            return
+    if item in registry.names("reader") and not _takes_path(registry.get("reader", item)):
+        yield source(item, None)
+        return
     if storage.is_url(item) and item.endswith("/"):
         names = sorted(storage.files(item))
         inside = [name for name in names if _by_suffix(Path(name))]
@@ -98,6 +96,10 @@ def _resolve(item: str | Component, settings: dict[str, Any]) -> Iterator[InputS
     _name_others(item, [file.name for file, owner in owners.items() if not owner])
     for owner, group in groupby(found, key=lambda pair: pair[1]):
         yield source(owner, files=tuple(file for file, _ in group))
+
+
+def _takes_path(reader: type[Reader]) -> bool:
+    return any(field.name == "path" for field in fields(options_class("reader", reader)))
 
 
 def _name_others(folder: str, names: list[str]) -> None:

@@ -86,7 +86,7 @@ class Counts:
 
 def histogram(lengths: np.ndarray) -> np.ndarray:
     """Count the lengths of k binary digits for k = 0, 1, ..., int64 [BINS]."""
-    digits = np.ceil(np.log2(np.asarray(lengths, np.float64) + 1)).astype(np.int64)
+    digits = np.frexp(np.asarray(lengths, np.float64))[1]  # the exponents of 0.5 to 1
     return np.bincount(np.minimum(digits, BINS - 1), minlength=BINS)
 
 

@@ -26,10 +26,11 @@ class RepetitionFilter(Filter):
     def text(self, text: str) -> str | Dropped:
         lines = [line for line in text.split("\n") if line.strip()]
         paragraphs = [part for part in text.split("\n\n") if part.strip()]
+        repeated = sum((count - 1) * len(line) for line, count in Counter(lines).items())
         shares = {
             "lines": _repeated(lines),
             "paragraphs": _repeated(paragraphs),
-            "characters_in_lines": _characters(lines) / max(len(text), 1),
+            "characters_in_lines": repeated / max(len(text), 1),
         }
         words = text.split()
         for length in (2, 3, 4):
@@ -42,11 +43,6 @@ class RepetitionFilter(Filter):
 
 def _repeated(parts: list[str]) -> float:
     return 1 - len(set(parts)) / len(parts) if parts else 0.0
-
-
-def _characters(lines: list[str]) -> int:
-    """Count the characters in lines that repeat an earlier one."""
-    return sum((count - 1) * len(line) for line, count in Counter(lines).items())
 
 
 def _most_frequent(words: list[str], length: int) -> int:
