@@ -95,7 +95,7 @@ def worker(plain: dict[str, Any], result: Path) -> int:
     from crosstrain.distributed.launch.signals import StopRequest
     from crosstrain.engine.build import make_runner
     from crosstrain.monitor.hardware import memory_mb
-    from crosstrain.planning.follow import Recorder
+    from crosstrain.planning.calls import Recorder
     from crosstrain.training.worker import build_trainer
 
     config = Config.from_plain(plain)

@@ -9,7 +9,6 @@ from crosstrain.config.sources import Overrides, pairs
 from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.engine.build import check_layout
 from crosstrain.monitor.report.read_run import read_runs
-from crosstrain.planning.collectives import Collectives
 from crosstrain.planning.estimate import Project
 from crosstrain.planning.fit import Alternatives
 from crosstrain.planning.plan import Budget, Plan, make_plan
@@ -21,14 +20,13 @@ from crosstrain.utils.units import read_bytes, read_number
 def plan(
     project: ProjectLike, options: Overrides = (), *, world_size: int | None = None, device_memory: str | None = None,
     throughput: str | None = None, tokens_per_second: str | None = None, tokens: str | None = None,
-    presets: bool = True, check: bool = False, collectives: bool = False,
+    presets: bool = True, check: bool = False,
 ) -> Plan:  # fmt: skip
     """Estimate memory, arithmetic and traffic of a project on `world_size` ranks, there or not; start nothing.
 
     The other arguments are those of the command line, such as device_memory="24GiB". `print` shows the plan, `as_json`
-    has its numbers. With `collectives` a step of every rank is followed, and `collectives` of the plan says if their
-    calls match. Raises UserError; with `check` also for what `train` would refuse before it starts workers, such as
-    missing data.
+    has its numbers. Raises UserError; with `check` also for what `train` would refuse before it starts workers, such
+    as missing data.
     """
     config = load_config(project, options)
     memory = read_bytes(device_memory, "--device-memory") if device_memory else None
@@ -39,10 +37,7 @@ def plan(
     check_layout(config, size, lambda n: f"{n} ranks fit" if world_size else f"--world-size {n} plans for {n} ranks")
     ready = preflight(config, size, dry=True) if check else dry_run(config, size)
     planned = Project(config, ready.model, ready.sample, ready.absent)
-    made = make_plan(planned, budget, size, alternatives(project, options, planned, size, presets))
-    if collectives:
-        made.collectives = Collectives.of(planned, size)
-    return made
+    return make_plan(planned, budget, size, alternatives(project, options, planned, size, presets))
 
 
 def _tokens_per_second(given: str) -> float:

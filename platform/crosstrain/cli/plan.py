@@ -19,7 +19,6 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tokens-per-second", metavar="N", help="as measured, of all ranks: a number, or a run")
     group.add_argument("--tokens", metavar="N", help="of the whole training, such as 2.5B (default: run.max_iters)")
     group.add_argument("--no-presets", action="store_true", help="leave other runners out")
-    group.add_argument("--collectives", action="store_true", help="follow a step of every rank: do their calls match?")
     group.add_argument("--parameters", action="store_true", help="list the model's parameters instead")
     group.add_argument("--output", type=new_file, metavar="FILE", help="write the plan as JSON")
 
@@ -33,9 +32,9 @@ def run(arguments: argparse.Namespace, check: bool = False) -> int:
         a.cfg_path, a.options, world_size=a.world_size or a.nproc_per_node, device_memory=a.device_memory,
         throughput=a.throughput, tokens_per_second=a.tokens_per_second, tokens=a.tokens,
         presets=not (a.no_presets or a.parameters),
-        check=check, collectives=a.collectives,
+        check=check,
     )  # fmt: skip
     print(*made.parameters(), sep="\n") if a.parameters else print(made)
     if a.output:
         a.output.write_text(json.dumps(made.as_json(), indent=1) + "\n", encoding="utf-8")
-    return 1 if made.collectives is not None and made.collectives.mismatches else 0
+    return 0
