@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from crosstrain_plugins.builtin.commands.plan.collectives import Collectives
 from crosstrain_plugins.builtin.commands.plan.estimate import Project
 from crosstrain_plugins.builtin.commands.plan.fake_world import fake_world
 from transformers import AutoModelForCausalLM
@@ -146,28 +145,21 @@ def _exchanged(path: str, options: tuple[str, ...]) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["megatron_ep2@2", "megatron_ep4@4", "fsdp_ep2@4", "megatron_tp2_ep2@4"])
+@pytest.mark.parametrize("layout", ["megatron_ep2@2", "megatron_ep4@4", "fsdp_ep2@4"])
 def test_tokens_are_sent_as_planned(layout: str, tmp_path: Path, dataset: Path) -> None:
     workspace = project(Workspace(tmp_path, dataset), mixture("qwen3_moe"))
     runner, size = sized(layout)
     options = (*COMMON, f"run.runner={runner}", "run.max_iters=1")
     config = load_config(workspace.project, options)
     ready = dry_run(config, size)
-    found = Collectives.of(Project(config, ready.model, ready.sample), size)
-    assert not found.mismatches
-    calls = {n: [c for c in p.calls if c.kind == "all_to_all"] for p in found.programs for n in p.ranks}
-    real = run_ranks(size, _exchanged, str(workspace.project), options)
-    # Rows leave in other numbers than they come, but no row is lost: over all ranks they are as many as planned.
-    ranks = calls[0][0].ranks
-    assert [len(calls[n]) for n in range(size)] == [len(sizes) for sizes in real]
-    for at in range(len(real[0])):
-        assert sum(calls[n][at].sent for n in range(size)) == sum(sizes[at] for sizes in real) * (ranks - 1) // ranks
     traced, plan = Project(config, ready.model, ready.sample), batch_plan(config, size)
     with fake_world(size):
         (held,) = traced.layouts(config, size, plan)
-        exchanged = traced.trace_of(held, 1, "none").exchanged * plan.accumulation
-    if "tp2" not in runner:  # which exchanges more in forward and backward
-        assert exchanged == sum(call.sent for call in calls[0])
+        exchanged = traced.trace_of(held, 1, "none").exchanged * plan.accumulation  # tensor parallelism has more
+    real = run_ranks(size, _exchanged, str(workspace.project), options)
+    ranks = config.run.runner.options.expert_parallel
+    # Rows leave in other numbers than they come, but no row is lost: over all ranks they are as many as planned.
+    assert exchanged * size * ranks == sum(map(sum, real)) * (ranks - 1)
 
 
 @pytest.mark.parametrize("layout", ["megatron_tp2_sp@2", "megatron_tp2_pp2_sp@4", "megatron_tp2_ep2@4"])

@@ -23,7 +23,7 @@ OPTIONS = ["run.amp=bf16", "run.max_iters=5", "run.micro_batch_size=2", "run.glo
 
 def _train(project: str, options: tuple[str, ...]) -> tuple[list[float], dict[str, int]]:
     """Losses, and bytes sent between the ranks in the second step by type."""
-    from crosstrain_plugins.builtin.commands.plan.follow import Recorder
+    from crosstrain_plugins.builtin.commands.plan.calls import Recorder
 
     trainer = make_trainer(project, options)
     compute, losses, recorder = trainer.runner.forward_backward, list[float](), Recorder()
@@ -42,7 +42,7 @@ def _train(project: str, options: tuple[str, ...]) -> tuple[list[float], dict[st
     sent: dict[str, int] = {}
     for call in recorder.calls:
         if call.kind != "all_reduce":  # the loss's
-            key = f"{call.kind} {call.tensor.split()[0]}"
+            key = f"{call.kind} {call.dtype}"
             sent[key] = sent.get(key, 0) + call.sent
     return losses, sent
 

@@ -31,7 +31,7 @@ BF16_TOLERANCE = 2e-3
 
 def _train(project: str, options: tuple[str, ...]) -> tuple[list[float], list[tuple[str, str, int]]]:
     """Losses, and kind, type and bytes of each exchange between the ranks in the second step."""
-    from crosstrain_plugins.builtin.commands.plan.follow import Recorder
+    from crosstrain_plugins.builtin.commands.plan.calls import Recorder
 
     trainer = make_trainer(project, options)
     runner, losses, recorder = trainer.runner, list[float](), Recorder()
@@ -53,7 +53,7 @@ def _train(project: str, options: tuple[str, ...]) -> tuple[list[float], list[tu
     trainer.fit()
     runner.close()
     sent = [c for c in recorder.calls if c.kind != "all_reduce" or c.sent > MESSAGE]
-    return losses, [(c.kind, c.tensor.partition(" ")[0], c.sent) for c in sent]
+    return losses, [(c.kind, c.dtype, c.sent) for c in sent]
 
 
 def _sent(workspace: Workspace, options: list[str]) -> int:

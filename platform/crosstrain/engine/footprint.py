@@ -50,7 +50,6 @@ class Layout:
     host: dict[str, int] = field(default_factory=dict)  # host memory by purpose, without optimizer state
     optimizer: Literal["device", "host", "disk"] = "device"  # place of the optimizer state
     in_flight: float = 1  # micro batches whose activations are kept at once
-    steady: bool = True  # once as many are in flight, each micro batch makes the exchanges of the one before
     bubble: float = 0.0  # part of the step in which ranks wait for each other's stages
     model: Model | None = None  # the rank's part of the model, on the meta device; None: all of it
     autocast: bool = True  # False: the rank's part computes in its own type

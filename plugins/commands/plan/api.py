@@ -12,7 +12,6 @@ from crosstrain.training.preflight import Preflight, dry_run
 from crosstrain.utils.units import read_bytes, read_number
 
 from ..report.read_run import read_runs
-from .collectives import Collectives
 from .estimate import Project
 from .fit import Alternatives
 from .plan import Budget, Plan, make_plan
@@ -24,19 +23,17 @@ def plan(
     *,
     world_size: int | None = None,
     presets: bool = True,
-    collectives: bool = False,
     **budget: str | None,
 ) -> Plan:
     """Estimate memory, arithmetic and traffic of a project on `world_size` ranks, there or not; start nothing.
 
     budget: device_memory, throughput, tokens_per_second and tokens, as on the command line ("24GiB"). `print` shows
-    the plan, and `as_json` has its numbers. With `collectives` a step of every rank is followed, and `collectives` of
-    the plan says if their calls match. Raises UserError.
+    the plan, and `as_json` has its numbers. Raises UserError.
     """
     config = load_config(project, options)
     size = world_size or Launch.detect(None, config.run.device).world_size
     check_layout(config, size, lambda n: f"{n} ranks fit" if world_size else f"--world-size {n} plans for {n} ranks")
-    return plan_of(project, options, dry_run(config, size), size, presets, collectives, **budget)
+    return plan_of(project, options, dry_run(config, size), size, presets, **budget)
 
 
 def plan_of(
@@ -45,7 +42,6 @@ def plan_of(
     ready: Preflight,
     size: int,
     presets: bool = True,
-    collectives: bool = False,
     *,
     device_memory: str | None = None,
     throughput: str | None = None,
@@ -58,10 +54,7 @@ def plan_of(
     speed = _tokens_per_second(tokens_per_second) if tokens_per_second else None
     budget = Budget(memory, flops, speed, read_number(tokens, "--tokens") if tokens else None)
     planned = Project(ready.config, ready.model, ready.sample, ready.absent)
-    made = make_plan(planned, budget, size, alternatives(project, options, planned, size, presets))
-    if collectives:
-        made.collectives = Collectives.of(planned, size)
-    return made
+    return make_plan(planned, budget, size, alternatives(project, options, planned, size, presets))
 
 
 def _tokens_per_second(given: str) -> float:

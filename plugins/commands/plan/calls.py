@@ -1,38 +1,32 @@
 """Calls of collectives, as torch's dispatcher sees them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from crosstrain.distributed.watchdog.flight_recorder import Location
 from crosstrain.engine.footprint import all_reduced, scattered
 
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier", "gather", "scatter",
           "reduce", "send", "recv")  # fmt: skip
-_UNEVEN = ("all_to_all", "gather", "scatter", "barrier")  # ranks may have different tensors
 
 
 @dataclass(frozen=True)
 class Call:
-    """A rank's call of a collective, or of a message between two ranks. Calls that can meet are equal."""
+    """A rank's call of a collective, or of a message between two ranks."""
 
     kind: str
-    group: str  # name of the process group, or of its family
     ranks: int  # in the group
-    tensor: str  # type and shape of the largest one; empty where ranks may have different ones
-    peer: int | None = None  # the rank in the group that sends, receives or broadcasts
-    sent: int = field(default=0, compare=False)  # bytes by this rank, for ring algorithms
-    location: Location = field(default=Location("", 0, ""), compare=False)
-
-    def __str__(self) -> str:
-        return f"{self.kind} of {self.tensor} ({self.location})"
+    dtype: str  # of the largest tensor
+    sent: int  # bytes by this rank, for ring algorithms
 
 
 def call_of(func: Any, args: tuple[Any, ...], out: Any) -> Call | None:
-    """The call that an operation of torch's dispatcher is, without its location; None if it is none."""
+    """The call that an operation of torch's dispatcher is; None if it is none."""
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None
     name = func._schema.name.partition("::")[2].replace("_", "")
@@ -49,8 +43,21 @@ def call_of(func: Any, args: tuple[Any, ...], out: Any) -> Call | None:
     largest = max((tensor for side in sides for tensor in side), key=Tensor.numel)
     sent = {"all_reduce": all_reduced(most, group.size()), "send": most, "recv": 0}
     return Call(
-        kind, group.group_name, group.size(),
-        "" if kind in _UNEVEN else f"{str(largest.dtype).removeprefix('torch.')} {list(largest.shape)}",
-        next((given[key] for key in ("src", "dst", "root_rank") if key in given), None),
-        sent.get(kind, scattered(most, group.size())),
-    )  # fmt: skip
+        kind, group.size(), str(largest.dtype).removeprefix("torch."), sent.get(kind, scattered(most, group.size()))
+    )
+
+
+class Recorder(TorchDispatchMode):
+    """Records the calls of this process, `calls`, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # its operations on plain tensors come here, too
+        out = func(*args, **(kwargs or {}))
+        if (call := call_of(func, args, out)) is not None:
+            self.calls.append(call)
+        return out

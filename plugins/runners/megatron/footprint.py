@@ -153,7 +153,6 @@ def _pass(out: Layout, options: Options, at: PlanContext, rank: int, hidden: int
     count, ranks, chunks = at.batch.accumulation, options.pipeline_parallel, options.pipeline_chunks
     out.bubble, in_flight = simulate(options.pipeline_schedule, ranks, chunks, count)
     out.in_flight = in_flight[rank]
-    out.steady = chunks == 1 and not options.splits_backward
     neighbours = sum(
         0 <= other < options.stages and rank_of(other, options) != rank
         for stage in stages_of(rank, options)
