@@ -92,7 +92,6 @@ def project_of(folder: Path, row: Row, ranks: int, device: str) -> Path:
 def worker(plain: dict[str, Any], result: Path) -> int:
     """Train on this rank without saving; rank 0 writes seconds of steps, peak memory, and bytes sent in the second."""
     from crosstrain_plugins.builtin.commands.plan.calls import Recorder
-    from crosstrain_plugins.builtin.commands.plan.follow import Recorder
 
     from crosstrain.config.load import Config
     from crosstrain.distributed.launch.signals import StopRequest
