@@ -43,10 +43,8 @@ def train_worker(plain: dict[str, Any], under_launcher: bool) -> int:
     runner = make_runner(config)
     runner.setup()
     stop = StopRequest(under_launcher)  # not before: a rank that waits for the others has nothing to save
-    hooks: dict[str, HookKinds] = {}
-    if under_launcher:
-        hooks["hooks_before"] = {**BEFORE_CALLBACKS, "launcher": _SaveWithoutLauncher}
-    trainer = build_trainer(config, runner, stop, **hooks)
+    launched: HookKinds = {"launcher": _SaveWithoutLauncher} if under_launcher else {}
+    trainer = build_trainer(config, runner, stop, hooks_before={**BEFORE_CALLBACKS, **launched})
     try:
         log_restart(runner.world, trainer.state.step)
         trainer.fit()
