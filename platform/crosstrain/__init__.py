@@ -73,9 +73,18 @@ if TYPE_CHECKING:  # the same names for mypy and editors
         local_forward,
     )
     from crosstrain.engine.footprint import Layout, PlanContext, Sizes
+    from crosstrain.engine.held_state import HeldState
     from crosstrain.engine.matrix_optimizer import MatrixOptimizer
     from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, check_elementwise, create_state, global_norm
-    from crosstrain.engine.runner import ContextOptions, Runner, StepResult
+    from crosstrain.engine.options import ContextOptions, ExpertOptions
+    from crosstrain.engine.runner import (
+        Capabilities,
+        Runner,
+        StepResult,
+        seed_dropout,
+        to_device,
+    )
+    from crosstrain.engine.used_parameters import UsedParameters
     from crosstrain.inference.metric import Metric
     from crosstrain.modeling.adapter import Adapter
     from crosstrain.modeling.base import Ends, LanguageModel, Merge, Model, Quantized, ReadParameter, override

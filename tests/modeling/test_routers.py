@@ -72,7 +72,7 @@ def distance(a: tuple[float, Tensor], b: tuple[float, Tensor]) -> float:
 
 
 def count(model: Model, batches: Iterable[dict[str, Tensor]]) -> None:
-    """As `Runner.count_choices` does on one rank."""
+    """As `count_choices` does on one rank."""
     assert model.routers is not None
     model.routers.counting = True
     with torch.no_grad():

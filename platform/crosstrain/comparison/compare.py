@@ -98,7 +98,7 @@ def refusal(config: Config, size: int) -> UserError | None:
     """The reason why the runner cannot train the project on so many workers."""
     try:
         ready = preflight(config, size)
-        if ready.runner.cuts_models:
+        if ready.runner.capabilities.cuts_models:
             Project(config, ready.model, ready.sample).check_layouts(ready.plan, size)
     except UserError as error:
         return error

@@ -61,7 +61,7 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
     trainer.hooks.add("probe", probe)
     record: dict[str, Any] = {}
     if job.resumed:
-        record["loaded"] = probe.against(_checkpoint(trainer, first), runner.shards())
+        record["loaded"] = probe.against(_checkpoint(trainer, first), runner.held.shards())
     batches = trainer.batches()
     if job.uneven:
         batches = map(partial(_uneven, runner), batches)
@@ -90,7 +90,7 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
                 try:
                     Saving(None, trainer).save(background=False)
                     trainer.checkpointer.wait()
-                    record["saved"] = probe.against(_checkpoint(trainer, trainer.state.step), runner.shards())
+                    record["saved"] = probe.against(_checkpoint(trainer, trainer.state.step), runner.held.shards())
                 except CheckpointError as error:  # on all ranks
                     record["saved"] = {"error": str(error)}
     record |= _facts(trainer, probe) | {"rows": rows, "steps": probe.steps}

@@ -26,7 +26,8 @@ from crosstrain.data.dataset import Dataset
 from crosstrain.data.tokenizer import TOKENIZER, vocabulary
 from crosstrain.engine.float8 import check_float8, convert
 from crosstrain.engine.optimizer import optimizer_factory
-from crosstrain.engine.runner import Runner, context_size
+from crosstrain.engine.options import context_size
+from crosstrain.engine.runner import Runner
 from crosstrain.modeling import activation_checkpointing
 from crosstrain.modeling.base import Model, no_match
 from crosstrain.modeling.context import Context
@@ -195,13 +196,13 @@ def check_held(model: Model, runner: type[Runner], config: Config) -> None:
     """Raise ConfigError for a model that the runner cannot hold, in few bits, or whose sequences it cannot share."""
     if (ranks := context_size(config.run.runner.options)) > 1:
         model.check_context(ranks)
-    if model.quantized() and not runner.takes_quantized:
+    if model.quantized() and not runner.capabilities.takes_quantized:
         adapter, name = config.adapter and config.adapter.name, config.run.runner.name
         raise ConfigError(f"model.adapter: {adapter} keeps weights in few bits, which {name} cannot; use ddp or fsdp")
     if config.run.amp.linear == "float8":
         if config.run.amp.dtype != "bf16":
             raise ConfigError(f"run.amp.linear: float8 needs dtype=bf16, not {config.run.amp.dtype}")
-        if not runner.takes_float8:
+        if not runner.capabilities.takes_float8:
             raise ConfigError(f"run.amp.linear: {config.run.runner.name} cannot train in float8; use ddp or fsdp")
         check_float8(model)
 
@@ -257,7 +258,7 @@ def build_model(
     frozen = {name for name, p in whole.items() if not p.requires_grad}
     runner.prepare(model, optimizer_factory(config, model) if for_training else None)
 
-    shards = runner.shards()
+    shards = runner.held.shards()
     parameters = [s for s in shards if s.kind == "param"]
     kinds = set[str]().union(*runner.world.all_gather({s.kind for s in shards}))  # a rank may hold nothing that trains
     reader = Reader.open(checkpoint, weights) if checkpoint is not None else None

@@ -12,7 +12,7 @@ from torch import Tensor
 from crosstrain.config.registry import registry
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import evaluation_batches
-from crosstrain.engine.runner import Runner
+from crosstrain.engine.runner import Runner, recorded_means, to_device
 from crosstrain.inference.metric import Metric
 from crosstrain.modeling.base import Sums, add_sums
 from crosstrain.utils.program import blamed
@@ -74,7 +74,7 @@ def evaluate_loss(
             for micro, counts in batches:
                 if metrics:
                     given = {key: value for key, value in micro.data.items() if key != "labels"}
-                    outputs, batch = runner.evaluate(given).float(), runner.to_device(micro.data)
+                    outputs, batch = runner.evaluate(given).float(), to_device(micro.data, runner.device)
                     shapes = ", ".join(f"{name} {[*t.shape]}" for name, t in {"outputs": outputs, **batch}.items())
                     sums = []
                     for metric in metrics:
@@ -91,7 +91,7 @@ def evaluate_loss(
         model.head.hits = None
     flat = [number for score in scores for number in score.tolist()]
     total, targets, *flat = runner.dp.all_reduce_sum(total, targets, *flat)
-    more, rest = dict.fromkeys(hits, math.nan) | runner.means(recorded), iter(flat)
+    more, rest = dict.fromkeys(hits, math.nan) | recorded_means(recorded, runner.world), iter(flat)
     for metric, score in zip(metrics, scores, strict=True):
         with blamed(f"run.metrics: {type(metric).__name__} failed in values"):
             more = disjoint(more, metric.values(list(islice(rest, len(score)))))

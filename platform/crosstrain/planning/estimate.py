@@ -19,8 +19,8 @@ from crosstrain.engine.build import batch_plan, check_held
 from crosstrain.engine.footprint import Layout, PlanContext, Sizes
 from crosstrain.engine.matrix_optimizer import MatrixOptimizer
 from crosstrain.engine.optimizer import create_state, optimizer_factory
+from crosstrain.engine.options import context_size
 from crosstrain.engine.precision import DTYPES
-from crosstrain.engine.runner import context_size
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.context import Context

@@ -70,6 +70,18 @@ class Recorder(TorchDispatchMode):
             runner.optimizer_step()
 
 
+class _Announced(dict[str, Any]):
+    """A batch that calls `begun` when it is moved to the device, where its forward begins."""
+
+    def __init__(self, batch: Batch, begun: Callable[[], None]) -> None:
+        super().__init__(batch)
+        self._begun = begun
+
+    def items(self) -> Any:
+        self._begun()
+        return super().items()
+
+
 class _Follower(Recorder):
     """Records the calls of a rank whose tensors have no values; where it reads one, numbers are 1 and flags 0."""
 
@@ -148,13 +160,6 @@ def _follow(project: Project, world_size: int, rank: int, batch: BatchPlan, coun
         stack.enter_context(symbolic_ranks(world))
         runner = make_runner(config)
         runner.setup()
-        to_device = runner.to_device
-
-        def begin(data: Batch) -> Batch:
-            begins.append(len(calls.calls))
-            return to_device(data)
-
-        stack.enter_context(patch.object(runner, "to_device", begin))
         for name in ("all_gather", "all_reduce_sum", "broadcast"):  # of Python values, which are there
             stack.enter_context(patch.object(Group, name, unset_fake_temporarily()(getattr(Group, name))))
         stack.enter_context(patch.object(DeviceMesh, "__init__", unset_fake_temporarily()(DeviceMesh.__init__)))
@@ -164,7 +169,7 @@ def _follow(project: Project, world_size: int, rank: int, batch: BatchPlan, coun
         stack.enter_context(patch.object(torch, "get_rng_state", lambda: state))
         stack.enter_context(patch.object(torch, "set_rng_state", lambda _: None))
         inputs = {k: torch.zeros(v.shape, dtype=v.dtype) for k, v in project.batch_of(batch.micro_batch).items()}
-        calls.step(config, runner, lambda: model, inputs, count)
+        calls.step(config, runner, lambda: model, _Announced(inputs, lambda: begins.append(len(calls.calls))), count)
     made = [replace(call, group=world.family_of[call.group]) for call in calls.calls]
     if count < batch.accumulation:
         if len(begins) != count or (again := made[begins[-2] : begins[-1]]) != made[begins[-3] : begins[-2]]:

@@ -54,7 +54,7 @@ class Callback:
         """The micro batches of this rank are loaded and the learning rate is set; no forward has begun."""
 
     def after_backward(self, batch: Step, loss: float) -> str | None:
-        """`trainer.runner.gradients()` are complete, neither clipped nor checked.
+        """`trainer.runner.held.gradients()` are complete, neither clipped nor checked.
 
         Return a reason, the same on every rank, to throw the gradients away; None to apply them.
         """

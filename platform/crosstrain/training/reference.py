@@ -41,7 +41,7 @@ def add_reference(
     if values is None and earlier is not None:
         raise TrainingError(f"{earlier}: the reference that the run began with is not there; start it anew")
     if values is None:
-        hashes = fingerprints((s for s in runner.shards() if s.kind == "param"), world)
+        hashes = fingerprints((s for s in runner.held.shards() if s.kind == "param"), world)
         state = dataset.digest, weights, sorted((name, held.hash) for name, held in hashes.items())
         cached = cache_folder("reference") / hashlib.sha256(repr(state).encode()).hexdigest()[:32]
         with suppress(TrainingError):  # damaged: it is measured again

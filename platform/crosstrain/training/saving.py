@@ -47,7 +47,7 @@ class Saving(Callback):
         document = self._document()
         log.info("saving %s/checkpoints/step_%06d", trainer.folder.address, trainer.state.step)
         with trainer.throughput.paused():
-            shards = [s for s in trainer.runner.shards() if s.name not in trainer.frozen]
+            shards = [s for s in trainer.runner.held.shards() if s.name not in trainer.frozen]
             trainer.checkpointer.save(
                 trainer.state.step, shards + trainer.hooks.shards(), document, frozen=trainer.frozen,
                 pointers=pointers, keep=set().union(*trainer.hooks.call("keep")), background=background,

@@ -7,6 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from crosstrain.engine.runner import recorded_means
 from crosstrain.monitor.hardware import gpu_utilisation
 from crosstrain.monitor.metrics import StepMetrics
 from crosstrain.monitor.stragglers import StragglerDetector
@@ -68,7 +69,7 @@ class StepLog(Callback):
         runner = trainer.runner
         waited, metrics.notes = self._stragglers.check(metrics.step, clock.steps, clock.seconds, clock.waited)
         metrics.gpu_utilisation = gpu_utilisation(runner.device)
-        metrics.recorded = disjoint(runner.means(runner.model.take_recorded()), trainer.hooks.scalars())
+        metrics.recorded = disjoint(recorded_means(runner.model.take_recorded(), runner.world), trainer.hooks.scalars())
         if waited > 0:
             metrics.loader_samples_per_second = trainer.plan.global_batch * clock.steps / waited
         for line in log_lines(metrics, trainer.max_iters, runner.model.targets):

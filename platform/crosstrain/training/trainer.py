@@ -18,7 +18,7 @@ from crosstrain.config.schema import to_plain
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import Step, training_steps
 from crosstrain.distributed.launch.signals import StopRequest
-from crosstrain.engine.runner import Runner, StepResult
+from crosstrain.engine.runner import Runner, StepResult, count_choices
 from crosstrain.monitor.metrics import Row, StepMetrics
 from crosstrain.monitor.throughput import Throughput
 from crosstrain.training.bad_steps import RollBack
@@ -104,7 +104,7 @@ class Trainer:
         runner.set_learning_rate(rate)
         self.hooks.call("before_step", batch)
         scale = runner.precision.scaler.scale
-        runner.count_choices(batch)
+        count_choices(runner, batch)
         loss = runner.forward_backward(batch, max(targets, 1))
         problems = self.hooks.call("after_backward", batch, loss)
         with timers("optimizer"):

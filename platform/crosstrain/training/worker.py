@@ -186,7 +186,7 @@ def _make_checkpointer(
 
     retention = Retention(config.run.keep_last, config.run.keep_every)
     checkpointer = Checkpointer(
-        folder.checkpoints, runner.new_group(), retention, write_assets, folder.run_id, write_parts
+        folder.checkpoints, runner.world.twin(), retention, write_assets, folder.run_id, write_parts
     )
     if saved_step is not None and runner.world.rank == 0:
         checkpointer.damaged = {step for step in folders.steps(folder.checkpoints) if step > saved_step}

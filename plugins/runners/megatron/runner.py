@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -11,9 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from crosstrain import (
     Batch,
+    Capabilities,
     ConfigError,
     ExpertParallel,
     Group,
+    HeldState,
     Layout,
     MakeOptimizer,
     MicroBatch,
@@ -29,6 +32,8 @@ from crosstrain import (
     materialize,
     parameters_on_meta,
     registry,
+    seed_dropout,
+    to_device,
     without_padding,
 )
 from crosstrain.modeling.context import Context
@@ -67,10 +72,9 @@ class MegatronRunner(Runner):
 
     Options = Options
 
-    needs_process_group = True
-    takes_quantized = False
-    takes_float8 = False
-    cuts_models = True
+    capabilities: ClassVar = Capabilities(
+        needs_process_group=True, takes_quantized=False, takes_float8=False, cuts_models=True
+    )
     pipeline: Pipeline | None = None
     tensor: TensorParallel | None = None
 
@@ -109,7 +113,8 @@ class MegatronRunner(Runner):
     def setup(self) -> None:
         options: Options = self.options
         super().setup()
-        self.mesh = init_device_mesh(self.device.type, self._shape(), mesh_dim_names=("pipeline", "data", "tensor"))
+        shape = options.mesh_shape(self.world.size)
+        self.mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("pipeline", "data", "tensor"))
         if (ranks := options.expert_parallel) > 1:
             sizes = self.mesh["data"].size() // ranks, ranks
             self.expert_mesh = self.mesh._unflatten("data", sizes, ("expert_data", "expert"))
@@ -124,14 +129,6 @@ class MegatronRunner(Runner):
         if options.pipeline_parallel > 1:
             ends = [[int(column[0]), int(column[-1])] for column in self.mesh.mesh.flatten(1).T]
             self.tied_group, _ = dist.new_subgroups_by_enumeration(ends)
-
-    def _shape(self) -> tuple[int, int, int]:
-        options, size = self.options, self.world.size
-        copies = options.copies(size) * options.context_parallel
-        return options.pipeline_parallel, copies, options.tensor_parallel
-
-    def replicas(self) -> list[list[int]]:
-        return torch.arange(self.world.size).view(self._shape()).mT.flatten(0, 1).tolist()
 
     # ---- building
 
@@ -185,7 +182,7 @@ class MegatronRunner(Runner):
             strategy.watch([share for share in self.shares.values() if share.strategy is strategy])
         if make_optimizer is not None and (cuts or experts or type(self.data_parallel) is not DDPStrategy):
             check_elementwise(make_optimizer)
-        self.build_optimizer(make_optimizer)
+        self.optimizer = self.held.optimizer(make_optimizer)
 
     def _on_split_sequences(self, model: Model, cuts: dict[str, ShardSpec]) -> set[str]:
         """Names of the parameters that are applied to a part of the sequence on each rank."""
@@ -242,17 +239,6 @@ class MegatronRunner(Runner):
                     last = model.get_submodule(closing[-1])
                 last.register_forward_hook(split.set_aside)
 
-    def copies_group(self) -> Group:
-        if self.stages.size == 1:
-            return self.world
-        return Group(dist.new_subgroups(self.world.size // self.stages.size)[0])  # a stage's ranks are consecutive
-
-    def owned_parameters(self) -> NamedParameters:
-        owned = [(share.name, share.owned) for share in self.shares.values() if share.owned.numel()]
-        if not any(parameter.requires_grad for _, parameter in owned):  # a frozen stage; optimizers want something
-            owned.append(("nothing", nn.Parameter(torch.empty(0, device=self.device))))
-        return owned
-
     # ---- training
 
     def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
@@ -272,8 +258,8 @@ class MegatronRunner(Runner):
 
     def _through_pipeline(self, pipeline: Pipeline, micro_batches: list[MicroBatch], num_targets: int) -> float:
         def batch(number: int) -> Batch:
-            self.seed_for(micro_batches[number])
-            return self.to_device(micro_batches[number].data)
+            seed_dropout(self, micro_batches[number])
+            return to_device(micro_batches[number].data, self.device)
 
         part = self.tensor.size if self.tensor is not None and self.tensor.splits_sequence else 1
         for stage in pipeline.stages:
@@ -335,30 +321,53 @@ class MegatronRunner(Runner):
         if self.pipeline is None:
             return super().evaluate(batch)
         assert self.model.vocab_size is not None
-        return self.pipeline.evaluate(self.to_device(batch))
+        return self.pipeline.evaluate(to_device(batch, self.device))
 
     # ---- what this rank holds
 
-    def full_shape(self, parameter: nn.Parameter) -> torch.Size:
-        share = self.shares.get(parameter) or self.by_owned.get(parameter)
-        return share.shape if share else parameter.shape  # of a frozen stage's nothing
-
-    def held(self, parameter: nn.Parameter) -> Tensor:
-        share = self.shares[parameter]
-        if isinstance(self.data_parallel, FSDPStrategy):
-            return local(parameter.detach())
-        return share.owned.detach()
-
-    def held_state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        return self.optimizer.state.get(self.shares[parameter].owned, {}) if self.optimizer else {}
-
-    def held_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        return self.shares[parameter].owned.grad
-
-    def pieces(self, parameter: nn.Parameter, held: Tensor, shape: torch.Size) -> list[Piece]:
-        return without_padding(self.shares[parameter].pieces(held), tuple(shape))
+    @cached_property
+    def held(self) -> HeldState:
+        return _SharesState(self)
 
     def loaded(self) -> None:
         with torch.no_grad():
             for strategy in self.strategies:
                 strategy.sync_params()
+
+
+class _SharesState(HeldState):
+    """The shares that a rank updates: parts of parameters, by the runner's layout."""
+
+    runner: MegatronRunner
+
+    def full_shape(self, parameter: nn.Parameter) -> torch.Size:
+        share = self.runner.shares.get(parameter) or self.runner.by_owned.get(parameter)
+        return share.shape if share else parameter.shape  # of a frozen stage's nothing
+
+    def weight(self, parameter: nn.Parameter) -> Tensor:
+        share = self.runner.shares[parameter]
+        if isinstance(self.runner.data_parallel, FSDPStrategy):
+            return local(parameter.detach())
+        return share.owned.detach()
+
+    def state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        optimizer = self.runner.optimizer
+        return optimizer.state.get(self.runner.shares[parameter].owned, {}) if optimizer else {}
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        return self.runner.shares[parameter].owned.grad
+
+    def pieces(self, parameter: nn.Parameter, held: Tensor, shape: torch.Size) -> list[Piece]:
+        return without_padding(self.runner.shares[parameter].pieces(held), tuple(shape))
+
+    def copies(self) -> Group:
+        stages, world = self.runner.stages.size, self.runner.world
+        if stages == 1:
+            return world
+        return Group(dist.new_subgroups(world.size // stages)[0])  # a stage's ranks are consecutive
+
+    def trained(self) -> NamedParameters:
+        owned = [(share.name, share.owned) for share in self.runner.shares.values() if share.owned.numel()]
+        if not any(parameter.requires_grad for _, parameter in owned):  # a frozen stage; optimizers want something
+            owned.append(("nothing", nn.Parameter(torch.empty(0, device=self.runner.device))))
+        return owned
