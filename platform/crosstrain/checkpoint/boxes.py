@@ -23,6 +23,17 @@ CALLBACK = "callback:"  # begins the kinds of tensors that callbacks keep
 RUNNER = "runner:"  # begins the kinds that a runner keeps for itself; `runner:3:` those of rank 3 only
 
 
+def own_kind(rank: int, kind: str) -> str:
+    """The kind of a tensor that every rank has an own copy of."""
+    return f"{RUNNER}{rank}:{kind}"
+
+
+def shared_kind(kind: str) -> str:
+    """The kind of a tensor without the number of the rank whose own copy it is, if it is one."""
+    prefix, _, name = kind.removeprefix(RUNNER).partition(":")
+    return name if kind.startswith(RUNNER) and prefix.isdecimal() else kind
+
+
 @dataclass(frozen=True, slots=True)
 class Box:
     """An axis-aligned block of a logical tensor: `offset[d] <= index[d] < offset[d] + shape[d]`."""

@@ -133,7 +133,7 @@ def _facts(trainer: Trainer, probe: Probe) -> dict[str, Any]:
     return {
         "names": [*names], "tied": _tied(runner), "world_size": runner.world.size,
         "dp_size": runner.dp.size, "context_size": runner.context.size, "accumulation": trainer.plan.accumulation,
-        "clip": trainer.run.grad_norm_clip,
+        "clip": trainer.run.grad_norm_clip, "exact": runner.capabilities.exact,
         "schedule": [trainer.schedule(step) for step in range(1, 1 + min(trainer.max_iters, 256))],
     }  # fmt: skip
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from crosstrain.checkpoint.boxes import CALLBACK
+from crosstrain.checkpoint.boxes import CALLBACK, RUNNER, Shard, shared_kind
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.manifest import FrozenParameter
 from crosstrain.checkpoint.weights import (
@@ -24,6 +25,7 @@ from crosstrain.config.registry import registry
 from crosstrain.config.schema import Component, OptionError
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.tokenizer import TOKENIZER, vocabulary
+from crosstrain.distributed.group import Group
 from crosstrain.engine.float8 import check_float8, convert
 from crosstrain.engine.optimizer import optimizer_factory
 from crosstrain.engine.options import context_size
@@ -110,7 +112,18 @@ def batch_plan(config: Config, world_size: int) -> BatchPlan:
     """
     runner = registry.get("runner", config.run.runner.name)
     runner.check(config.run.runner.options, config.run)
+    if not runner.capabilities.exact:
+        _check_apart(config)
     return BatchPlan.of(config.run, runner.data_parallel_size(config.run.runner.options, world_size))
+
+
+def _check_apart(config: Config) -> None:
+    """Raise ConfigError for settings that need all ranks in each step, where ranks make steps apart."""
+    name, run = config.run.runner.name, config.run
+    if run.amp.dtype == "fp16":
+        raise ConfigError(f"run.amp: fp16 has one loss scale for all ranks, which {name} does not keep; use bf16")
+    if run.on_bad_step.policy != "stop":
+        raise ConfigError(f"run.on_bad_step: under {name} a bad step is one rank's only; use stop")
 
 
 def make_schedule(config: Config, max_iters: int) -> Callable[[int], float]:
@@ -193,12 +206,14 @@ def check_tokenizer(folder: Path | None, dataset: Dataset) -> None:
 
 
 def check_held(model: Model, runner: type[Runner], config: Config) -> None:
-    """Raise ConfigError for a model that the runner cannot hold, in few bits, or whose sequences it cannot share."""
+    """Raise ConfigError for a model that the runner cannot hold, if quantized, or cannot train as it is defined."""
     if (ranks := context_size(config.run.runner.options)) > 1:
         model.check_context(ranks)
     if model.quantized() and not runner.capabilities.takes_quantized:
         adapter, name = config.adapter and config.adapter.name, config.run.runner.name
         raise ConfigError(f"model.adapter: {adapter} keeps weights in few bits, which {name} cannot; use ddp or fsdp")
+    if not runner.capabilities.exact and any(r.counts_first or r.bias_rate for r in model.all_routers()):
+        raise ConfigError("model.router_loss: routers need all ranks' choices in each step; set router_loss=sequence")
     if config.run.amp.linear == "float8":
         if config.run.amp.dtype != "bf16":
             raise ConfigError(f"run.amp.linear: float8 needs dtype=bf16, not {config.run.amp.dtype}")
@@ -260,14 +275,10 @@ def build_model(
 
     shards = runner.held.shards()
     parameters = [s for s in shards if s.kind == "param"]
-    kinds = set[str]().union(*runner.world.all_gather({s.kind for s in shards}))  # a rank may hold nothing that trains
     reader = Reader.open(checkpoint, weights) if checkpoint is not None else None
     pretrained = PretrainedWeights.of(model)
     if reader is not None:
-        keep = for_training and moments
-        if keep:
-            _check_optimizer(reader, kinds, config)
-        wanted = shards if keep else parameters
+        wanted = _stored_shards(reader, shards, runner.world, config) if for_training and moments else parameters
         reader.stage([s for s in wanted if (s.kind, s.name) in reader.tensors], runner.world)
         borrowed = load_shards(reader, wanted, pretrained, names)
     else:
@@ -285,16 +296,36 @@ def build_model(
     return {name: recorded for name, recorded in hashes.items() if name in frozen}
 
 
-def _check_optimizer(reader: Reader, kinds: set[str], config: Config) -> None:
-    """Raise CheckpointError unless the checkpoint holds exactly the kinds of state that the optimizer keeps."""
-    there = {kind for kind in reader.kinds() if not kind.startswith(CALLBACK)} - {"param"}
-    here = kinds - {"param"}
+def _stored_shards(reader: Reader, shards: list[Shard], world: Group, config: Config) -> list[Shard]:
+    """The shards under the kinds that the checkpoint has: a rank's own copies may begin with those of all ranks.
+
+    What a runner keeps for itself may be absent, and what a different runner has kept is left behind. Raises
+    CheckpointError unless the checkpoint holds exactly the kinds of state that the optimizer keeps. Collective.
+    """
+    found = reader.kinds()
+    kinds = set[str]().union(*world.all_gather({s.kind for s in shards}))  # a rank may hold nothing that trains
+    there, here = (_optimizer_kinds(of) for of in (found, kinds))
     if there != here:
         raise CheckpointError(
             f"{reader.folder}: holds {_list(there)} of an optimizer, and {config.run.optimizer.name} keeps "
             f"{_list(here)}; resume with the optimizer that was used, or start its state anew with "
             f"run.resume_optimizer=false"
         )
+    if lacking := sorted(kind for kind in kinds if shared_kind(kind) in here and not {kind, shared_kind(kind)} & found):
+        raise CheckpointError(
+            f"{reader.folder}: has each rank's own copies of the optimizer's state, without {lacking[0]}; resume under "
+            f"the same runner on as many ranks, or start the state anew with run.resume_optimizer=false"
+        )
+    if left := {kind for kind in found if kind.startswith(RUNNER)} - kinds:
+        log.info("left behind in %s: %s", reader.folder, _list(left))
+    stored = [replace(s, kind=s.kind if s.kind in found else shared_kind(s.kind)) for s in shards]
+    return [s for s in stored if s.kind in found]
+
+
+def _optimizer_kinds(kinds: set[str]) -> set[str]:
+    """The kinds of state that an optimizer keeps, among those of a checkpoint or a runner."""
+    shared = {shared_kind(kind) for kind in kinds if not kind.startswith(CALLBACK)}
+    return {kind for kind in shared if not kind.startswith(RUNNER)} - {"param"}
 
 
 def _list(kinds: set[str]) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from crosstrain.checkpoint.boxes import RUNNER, Piece, Shard, dtensor_pieces, whole_pieces
+from crosstrain.checkpoint.boxes import RUNNER, Piece, Shard, dtensor_pieces, own_kind, whole_pieces
 from crosstrain.distributed.group import Group
 from crosstrain.engine.matrix_optimizer import UPDATE, MatrixOptimizer
 from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, create_state
@@ -73,7 +73,7 @@ class HeldState:
         """Name of a kind of state in checkpoints: with the rank's number unless ranks have equal copies."""
         if self.equal is None or kind in self.equal or kind == UPDATE:
             return kind
-        return f"{RUNNER}{self.runner.world.rank}:{kind.removeprefix(RUNNER)}"
+        return own_kind(self.runner.world.rank, kind)
 
     def gradients(self) -> list[Shard]:
         """This rank's part of the gradients, times `gradient_scale`; valid after `forward_backward`."""
@@ -107,17 +107,19 @@ class HeldState:
 
     # ---- the optimizer of what is held
 
-    def optimizer(self, make_optimizer: MakeOptimizer | None) -> torch.optim.Optimizer | None:
-        """The optimizer over the model's parameters as they are now, with its state allocated; None for None."""
+    def build_optimizer(self, make_optimizer: MakeOptimizer | None) -> None:
+        """Give the runner its optimizer over the parameters as they are now, with its state allocated; None for None.
+
+        For `Runner.prepare`.
+        """
         if make_optimizer is None:
-            return None
-        optimizer = self.bound(make_optimizer(self.trained(), self.full_shape))
+            return
+        self.runner.optimizer = self.bound(make_optimizer(self.trained(), self.full_shape))
         try:
-            create_state(optimizer)
+            create_state(self.runner.optimizer)
         except RuntimeError as error:  # an operation that the parameters' kind of tensor does not have
             name, reason = self.runner.run.optimizer.name, first_line(error)
             raise ConfigError(f"run.optimizer: {name} fails under this runner: {reason}") from error
-        return optimizer
 
     def bound(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer, told where the parts of whole matrices are if it needs them. Collective."""

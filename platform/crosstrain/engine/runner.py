@@ -149,21 +149,24 @@ class Runner:
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
         """Shard or wrap the model, then build the optimizer over what is left. No optimizer: evaluation only."""
         self.model = self.module = model
-        self.optimizer = self.held.optimizer(make_optimizer)
+        self.held.build_optimizer(make_optimizer)
 
     def loaded(self) -> None:
         """Refresh whatever is derived from the boxes of `held`; called after they were filled."""
 
     # ---- training
 
-    def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
+    def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int | None) -> float:
         """Gradients of one optimizer step; returns the step's loss, the same on every rank.
 
         The loss is the sum over the target tokens of all micro batches and ranks, divided by their number
         `num_targets`. The weight of a micro batch does not depend on the number of ranks, so that what overflows in
-        fp16 does not either.
+        fp16 does not either. In a step without collectives (`meets`) `num_targets` is None: the rank takes its own
+        targets for every rank's, and returns its own loss.
         """
-        weight = self.precision.scaler.scale / num_targets
+        own = sum(micro_batch.num_targets for micro_batch in micro_batches) * self.dp.size
+        targets = max(own, 1) if num_targets is None else num_targets
+        weight = self.precision.scaler.scale / targets
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         self.micro_losses = []
         for i, micro_batch in enumerate(micro_batches):
@@ -174,8 +177,10 @@ class Runner:
                 self.backward(loss * weight)
             self.micro_losses.append(loss.detach())
             total += self.micro_losses[-1]
+        if num_targets is None:
+            return total.item() * self.dp.size / targets
         with self.timers("allreduce"):
-            return self.dp.all_reduce_sum(total.item())[0] / num_targets
+            return self.dp.all_reduce_sum(total.item())[0] / targets
 
     @property
     def gradient_scale(self) -> float:
@@ -236,12 +241,13 @@ class Runner:
     def meets(self, step: int) -> bool:
         """False if the ranks make this step, a number from 1 on, without any collective; the same on every rank.
 
-        Then each rank divides by its own targets, and its loss, norm and update are its own.
+        Then the loss, the norm and the update of each rank are its own, and its copies of parameters and optimizer
+        state differ from other ranks' until `synchronize`. Only for runners that are not `exact`.
         """
         return True
 
     def synchronize(self) -> None:
-        """Make the parameters on all ranks equal; called before a save, a validation and the end. Collective."""
+        """Make the kinds of tensors in `held.equal` the same on all ranks, before a save, a validation and the end."""
 
     # ---- evaluation
 

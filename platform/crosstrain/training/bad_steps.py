@@ -149,7 +149,7 @@ class BadSteps(Callback):
             micro_batch.numbers: float(loss) / max(micro_batch.num_targets, 1)
             for micro_batch, loss in zip(micro_batches, self.runner.micro_losses, strict=False)
         }
-        found = {numbers: loss for held in self.runner.world.all_gather(mine) for numbers, loss in held.items()}
+        found = {numbers: loss for held in self.trainer.ranks.all_gather(mine) for numbers, loss in held.items()}
         wrong = sorted(numbers for numbers, loss in found.items() if not math.isfinite(loss))
         if not wrong:
             return sorted(found.items(), key=lambda suspect: (-suspect[1], suspect[0]))

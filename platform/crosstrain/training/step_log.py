@@ -66,10 +66,10 @@ class StepLog(Callback):
     def _log(self, metrics: StepMetrics) -> None:
         """Log a step, and after the first one the memory in use; a new interval begins. Collective."""
         trainer, clock = self.trainer, self.trainer.throughput
-        runner = trainer.runner
-        waited, metrics.notes = self._stragglers.check(metrics.step, clock.steps, clock.seconds, clock.waited)
+        runner, ranks = trainer.runner, trainer.ranks
+        waited, metrics.notes = self._stragglers.check(ranks, metrics.step, clock.steps, clock.seconds, clock.waited)
         metrics.gpu_utilisation = gpu_utilisation(runner.device)
-        metrics.recorded = disjoint(recorded_means(runner.model.take_recorded(), runner.world), trainer.hooks.scalars())
+        metrics.recorded = disjoint(recorded_means(runner.model.take_recorded(), ranks), trainer.hooks.scalars())
         if waited > 0:
             metrics.loader_samples_per_second = trainer.plan.global_batch * clock.steps / waited
         for line in log_lines(metrics, trainer.max_iters, runner.model.targets):

@@ -17,6 +17,7 @@ from crosstrain.config.run_options import Every
 from crosstrain.config.schema import to_plain
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import Step, training_steps
+from crosstrain.distributed.group import Group
 from crosstrain.distributed.launch.signals import StopRequest
 from crosstrain.engine.runner import Runner, StepResult, count_choices
 from crosstrain.monitor.metrics import Row, StepMetrics
@@ -55,6 +56,7 @@ class Trainer:
     hooks_after: InitVar[HookKinds] = AFTER_CALLBACKS  # and behind them
 
     stopped: bool = field(default=False, init=False)  # a signal ended the run early, the same on every rank
+    ranks: Group = field(default_factory=Group, init=False)  # that meet in the present step: all, or only this one
     row: Row = field(default_factory=dict, init=False)  # numbers of the present step for trackers; hooks fill it
     pointers: set[str] = field(default_factory=set, init=False)  # files that will name the next checkpoint
     folder_number: int = field(default=0, init=False)  # changes where the run's folder is made again or moved
@@ -78,6 +80,7 @@ class Trainer:
                         break
                 except RollBack as bad:
                     batches = self._go_back(bad)
+            self.runner.synchronize()
             self.hooks.call("before_end")
             self.hooks.call("on_end")
             if lost := self.runner.world.broadcast(self.folder.lost):
@@ -92,12 +95,14 @@ class Trainer:
     def train_step(self, batches: Iterator[Step]) -> StepMetrics | None:
         """Attempt one step; returns its numbers, or None, and does nothing, if any rank was asked to stop."""
         state, runner, timers = self.state, self.runner, self.runner.timers
+        meets = runner.meets(state.step + 1)
+        self.ranks = runner.world if meets else Group()
         self.hooks.call("before_batch")
         timers.reset(synchronize=self.logs(state.step + 1))
         with timers("batch generator"):
             with timers("data loader"):
                 batch = next(batches)
-            targets, tokens, stop = self._agree(batch)
+            targets, tokens, stop = self._agree(batch, meets)
         if stop:
             return None
         rate = self.schedule(state.applied_steps + 1)
@@ -105,16 +110,16 @@ class Trainer:
         self.hooks.call("before_step", batch)
         scale = runner.precision.scaler.scale
         count_choices(runner, batch)
-        loss = runner.forward_backward(batch, max(targets, 1))
+        loss = runner.forward_backward(batch, max(targets, 1) if meets else None)
         problems = self.hooks.call("after_backward", batch, loss)
         with timers("optimizer"):
             result = runner.optimizer_step(apply=not any(problems))
             for routers in runner.model.all_routers():
-                routers.end_step(runner.world.process_group, result.applied)
+                routers.end_step(self.ranks.process_group, result.applied)
 
         state.step += 1
         self._samples_before, state.samples = state.samples, batch.numbers[-1] + 1
-        state.applied_steps += result.applied
+        state.applied_steps += result.applied or not meets  # a clock that all ranks read alike
         metrics = self._metrics(loss, rate, scale, result)
         counted = tokens if runner.model.predicts_tokens else len(batch.numbers)
         self.throughput.measure(metrics, counted, self.dataset.sequence_length)
@@ -183,13 +188,18 @@ class Trainer:
         assert self.run.curriculum is not None
         return self.run.curriculum.length(step, self.run.curriculum.check(self.dataset.sequence_length))
 
-    def _agree(self, batch: Step) -> tuple[int, int, bool]:
-        """Targets and target tokens of the step, before the first backward, and whether any rank was asked to stop."""
+    def _agree(self, batch: Step, meets: bool) -> tuple[int, int, bool]:
+        """Targets and target tokens of the step, before the first backward, and whether any rank was asked to stop.
+
+        In a step that ranks make apart, this rank's numbers stand for every rank's, and nobody stops.
+        """
         world, dp = self.runner.world, self.runner.dp
         mine = sum(micro_batch.num_targets for micro_batch in batch)
         tokens = sum(self.runner.model.num_tokens(micro_batch.data) for micro_batch in batch)
         # In one exchange, because at each the ranks wait for the slowest. Ranks beyond `dp` see the same samples again.
         asked = bool(self.stop or self._end_reason) or self.folder.lost is not None
+        if not meets:
+            return mine * dp.size, tokens * dp.size, False
         *sums, stops = world.all_reduce_sum(mine, tokens, asked)
         targets, tokens = (int(total) // (world.size // dp.size) for total in sums)
         return targets, tokens, stops > 0

@@ -182,7 +182,7 @@ class MegatronRunner(Runner):
             strategy.watch([share for share in self.shares.values() if share.strategy is strategy])
         if make_optimizer is not None and (cuts or experts or type(self.data_parallel) is not DDPStrategy):
             check_elementwise(make_optimizer)
-        self.optimizer = self.held.optimizer(make_optimizer)
+        self.held.build_optimizer(make_optimizer)
 
     def _on_split_sequences(self, model: Model, cuts: dict[str, ShardSpec]) -> set[str]:
         """Names of the parameters that are applied to a part of the sequence on each rank."""
