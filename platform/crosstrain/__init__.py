@@ -50,7 +50,6 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     from crosstrain.corpus.filter import Dropped, Filter
     from crosstrain.corpus.reader import Chunk, Document, FileReader, Reader, Task
     from crosstrain.data.dataset import SPLITS, Dataset, ReadContext, Split, of_split
-    from crosstrain.data.loader import MicroBatch, Step
     from crosstrain.data.sample_view import SampleView
     from crosstrain.data.vision.conversations import IMAGE, Conversation, Message, SampleError, Style
     from crosstrain.data.vision.image import open_image, open_image_file
@@ -102,7 +101,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     from crosstrain.utils.rng import derive_seed, generator
     from crosstrain.utils.timers import Timers
     from crosstrain.utils.trust import check_command, check_source
-    from crosstrain.utils.types import IGNORE_INDEX, Batch, Sample
+    from crosstrain.utils.types import IGNORE_INDEX, Batch, MicroBatch, Sample, Step
 
 __version__ = "0.1.0"
 

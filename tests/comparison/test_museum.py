@@ -20,10 +20,10 @@ import pytest
 
 from conftest import ROOT
 from crosstrain import Callback
-from crosstrain.data.loader import Step
 from crosstrain.training.saving import Saving
 from crosstrain.training.validation import Validation
 from crosstrain.utils.errors import CheckpointError
+from crosstrain.utils.types import Step
 from fixtures_ranks import make_trainer, run_ranks
 
 MUSEUM = ROOT / "benchmarks" / "museum"

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from crosstrain.config.load import Config, load_config
-from crosstrain.data.loader import MicroBatch
 from crosstrain.engine.build import build_model, make_runner
+from crosstrain.utils.types import MicroBatch
 from fixtures_families import tiny
 from fixtures_ranks import run_ranks
 

@@ -20,11 +20,10 @@ from crosstrain.checkpoint.folders import step_folder
 from crosstrain.comparison.activations import Activations
 from crosstrain.comparison.routing import Routing
 from crosstrain.comparison.tolerance import Record
-from crosstrain.data.loader import MicroBatch, Step
 from crosstrain.engine.matrix_optimizer import MatrixOptimizer
 from crosstrain.training.callback import Callback
 from crosstrain.training.trainer import Trainer
-from crosstrain.utils.types import Batch
+from crosstrain.utils.types import Batch, MicroBatch, Step
 
 Products = list[float]  # scalar products of a few vectors with each other: [aa, ab, ac, bb, bc, cc] of a, b and c
 Held = dict[tuple[str, Box], tuple[float, Products]]  # a rank's boxes: square of the data, products

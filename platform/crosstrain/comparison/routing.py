@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crosstrain.data.loader import MicroBatch
 from crosstrain.engine.runner import Runner, recorded_means
 from crosstrain.modeling.routers import Choices
+from crosstrain.utils.types import MicroBatch
 
 Near = dict[str, Any]  # "layer sample token" -> [margin, choices]: sample is a micro batch's first, token a place in it
 

@@ -18,7 +18,6 @@ from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.folders import step_folder
 from crosstrain.comparison.probe import Probe, digests
 from crosstrain.config.load import Config
-from crosstrain.data.loader import MicroBatch, Step
 from crosstrain.distributed.launch.signals import StopRequest
 from crosstrain.engine.build import make_runner
 from crosstrain.engine.runner import Runner
@@ -29,7 +28,7 @@ from crosstrain.training.saving import Saving
 from crosstrain.training.trainer import Trainer
 from crosstrain.training.worker import build_trainer
 from crosstrain.utils.errors import CheckpointError
-from crosstrain.utils.types import IGNORE_INDEX
+from crosstrain.utils.types import IGNORE_INDEX, MicroBatch, Step
 
 Role = Literal["reference", "noise", "contestant"]
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any
@@ -27,25 +26,9 @@ from crosstrain.modeling.base import count_targets
 from crosstrain.utils.errors import DataError, UserError
 from crosstrain.utils.forks import CheckedForkContext
 from crosstrain.utils.rng import sample_rng
-from crosstrain.utils.types import Batch, Sample
+from crosstrain.utils.types import Batch, MicroBatch, Sample, Step
 
 _AHEAD = 8  # micro batches that are announced to a dataset before they are read
-
-
-@dataclass
-class MicroBatch:
-    """Samples of one forward and backward."""
-
-    first_sample: int  # number of its first sample; dropout is seeded with it
-    data: Batch
-    num_targets: int  # target tokens in it
-    numbers: tuple[int, ...] = ()  # of its samples
-
-
-class Step(list[MicroBatch]):
-    """This rank's micro batches of one step, with the sample `numbers` of all ranks."""
-
-    numbers: list[int]
 
 
 CountTargets = Callable[[Batch], int]  # target tokens of a batch: `Model.num_targets`

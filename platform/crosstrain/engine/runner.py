@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from crosstrain.config.run_options import RunOptions
-from crosstrain.data.loader import MicroBatch
 from crosstrain.distributed.group import Group, choose_device, meet, world
 from crosstrain.distributed.watchdog import watchdog
 from crosstrain.engine.expert_parallel import check_experts
@@ -27,7 +26,7 @@ from crosstrain.modeling.meta_init import construct
 from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.rng import seed_everything_for
 from crosstrain.utils.timers import Timers
-from crosstrain.utils.types import Batch
+from crosstrain.utils.types import Batch, MicroBatch
 
 
 @dataclass(frozen=True)

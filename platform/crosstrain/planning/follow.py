@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
-from crosstrain.data.loader import MicroBatch
 from crosstrain.distributed.group import Group
 from crosstrain.distributed.watchdog import flight_recorder
 from crosstrain.distributed.watchdog.flight_recorder import Location
@@ -37,7 +36,7 @@ from crosstrain.modeling.base import Model
 from crosstrain.planning.calls import Call, call_of
 from crosstrain.planning.estimate import Project
 from crosstrain.planning.fake_world import World, fake_world, grouped_mm, symbolic_ranks
-from crosstrain.utils.types import Batch
+from crosstrain.utils.types import Batch, MicroBatch
 
 _NONE: list[flight_recorder.Call] = []
 

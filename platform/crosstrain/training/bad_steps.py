@@ -13,7 +13,7 @@ from typing import Any
 
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.data.dataset import Dataset
-from crosstrain.data.loader import MicroBatch, Step, one_sample
+from crosstrain.data.loader import one_sample
 from crosstrain.data.skip_ranges import Ranges, leave_out, show
 from crosstrain.engine.runner import Runner
 from crosstrain.monitor.metrics import StepMetrics
@@ -21,6 +21,7 @@ from crosstrain.training.callback import Callback
 from crosstrain.training.state import State
 from crosstrain.utils.errors import ConfigError, TrainingError
 from crosstrain.utils.logging import TIME_FORMAT, log
+from crosstrain.utils.types import MicroBatch, Step
 from crosstrain.utils.units import finite
 
 _SHOWN = 3  # suspects in a log line

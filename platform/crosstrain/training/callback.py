@@ -14,11 +14,11 @@ from crosstrain.checkpoint.boxes import CALLBACK, Shard
 from crosstrain.checkpoint.files import Reader
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import RunOptions
-from crosstrain.data.loader import Step
 from crosstrain.monitor.metrics import StepMetrics
 from crosstrain.utils.errors import ConfigError, TrainingError
 from crosstrain.utils.logging import log
 from crosstrain.utils.program import blamed
+from crosstrain.utils.types import Step
 from crosstrain.utils.units import disjoint
 
 if TYPE_CHECKING:

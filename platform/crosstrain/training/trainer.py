@@ -16,7 +16,7 @@ from crosstrain.config.load import Config
 from crosstrain.config.run_options import Every
 from crosstrain.config.schema import to_plain
 from crosstrain.data.dataset import Dataset
-from crosstrain.data.loader import Step, training_steps
+from crosstrain.data.loader import training_steps
 from crosstrain.distributed.group import Group
 from crosstrain.distributed.launch.signals import StopRequest
 from crosstrain.engine.runner import Runner, StepResult, count_choices
@@ -28,6 +28,7 @@ from crosstrain.training.hooks import AFTER_CALLBACKS, BEFORE_CALLBACKS
 from crosstrain.training.state import State, reload, restore, starting_point
 from crosstrain.utils.errors import CheckpointError, TrainingError
 from crosstrain.utils.logging import log
+from crosstrain.utils.types import Step
 from crosstrain.utils.units import finite
 
 
