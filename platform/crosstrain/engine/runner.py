@@ -23,6 +23,7 @@ from crosstrain.engine.matrix_optimizer import MatrixOptimizer
 from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, create_state, global_norm, gradients_of
 from crosstrain.engine.precision import Precision
 from crosstrain.modeling.base import Model, Sums, add_sums, largest_share
+from crosstrain.modeling.forward_mode import PLAIN, ForwardMode
 from crosstrain.modeling.meta_init import construct
 from crosstrain.utils.errors import ConfigError, TrainingError, first_line
 from crosstrain.utils.rng import seed_everything_for
@@ -207,11 +208,9 @@ class Runner(HeldState):
         """Count the routers' choices in a step, without dropout, where a loss has to know them. Collective."""
         for routers in self.model.all_routers():
             if routers.counts_first:
-                routers.counting = True
                 with self.evaluating():
                     for micro_batch in micro_batches:
-                        self.evaluate(micro_batch.data)
-                routers.counting = False
+                        self.evaluate(micro_batch.data, ForwardMode(counts_choices=True))
                 routers.end_count(self.dp.process_group, self.context.process_group)
 
     def seed_for(self, micro_batch: MicroBatch) -> None:
@@ -227,10 +226,10 @@ class Runner(HeldState):
         """
         return self.precision.scaler.scale / (self.dp.size * self.context.size)
 
-    def compute_loss(self, batch: Batch) -> Tensor:
-        """Summed loss of a batch on this device, under autocast."""
+    def compute_loss(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
+        """Summed loss of a batch on this device, or the result that `mode` asks for, under autocast."""
         with self.precision.autocast():
-            return self.module(**batch)
+            return self.module(**batch, **mode.arguments())
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of a weighted loss."""
@@ -309,10 +308,10 @@ class Runner(HeldState):
         finally:
             self.model.train()
 
-    def evaluate(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
         """The model's output for a batch, valid on every rank; generation calls this too. Use in `evaluating`."""
         with self.precision.autocast():
-            return self.model(**self.to_device(batch))
+            return self.model(**self.to_device(batch), **mode.arguments())
 
     def to_device(self, batch: Batch) -> Batch:
         """The batch with its tensors on this rank's device."""

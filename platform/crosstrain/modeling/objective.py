@@ -2,12 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from crosstrain.modeling.base import Model, count_targets, override
+from crosstrain.modeling.forward_mode import PLAIN, ForwardMode, takes_mode
 from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.types import Batch
 
@@ -29,7 +31,6 @@ class Objective(ABC):
 
     def __init__(self, options: Any) -> None:
         self.options = options
-        self.measures = False  # True: the model returns the log-probability of each row [rows], and no loss
 
     @abstractmethod
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
@@ -54,19 +55,14 @@ class ModelWithObjective(Model):
 
     objective: Objective
 
-    def forward(self, **batch: Any) -> Any:
+    def forward(self, mode: ForwardMode = PLAIN, **batch: Any) -> Any:
         fields = {name: batch.pop(name) for name in self.objective.fields if name in batch}
         if (labels := batch.get("labels")) is None:
-            return super().forward(**batch)  # type: ignore[safe-super]
-        self.head.reduce = partial(self._reduced, batch={"labels": labels, **fields})
-        try:
-            return super().forward(**batch)  # type: ignore[safe-super]
-        finally:
-            self.head.reduce = None
+            return super().forward(**batch, mode=mode)  # type: ignore[safe-super]
+        reduce = mode.reduce or partial(self._reduced, batch={"labels": labels, **fields})
+        return super().forward(**batch, mode=replace(mode, reduce=reduce))  # type: ignore[safe-super]
 
     def _reduced(self, losses: Tensor, batch: Batch) -> Tensor:
-        if self.objective.measures:
-            return log_probabilities(losses)
         if self.objective.needs_reference and "reference" not in batch:
             raise ConfigError("run.objective: the reference's log-probabilities are known in training alone")
         return self.objective.loss(losses, batch)
@@ -89,5 +85,7 @@ def set_objective(model: Model, objective: Objective) -> None:
     """Let a model's forward return the objective's loss of a batch, in place."""
     if any(routers.has_loss for routers in model.all_routers()):
         raise ConfigError("run.objective: a loss of routers is a mean over targets; set model.router_loss=none")
+    if not takes_mode(model):
+        raise ConfigError(f"run.objective: {type(model).__name__}.forward has no parameter `mode`; give it one")
     override(model, ModelWithObjective)
     model.objective, objective.record = objective, model.record  # type: ignore[assignment]

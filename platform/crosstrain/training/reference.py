@@ -16,7 +16,8 @@ from crosstrain.checkpoint.weights import fingerprints
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import evaluation_batches
 from crosstrain.engine.runner import Runner
-from crosstrain.modeling.objective import Objective
+from crosstrain.modeling.forward_mode import ForwardMode
+from crosstrain.modeling.objective import Objective, log_probabilities
 from crosstrain.utils import storage
 from crosstrain.utils.errors import EmptySplit, TrainingError
 from crosstrain.utils.files import cache_folder, read_regular, write_atomically
@@ -80,13 +81,12 @@ def _measure(
         dataset, micro_batch, dp_rank=runner.dp.rank, dp_size=runner.dp.size, num_workers=num_workers,
         vocab_size=runner.model.vocab_size,
     )  # fmt: skip
-    mine, objective.measures = {}, True
+    mine, mode = {}, ForwardMode(reduce=log_probabilities)
     with runner.evaluating():
         for micro, counts in batches:
-            rows = runner.evaluate(micro.data)
+            rows = runner.evaluate(micro.data, mode)
             if counts:
                 mine[micro.first_sample] = rows.float().cpu().numpy()
-    objective.measures = False
     parts = {first: rows for part in runner.dp.all_gather(mine) for first, rows in part.items()}
     return np.concatenate([parts[first] for first in sorted(parts)]).reshape(len(dataset), -1)
 

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from transformers import Cache
 
-from crosstrain import Batch, Group, Model, Timers
+from crosstrain import PLAIN, Batch, ForwardMode, Group, Head, Model, Timers
 
 from .options import Options
 from .pipeline_stages import StubHead, replace_modules
@@ -31,11 +32,12 @@ class Stage(nn.Module):
     def __init__(
         self, model: Model, number: int, count: int, stubs: dict[str, nn.Module], rng: RngTracker,
         tensor: TensorParallel | None, autocast: Callable[[], AbstractContextManager[Any]], timers: Timers,
+        head: Head,
     ) -> None:  # fmt: skip
         super().__init__()
         self.model, self.number, self.rng, self.autocast, self.timers = model, number, rng, autocast, timers
         self.is_first, self.is_last = number == 0, number == count - 1
-        self.head = model.head if self.is_last else StubHead(tensor)
+        self.head = head if self.is_last else StubHead(tensor)
         self._stubs = stubs  # of this rank's other stages, by name
         self.received: Tensor | None = None
         self.length = 0  # of what goes between stages
@@ -63,16 +65,15 @@ class Stage(nn.Module):
         context, length = self.model.context, batch["input_ids"].shape[1]
         return length if context is None or "labels" not in batch else context.share(length)
 
-    def compute(self, batch: Batch) -> Tensor:
+    def compute(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
         """The model's forward, without this rank's other stages."""
-        before, head = replace_modules(self.model, self._stubs), self.model.head
-        self.model.head = self.head
+        before = replace_modules(self.model, self._stubs)
         try:
             with self.autocast():
-                return self.model(**batch)
+                return self.model(**batch, mode=replace(mode, head=self.head))
         finally:
             replace_modules(self.model, before)
-            self.model.head, self.received = head, None
+            self.received = None
 
     def take_received(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Hook before this stage's first block: replace the stubs' output by the received hidden states."""
@@ -153,7 +154,7 @@ class Pipeline:
             self._schedules[*shape, count] = make_schedule(name, stages, count, loss_fn=loss, scale_grads=False)
         return self._schedules[*shape, count]
 
-    def evaluate(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
         """The model's output for a batch, on every rank of the pipeline."""
         group, mine = self.group.process_group, {stage.number: stage for stage in self.stages}
         out = torch.empty(0, device=self.device)
@@ -171,7 +172,7 @@ class Pipeline:
                     shape = len(batch["input_ids"]), stage.tokens(batch), self.width
                     stage.received = torch.empty(shape, device=self.device)
                     dist.recv(stage.received, group=group, group_src=rank_of(number - 1, self.options))
-            out = stage.compute(batch).float().contiguous()
+            out = stage.compute(batch, mode).float().contiguous()
             layers[:1] = kept
             if not stage.is_last and number + 1 not in mine:
                 dist.send(out, group=group, group_dst=rank_of(number + 1, self.options))
