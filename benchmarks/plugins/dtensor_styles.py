@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,8 +15,11 @@ from torch.distributed.tensor.parallel import RowwiseParallel, loss_parallel, pa
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from crosstrain import (
+    PLAIN,
+    Batch,
     Box,
     Capabilities,
+    ForwardMode,
     Group,
     Head,
     HeldState,
@@ -27,7 +31,6 @@ from crosstrain import (
     Runner,
     registry,
 )
-from crosstrain.modeling.cross_entropy import PLAIN
 
 
 class _Head(Head):
@@ -37,10 +40,10 @@ class _Head(Head):
         self.mesh = mesh
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: int, logits: Logits = PLAIN
+        self, hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: int, logits: Logits, mode: ForwardMode
     ) -> Tensor:
         assert labels is not None, "trains only"
-        assert logits == PLAIN
+        assert logits == Logits()
         whole = DTensor.from_local(hidden, self.mesh, [Replicate()], run_check=False)
         scores = nn.functional.linear(whole, weight).float().view(-1, weight.shape[0])
         loss = nn.functional.cross_entropy(scores, labels.reshape(-1), ignore_index=-100, reduction="sum")
@@ -79,8 +82,10 @@ class DTensorStyles(Runner):
         words = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
         parallelize_module(body, self.mesh, {"wte": words})
         model.lm.lm_head.weight = body.wte.weight
-        model.head = _Head(self.mesh)
         super().prepare(model, make_optimizer)
+
+    def compute_loss(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
+        return super().compute_loss(batch, replace(mode, head=_Head(self.mesh)))
 
     def _spread(self, module: nn.Module, weight: Placement, bias: Placement | None, inputs: Placement) -> None:
         for name, placement in (("weight", weight), ("bias", bias)):

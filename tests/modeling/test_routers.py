@@ -15,6 +15,7 @@ from crosstrain.config.registry import registry
 from crosstrain.config.schema import OptionError
 from crosstrain.modeling import activation_checkpointing
 from crosstrain.modeling.base import Model
+from crosstrain.modeling.forward_mode import ForwardMode
 from crosstrain.utils.errors import ConfigError
 
 CONFIG = {
@@ -74,12 +75,10 @@ def distance(a: tuple[float, Tensor], b: tuple[float, Tensor]) -> float:
 def count(model: Model, batches: Iterable[dict[str, Tensor]]) -> None:
     """As `count_choices` does on one rank."""
     assert model.routers is not None
-    model.routers.counting = True
     with torch.no_grad():
         for batch in batches:
-            model.eval()(**batch)
+            model.eval()(**batch, mode=ForwardMode(counts_choices=True))
     model.train()
-    model.routers.counting = False
     model.routers.end_count(None)
 
 

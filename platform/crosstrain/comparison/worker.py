@@ -164,7 +164,7 @@ def _uneven(runner: Runner, step: Step) -> Step:
             labels = labels.clone()
             labels[:, : 1 + micro_batch.first_sample * 7 % (labels.shape[1] // 2)] = IGNORE_INDEX
             micro_batch.data = micro_batch.data | {"labels": labels}
-            micro_batch.num_targets = runner.model.num_targets(micro_batch.data)
+            micro_batch.num_targets = runner.objective.num_targets(micro_batch.data)
     return step
 
 

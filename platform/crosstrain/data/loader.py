@@ -125,10 +125,9 @@ def _check_ids(
 
 def training_steps(
     dataset: Dataset, plan: BatchPlan, *, seed: int, start: int, dp_rank: int, num_workers: int = 0,
-    lengths: Iterator[int] | None = None, left_out: Ranges | None = None, num_targets: CountTargets = lambda _: 0,
-    vocab_size: int | None = None,
+    lengths: Iterator[int] | None = None, left_out: Ranges | None = None, vocab_size: int | None = None,
 ) -> Iterator[Step]:  # fmt: skip
-    """Yield this rank's micro batches of each step, without end, from sample number `start` on.
+    """Yield this rank's micro batches of each step, without end, from sample number `start` on; targets not counted.
 
     lengths: tokens to which the samples of each step are shortened; None: they stay whole.
     left_out: sample numbers to skip.
@@ -147,7 +146,7 @@ def training_steps(
             data = next(batches)
             _check_ids(dataset, data, numbers, index_of, vocab_size)
             data = data if length is None else dataset.shorten(data, length)
-            step.append(MicroBatch(numbers[0], data, count_targets(num_targets, data), tuple(numbers)))
+            step.append(MicroBatch(numbers[0], data, 0, tuple(numbers)))
         yield step
 
 

@@ -27,6 +27,7 @@ from crosstrain.data.dataset import Dataset
 from crosstrain.data.tokenizer import TOKENIZER, vocabulary
 from crosstrain.distributed.group import Group
 from crosstrain.engine.float8 import check_float8, convert
+from crosstrain.engine.held_state import REFERENCE
 from crosstrain.engine.optimizer import optimizer_factory
 from crosstrain.engine.options import context_size
 from crosstrain.engine.runner import Runner
@@ -34,7 +35,7 @@ from crosstrain.modeling import activation_checkpointing
 from crosstrain.modeling.base import Model, no_match
 from crosstrain.modeling.context import Context
 from crosstrain.modeling.meta_init import parameters_on_meta
-from crosstrain.modeling.objective import ModelWithObjective, set_objective
+from crosstrain.modeling.objective import Objective
 from crosstrain.utils.errors import CheckpointError, ConfigError, explained
 from crosstrain.utils.logging import log
 from crosstrain.utils.trust import limited_to
@@ -55,14 +56,15 @@ def make_model(config: Config) -> Model:
         model: Model = registry.get("model", config.model.name)(config.model.options)
         if config.adapter is not None:
             add_adapter(config.adapter, model.adapted(), "model.adapter")
-        add_objective(config, model)
         return model
 
 
-def add_objective(config: Config, model: Model) -> None:
-    """Let the model's forward return the loss of the configured objective, if there is one, in place."""
-    if (objective := config.run.objective) is not None:
-        set_objective(model, registry.get("objective", objective.name)(objective.options))
+def make_objective(config: Config, model: Model) -> Objective:
+    """The configured objective of a model, by default the model's own loss. ConfigError where they do not fit."""
+    chosen = config.run.objective
+    made = Objective(None) if chosen is None else registry.get("objective", chosen.name)(chosen.options)
+    made.attach(model)
+    return made
 
 
 def add_adapter(adapter: Component, model: Model, key: str) -> None:
@@ -149,11 +151,11 @@ def make_schedule(config: Config, max_iters: int) -> Callable[[int], float]:
     return rate
 
 
-def check_fit(model: Model, dataset: Dataset) -> None:
-    """Raise ConfigError for samples that the model, or the objective that it has, cannot take."""
-    takes = model.objective.row_layout if isinstance(model, ModelWithObjective) else None
-    if takes != dataset.row_layout:
-        theirs, ours = (layout or "plain samples" for layout in (takes, dataset.row_layout))
+def check_fit(objective: Objective, dataset: Dataset) -> None:
+    """Raise ConfigError for samples that an objective, or its model, cannot take."""
+    model = objective.model
+    if objective.row_layout != dataset.row_layout:
+        theirs, ours = (layout or "plain samples" for layout in (objective.row_layout, dataset.row_layout))
         raise ConfigError(
             f"run.objective: it takes {theirs}, and the dataset has {ours}; choose another objective, or change the "
             f"dataset or its options"
@@ -208,6 +210,8 @@ def check_tokenizer(folder: Path | None, dataset: Dataset) -> None:
 def check_held(model: Model, runner: type[Runner], config: Config) -> None:
     """Raise ConfigError for a model that the runner cannot hold, if quantized, or cannot train as it is defined."""
     if (ranks := context_size(config.run.runner.options)) > 1:
+        if config.run.objective is not None:
+            raise ConfigError("run.runner.context_parallel: run.objective needs whole sequences; leave one of them out")
         model.check_context(ranks)
     if model.quantized() and not runner.capabilities.takes_quantized:
         adapter, name = config.adapter and config.adapter.name, config.run.runner.name
@@ -251,6 +255,7 @@ def construct_model(config: Config, runner: Runner, make: Callable[[], Model], f
             convert(model, runner.device)
         for blocks, mode in model.checkpointing(config.run.gradient_checkpointing):
             activation_checkpointing.apply(blocks, mode, runner.precision.autocast)
+    runner.objective = make_objective(config, model)
     return model
 
 
@@ -272,6 +277,8 @@ def build_model(
     names = {*whole, *buffers}
     frozen = {name for name, p in whole.items() if not p.requires_grad}
     runner.prepare(model, optimizer_factory(config, model) if for_training else None)
+    if for_training and runner.objective.keeps_reference:
+        runner.held.keep(REFERENCE)
 
     shards = runner.held.shards()
     parameters = [s for s in shards if s.kind == "param"]
@@ -293,6 +300,8 @@ def build_model(
     for earlier in trained_with:
         check_frozen(earlier, hashes)
     runner.loaded()
+    if REFERENCE in runner.held.extra and (reader is None or RUNNER + REFERENCE not in reader.kinds()):
+        runner.held.keep(REFERENCE)  # training begins with these weights
     return {name: recorded for name, recorded in hashes.items() if name in frozen}
 
 

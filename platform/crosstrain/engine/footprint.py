@@ -11,6 +11,7 @@ from torch import nn
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.run_options import RunOptions
 from crosstrain.modeling.base import Model
+from crosstrain.modeling.forward_mode import Head
 from crosstrain.utils.types import Batch
 
 
@@ -53,6 +54,7 @@ class Layout:
     steady: bool = True  # once as many are in flight, each micro batch makes the exchanges of the one before
     bubble: float = 0.0  # part of the step in which ranks wait for each other's stages
     model: Model | None = None  # the rank's part of the model, on the meta device; None: all of it
+    head: Head | None = None  # of the rank; None: the plain one
     autocast: bool = True  # False: the rank's part computes in its own type
     computes: str = ""  # key of the trace: layouts with equal keys are traced once
     kind: str = ""  # name of this kind of rank, such as a pipeline stage

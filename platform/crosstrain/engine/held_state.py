@@ -18,6 +18,8 @@ from crosstrain.utils.errors import CheckpointError, ConfigError, first_line
 if TYPE_CHECKING:
     from crosstrain.engine.runner import Runner
 
+REFERENCE = "reference"  # kind of the weights that training began with, for an objective that compares with them
+
 
 class HeldState:
     """Describes what a runner's rank holds, for checkpoints, comparisons and optimizers. Nothing is gathered.
@@ -42,7 +44,7 @@ class HeldState:
         Persistent buffers are among the parameters, a model's `quantized` ones are not. Raises CheckpointError for
         optimizer state that is neither shaped like its parameter nor a scalar tensor.
         """
-        out, model, optimizer = [], self.runner.model, self.runner.optimizer
+        out, model, optimizer = list[Shard](), self.runner.model, self.runner.optimizer
         quantized = model.quantized()
         for name, parameter in model.canonical_parameters().items():
             if name not in quantized:
@@ -104,6 +106,26 @@ class HeldState:
     def pieces(self, parameter: nn.Parameter, held: Tensor, shape: torch.Size) -> list[Piece]:
         """Boxes in the logical `shape` of `held`: this rank's part of `parameter` or of a tensor shaped like it."""
         return dtensor_pieces(held, tuple(shape)) if isinstance(held, DTensor) else whole_pieces(held, tuple(shape))
+
+    # ---- copies of weights
+
+    def keep(self, kind: str) -> None:
+        """Copy this rank's present weights into tensors of its own, `extra[kind]`."""
+        self.extra[kind] = {p: self.weight(p).detach().clone() for p in self._parameters()}
+
+    @torch.no_grad()
+    def swap(self, kind: str) -> None:
+        """Exchange this rank's weights for those of `extra[kind]`."""
+        for parameter, kept in self.extra[kind].items():
+            weight = self.weight(parameter).detach()
+            now = weight.clone()
+            weight.copy_(kept)
+            kept.copy_(now)
+        self.runner.loaded()
+
+    def _parameters(self) -> list[nn.Parameter]:
+        quantized = self.runner.model.quantized()
+        return [p for name, p in self.runner.model.canonical_parameters().items() if name not in quantized]
 
     # ---- the optimizer of what is held
 

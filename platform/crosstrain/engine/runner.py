@@ -22,7 +22,9 @@ from crosstrain.engine.optimizer import MakeOptimizer, global_norm, gradients_of
 from crosstrain.engine.options import context_size, expert_size
 from crosstrain.engine.precision import Precision
 from crosstrain.modeling.base import Model, Sums, add_sums, largest_share
+from crosstrain.modeling.forward_mode import PLAIN, ForwardMode
 from crosstrain.modeling.meta_init import construct
+from crosstrain.modeling.objective import Objective
 from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.rng import seed_everything_for
 from crosstrain.utils.timers import Timers
@@ -58,8 +60,8 @@ class Runner:
 
     After `setup`: `device`, `world` (all ranks), `dp` (the ranks that see different samples) and `context` (those that
     share samples, each with a part of every sequence). After `prepare`: `model`, `module` (what is called to compute;
-    the model itself unless something wraps it) and `optimizer` (None for evaluation). `state` holds JSON values that
-    checkpoints keep and that a resumed run gives back before the first step.
+    the model itself unless something wraps it) and `optimizer` (None for evaluation). `objective.inputs(batch)` are the
+    arguments of that call. `state` holds JSON values that checkpoints keep and a resumed run gives back.
     """
 
     capabilities: ClassVar = Capabilities()
@@ -77,6 +79,7 @@ class Runner:
         self.optimizer: torch.optim.Optimizer | None = None
         self.micro_losses = []
         self.state: dict[str, Any] = {}
+        self.objective = Objective(None)  # what the loss of a batch is
 
     @cached_property
     def held(self) -> HeldState:
@@ -189,10 +192,10 @@ class Runner:
         """
         return self.precision.scaler.scale / (self.dp.size * self.context.size)
 
-    def compute_loss(self, batch: Batch) -> Tensor:
-        """Summed loss of a batch on this device, under autocast."""
+    def compute_loss(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
+        """Summed loss of a batch on this device, or the result that `mode` asks for, under autocast."""
         with self.precision.autocast():
-            return self.module(**batch)
+            return self.module(**self.objective.inputs(batch, mode))
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of a weighted loss."""
@@ -260,10 +263,10 @@ class Runner:
         finally:
             self.model.train()
 
-    def evaluate(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
         """The model's output for a batch, valid on every rank; generation calls this too. Use in `evaluating`."""
         with self.precision.autocast():
-            return self.model(**to_device(batch, self.device))
+            return self.model(**self.objective.inputs(to_device(batch, self.device), mode))
 
 
 def seed_dropout(runner: Runner, micro_batch: MicroBatch) -> None:
@@ -283,11 +286,9 @@ def count_choices(runner: Runner, micro_batches: list[MicroBatch]) -> None:
     """Count the routers' choices in a step, without dropout, where a loss has to know them. Collective."""
     for routers in runner.model.all_routers():
         if routers.counts_first:
-            routers.counting = True
             with runner.evaluating():
                 for micro_batch in micro_batches:
-                    runner.evaluate(micro_batch.data)
-            routers.counting = False
+                    runner.evaluate(micro_batch.data, ForwardMode(counts_choices=True))
             routers.end_count(runner.dp.process_group, runner.context.process_group)
 
 

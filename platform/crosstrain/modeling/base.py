@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.context import Context
-from crosstrain.modeling.cross_entropy import Head
 from crosstrain.modeling.meta_init import has_values
 from crosstrain.modeling.pretrained import Place, Source
 from crosstrain.modeling.routers import Routers
@@ -63,7 +62,7 @@ class Ends:
     """Names of a model's modules outside of its blocks, including all that have parameters."""
 
     first: list[str]  # run before the first block
-    last: list[str]  # run after the last one; the last of them is the head, whose weight `Model.head` is given
+    last: list[str]  # run after the last one; the last of them is the head, whose weight `ForwardMode.output` is given
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,6 @@ class Model(nn.Module, ABC):
 
     takes_positions = False  # True: `forward` takes position_ids and attention_mask, see `LanguageModel.forward`
     reads_across = False  # True: modules in a block read weights of others there, which have to be whole
-    head: Head = Head()  # the end of a language model's forward; a runner may replace it
     routers: Routers | None = None  # of a mixture of experts
     context: Context | None = None  # ranks that share the rows of a batch with targets
     image_size: tuple[int, int] | None = None  # height and width of the images that it takes
@@ -107,16 +105,14 @@ class Model(nn.Module, ABC):
 
         Without: fp32 logits [batch, vocab_size] of the token that comes next, without padding ids. A `cache` made by
         `new_cache` may be passed along; the batch then holds only the tokens that the cache has not seen.
+
+        A forward with the parameter `mode` is also called for other results, see `ForwardMode`.
         """
 
     @staticmethod
     def num_targets(batch: Batch) -> int:
         """Target tokens in a batch, counted before any forward: the step's loss is divided by their total."""
         return int((batch["labels"] != IGNORE_INDEX).sum())
-
-    def num_tokens(self, batch: Batch) -> int:
-        """Target tokens in a batch, for the throughput; where an objective counts something else, not `num_targets`."""
-        return self.num_targets(batch)
 
     def check_documents(self) -> None:
         """Raise ConfigError unless `forward` keeps the documents of a sequence apart, which position_ids number."""
@@ -136,7 +132,7 @@ class Model(nn.Module, ABC):
         """Modules before and after the blocks, which some pipeline stages leave out; None: not known.
 
         A model that has ends calls its blocks in order, each with the previous one's hidden states [batch, length, H]
-        as first argument and result, and closes with `head`.
+        as first argument and result, and closes with `ForwardMode.output`.
         """
         return None
 

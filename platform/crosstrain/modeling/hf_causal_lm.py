@@ -20,6 +20,7 @@ from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.attention import Documents, choose_attention, keep_documents
 from crosstrain.modeling.base import Ends, LanguageModel
 from crosstrain.modeling.cross_entropy import Logits
+from crosstrain.modeling.forward_mode import PLAIN, ForwardMode
 from crosstrain.modeling.meta_init import has_values
 from crosstrain.modeling.pretrained import Place, Stack
 from crosstrain.utils.assets import GENERATION_CONFIG, copy_files, plain_files
@@ -115,6 +116,7 @@ class TransformersModel(LanguageModel):
     def forward(  # type: ignore[override]
         self, input_ids: Tensor | None = None, labels: Tensor | None = None, cache: Any = None,
         inputs_embeds: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        mode: ForwardMode = PLAIN,
     ) -> Tensor:  # fmt: skip
         context = None  # every rank generates from whole sequences
         if labels is not None and (context := self.context) is not None:
@@ -145,7 +147,7 @@ class TransformersModel(LanguageModel):
         if "attention_mask" in more:
             more["attention_mask"] = self._mask(more["attention_mask"], attention)
         more = {key: value for key, value in more.items() if value is not None}  # not every model knows all of them
-        if (routers := self.routers) is not None and labels is not None and (self.training or routers.counting):
+        if (routers := self.routers) is not None and labels is not None and (self.training or mode.counts_choices):
             routers.begin()
         else:
             routers = None
@@ -156,20 +158,20 @@ class TransformersModel(LanguageModel):
         if documents is not None and attention != "eager" and has_values(out[0]):  # not so in a plan
             documents.check_seen(self.blocks())
         if self.measured is None:
-            result = self.head(out.logits, None, labels, self.vocab_size)
+            result = mode.output(out.logits, None, labels, self.vocab_size)
             if self.training and labels is not None and getattr(out, "aux_loss", None) is not None:
                 # Routers that are not watched, under config.output_router_logits: transformers' own loss of them.
                 coefficient: Any = getattr(self.lm, "router_aux_loss_coef", getattr(self.lm, "aux_loss_coef", 0.0))
-                result = self.head.add(result, coefficient * out.aux_loss * (labels != IGNORE_INDEX).sum())
+                result = mode.head.add(result, coefficient * out.aux_loss * (labels != IGNORE_INDEX).sum())
         else:
             head = self.lm.get_output_embeddings()
             logits = Logits(head.bias, *self.measured)
-            result = self.head(out.last_hidden_state, head.weight, labels, self.vocab_size, logits)
+            result = mode.output(out.last_hidden_state, head.weight, labels, self.vocab_size, logits)
         if context is not None and result.ndim == 0:  # not so where another stage has the head
             result = context.total(result)
         if labels is None or routers is None:
             return result
-        return self.head.add(result, routers.loss(labels, documents))
+        return mode.head.add(result, routers.loss(labels, documents, mode.counts_choices))
 
     def _mask(self, seen: Any, attention: str) -> Any:
         """A mask [batch, 1, length, past + length] in the form that the attention implementation takes."""

@@ -164,7 +164,7 @@ class BadSteps(Callback):
         with self.runner.evaluating():  # without dropout, all ranks the same sample
             for number in numbers:
                 batch = one_sample(self.dataset, self.seed, number)
-                own_loss = float(self.runner.evaluate(batch)) / max(self.runner.model.num_targets(batch), 1)
+                own_loss = float(self.runner.evaluate(batch)) / max(self.runner.objective.num_targets(batch), 1)
                 alone.append(((number,), own_loss))
         return [sample for sample in alone if not math.isfinite(sample[1])] or [(numbers, loss)]
 

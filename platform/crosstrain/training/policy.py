@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from crosstrain.distributed.group import Group
+from crosstrain.engine.held_state import REFERENCE
 from crosstrain.engine.runner import Runner
 from crosstrain.inference.decoder import DecodeState
 from crosstrain.modeling.forward_mode import ForwardMode
 from crosstrain.utils.rng import generator
 from crosstrain.utils.types import Batch, MicroBatch, Sample
-
-REFERENCE = "reference"  # kind of the runner's tensors that keep the weights that training began with
 
 
 class RunnerPolicy:
@@ -55,28 +53,12 @@ class RunnerPolicy:
 
     def reference_log_probabilities(self, batch: Batch) -> Tensor:
         """Return the same with the weights that training began with."""
-        with self._reference():
-            return self.log_probabilities(batch)
-
-    @contextmanager
-    def _reference(self) -> Iterator[None]:
-        """Compute with the reference's weights inside this block."""
-        self._swap()
+        self._runner.held.swap(REFERENCE)
         try:
-            yield
+            return self.log_probabilities(batch)
         finally:
-            self._swap()
+            self._runner.held.swap(REFERENCE)
 
-    @torch.no_grad()
-    def _swap(self) -> None:
-        """Exchange this rank's weights for those that are kept."""
-        held = self._runner.held
-        for parameter, kept in held.extra[REFERENCE].items():
-            weight = held.weight(parameter)
-            now = weight.clone()
-            weight.copy_(kept)
-            kept.copy_(now)
-        self._runner.loaded()
 
 
 def _rows(batch: Batch) -> Iterator[Sample]:

@@ -72,7 +72,7 @@ class StepLog(Callback):
         metrics.recorded = disjoint(recorded_means(runner.model.take_recorded(), ranks), trainer.hooks.scalars())
         if waited > 0:
             metrics.loader_samples_per_second = trainer.plan.global_batch * clock.steps / waited
-        for line in log_lines(metrics, trainer.max_iters, runner.model.targets):
+        for line in log_lines(metrics, trainer.max_iters, runner.objective.targets):
             log.info(line)
         if not self._memory_logged:
             memory = (f"{name[len('memory_') : -len('_mb')]}: {mib:.1f}" for name, mib in metrics.memory.items())

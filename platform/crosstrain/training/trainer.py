@@ -25,6 +25,7 @@ from crosstrain.monitor.throughput import Throughput
 from crosstrain.training.bad_steps import RollBack
 from crosstrain.training.callback import HookKinds, Hooks
 from crosstrain.training.hooks import AFTER_CALLBACKS, BEFORE_CALLBACKS
+from crosstrain.training.policy import RunnerPolicy
 from crosstrain.training.state import State, reload, restore, starting_point
 from crosstrain.utils.errors import CheckpointError, TrainingError
 from crosstrain.utils.logging import log
@@ -177,12 +178,17 @@ class Trainer:
     def batches(self) -> Iterator[Step]:
         """This rank's micro batches, step by step, from the state's sample on."""
         lengths = map(self._length, itertools.count(self.state.step + 1)) if self.run.curriculum else None
-        return training_steps(
+        steps = training_steps(
             self.dataset, self.plan, seed=self.run.seed, start=self.state.samples,
             dp_rank=self.runner.dp.rank, num_workers=self.run.num_workers,
-            lengths=lengths, left_out=self.state.left_out, num_targets=self.runner.model.num_targets,
-            vocab_size=self.runner.model.vocab_size,
+            lengths=lengths, left_out=self.state.left_out, vocab_size=self.runner.model.vocab_size,
         )  # fmt: skip
+        objective, policy = self.runner.objective, RunnerPolicy(self.runner)
+        for read in steps:
+            step = objective.begin_step(read, policy)
+            for micro_batch in step:
+                micro_batch.num_targets = objective.num_targets(micro_batch.data)
+            yield step
 
     def _length(self, step: int) -> int:
         """Tokens of a sample in a step that a curriculum shortens."""
@@ -196,7 +202,7 @@ class Trainer:
         """
         world, dp = self.runner.world, self.runner.dp
         mine = sum(micro_batch.num_targets for micro_batch in batch)
-        tokens = sum(self.runner.model.num_tokens(micro_batch.data) for micro_batch in batch)
+        tokens = sum(self.runner.model.num_targets(micro_batch.data) for micro_batch in batch)
         # In one exchange, because at each the ranks wait for the slowest. Ranks beyond `dp` see the same samples again.
         asked = bool(self.stop or self._end_reason) or self.folder.lost is not None
         if not meets:

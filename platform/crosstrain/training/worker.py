@@ -19,7 +19,6 @@ from crosstrain.distributed.group import Group
 from crosstrain.distributed.launch.signals import StopRequest
 from crosstrain.engine.build import build_model, check_tokenizer, make_runner, make_schedule
 from crosstrain.engine.runner import Runner
-from crosstrain.modeling.objective import ModelWithObjective
 from crosstrain.training.callback import HookKinds
 from crosstrain.training.closing_lines import log_end
 from crosstrain.training.opening_lines import log_restart, log_setup
@@ -158,12 +157,12 @@ def _add_reference(
     frozen: dict[str, FrozenParameter],
 ) -> None:  # fmt: skip
     """Measure what an objective compares with, if it needs that. Collective."""
-    model, run = runner.model, config.run
-    if not isinstance(model, ModelWithObjective) or not model.objective.needs_reference:
+    run = config.run
+    if runner.objective.needs_reference is None:
         return
     earlier = None if start is None else reference_file(start.parent.parent, split.split)
     add_reference(
-        split, runner, model.objective, (run.amp, sorted(frozen.items())), plan.micro_batch, run.num_workers,
+        split, runner, (run.amp, sorted(frozen.items())), plan.micro_batch, run.num_workers,
         reference_file(folder.path, split.split), earlier,
     )  # fmt: skip
 

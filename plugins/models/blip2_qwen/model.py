@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from transformers import Blip2QFormerConfig, Blip2QFormerModel
 
 from crosstrain import (
+    PLAIN,
     Component,
     ConfigError,
     DataError,
-    Head,
+    ForwardMode,
     LanguageModel,
     Merge,
     Model,
@@ -103,6 +104,7 @@ class Blip2Qwen(Model):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cache: Any = None,
+        mode: ForwardMode = PLAIN,
     ) -> Tensor:
         """Implement `Model.forward`. input_ids [batch, length] has an `IMAGE_ID` for each embedding of an image.
 
@@ -127,7 +129,7 @@ class Blip2Qwen(Model):
         with self._precision("language_model", input_ids.device):
             return self.language_model(
                 inputs_embeds=embeddings, labels=labels, cache=cache, attention_mask=attention_mask,
-                position_ids=position_ids,
+                position_ids=position_ids, **mode.arguments(),
             )  # fmt: skip
 
     def encode_images(self, images: Tensor) -> Tensor:
@@ -211,15 +213,6 @@ class Blip2Qwen(Model):
             return name
         inner = self.language_model.canonical_name(rest) if part == "language_model" else rest
         return _PREFIXES[part] + inner
-
-    @property
-    def head(self) -> Head:  # type: ignore[override]
-        """The language model's head."""
-        return self.language_model.head
-
-    @head.setter
-    def head(self, head: Head) -> None:
-        self.language_model.head = head
 
     @property
     def vocabulary_multiple(self) -> int:

@@ -19,9 +19,11 @@ from deepspeed.runtime.utils import combine_grad_norm_groups
 from torch import Tensor, nn
 
 from crosstrain import (
+    PLAIN,
     Batch,
     Capabilities,
     ConfigError,
+    ForwardMode,
     HeldState,
     Layout,
     MakeOptimizer,
@@ -228,8 +230,8 @@ class DeepSpeedRunner(Runner):
         self.engine.set_gradient_accumulation_boundary(last)
         yield
 
-    def compute_loss(self, batch: Batch) -> Tensor:
-        return self.module(**batch)
+    def compute_loss(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
+        return self.module(**self.objective.inputs(batch, mode))
 
     def backward(self, loss: Tensor) -> None:
         if self.partition is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -11,11 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from crosstrain import (
+    PLAIN,
     Batch,
     Capabilities,
     ConfigError,
     ExpertParallel,
+    ForwardMode,
     Group,
+    Head,
     HeldState,
     Layout,
     MakeOptimizer,
@@ -58,6 +62,7 @@ from .schedules import rank_of, stages_of
 from .shard_model import shard_model
 from .shard_spec import ShardSpec
 from .tensor_parallel import TensorParallel, local
+from .vocabulary import ParallelHead
 
 
 @registry.register_runner("megatron")
@@ -77,6 +82,7 @@ class MegatronRunner(Runner):
     )
     pipeline: Pipeline | None = None
     tensor: TensorParallel | None = None
+    head = Head()
 
     @classmethod
     def data_parallel_size(cls, options: Options, world_size: int) -> int:
@@ -146,6 +152,7 @@ class MegatronRunner(Runner):
         cuts: dict[str, ShardSpec] = {}
         if self.tensor is not None:
             cuts = shard_model(model, plan, self.tensor, self.mesh["tensor"])
+            self.head = ParallelHead(self.tensor)
         summed = plan.summed | self._on_split_sequences(model, cuts)
         for routers in model.all_routers() if self.options.sequence_parallel and self.tensor else []:
             routers.parts = Context(self.tensor.group)
@@ -207,7 +214,7 @@ class MegatronRunner(Runner):
         replace_modules(model, stubs(model, ends, here, 0 in mine, last in mine, counts=True))
         self.spans = [(blocks[ranges[stage][0]], blocks[ranges[stage][-1]]) for stage in mine]
         others = {stage: stubs(model, ends, ranges[stage], stage == 0, stage == last, counts=False) for stage in mine}
-        more = self.rng, self.tensor, self.precision.autocast, self.timers
+        more = self.rng, self.tensor, self.precision.autocast, self.timers, self.head
         stages = [Stage(model, stage, options.stages, others[stage], *more) for stage in mine]
         self.pipeline = Pipeline(stages, self.stages, options, width, self.device)
         return tied if rank_of(last, options) > 0 else set()
@@ -259,7 +266,7 @@ class MegatronRunner(Runner):
     def _through_pipeline(self, pipeline: Pipeline, micro_batches: list[MicroBatch], num_targets: int) -> float:
         def batch(number: int) -> Batch:
             seed_dropout(self, micro_batches[number])
-            return to_device(micro_batches[number].data, self.device)
+            return self.objective.inputs(to_device(micro_batches[number].data, self.device))
 
         part = self.tensor.size if self.tensor is not None and self.tensor.splits_sequence else 1
         for stage in pipeline.stages:
@@ -271,6 +278,9 @@ class MegatronRunner(Runner):
         mine = losses.sum().item() / (self.options.tensor_parallel * self.context.size)  # whose ranks all have it
         with self.timers("allreduce"):
             return self.world.all_reduce_sum(mine)[0] / num_targets
+
+    def compute_loss(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
+        return super().compute_loss(batch, replace(mode, head=self.head))
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         self._before_backward(last)
@@ -317,11 +327,11 @@ class MegatronRunner(Runner):
             if isinstance(self.data_parallel, FSDPStrategy):
                 self.data_parallel.reshard()
 
-    def evaluate(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
         if self.pipeline is None:
-            return super().evaluate(batch)
+            return super().evaluate(batch, replace(mode, head=self.head))
         assert self.model.vocab_size is not None
-        return self.pipeline.evaluate(to_device(batch, self.device))
+        return self.pipeline.evaluate(self.objective.inputs(to_device(batch, self.device), mode))
 
     # ---- what this rank holds
 
