@@ -64,6 +64,8 @@ def make_objective(config: Config, model: Model) -> Objective:
     chosen = config.run.objective
     made = Objective(None) if chosen is None else registry.get("objective", chosen.name)(chosen.options)
     made.attach(model)
+    if made.makes_samples and config.run.eval_interval is not None:
+        raise ConfigError("run.eval_interval: the objective makes samples in training only; use null")
     return made
 
 

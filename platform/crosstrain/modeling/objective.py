@@ -28,7 +28,7 @@ class Policy(Protocol):
         """
 
     def log_probabilities(self, batch: Batch) -> Tensor:
-        """Log-probabilities [rows, length] of the `labels`, 0 where there is none: fp32 on the CPU, without gradients."""
+        """Log-probabilities [rows, length] of the `labels`, 0 elsewhere; fp32 on the CPU, without gradients."""
 
     def reference_log_probabilities(self, batch: Batch) -> Tensor:
         """The same with the weights that training began with, for an objective that `keeps_reference`."""
@@ -88,6 +88,11 @@ class Objective:
     def is_plain(self) -> bool:
         """True for the model's own loss."""
         return type(self).loss is Objective.loss and self.token_losses is None
+
+    @property
+    def makes_samples(self) -> bool:
+        """True if the samples of a step are made when it begins, so that those of the dataset have no loss."""
+        return type(self).begin_step is not Objective.begin_step
 
     def attach(self, model: Model) -> None:
         """Take the model that computes. Raises ConfigError for one that this objective does not suit."""

@@ -140,7 +140,8 @@ class Project:
             try:
                 model = layout.model or self.model
                 dtype = self.dtype if layout.autocast else torch.float32
-                self._traces[key] = trace(model, self.batch_of(rows), dtype, mode, self.device, layout.head, self.objective)
+                batch, how = self.batch_of(rows), (layout.head, self.objective)
+                self._traces[key] = trace(model, batch, dtype, mode, self.device, *how)
             except Exception as error:  # whatever a model does that needs values
                 reason = first_line(error)[:120]
                 if layout.model is not None:

@@ -158,7 +158,8 @@ class BadSteps(Callback):
 
     def _narrowed(self, numbers: tuple[int, ...], loss: float, among: int) -> list[Suspect]:
         """The samples of a micro batch whose own loss is not finite; the micro batch itself where there are none."""
-        if len(numbers) == 1 or len(numbers) * among > _NARROWED or not self.dataset.indexed:
+        apart = self.dataset.indexed and not self.runner.objective.makes_samples
+        if len(numbers) == 1 or len(numbers) * among > _NARROWED or not apart:
             return [(numbers, loss)]
         alone = []
         with self.runner.evaluating():  # without dropout, all ranks the same sample

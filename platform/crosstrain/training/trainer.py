@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
@@ -183,9 +184,11 @@ class Trainer:
             dp_rank=self.runner.dp.rank, num_workers=self.run.num_workers,
             lengths=lengths, left_out=self.state.left_out, vocab_size=self.runner.model.vocab_size,
         )  # fmt: skip
-        objective, policy = self.runner.objective, RunnerPolicy(self.runner)
+        objective, policy, timers = self.runner.objective, RunnerPolicy(self.runner), self.runner.timers
         for read in steps:
+            begun = time.perf_counter()
             step = objective.begin_step(read, policy)
+            timers.add("data loader", begun - time.perf_counter())  # inside which samples are made
             for micro_batch in step:
                 micro_batch.num_targets = objective.num_targets(micro_batch.data)
             yield step
