@@ -114,7 +114,8 @@ def test_advantages_and_losses_are_the_papers(project: Path) -> None:
 
 
 def test_reward_rises(project: Path) -> None:
-    run = train(project, "learns", "datasets.sums.digits=2", "run.objective.kl=0", "run.init_lr=5e-3", "run.min_lr=5e-3")
+    rate = ("run.init_lr=5e-3", "run.min_lr=5e-3")
+    run = train(project, "learns", "datasets.sums.digits=2", "run.objective.kl=0", *rate)
     rewards = run.column("reward")
     assert statistics.fmean(rewards[-5:]) > statistics.fmean(rewards[:5]) + 0.3, rewards
 
