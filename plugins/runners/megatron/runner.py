@@ -1,8 +1,10 @@
 """The megatron runner."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -63,6 +65,16 @@ from .shard_model import shard_model
 from .shard_spec import ShardSpec
 from .tensor_parallel import TensorParallel, local
 from .vocabulary import ParallelHead
+
+
+@dataclass
+class _Cut:
+    """Parameters of a model, by its own names, of which a rank has a part."""
+
+    shapes: dict[str, torch.Size]  # of all parameters, before they were cut
+    summed: set[str]  # whole ones of which each tensor-parallel rank sees a part of the use
+    experts: set[str] = field(default_factory=set)  # stacks of which it has some experts
+    specs: dict[str, ShardSpec] = field(default_factory=dict)  # of its slices
 
 
 @registry.register_runner("megatron")
@@ -143,53 +155,57 @@ class MegatronRunner(Runner):
             return make_model()
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
+        """Leave this rank's part of the model, give it memory, and let its strategies own the parameters.
+
+        Each step needs the ones before: stages are cut from sliced blocks, a strategy depends on the size of what is
+        left, and only then is there memory whose parts can be owned.
+        """
         self.model = self.module = model
-        shapes = {name: p.shape for name, p in model.named_parameters()}
-        plan = resolve(model, self.options.plan)
-        experts = set[str]()
-        if self.options.expert_parallel > 1:
-            experts = ExpertParallel(self.expert_mesh.get_group("expert")).shard(model)
-        cuts: dict[str, ShardSpec] = {}
-        if self.tensor is not None:
-            cuts = shard_model(model, plan, self.tensor, self.mesh["tensor"])
-            self.head = ParallelHead(self.tensor)
-        summed = plan.summed | self._on_split_sequences(model, cuts)
-        for routers in model.all_routers() if self.options.sequence_parallel and self.tensor else []:
-            routers.parts = Context(self.tensor.group)
+        cut = self._cut(model)
         tied = self._keep_own_stage(model)
-        self.data_parallel = self._choose_strategy(model)
-        of_experts, self.strategies = self.data_parallel, [self.data_parallel]
-        if experts:
-            of_experts = self.data_parallel.over(Group(self.expert_mesh.get_group("expert_data")))
-            self.strategies.append(of_experts)
-        materialize(model, torch.device("cpu") if self.offloads else self.device)
+        materialize(model, self._choose_strategies(model))
         self._hook_blocks(model)
-        self.shares: dict[nn.Parameter, Share] = {}
-        for name, parameter in model.named_parameters():
-            places, cut = list[tuple[ShardSpec, int]](), cuts.get(name)
-            if cut is not None and self.tensor is not None:
-                places.append((cut, self.tensor.rank))
-            if name in experts:
-                full = ShardSpec(tuple(shapes[name]), 0, self.options.expert_parallel)
-                places.append((full, self.expert_mesh.get_local_rank("expert")))
-            strategy = of_experts if name in experts else self.data_parallel
-            owned, start = strategy.own(parameter)
-            weight = 1.0 if cut else 1 / self.options.tensor_parallel
-            if type(strategy) is DDPStrategy:
-                weight /= strategy.group.size
-            if name in tied and self.stages.rank > 0:
-                weight = 0.0  # the first stage's counts
-            self.shares[parameter] = Share(
-                name, parameter, shapes[name], places, nn.Parameter(owned, requires_grad=parameter.requires_grad),
-                weight, name in summed and not cut, strategy, start,
-            )  # fmt: skip
-        self.by_owned = {share.owned: share for share in self.shares.values()}
+        self.shares = {p: self._share(name, p, cut, name in tied) for name, p in model.named_parameters()}
         self.tied = [share for share in self.shares.values() if share.name in tied and share.parameter.requires_grad]
         for strategy in self.strategies:
             strategy.watch([share for share in self.shares.values() if share.strategy is strategy])
-        if make_optimizer is not None and (cuts or experts or type(self.data_parallel) is not DDPStrategy):
+        if make_optimizer is not None and (cut.specs or cut.experts or type(self.data_parallel) is not DDPStrategy):
             check_elementwise(make_optimizer)
         self.held.build_optimizer(make_optimizer)
+
+    def _cut(self, model: Model) -> _Cut:
+        """Replace parameters by this rank's slices and experts."""
+        plan = resolve(model, self.options.plan)
+        cut = _Cut({name: p.shape for name, p in model.named_parameters()}, plan.summed)
+        if self.options.expert_parallel > 1:
+            cut.experts = ExpertParallel(self.expert_mesh.get_group("expert")).shard(model)
+        if self.tensor is not None:
+            cut.specs = shard_model(model, plan, self.tensor, self.mesh["tensor"])
+            self.head = ParallelHead(self.tensor)
+        cut.summed |= self._on_split_sequences(model, cut.specs)
+        for routers in model.all_routers() if self.options.sequence_parallel and self.tensor else []:
+            routers.parts = Context(self.tensor.group)
+        return cut
+
+    def _share(self, name: str, parameter: nn.Parameter, cut: _Cut, tied: bool) -> Share:
+        """The part of a parameter that this rank updates."""
+        spec, places = cut.specs.get(name), list[tuple[ShardSpec, int]]()
+        if spec is not None and self.tensor is not None:
+            places.append((spec, self.tensor.rank))
+        if name in cut.experts:
+            full = ShardSpec(tuple(cut.shapes[name]), 0, self.options.expert_parallel)
+            places.append((full, self.expert_mesh.get_local_rank("expert")))
+        strategy = self.strategies[-1] if name in cut.experts else self.data_parallel
+        owned, start = strategy.own(parameter)
+        weight = 1.0 if spec else 1 / self.options.tensor_parallel
+        if type(strategy) is DDPStrategy:
+            weight /= strategy.group.size
+        if tied and self.stages.rank > 0:
+            weight = 0.0  # the first stage's counts
+        return Share(
+            name, parameter, cut.shapes[name], places, nn.Parameter(owned, requires_grad=parameter.requires_grad),
+            weight, name in cut.summed and not spec, strategy, start,
+        )  # fmt: skip
 
     def _on_split_sequences(self, model: Model, cuts: dict[str, ShardSpec]) -> set[str]:
         """Names of the parameters that are applied to a part of the sequence on each rank."""
@@ -219,17 +235,24 @@ class MegatronRunner(Runner):
         self.pipeline = Pipeline(stages, self.stages, options, width, self.device)
         return tied if rank_of(last, options) > 0 else set()
 
-    def _choose_strategy(self, model: Model) -> DDPStrategy:
-        style = self.options.data_parallel_style
-        self.offloads = self.options.offload == "cpu"
-        if self.options.offload == "auto" and self.device.type == "cuda" and style in (None, "fsdp"):
+    def _choose_strategies(self, model: Model) -> torch.device:
+        """Choose how gradients are exchanged, those of experts last; returns the place of the parameters."""
+        options, style = self.options, self.options.data_parallel_style
+        offloads = options.offload == "cpu"
+        if options.offload == "auto" and self.device.type == "cuda" and style in (None, "fsdp"):
             numel = sum(local(p).numel() for p in model.parameters()) // (self.copies.size if style == "fsdp" else 1)
-            self.offloads = needs_host_memory(numel, free_memory(self.device))
-        if style == "fsdp" or self.offloads:
-            experts = self.expert_mesh["expert_data"] if self.options.expert_parallel > 1 else None
-            shard_parameters(model, self.mesh["data"], experts, self.offloads)
-            return FSDPStrategy(self.copies, model)
-        return (ZeRO1Strategy if style == "zero1" else DDPStrategy)(self.copies, self.options.bucket_mb)
+            offloads = needs_host_memory(numel, free_memory(self.device))
+        experts = self.expert_mesh["expert_data"] if options.expert_parallel > 1 else None
+        if style == "fsdp" or offloads:
+            shard_parameters(model, self.mesh["data"], experts, offloads)
+            self.data_parallel: DDPStrategy = FSDPStrategy(self.copies, model)
+        else:
+            kind = ZeRO1Strategy if style == "zero1" else DDPStrategy
+            self.data_parallel = kind(self.copies, options.bucket_mb)
+        self.strategies = [self.data_parallel]
+        if experts is not None:
+            self.strategies.append(self.data_parallel.over(Group(experts.get_group())))
+        return torch.device("cpu") if offloads else self.device
 
     def _hook_blocks(self, model: Model) -> None:
         """Hook the first and last blocks of this rank's stages; ahead of FSDP's own pre-hook, which looks at inputs."""
@@ -351,8 +374,12 @@ class _SharesState(HeldState):
     runner: MegatronRunner
 
     def full_shape(self, parameter: nn.Parameter) -> torch.Size:
-        share = self.runner.shares.get(parameter) or self.runner.by_owned.get(parameter)
+        share = self.runner.shares.get(parameter) or self._by_owned.get(parameter)
         return share.shape if share else parameter.shape  # of a frozen stage's nothing
+
+    @cached_property
+    def _by_owned(self) -> dict[nn.Parameter, Share]:
+        return {share.owned: share for share in self.runner.shares.values()}
 
     def weight(self, parameter: nn.Parameter) -> Tensor:
         share = self.runner.shares[parameter]
