@@ -29,11 +29,11 @@ class HeldState:
         Persistent buffers are among the parameters, a model's `quantized` ones are not. Raises CheckpointError for
         optimizer state that is neither shaped like its parameter nor a scalar tensor.
         """
-        out, quantized = [], self.model.quantized()
-        for name, parameter in self.model.canonical_parameters().items():
+        out, quantized = [], self.model.weights.quantized()
+        for name, parameter in self.model.weights.parameters().items():
             if name in quantized:
                 continue
-            shape = self.model.logical_shape(name, self.full_shape(parameter))
+            shape = self.model.weights.logical_shape(name, self.full_shape(parameter))
             held = self.held(parameter)
             out.append(Shard("param", name, tuple(shape), self.pieces(parameter, held, shape)))
             for key, value in self.held_state(parameter).items():
@@ -49,17 +49,17 @@ class HeldState:
         for matrix, state in (self.optimizer.state if self.optimizer else {}).items():
             if isinstance(matrix, str):  # a `MatrixOptimizer` keeps it on this rank alone
                 out += [Shard(key, matrix, tuple(v.shape), whole_pieces(v, tuple(v.shape))) for key, v in state.items()]
-        for name, buffer in self.model.canonical_buffers().items():
+        for name, buffer in self.model.weights.buffers().items():
             out.append(Shard("param", name, tuple(buffer.shape), whole_pieces(buffer, tuple(buffer.shape))))
         return out
 
     def gradients(self) -> list[Shard]:
         """This rank's part of the gradients, times `gradient_scale`; valid after `forward_backward`."""
         out = []
-        for name, parameter in self.model.canonical_parameters().items():
+        for name, parameter in self.model.weights.parameters().items():
             gradient = self.held_gradient(parameter)
             if gradient is not None:
-                shape = self.model.logical_shape(name, self.full_shape(parameter))
+                shape = self.model.weights.logical_shape(name, self.full_shape(parameter))
                 out.append(Shard("grad", name, tuple(shape), self.pieces(parameter, gradient, shape)))
         return out
 

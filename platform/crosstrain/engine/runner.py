@@ -59,7 +59,7 @@ class Runner(HeldState):
     """
 
     needs_process_group = False  # True: the engine needs torch's process group even for a single process
-    takes_quantized = True  # False: a model with parameters in few bits (`Model.quantized`) is refused
+    takes_quantized = True  # False: a model with parameters in few bits (`Model.weights.quantized`) is refused
     takes_float8 = True  # False: `run.amp.linear: float8`, which exchanges modules within the blocks, is refused
     saves_memory: ClassVar[tuple[str, ...]] = ()  # settings of options, option=value, that a plan tries as well
     cuts_models = False  # True: a rank may compute with a part of the model, which `layouts` describes
@@ -206,7 +206,7 @@ class Runner(HeldState):
 
     def count_choices(self, micro_batches: list[MicroBatch]) -> None:
         """Count the routers' choices in a step, without dropout, where a loss has to know them. Collective."""
-        for routers in self.model.all_routers():
+        for routers in self.model.structure.routers():
             if routers.counts_first:
                 with self.evaluating():
                     for micro_batch in micro_batches:
@@ -245,7 +245,7 @@ class Runner(HeldState):
 
     def check_all_used(self, problem: str) -> None:
         """Raise TrainingError, with the `problem` that it is, where the last backward left out a trained parameter."""
-        parameters = self.model.canonical_parameters().items()
+        parameters = self.model.weights.parameters().items()
         if unused := [name for name, p in parameters if p.requires_grad and p not in self.used]:
             more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
             raise TrainingError(f"{', '.join(unused[:5])}{more} took no part in the loss of a micro batch, {problem}")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from crosstrain.modeling.base import Model, count_targets, override
+from crosstrain.modeling.base import Model, count_targets
 from crosstrain.modeling.forward_mode import PLAIN, ForwardMode, takes_mode
 from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.types import Batch
@@ -70,9 +70,6 @@ class ModelWithObjective(Model):
     def num_targets(self, batch: Batch) -> int:  # type: ignore[override]
         return count_targets(self.objective.units, batch)
 
-    def check_context(self, ranks: int) -> None:
-        raise ConfigError("run.runner.context_parallel: run.objective needs whole sequences; leave one of them out")
-
     @property
     def targets(self) -> str:
         return self.objective.unit
@@ -83,9 +80,9 @@ class ModelWithObjective(Model):
 
 def set_objective(model: Model, objective: Objective) -> None:
     """Let a model's forward return the objective's loss of a batch, in place."""
-    if any(routers.has_loss for routers in model.all_routers()):
+    if any(routers.has_loss for routers in model.structure.routers()):
         raise ConfigError("run.objective: a loss of routers is a mean over targets; set model.router_loss=none")
     if not takes_mode(model):
         raise ConfigError(f"run.objective: {type(model).__name__}.forward has no parameter `mode`; give it one")
-    override(model, ModelWithObjective)
+    model.__class__ = type(type(model).__name__, (ModelWithObjective, type(model)), {})
     model.objective, objective.record = objective, model.record  # type: ignore[assignment]

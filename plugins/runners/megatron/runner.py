@@ -78,7 +78,7 @@ class MegatronRunner(Runner):
     cuts_models = True
     pipeline: Pipeline | None = None
     tensor: TensorParallel | None = None
-    head = Head()
+    head: Head = PLAIN.head
 
     @classmethod
     def data_parallel_size(cls, options: Options, world_size: int) -> int:
@@ -96,12 +96,12 @@ class MegatronRunner(Runner):
     def check_model(cls, options: Options, model: Model) -> None:
         super().check_model(options, model)
         plan = resolve(model, options.plan)
-        if options.tensor_parallel > 1 and model.reads_across:
+        if options.tensor_parallel > 1 and model.structure.reads_across:
             raise ConfigError("run.runner.tensor_parallel: parts of the model (dora) need whole weights; leave it out")
         if options.tensor_parallel > 1:
             shard_specs(model, plan, options.tensor_parallel)
             if options.context_parallel > 1:
-                model.check_context(options.tensor_parallel * options.context_parallel)
+                model.structure.check_context(options.tensor_parallel * options.context_parallel)
         if options.sequence_parallel:
             ends_of(model, "sequence_parallel")
         if options.pipeline_parallel > 1:
@@ -157,7 +157,7 @@ class MegatronRunner(Runner):
             cuts = shard_model(model, plan, self.tensor, self.mesh["tensor"])
             self.head = ParallelHead(self.tensor)
         summed = plan.summed | self._on_split_sequences(model, cuts)
-        for routers in model.all_routers() if self.options.sequence_parallel and self.tensor else []:
+        for routers in model.structure.routers() if self.options.sequence_parallel and self.tensor else []:
             routers.parts = Context(self.tensor.group)
         tied = self._keep_own_stage(model)
         self.data_parallel = self._choose_strategy(model)
