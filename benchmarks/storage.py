@@ -37,7 +37,7 @@ def storage(line: Line, project: str, options: list[str]) -> None:
     rank, size = runner.world.rank, runner.world.size
     folder = Path(config.run.output_dir)
     # The earlier checkpoint is deleted while the next one is saved, as in a run.
-    keeper = Checkpointer(folder, runner.world.twin(), Retention(keep_last=1), runner.model.save_config)
+    keeper = Checkpointer(folder, runner.world.twin(), Retention(keep_last=1), runner.model.export.save_config)
     held = sum(piece.data.numel() * piece.data.element_size() for s in runner.held.shards() for piece in s.pieces)
     everything = runner.world.all_reduce_sum(held)[0]
     step, checkpoint, saved = 0, folder, 0.0

@@ -35,7 +35,7 @@ class Expected:
 
 def matching(model: Model, pattern: str) -> dict[str, nn.Parameter]:
     """The model's parameters whose canonical names match a pattern."""
-    parameters = model.canonical_parameters()
+    parameters = model.weights.parameters()
     return {name: parameters[name] for name in fnmatch.filter(parameters, pattern)}
 
 

@@ -85,14 +85,20 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     )
     from crosstrain.engine.used_parameters import UsedParameters
     from crosstrain.inference.metric import Metric
-    from crosstrain.modeling.adapter import Adapter
-    from crosstrain.modeling.base import Ends, LanguageModel, Merge, Model, Quantized, ReadParameter, override
+    from crosstrain.modeling.adapter import Adapter, Around
+    from crosstrain.modeling.base import LanguageModel, Model
     from crosstrain.modeling.cross_entropy import Logits, token_cross_entropy
+    from crosstrain.modeling.export import Export, Merge, ReadParameter
     from crosstrain.modeling.forward_mode import PLAIN, ForwardMode, Head, takes_mode
     from crosstrain.modeling.hf_causal_lm import TransformersModel
+    from crosstrain.modeling.hf_export import TransformersExport
+    from crosstrain.modeling.hf_structure import TransformersStructure
+    from crosstrain.modeling.hf_weights import TransformersWeights
     from crosstrain.modeling.meta_init import has_values, materialize, parameters_on_meta
     from crosstrain.modeling.objective import Objective, Policy, log_probabilities
     from crosstrain.modeling.pretrained import Excerpt, Source, pretrained_folder
+    from crosstrain.modeling.structure import Ends, Structure
+    from crosstrain.modeling.weights import Quantized, Weights
     from crosstrain.monitor.metrics import Row, StepMetrics, flat, scalars, texts
     from crosstrain.monitor.tracker import TrackedRun, Tracker
     from crosstrain.training.callback import Callback

@@ -20,14 +20,16 @@ from crosstrain import (
     Source,
     Text,
     TransformersModel,
+    TransformersWeights,
     UserError,
     pretrained_folder,
     registry,
 )
 from crosstrain.checkpoint.weights import open_weights
 from crosstrain.modeling.attention import Attention
-from crosstrain.modeling.hf_causal_lm import LARGEST_SIZE, MOST_LAYERS, SIZES, Size, check_published, dense_place
+from crosstrain.modeling.hf_causal_lm import LARGEST_SIZE, MOST_LAYERS, SIZES, Size, check_published
 from crosstrain.modeling.hf_internals import padded, routers_of, without_initial_values
+from crosstrain.modeling.hf_weights import dense_place
 from crosstrain.modeling.pretrained import Place, names_at
 from crosstrain.modeling.routers import Routers, Scope
 from crosstrain.utils.errors import did_you_mean, sentence
@@ -81,6 +83,7 @@ class CausalLM(TransformersModel):
             raise ConfigError(f"model.config: transformers cannot build it ({sentence(error)[:300]})") from error
         super().__init__(options, config, lm, source)
         self.dense = pretrained_folder(options.from_dense) if options.from_dense else None
+        self.weights = _Weights(self)
         self.route(options)
 
     def route(self, options: Options) -> None:
@@ -98,21 +101,25 @@ class CausalLM(TransformersModel):
                 f"configuration has output_router_logits, true adds transformers' own loss"
             )
 
-    def pretrained_sources(self) -> list[Source]:
-        """The folder `pretrained`, or the dense model's; its routers begin with initial values."""
-        if self.dense is None:
-            return super().pretrained_sources()
-        there = open_weights(self.dense).names("param")
-
-        def place(name: str, available: set[str]) -> Place:
-            return dense_place(name, available, self.num_experts)
-
-        return [Source(self.dense, place, lambda name: names_at(place(name, there)) <= there)]
-
     def blocks(self) -> list[nn.Module]:
         """The longest list of modules in the model."""
         lists = [module for module in self.lm.modules() if isinstance(module, nn.ModuleList)]
         return list(max(lists, key=len))
+
+
+class _Weights(TransformersWeights):
+    model: CausalLM
+
+    def sources(self) -> list[Source]:
+        """The folder `pretrained`, or the dense model's; its routers begin with initial values."""
+        if self.model.dense is None:
+            return super().sources()
+        there = open_weights(self.model.dense).names("param")
+
+        def place(name: str, available: set[str]) -> Place:
+            return dense_place(name, available, self.model.num_experts)
+
+        return [Source(self.model.dense, place, lambda name: names_at(place(name, there)) <= there)]
 
 
 def _config(options: CausalLM.Options, source: Path | None) -> PreTrainedConfig:

@@ -130,7 +130,7 @@ class FSDPRunner(Runner):
             if self.options.cpu_offload
             else OffloadPolicy(),
         }
-        if scalars := [name for name, p in model.canonical_parameters().items() if p.ndim == 0]:
+        if scalars := [name for name, p in model.weights.parameters().items() if p.ndim == 0]:
             raise ConfigError(f"run.runner: fsdp cannot cut {scalars[0]}, a scalar, into shards; use another runner")
         if self.options.expert_parallel > 1:
             self._shard_experts(model, options)
@@ -155,8 +155,8 @@ class FSDPRunner(Runner):
             module, mine = model.get_submodule(owner), model.get_parameter(name)
             if mine.shape[1] % same:
                 raise ConfigError(
-                    f"run.runner.expert_parallel: {model.canonical_name(name)} has {mine.shape[1]} features, which "
-                    f"{same} ranks with the same experts cannot share evenly; use the megatron runner"
+                    f"run.runner.expert_parallel: {model.weights.canonical_name(name)} has {mine.shape[1]} features, "
+                    f"which {same} ranks with the same experts cannot share evenly; use the megatron runner"
                 )
             whole = DTensor.from_local(mine.detach(), mesh, [Shard(0)], run_check=False)
             module._parameters[own] = nn.Parameter(whole, mine.requires_grad)

@@ -175,7 +175,7 @@ def _family(name: str, context: Context) -> str:
     batch["position_ids"][1, 20:] -= 20
     found = []
     try:
-        model.check_context(2)
+        model.structure.check_context(2)
         for model.context in (None, context):
             model.zero_grad()
             loss = model(**batch)

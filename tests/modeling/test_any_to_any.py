@@ -43,8 +43,8 @@ def gathered(runner: Any) -> Tensors:
     if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
         zero._hp_optimizer_states_linked = False  # DeepSpeed links too early when there are several groups
         zero._lazy_init_hp_params_optimizer_state()
-    for name, parameter in runner.model.canonical_parameters().items():
-        shape = runner.model.logical_shape(name, runner.held.full_shape(parameter))
+    for name, parameter in runner.model.weights.parameters().items():
+        shape = runner.model.weights.logical_shape(name, runner.held.full_shape(parameter))
         for key in (None, "exp_avg", "exp_avg_sq"):
             if zero is not None and hasattr(parameter, "_hp_mapping" if hasattr(zero, "bit16_groups") else "ds_id"):
                 whole = (

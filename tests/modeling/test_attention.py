@@ -99,7 +99,7 @@ def test_a_packed_loss_and_its_gradients_are_those_of_the_documents_apart(
     name: str, attention: str, kernels: None
 ) -> None:
     model = build(name, attention=attention)
-    model.check_documents()
+    model.structure.check_documents()
     loss, gradient = gradients(model, [packed()])
     expected, expected_gradient = gradients(model, apart())
     assert loss == pytest.approx(expected, rel=1e-6)

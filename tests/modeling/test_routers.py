@@ -136,7 +136,7 @@ def test_documents_of_a_row_are_balanced_as_if_they_were_apart() -> None:
 def test_gradient_checkpointing_keeps_the_loss(mode: activation_checkpointing.Mode) -> None:
     model, batch = build(), rows()
     wanted = trained(model, [batch])
-    for blocks, chosen in model.checkpointing(mode):
+    for blocks, chosen in model.structure.checkpointing(mode):
         activation_checkpointing.apply(blocks, chosen, torch.no_grad)
     assert distance(trained(model, [batch]), wanted) < EXACT
 
@@ -166,9 +166,9 @@ def test_biases_move_towards_the_experts_that_are_chosen_too_little() -> None:
 def test_arithmetic_counts_the_experts_that_a_token_uses() -> None:
     model = build()
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    assert model.idle_parameters == experts * 6 // 8  # 2 of 8 are chosen
+    assert model.structure.idle_parameters == experts * 6 // 8  # 2 of 8 are chosen
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1 and "embed" not in name)
-    assert model.flops_per_token(16) == 6 * (matrices - model.idle_parameters) + 12 * 2 * 32 * 16
+    assert model.structure.flops_per_token(16) == 6 * (matrices - model.structure.idle_parameters) + 12 * 2 * 32 * 16
 
 
 def test_a_choice_that_a_tie_flips_is_told_with_its_margin() -> None:

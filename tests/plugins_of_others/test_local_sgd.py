@@ -35,7 +35,7 @@ def begin(project: str, options: tuple[str, ...], steps: int) -> tuple[dict[str,
     trainer = make_trainer(project, options)
     stream = trainer.batches()
     out = [[{k: v.numpy() for k, v in micro.data.items()} for micro in next(stream)] for _ in range(steps)]
-    initial = {n: p.detach().numpy() for n, p in trainer.runner.model.canonical_parameters().items()}
+    initial = {n: p.detach().numpy() for n, p in trainer.runner.model.weights.parameters().items()}
     trainer.runner.close()
     return initial, out
 

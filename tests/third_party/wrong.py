@@ -25,14 +25,14 @@ class Wrong(Runner):
     def prepare(self, model, make_optimizer):
         super().prepare(model, make_optimizer)
         if self.options.bug == "exports":  # a configuration with which the same weights compute something else
-            save = model.save_config
+            save = model.export.save_config
 
             def save_config(folder):
                 save(folder)
                 path = folder / "config.json"
                 path.write_text(path.read_text().replace('"n_head": 2', '"n_head": 1'))
 
-            model.save_config = save_config
+            model.export.save_config = save_config
 
     def forward_backward(self, micro_batches, num_targets):
         self.calls = getattr(self, "calls", 0) + 1
@@ -44,7 +44,7 @@ class Wrong(Runner):
             self.ticks = getattr(self, "ticks", 0) + len(micro_batches)
             self.set_learning_rate(self.run.init_lr * (1 - self.ticks / 100))
         loss = super().forward_backward(micro_batches, num_targets)
-        names = self.model.canonical_parameters()
+        names = self.model.weights.parameters()
         for name, p in names.items():
             if self.options.bug == "missing" or (self.options.bug == "partly_missing" and "h.1.mlp" in name):
                 continue
@@ -114,7 +114,7 @@ class Unbalanced(Runner):
 
     def prepare(self, model, make_optimizer):
         super().prepare(model, make_optimizer)
-        for routers in model.all_routers() if self.options.micro_batches else []:
+        for routers in model.structure.routers() if self.options.micro_batches else []:
             routers.scope = "micro_batch"
 
     def forward_backward(self, micro_batches, num_targets):
@@ -134,7 +134,7 @@ class Tied(Runner):
         rounded: bool = False
 
     def forward_backward(self, micro_batches, num_targets):
-        for routers in self.model.all_routers():
+        for routers in self.model.structure.routers():
             for module in routers.modules:
                 first, second = module.weight.data[:2]
                 second.copy_(first.nextafter(first.new_tensor(torch.inf)) if self.options.rounded else first)

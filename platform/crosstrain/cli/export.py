@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     from crosstrain.data.tokenizer import warn_if_rebuilt
     from crosstrain.engine.precision import DTYPES
     from crosstrain.inference.open_checkpoint import open_config, outline
-    from crosstrain.modeling.base import Part
+    from crosstrain.modeling.export import Part
 
     limit, output = read_bytes(arguments.max_shard_size, "--max-shard-size"), arguments.output
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
@@ -50,13 +50,13 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{output}: the adapter; peft's PeftModel.from_pretrained(model, {str(output)!r}) adds it to a model")
             return 0
         if arguments.part:
-            if arguments.part not in (parts := model.parts()):
+            if arguments.part not in (parts := model.export.parts()):
                 known = ", ".join(["adapter", *parts])
                 raise UserError(f"--part: {config.model.name} has no part {arguments.part!r} to export; known: {known}")
             part = parts[arguments.part]
     exported = export(
         checkpoint, output, dtype, limit, lambda line: print(line, flush=True),
-        None if model is None else PretrainedWeights.of(model), None if model is None else model.merges(), part,
+        None if model is None else PretrainedWeights.of(model), None if model is None else model.export.merges(), part,
         arguments.weights,
     )  # fmt: skip
     if not is_url(output):

@@ -25,7 +25,7 @@ class Routing:
         self.runner = runner
         self._near = _NEAR.get(runner.precision.dtype, _DEFAULT)
         self._seen: list[dict[tuple[int, int], list[Any]]] = []  # by micro batch
-        for routers in runner.model.all_routers():
+        for routers in runner.model.structure.routers():
             if routers.parts is None and runner.context.size == 1:  # else a rank sees parts of sequences
                 routers.observe = self._add
 
@@ -45,7 +45,7 @@ class Routing:
         }  # fmt: skip
         near = {key: found for held in self.runner.world.all_gather(mine) for key, found in held.items()}
         means = recorded_means(self.runner.model.take_recorded(), self.runner.world)
-        return {"near": near, "loss": sum(routers.added(means) for routers in self.runner.model.all_routers())}
+        return {"near": near, "loss": sum(routers.added(means) for routers in self.runner.model.structure.routers())}
 
 
 def nearly_tied(seen: Choices, near: float) -> dict[tuple[int, int], list[Any]]:

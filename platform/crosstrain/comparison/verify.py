@@ -146,7 +146,7 @@ class _Acceptance:
         """Export the checkpoint, and have plain torch open it as any published model, in another process."""
         folder, model = tempfile.mkdtemp(dir=self.race.scratch), model_on_meta(self.config)
         checkpoint, sources = find_checkpoint(Path(self.config.run.output_dir)), PretrainedWeights.of(model)
-        export(checkpoint, Path(folder), None, 1 << 62, lambda _: None, sources, model.merges())
+        export(checkpoint, Path(folder), None, 1 << 62, lambda _: None, sources, model.export.merges())
         plain = self.plain.plain
         if "pretrained" not in plain["model"]:
             return "not tried", f"{plain['model']['arch']} has no option `pretrained`, to open it with"

@@ -128,7 +128,7 @@ def _set_up(plain: dict[str, Any]) -> tuple[Config, Runner]:
 def _facts(trainer: Trainer, probe: Probe) -> dict[str, Any]:
     """Description of the model and the layout. Collective."""
     runner = trainer.runner
-    names = dict.fromkeys(n for held in runner.world.all_gather([*runner.model.canonical_parameters()]) for n in held)
+    names = dict.fromkeys(n for held in runner.world.all_gather([*runner.model.weights.parameters()]) for n in held)
     return {
         "names": [*names], "tied": _tied(runner), "world_size": runner.world.size,
         "dp_size": runner.dp.size, "context_size": runner.context.size, "accumulation": trainer.plan.accumulation,
@@ -177,6 +177,6 @@ def _by_sample(runner: Runner, step: list[MicroBatch]) -> dict[str, dict[str, st
 
 def _tied(runner: Runner) -> list[str]:
     """Canonical names of parameters that the model uses in more than one place."""
-    first = {id(p): name for name, p in runner.model.canonical_parameters().items()}
+    first = {id(p): name for name, p in runner.model.weights.parameters().items()}
     seen = [id(p) for _, p in runner.model.named_parameters(remove_duplicate=False)]
     return [name for key, name in first.items() if seen.count(key) > 1]

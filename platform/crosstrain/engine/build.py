@@ -55,7 +55,7 @@ def make_model(config: Config) -> Model:
     with limited_to(config.trust):
         model: Model = registry.get("model", config.model.name)(config.model.options)
         if config.adapter is not None:
-            add_adapter(config.adapter, model.adapted(), "model.adapter")
+            add_adapter(config.adapter, model.structure.adapted(), "model.adapter")
         return model
 
 
@@ -170,8 +170,8 @@ def check_fit(objective: Objective, dataset: Dataset) -> None:
             f"processor and of the model one value"
         )
     if dataset.documents:
-        model.check_documents()
-    check_tokenizer(model.pretrained_weights(), dataset)
+        model.structure.check_documents()
+    check_tokenizer(model.weights.folder(), dataset)
     if dataset.sequence_length and model.max_length and dataset.sequence_length > model.max_length:
         raise ConfigError(
             f"datasets: samples have {dataset.sequence_length} tokens and the model takes at most {model.max_length}: "
@@ -214,11 +214,11 @@ def check_held(model: Model, runner: type[Runner], config: Config) -> None:
     if (ranks := context_size(config.run.runner.options)) > 1:
         if config.run.objective is not None:
             raise ConfigError("run.runner.context_parallel: run.objective needs whole sequences; leave one of them out")
-        model.check_context(ranks)
-    if model.quantized() and not runner.capabilities.takes_quantized:
+        model.structure.check_context(ranks)
+    if model.weights.quantized() and not runner.capabilities.takes_quantized:
         adapter, name = config.adapter and config.adapter.name, config.run.runner.name
         raise ConfigError(f"model.adapter: {adapter} keeps weights in few bits, which {name} cannot; use ddp or fsdp")
-    if not runner.capabilities.exact and any(r.counts_first or r.bias_rate for r in model.all_routers()):
+    if not runner.capabilities.exact and any(r.counts_first or r.bias_rate for r in model.structure.routers()):
         raise ConfigError("model.router_loss: routers need all ranks' choices in each step; set router_loss=sequence")
     if config.run.amp.linear == "float8":
         if config.run.amp.dtype != "bf16":
@@ -234,7 +234,7 @@ def freeze(model: Model, patterns: list[str]) -> None:
     The model may have excluded others. Raises ConfigError for a pattern that matches nothing, and where nothing is left
     to train.
     """
-    parameters = model.canonical_parameters()
+    parameters = model.weights.parameters()
     for pattern in patterns:
         names = fnmatch.filter(parameters, pattern)
         if not names:
@@ -255,7 +255,7 @@ def construct_model(config: Config, runner: Runner, make: Callable[[], Model], f
         freeze(model, config.run.freeze)
         if config.run.amp.linear == "float8":
             convert(model, runner.device)
-        for blocks, mode in model.checkpointing(config.run.gradient_checkpointing):
+        for blocks, mode in model.structure.checkpointing(config.run.gradient_checkpointing):
             activation_checkpointing.apply(blocks, mode, runner.precision.autocast)
     runner.objective = make_objective(config, model)
     return model
@@ -275,7 +275,7 @@ def build_model(
     if config.run.compile != "none":
         for module in model.blocks() if config.run.compile == "blocks" else [model]:
             module.compile()  # in place, so that names of parameters do not change
-    whole, buffers = model.canonical_parameters(), model.canonical_buffers()  # of which a rank may keep a part
+    whole, buffers = model.weights.parameters(), model.weights.buffers()  # of which a rank may keep a part
     names = {*whole, *buffers}
     frozen = {name for name, p in whole.items() if not p.requires_grad}
     runner.prepare(model, optimizer_factory(config, model) if for_training else None)
@@ -291,7 +291,7 @@ def build_model(
         reader.stage([s for s in wanted if (s.kind, s.name) in reader.tensors], runner.world)
         borrowed = load_shards(reader, wanted, pretrained, names)
     else:
-        for line in pretrained.summary(names | model.quantized().keys()):
+        for line in pretrained.summary(names | model.weights.quantized().keys()):
             log.info("%s", line)
         published = pretrained.fill(parameters)
         fill_initial(model, [s for s in parameters if s.name not in {*published, *buffers}], config.run.seed)

@@ -129,7 +129,7 @@ def with_experts(
     """
     if expert_parallel == 1:
         return describe(Sizes.of(model), copies)
-    experts = {p for module in model.experts().values() for p in module.parameters()}
+    experts = {p for module in model.structure.experts().values() for p in module.parameters()}
     sizes = Sizes.of(model, set(model.parameters()) - experts), Sizes.of(model, experts)
     rest, theirs = describe(sizes[0], copies), describe(sizes[1], copies // expert_parallel)
     for name in _SUMS:

@@ -45,18 +45,18 @@ class HeldState:
         optimizer state that is neither shaped like its parameter nor a scalar tensor.
         """
         out, model, optimizer = list[Shard](), self.runner.model, self.runner.optimizer
-        quantized = model.quantized()
-        for name, parameter in model.canonical_parameters().items():
+        quantized = model.weights.quantized()
+        for name, parameter in model.weights.parameters().items():
             if name not in quantized:
                 out += self._shards_of(name, parameter)
         for matrix, state in (optimizer.state if optimizer else {}).items():
             if isinstance(matrix, str):  # a `MatrixOptimizer` keeps it on this rank only
                 out += [_whole(self._kind(kind), matrix, value) for kind, value in state.items()]
-        out += [_whole("param", name, buffer) for name, buffer in model.canonical_buffers().items()]
+        out += [_whole("param", name, buffer) for name, buffer in model.weights.buffers().items()]
         return out
 
     def _shards_of(self, name: str, parameter: nn.Parameter) -> Iterator[Shard]:
-        shape = self.runner.model.logical_shape(name, self.full_shape(parameter))
+        shape = self.runner.model.weights.logical_shape(name, self.full_shape(parameter))
         held = self.weight(parameter)
         yield Shard("param", name, tuple(shape), self.pieces(parameter, held, shape))
         extra = {RUNNER + kind: tensors[parameter] for kind, tensors in self.extra.items() if parameter in tensors}
@@ -80,10 +80,10 @@ class HeldState:
     def gradients(self) -> list[Shard]:
         """This rank's part of the gradients, times `gradient_scale`; valid after `forward_backward`."""
         out = []
-        for name, parameter in self.runner.model.canonical_parameters().items():
+        for name, parameter in self.runner.model.weights.parameters().items():
             gradient = self.gradient(parameter)
             if gradient is not None:
-                shape = self.runner.model.logical_shape(name, self.full_shape(parameter))
+                shape = self.runner.model.weights.logical_shape(name, self.full_shape(parameter))
                 out.append(Shard("grad", name, tuple(shape), self.pieces(parameter, gradient, shape)))
         return out
 
@@ -124,8 +124,8 @@ class HeldState:
         self.runner.loaded()
 
     def _parameters(self) -> list[nn.Parameter]:
-        quantized = self.runner.model.quantized()
-        return [p for name, p in self.runner.model.canonical_parameters().items() if name not in quantized]
+        quantized = self.runner.model.weights.quantized()
+        return [p for name, p in self.runner.model.weights.parameters().items() if name not in quantized]
 
     # ---- the optimizer of what is held
 

@@ -284,7 +284,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 def count_choices(runner: Runner, micro_batches: list[MicroBatch]) -> None:
     """Count the routers' choices in a step, without dropout, where a loss has to know them. Collective."""
-    for routers in runner.model.all_routers():
+    for routers in runner.model.structure.routers():
         if routers.counts_first:
             with runner.evaluating():
                 for micro_batch in micro_batches:

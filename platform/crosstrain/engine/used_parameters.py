@@ -17,7 +17,7 @@ class UsedParameters(set[nn.Parameter]):
 
     def check(self, problem: str) -> None:
         """Raise TrainingError, with the `problem` that it is, where a trained parameter was not reached."""
-        parameters = self._model.canonical_parameters().items()
+        parameters = self._model.weights.parameters().items()
         if unused := [name for name, p in parameters if p.requires_grad and p not in self]:
             more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
             raise TrainingError(f"{', '.join(unused[:5])}{more} took no part in the loss of a micro batch, {problem}")

@@ -99,7 +99,7 @@ class Objective:
         self.model = model
         if self.is_plain:
             return
-        if any(routers.has_loss for routers in model.all_routers()):
+        if any(routers.has_loss for routers in model.structure.routers()):
             raise ConfigError("run.objective: a loss of routers is a mean over targets; set model.router_loss=none")
         if not takes_mode(model):
             raise ConfigError(f"run.objective: {type(model).__name__}.forward has no parameter `mode`; give it one")

@@ -190,7 +190,7 @@ class Project:
 
     def state_bytes(self, model: Model) -> float:
         """Bytes of optimizer state for each trained element of a part of the model, measured on trial parameters."""
-        make, hidden, total = optimizer_factory(self.config, model), model.hidden_matrices(), 0.0
+        make, hidden, total = optimizer_factory(self.config, model), model.weights.matrices(), 0.0
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         for name, p in trained:
             kind = name in hidden, p.ndim
@@ -219,9 +219,9 @@ class Project:
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of parameters and optimizer state, without frozen parameters from pretrained folders."""
-        sources, state = self.model.pretrained_sources(), self.state_bytes(self.model)
+        sources, state = self.model.weights.sources(), self.state_bytes(self.model)
         size = 0
-        for name, p in self.model.canonical_parameters().items():
+        for name, p in self.model.weights.parameters().items():
             if p.requires_grad:
                 size += int(p.numel() * (_FP32 + state))
             elif not self.absent and next((s.of_model for s in sources if s.covers(name)), True):

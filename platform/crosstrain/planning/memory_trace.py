@@ -86,7 +86,7 @@ def trace(
     batch: tensors of a micro batch; their values do not count. head: the rank's, None for the plain one; objective:
     None for the model's own loss. Raises the model's own error where its forward reads values.
     """
-    groups = {n: alike for n, chain in enumerate(model.chains()) if len(alike := _alike(chain)) > 2}
+    groups = {n: alike for n, chain in enumerate(model.structure.chains()) if len(alike := _alike(chain)) > 2}
     middles = {n: alike[1:-1] for n, alike in groups.items()}
     measure = partial(_measure, model, batch, dtype, mode, device, head or Head(), objective or Objective(None))
     ends = measure(middles)
@@ -145,7 +145,7 @@ def _measure(
     model.train()
     tracker = _Tracker()
     skipped = set(map(id, absent))
-    for blocks, how in model.checkpointing(mode):
+    for blocks, how in model.structure.checkpointing(mode):
         here = [block for block in blocks if id(block) not in skipped]
         activation_checkpointing.apply(here, "full" if how == "offload" else how, nullcontext)
         for block in here:

@@ -17,7 +17,7 @@ def log_setup(trainer: Trainer) -> None:
     # ZeRO keeps a parameter's own shape elsewhere; tensor parallelism pads the vocabulary for its ranks.
     mine = {
         n: (p.requires_grad, max(runner.held.full_shape(p).numel(), p.numel()))
-        for n, p in runner.model.canonical_parameters().items()
+        for n, p in runner.model.weights.parameters().items()
     }
     own = [(runner.held.weight(p), getattr(p, "to_local", p.detach)()) for p in runner.model.parameters()]
     here = sum(max(held.numel(), part.numel()) for held, part in own)

@@ -129,7 +129,7 @@ def preflight(config: Config, world_size: int, dry: bool = False, fresh: bool = 
         if not absent:
             weights = PretrainedWeights.of(model)
             weights.verify()
-            weights.summary({*model.canonical_parameters(), *model.canonical_buffers(), *model.quantized()})
+            weights.summary({*model.weights.parameters(), *model.weights.buffers(), *model.weights.quantized()})
         freeze(model, run.freeze)
         runner.check_model(config.run.runner.options, model)
         check_trackers(run.trackers)

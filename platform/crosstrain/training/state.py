@@ -188,7 +188,7 @@ def restore(checkpoint: Path | None, runner: Runner) -> State:
 
 def reload(runner: Runner, checkpoint: Path, frozen: Collection[str]) -> None:
     """Load an earlier state of the run into the runner, except for the `frozen` parameters. Collective."""
-    here = {*runner.model.canonical_parameters(), *runner.model.canonical_buffers()}
+    here = {*runner.model.weights.parameters(), *runner.model.weights.buffers()}
     names = set[str]().union(*runner.world.all_gather(here))
     reader, shards = Reader.open(checkpoint), [s for s in runner.held.shards() if s.name not in frozen]
     reader.stage(shards, runner.world)

@@ -117,7 +117,7 @@ class Trainer:
         problems = self.hooks.call("after_backward", batch, loss)
         with timers("optimizer"):
             result = runner.optimizer_step(apply=not any(problems))
-            for routers in runner.model.all_routers():
+            for routers in runner.model.structure.routers():
                 routers.end_step(self.ranks.process_group, result.applied)
 
         state.step += 1

@@ -175,13 +175,13 @@ def _make_checkpointer(
     tokenizer_files = plain_files(tokenizer, TOKENIZER_FILES) if tokenizer is not None else []
 
     def write_assets(checkpoint: Path) -> None:
-        runner.model.save_config(checkpoint)
+        runner.model.export.save_config(checkpoint)
         copy_files(tokenizer_files, checkpoint)
         if dataset.end_tokens:
             add_end_tokens(checkpoint / GENERATION_CONFIG, dataset.end_tokens)
 
     def write_parts(checkpoint: Path, reader: Reader) -> None:
-        runner.model.save_parts(checkpoint, reader.names("param"), reader.whole)
+        runner.model.export.save_parts(checkpoint, reader.names("param"), reader.whole)
 
     retention = Retention(config.run.keep_last, config.run.keep_every)
     checkpointer = Checkpointer(

@@ -84,7 +84,7 @@ def _layout(
         if not is_first:
             first.register_forward_pre_hook(_receive(parts), prepend=True)
     if tensor is not None and options.sequence_parallel:
-        for routers in model.all_routers():
+        for routers in model.structure.routers():
             routers.parts = Context(tensor.group)
         if is_first:
             first.register_forward_pre_hook(lambda _, x: (tensor.split_sequence(x[0]), *x[1:]), prepend=True)

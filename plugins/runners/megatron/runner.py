@@ -94,7 +94,7 @@ class MegatronRunner(Runner):
     )
     pipeline: Pipeline | None = None
     tensor: TensorParallel | None = None
-    head = Head()
+    head: Head = PLAIN.head
 
     @classmethod
     def data_parallel_size(cls, options: Options, world_size: int) -> int:
@@ -112,12 +112,12 @@ class MegatronRunner(Runner):
     def check_model(cls, options: Options, model: Model) -> None:
         super().check_model(options, model)
         plan = resolve(model, options.plan)
-        if options.tensor_parallel > 1 and model.reads_across:
+        if options.tensor_parallel > 1 and model.structure.reads_across:
             raise ConfigError("run.runner.tensor_parallel: parts of the model (dora) need whole weights; leave it out")
         if options.tensor_parallel > 1:
             shard_specs(model, plan, options.tensor_parallel)
             if options.context_parallel > 1:
-                model.check_context(options.tensor_parallel * options.context_parallel)
+                model.structure.check_context(options.tensor_parallel * options.context_parallel)
         if options.sequence_parallel:
             ends_of(model, "sequence_parallel")
         if options.pipeline_parallel > 1:
@@ -183,7 +183,7 @@ class MegatronRunner(Runner):
             cut.specs = shard_model(model, plan, self.tensor, self.mesh["tensor"])
             self.head = ParallelHead(self.tensor)
         cut.summed |= self._on_split_sequences(model, cut.specs)
-        for routers in model.all_routers() if self.options.sequence_parallel and self.tensor else []:
+        for routers in model.structure.routers() if self.options.sequence_parallel and self.tensor else []:
             routers.parts = Context(self.tensor.group)
         return cut
 
