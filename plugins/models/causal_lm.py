@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from transformers.modeling_rope_utils import RopeParameters
@@ -29,6 +28,7 @@ from crosstrain.checkpoint.weights import open_weights
 from crosstrain.modeling.attention import Attention
 from crosstrain.modeling.hf_causal_lm import LARGEST_SIZE, MOST_LAYERS, SIZES, Size, check_published
 from crosstrain.modeling.hf_internals import padded, routers_of, without_initial_values
+from crosstrain.modeling.hf_tables import keys_beside_fields
 from crosstrain.modeling.hf_weights import dense_place
 from crosstrain.modeling.pretrained import Place, names_at
 from crosstrain.modeling.routers import Routers, Scope
@@ -101,11 +101,6 @@ class CausalLM(TransformersModel):
                 f"configuration has output_router_logits, true adds transformers' own loss"
             )
 
-    def blocks(self) -> list[nn.Module]:
-        """The longest list of modules in the model."""
-        lists = [module for module in self.lm.modules() if isinstance(module, nn.ModuleList)]
-        return list(max(lists, key=len))
-
 
 class _Weights(TransformersWeights):
     model: CausalLM
@@ -176,12 +171,9 @@ def _check_keys(family: str, config: Mapping[str, Any]) -> None:
 
 def _check_keys_of(cls: type[PreTrainedConfig], given: Mapping[str, Any], at: str) -> None:
     known = {"model_type", *(field.name for field in fields(cls)), *cls.attribute_map}
+    known |= keys_beside_fields(cls.model_type)
     if {"num_attention_heads", "num_key_value_heads"} <= known:
         known.add("head_dim")  # attention reads it in families that do not declare it
-    for base in cls.__mro__:  # older names, which are read after the fields
-        for name in ("__post_init__", "convert_rope_params_to_dict"):
-            if (function := vars(base).get(name)) is not None:
-                known |= {text for text in function.__code__.co_consts if isinstance(text, str) and text.isidentifier()}
     known -= _NOT_OF_TRAINING
     for key, value in given.items():
         if key not in known:

@@ -60,9 +60,6 @@ class Qwen(TransformersModel):
             lm = _FAMILIES[config.model_type][1](made)
         super().__init__(options, config, lm, source)
 
-    def blocks(self) -> list[nn.Module]:
-        return list(self.lm.model.layers)
-
 
 def _config(options: Qwen.Options, source: Path | None) -> PreTrainedConfig:
     """transformers' configuration with the options' sizes; ConfigError where they do not go together."""

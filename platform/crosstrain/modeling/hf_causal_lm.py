@@ -44,7 +44,7 @@ def check_published(published: PreTrainedConfig, given: Mapping[str, Any], sourc
 class TransformersModel(LanguageModel):
     """A `...ForCausalLM`, made from a `padded` configuration.
 
-    Subclasses construct it and implement `blocks`. Their options have `make_vocab_size_divisible_by`.
+    Subclasses construct it. Their options have `make_vocab_size_divisible_by`.
     """
 
     lm: PreTrainedModel
@@ -65,8 +65,8 @@ class TransformersModel(LanguageModel):
             raise ConfigError(f"model: {config.model_type} embeds more than the tokens of its vocabulary")
         if hf_internals.routers_of(lm):
             lm.config.output_router_logits = False  # hooks give them
-        self.measured = hf_internals.measured_logits(lm)  # None: only the model's own forward gives its logits
-        takes = inspect.signature((lm if self.measured is None else lm.base_model).forward).parameters
+        self.product = hf_internals.head_product(lm)  # None: only the model's own forward gives its logits
+        takes = inspect.signature((lm if self.product is None else lm.base_model).forward).parameters
         self.takes_positions = "position_ids" in takes
         # transformers 5.24 gave it another name. A model with neither gets all tokens again.
         self._cache_name = next((name for name in ("cache", "past_key_values") if name in takes), None)
@@ -113,11 +113,11 @@ class TransformersModel(LanguageModel):
             routers = None
         hf_internals.attend_by(self.lm, attention)
         # Without its head, if that is measured: then the logits never exist all at once.
-        called: nn.Module = self.lm if self.measured is None else self.lm.base_model
+        called: nn.Module = self.lm if self.product is None else self.lm.base_model
         out = called(input_ids, use_cache=cache is not None, **more)
         if documents is not None and attention != "eager" and has_values(out[0]):  # not so in a plan
             documents.check_seen(self.blocks())
-        if self.measured is None:
+        if self.product is None:
             result = mode.output(out.logits, None, labels, self.vocab_size)
             if self.training and labels is not None and getattr(out, "aux_loss", None) is not None:
                 # Routers that are not watched, under config.output_router_logits: transformers' own loss of them.
@@ -125,7 +125,7 @@ class TransformersModel(LanguageModel):
                 result = mode.head.add(result, coefficient * out.aux_loss * (labels != IGNORE_INDEX).sum())
         else:
             head = self.lm.get_output_embeddings()
-            logits = Logits(head.bias, *self.measured)
+            logits = Logits(head.bias, *self.product)
             result = mode.output(out.last_hidden_state, head.weight, labels, self.vocab_size, logits)
         if context is not None and result.ndim == 0:  # not so where another stage has the head
             result = context.total(result)
@@ -140,6 +140,9 @@ class TransformersModel(LanguageModel):
         device = seen.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
+
+    def blocks(self) -> list[nn.Module]:
+        return hf_internals.blocks_of(self.lm)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.lm.get_input_embeddings()(input_ids)

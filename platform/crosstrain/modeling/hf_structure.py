@@ -61,7 +61,7 @@ class TransformersStructure(Structure):
         theirs = list(self.lm.config.base_model_pp_plan or {})
         lists = {name for name, module in self.lm.base_model.named_children() if isinstance(module, nn.ModuleList)}
         blocks = [name for name in theirs if name in lists]
-        if len(blocks) != 1 or self.model.measured is None:
+        if len(blocks) != 1 or self.model.product is None:
             return None
         own = [f"lm.{self.lm.base_model_prefix}.{name}" for name in theirs]
         at = theirs.index(blocks[0])
@@ -85,7 +85,7 @@ class TransformersStructure(Structure):
         plan = {pattern: style for pattern, style in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
         words, head = self.lm.get_input_embeddings(), self.lm.get_output_embeddings()
         cut = (words,) if words.weight is head.weight and head.bias is None else (words, head)
-        if self.model.measured is None:  # all ranks compute all logits
+        if self.model.product is None:  # all ranks compute all logits
             return plan
         return plan | {name: "vocabulary" for name, module in self.lm.named_modules() if module in cut}
 
