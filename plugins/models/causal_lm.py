@@ -5,12 +5,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from transformers.modeling_rope_utils import RopeParameters
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from crosstrain import (
     ConfigError,
@@ -21,13 +20,14 @@ from crosstrain import (
     TransformersModel,
     TransformersWeights,
     UserError,
+    build_transformers,
     pretrained_folder,
     registry,
 )
 from crosstrain.checkpoint.weights import open_weights
 from crosstrain.modeling.attention import Attention
 from crosstrain.modeling.hf_causal_lm import LARGEST_SIZE, MOST_LAYERS, SIZES, Size, check_published
-from crosstrain.modeling.hf_internals import padded, routers_of, without_initial_values
+from crosstrain.modeling.hf_internals import routers_of
 from crosstrain.modeling.hf_tables import keys_beside_fields
 from crosstrain.modeling.hf_weights import dense_place
 from crosstrain.modeling.pretrained import Place, names_at
@@ -71,12 +71,8 @@ class CausalLM(TransformersModel):
         source = pretrained_folder(options.pretrained) if options.pretrained else None
         try:
             config = _config(options, source)
-            kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-            made = padded(config, options.make_vocab_size_divisible_by, options.attention, kind)
-            with without_initial_values():
-                lm = AutoModelForCausalLM.from_config(
-                    made, attn_implementation=made._attn_implementation, dtype=torch.float32, trust_remote_code=False,
-                )  # fmt: skip
+            multiple = options.make_vocab_size_divisible_by
+            lm = build_transformers(AutoModelForCausalLM, config, multiple, options.attention)
         except UserError:
             raise
         except Exception as error:  # of many kinds, where values do not go together

@@ -28,11 +28,25 @@ def padded(
 ) -> PreTrainedConfig:
     """The configuration with a vocabulary padded to a multiple of `multiple`, and an attention that `model` has."""
     config = copy.deepcopy(config)
-    config.vocab_size = -(-config.vocab_size // multiple) * multiple
+    text = config.get_text_config()
+    text.vocab_size = -(-text.vocab_size // multiple) * multiple
     config._attn_implementation = choose_attention(attention, model, config)
     # Training reads nothing that a forward returns beside the hidden states.
     config.update({"return_dict": True, "output_hidden_states": False, "output_attentions": False})
     return config
+
+
+def build_transformers(
+    auto: Any, config: PreTrainedConfig, multiple: int = 1, attention: Attention | None = None
+) -> PreTrainedModel:
+    """A module without initial values, of `auto`: one of transformers' classes of models, or of its Auto classes.
+
+    The vocabulary is padded to a multiple of `multiple`.
+    """
+    kind = auto if isinstance(auto, type) and issubclass(auto, PreTrainedModel) else auto._model_mapping[type(config)]
+    made = padded(config, multiple, attention, kind)
+    with without_initial_values():
+        return kind._from_config(made, attn_implementation=made._attn_implementation, dtype=torch.float32)
 
 
 def routers_of(lm: PreTrainedModel) -> list[nn.Module]:
@@ -63,7 +77,8 @@ def head_product(lm: PreTrainedModel) -> tuple[float, float | None] | None:
             f"model: {family} does not predict the next token from those before it; only causal models can be "
             f"trained{', such as this one with config.is_decoder: true' if decodes is False else ''}"
         )
-    if family not in PRODUCTS or type(lm.get_output_embeddings()) is not nn.Linear or lm.base_model is lm:
+    other = type(lm.get_output_embeddings()) is not nn.Linear or lm.base_model is lm
+    if family not in PRODUCTS or other or getattr(config, "output_router_logits", False):  # a loss beside the head's
         return None
     attribute, exponent = SCALES.get(family, ("", 1))
     scale = getattr(config, attribute, None)
@@ -77,6 +92,8 @@ def blocks_of(lm: PreTrainedModel) -> list[nn.Module]:
     planned = [lists[at] for name in lm.config.base_model_pp_plan or {} if (at := f"{prefix}{name}") in lists]
     whole = {str(name) for name in lm._no_split_modules or ()}
     kept = [blocks for blocks in lists.values() if any(type(block).__name__ in whole for block in blocks)]
+    if len(kept) > 1 and lm.config.get_text_config() is not lm.config:  # of images and of text
+        return [block for blocks in kept for block in blocks]
     count = getattr(lm.config, "num_hidden_layers", None)
     counted = [blocks for blocks in lists.values() if len(blocks) == count]
     return list(next(iter([*planned, *kept, *counted]), ()))

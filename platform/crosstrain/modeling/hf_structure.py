@@ -113,7 +113,8 @@ class TransformersStructure(Structure):
         """Six operations per element of a matrix that a token uses, and attention's (Narayanan et al., 2021, 5.1)."""
         length = sequence_length or self.model.max_length
         layers, heads = (getattr(self.config, key, None) for key in ("num_hidden_layers", "num_attention_heads"))
-        if not self.model.sees_all or not (length and layers and heads):
+        composite = self.model.text_config is not self.config
+        if composite or not self.model.sees_all or not (length and layers and heads):
             return None
         width = heads * (getattr(self.config, "head_dim", None) or self.model.hidden_size // heads)
         used = sum(elements * share for elements, share in self._matrices(experts=False))
