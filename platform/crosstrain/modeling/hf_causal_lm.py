@@ -76,7 +76,7 @@ class TransformersModel(LanguageModel):
         self.structure, self.weights = TransformersStructure(self), TransformersWeights(self)
         self.export = TransformersExport(self)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, input_ids: Tensor | None = None, labels: Tensor | None = None, cache: Any = None,
         inputs_embeds: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
         mode: ForwardMode = PLAIN, **others: Any,
