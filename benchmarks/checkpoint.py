@@ -55,7 +55,7 @@ def measure(way: str, steps: int, every: int) -> Result:
             if step % every == 0:
                 before = time.perf_counter()
                 if way == "background saves":
-                    keeper.save(step, runner.shards(), {"step": step})
+                    keeper.save(step, runner.held.shards(), {"step": step})
                 elif way == "torch.save":
                     assert runner.optimizer is not None
                     state = {"model": runner.model.state_dict(), "optimizer": runner.optimizer.state_dict()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,9 +18,11 @@ from crosstrain import (
     PLAIN,
     Batch,
     Box,
+    Capabilities,
     ForwardMode,
     Group,
     Head,
+    HeldState,
     Logits,
     MakeOptimizer,
     MicroBatch,
@@ -52,7 +54,7 @@ class _Head(Head):
 class DTensorStyles(Runner):
     """GPT-2's plan through torch's tensor-parallel styles."""
 
-    needs_process_group = True
+    capabilities = Capabilities(needs_process_group=True)
 
     @classmethod
     def data_parallel_size(cls, options: Any, world_size: int) -> int:
@@ -100,17 +102,23 @@ class DTensorStyles(Runner):
 
         distribute_module(module, self.mesh, None, partial(enter), partial(leave))
 
-    def pieces(self, parameter: nn.Parameter, held: Tensor, shape: torch.Size) -> list[Piece]:
-        if not isinstance(held, DTensor) or not isinstance(held.placements[0], _StridedShard):
-            return super().pieces(parameter, held, shape)
-        out, dim = [], held.placements[0].dim
-        for part, data in enumerate(held.detach().to_local().chunk(3, dim)):
-            offset = [0] * data.ndim
-            offset[dim] = (part * self.mesh.size() + self.mesh.get_local_rank()) * data.shape[dim]
-            out.append(Piece(Box(tuple(offset), tuple(data.shape)), data))
-        return out
+    @cached_property
+    def held(self) -> HeldState:
+        return _Strided(self)
 
     def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
         with ExitStack() as stack:
             stack.enter_context(loss_parallel())
             return super().forward_backward(micro_batches, num_targets)
+
+
+class _Strided(HeldState):
+    def pieces(self, parameter: nn.Parameter, held: Tensor, shape: torch.Size) -> list[Piece]:
+        if not isinstance(held, DTensor) or not isinstance(held.placements[0], _StridedShard):
+            return super().pieces(parameter, held, shape)
+        mesh, out, dim = held.device_mesh, [], held.placements[0].dim
+        for part, data in enumerate(held.detach().to_local().chunk(3, dim)):
+            offset = [0] * data.ndim
+            offset[dim] = (part * mesh.size() + mesh.get_local_rank()) * data.shape[dim]
+            out.append(Piece(Box(tuple(offset), tuple(data.shape)), data))
+        return out

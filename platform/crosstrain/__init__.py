@@ -50,7 +50,6 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     from crosstrain.corpus.filter import Dropped, Filter
     from crosstrain.corpus.reader import Chunk, Document, FileReader, Reader, Task
     from crosstrain.data.dataset import SPLITS, Dataset, ReadContext, Split, of_split
-    from crosstrain.data.loader import MicroBatch, Step
     from crosstrain.data.sample_view import SampleView
     from crosstrain.data.vision.conversations import IMAGE, Conversation, Message, SampleError, Style
     from crosstrain.data.vision.image import open_image, open_image_file
@@ -73,9 +72,18 @@ if TYPE_CHECKING:  # the same names for mypy and editors
         local_forward,
     )
     from crosstrain.engine.footprint import Layout, PlanContext, Sizes
+    from crosstrain.engine.held_state import HeldState
     from crosstrain.engine.matrix_optimizer import MatrixOptimizer
     from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, check_elementwise, create_state, global_norm
-    from crosstrain.engine.runner import ContextOptions, Runner, StepResult
+    from crosstrain.engine.options import ContextOptions, ExpertOptions
+    from crosstrain.engine.runner import (
+        Capabilities,
+        Runner,
+        StepResult,
+        seed_dropout,
+        to_device,
+    )
+    from crosstrain.engine.used_parameters import UsedParameters
     from crosstrain.inference.metric import Metric
     from crosstrain.modeling.adapter import Adapter, Around
     from crosstrain.modeling.base import LanguageModel, Model
@@ -88,7 +96,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     from crosstrain.modeling.hf_structure import TransformersStructure
     from crosstrain.modeling.hf_weights import TransformersWeights
     from crosstrain.modeling.meta_init import has_values, materialize, parameters_on_meta
-    from crosstrain.modeling.objective import Objective, log_probabilities
+    from crosstrain.modeling.objective import Objective, Policy, log_probabilities
     from crosstrain.modeling.pretrained import Excerpt, Source, pretrained_folder
     from crosstrain.modeling.structure import Ends, Structure
     from crosstrain.modeling.weights import Quantized, Weights
@@ -101,7 +109,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     from crosstrain.utils.rng import derive_seed, generator
     from crosstrain.utils.timers import Timers
     from crosstrain.utils.trust import check_command, check_source
-    from crosstrain.utils.types import IGNORE_INDEX, Batch, Sample
+    from crosstrain.utils.types import IGNORE_INDEX, Batch, MicroBatch, Sample, Step
 
 __version__ = "0.1.0"
 

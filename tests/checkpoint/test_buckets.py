@@ -41,7 +41,7 @@ def _train(environment: dict[str, str], pid: str, options: tuple[str, ...]) -> d
     trainer = fixtures_ranks.make_trainer("project.yaml", options)
     trainer.fit()
     trainer.folder.close()
-    held = sum(piece.data.nbytes for shard in trainer.runner.shards() for piece in shard.pieces)
+    held = sum(piece.data.nbytes for shard in trainer.runner.held.shards() for piece in shard.pieces)
     trainer.runner.close()
     return {"held": held}
 

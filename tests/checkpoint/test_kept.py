@@ -143,7 +143,7 @@ def trained(project: str, options: tuple[str, ...]) -> dict[str, np.ndarray]:
     trainer.fit()
     found = {}
     for name, parameter in trainer.runner.model.weights.parameters().items():
-        shape = trainer.runner.model.weights.logical_shape(name, trainer.runner.full_shape(parameter))
+        shape = trainer.runner.model.weights.logical_shape(name, trainer.runner.held.full_shape(parameter))
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         found[name] = whole.detach()[tuple(slice(n) for n in shape)].clone().numpy()
     trainer.runner.close()

@@ -195,8 +195,8 @@ def _count(project: str, options: tuple[str, ...]) -> tuple[int, int, set[str]]:
     model = runner.construct(lambda: make_model(config))
     with patch(f"{type(runner).__module__}.materialize"):
         runner.prepare(model, None)
-    held = [runner.held(p) for p in model.parameters()]
-    rows = len(runner.held(model.lm.transformer.wte.weight))
+    held = [runner.held.weight(p) for p in model.parameters()]
+    rows = len(runner.held.weight(model.lm.transformer.wte.weight))
     runner.close()
     return sum(t.numel() for t in held), rows, {t.device.type for t in held}
 
@@ -223,8 +223,8 @@ def _peak(project: str, options: tuple[str, ...]) -> tuple[int, int, float]:
     for _ in range(2):
         trainer.train_step(batches)
     peak = memory_mb(runner.device)["memory_peak_mb"] - before
-    state = [t for s in runner.shards() for t in (p.data for p in s.pieces)]
-    count = sum(runner.held(p).numel() for p in runner.model.parameters())
+    state = [t for s in runner.held.shards() for t in (p.data for p in s.pieces)]
+    count = sum(runner.held.weight(p).numel() for p in runner.model.parameters())
     size = sum(t.numel() * t.element_size() for t in state)
     trainer.hooks.call("close")
     runner.close()

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from crosstrain.config.load import load_config
-from crosstrain.data.loader import MicroBatch, Step
 from crosstrain.engine.build import build_model
 from crosstrain.engine.runner import Runner
 from crosstrain.monitor.metrics import StepMetrics
 from crosstrain.training.bad_steps import BadSteps
 from crosstrain.training.state import State
 from crosstrain.utils.errors import TrainingError
+from crosstrain.utils.types import MicroBatch, Step
 
 
 def make_runner(*options: str) -> Runner:

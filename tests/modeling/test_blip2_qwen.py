@@ -191,7 +191,7 @@ def kept(project: str, given: tuple[str, ...]) -> tuple[set[str], set[str], int]
     trainer = make_trainer(project, given)
     runner, micro = trainer.runner, next(trainer.batches())
     runner.forward_backward(micro, trainer._agree(micro)[0])
-    gradients, state = runner.gradients(), [s for s in runner.shards() if s.kind.startswith("exp_avg")]
+    gradients, state = runner.held.gradients(), [s for s in runner.held.shards() if s.kind.startswith("exp_avg")]
     moments = [v for held in runner.optimizer.state.values() for v in held.values() if v.ndim]
     counted = sum((v.to_local() if isinstance(v, DTensor) else v).numel() for v in moments)
     runner.optimizer_step()

@@ -73,7 +73,7 @@ def distance(a: tuple[float, Tensor], b: tuple[float, Tensor]) -> float:
 
 
 def count(model: Model, batches: Iterable[dict[str, Tensor]]) -> None:
-    """As `Runner.count_choices` does on one rank."""
+    """As `count_choices` does on one rank."""
     assert model.routers is not None
     with torch.no_grad():
         for batch in batches:

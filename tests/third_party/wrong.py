@@ -1,12 +1,13 @@
 """Runners with a bug each, for `compare` to find."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from crosstrain import Runner, registry
+from crosstrain import HeldState, Runner, registry
 
 
 @registry.register_runner("wrong")
@@ -59,21 +60,14 @@ class Wrong(Runner):
     def backward(self, loss):
         super().backward(loss * next(self.weights) if self.options.bug in ("averages", "last") else loss)
 
-    def shards(self):
-        if self.options.bug == "idle_rank" and self.world.rank == 1:
-            return []
-        return super().shards()
+    @cached_property
+    def held(self):
+        return _WrongState(self)
 
     def evaluate(self, batch):
         if self.options.bug == "trains_in_evaluation" or (self.options.bug == "evaluates" and hasattr(self, "calls")):
             self.model.train()
         return super().evaluate(batch)
-
-    def held_state(self, parameter):
-        if self.options.bug == "forgets_at_resume":  # what is loaded goes nowhere
-            return {key: value.clone() for key, value in super().held_state(parameter).items()}
-        forgotten = self.options.bug == "forgets" and parameter.ndim == 1
-        return {} if forgotten else super().held_state(parameter)
 
     def compute_loss(self, batch):
         if self.options.bug == "dropout":
@@ -95,6 +89,19 @@ class Wrong(Runner):
         if self.options.bug == "stale" and self.world.rank == 1:
             self.model.lm.transformer.ln_f.weight.data.copy_(before)
         return result
+
+
+class _WrongState(HeldState):
+    def shards(self):
+        if self.runner.options.bug == "idle_rank" and self.runner.world.rank == 1:
+            return []
+        return super().shards()
+
+    def state(self, parameter):
+        if self.runner.options.bug == "forgets_at_resume":  # what is loaded goes nowhere
+            return {key: value.clone() for key, value in super().state(parameter).items()}
+        forgotten = self.runner.options.bug == "forgets" and parameter.ndim == 1
+        return {} if forgotten else super().state(parameter)
 
 
 @registry.register_runner("unbalanced")

@@ -58,9 +58,9 @@ def start_training(
     limit = None
     if is_first_start and fit_check:
         limit = read_bytes(device_memory, "--device-memory") if device_memory else gpu_memory(config)
-    if limit is not None or ready.runner.cuts_models:
+    if limit is not None or ready.runner.capabilities.cuts_models:
         planned = Project(config, ready.model, ready.sample)
-        if ready.runner.cuts_models:
+        if ready.runner.capabilities.cuts_models:
             planned.check_layouts(ready.plan, size)
         if limit is not None:
             check_memory(planned, size, limit, lambda: alternatives(project, options, planned, size))

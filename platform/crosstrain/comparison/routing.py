@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crosstrain.data.loader import MicroBatch
-from crosstrain.engine.runner import Runner
+from crosstrain.engine.runner import Runner, recorded_means
 from crosstrain.modeling.routers import Choices
+from crosstrain.utils.types import MicroBatch
 
 Near = dict[str, Any]  # "layer sample token" -> [margin, choices]: sample is a micro batch's first, token a place in it
 
@@ -44,7 +44,7 @@ class Routing:
             for number, near in zip(numbers, self._seen, strict=False) for (layer, token), found in near.items()
         }  # fmt: skip
         near = {key: found for held in self.runner.world.all_gather(mine) for key, found in held.items()}
-        means = self.runner.means(self.runner.model.take_recorded())
+        means = recorded_means(self.runner.model.take_recorded(), self.runner.world)
         return {"near": near, "loss": sum(routers.added(means) for routers in self.runner.model.structure.routers())}
 
 

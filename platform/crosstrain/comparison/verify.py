@@ -15,7 +15,7 @@ from crosstrain import __version__
 from crosstrain.checkpoint.export import export
 from crosstrain.checkpoint.folders import find_checkpoint
 from crosstrain.checkpoint.weights import PretrainedWeights
-from crosstrain.comparison.compare import Race, make_contestants, refusal
+from crosstrain.comparison.compare import APART, Race, make_contestants, refusal
 from crosstrain.comparison.diagnosis import diagnose
 from crosstrain.comparison.tolerance import Record, Tolerance, difference, number_difference
 from crosstrain.comparison.worker import measure_worker
@@ -107,6 +107,8 @@ class _Acceptance:
                 return
 
     def _within(self, record: Record) -> str:
+        if not record["exact"]:
+            return APART
         off = max(number_difference(record, self.reference, key) for key in ("loss", "grad_norm"))
         within = f"losses and norms within {off:.0e} (up to {self.tolerance.numbers:.0e} is rounding)"
         return f"{len(record['rows'])} steps, {within}"
@@ -121,6 +123,8 @@ class _Acceptance:
 
     def _evaluate(self) -> tuple[str, str]:
         here, there = ([of["plain_loss"], of["later_loss"]] for of in (self.record, self.reference))
+        if not self.record["exact"]:
+            here, there = here[:1] * 2, there[:1] * 2
         if max(map(difference, here, there)) <= self.tolerance.numbers:
             return "yes", f"loss {here[0]:.7g} before training, {here[1]:.7g} after it"
         return "no", f"losses {here[0]:.7g} and {here[1]:.7g}, where {there[0]:.7g} and {there[1]:.7g} are right"

@@ -18,7 +18,6 @@ from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.folders import step_folder
 from crosstrain.comparison.probe import Probe, digests
 from crosstrain.config.load import Config
-from crosstrain.data.loader import MicroBatch, Step
 from crosstrain.distributed.launch.signals import StopRequest
 from crosstrain.engine.build import make_runner
 from crosstrain.engine.runner import Runner
@@ -29,7 +28,7 @@ from crosstrain.training.saving import Saving
 from crosstrain.training.trainer import Trainer
 from crosstrain.training.worker import build_trainer
 from crosstrain.utils.errors import CheckpointError
-from crosstrain.utils.types import IGNORE_INDEX
+from crosstrain.utils.types import IGNORE_INDEX, MicroBatch, Step
 
 Role = Literal["reference", "noise", "contestant"]
 
@@ -61,7 +60,7 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
     trainer.hooks.add("probe", probe)
     record: dict[str, Any] = {}
     if job.resumed:
-        record["loaded"] = probe.against(_checkpoint(trainer, first), runner.shards())
+        record["loaded"] = probe.against(_checkpoint(trainer, first), runner.held.shards())
     batches = trainer.batches()
     if job.uneven:
         batches = map(partial(_uneven, runner), batches)
@@ -90,7 +89,7 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
                 try:
                     Saving(None, trainer).save(background=False)
                     trainer.checkpointer.wait()
-                    record["saved"] = probe.against(_checkpoint(trainer, trainer.state.step), runner.shards())
+                    record["saved"] = probe.against(_checkpoint(trainer, trainer.state.step), runner.held.shards())
                 except CheckpointError as error:  # on all ranks
                     record["saved"] = {"error": str(error)}
     record |= _facts(trainer, probe) | {"rows": rows, "steps": probe.steps}
@@ -133,7 +132,7 @@ def _facts(trainer: Trainer, probe: Probe) -> dict[str, Any]:
     return {
         "names": [*names], "tied": _tied(runner), "world_size": runner.world.size,
         "dp_size": runner.dp.size, "context_size": runner.context.size, "accumulation": trainer.plan.accumulation,
-        "clip": trainer.run.grad_norm_clip,
+        "clip": trainer.run.grad_norm_clip, "exact": runner.capabilities.exact,
         "schedule": [trainer.schedule(step) for step in range(1, 1 + min(trainer.max_iters, 256))],
     }  # fmt: skip
 
@@ -165,7 +164,7 @@ def _uneven(runner: Runner, step: Step) -> Step:
             labels = labels.clone()
             labels[:, : 1 + micro_batch.first_sample * 7 % (labels.shape[1] // 2)] = IGNORE_INDEX
             micro_batch.data = micro_batch.data | {"labels": labels}
-            micro_batch.num_targets = runner.model.num_targets(micro_batch.data)
+            micro_batch.num_targets = runner.objective.num_targets(micro_batch.data)
     return step
 
 

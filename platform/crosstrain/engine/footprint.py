@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
@@ -58,6 +58,13 @@ class Layout:
     autocast: bool = True  # False: the rank's part computes in its own type
     computes: str = ""  # key of the trace: layouts with equal keys are traced once
     kind: str = ""  # name of this kind of rank, such as a pipeline stage
+
+
+# Fields of a layout that are sums over the parameters which it describes.
+_SUMS = (
+    "parameters", "updated", "held", "gradients", "masters", "gathered", "buffers", "gradient_buffers", "step_buffers",
+    "sent",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -125,9 +132,8 @@ def with_experts(
     experts = {p for module in model.structure.experts().values() for p in module.parameters()}
     sizes = Sizes.of(model, set(model.parameters()) - experts), Sizes.of(model, experts)
     rest, theirs = describe(sizes[0], copies), describe(sizes[1], copies // expert_parallel)
-    for one in fields(Layout):
-        if one.type == "int":
-            setattr(rest, one.name, getattr(rest, one.name) + getattr(theirs, one.name))
+    for name in _SUMS:
+        setattr(rest, name, getattr(rest, name) + getattr(theirs, name))
     part = sizes[1].trainable / max(sizes[0].trainable + sizes[1].trainable, 1)
     rest.retained_grad_fraction += part * (theirs.retained_grad_fraction - rest.retained_grad_fraction)
     rest.host = {purpose: size + theirs.host[purpose] for purpose, size in rest.host.items()}

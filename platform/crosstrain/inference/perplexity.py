@@ -12,7 +12,7 @@ from torch import Tensor
 from crosstrain.config.registry import registry
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import evaluation_batches
-from crosstrain.engine.runner import Runner
+from crosstrain.engine.runner import Runner, recorded_means, to_device
 from crosstrain.inference.metric import Metric
 from crosstrain.modeling.base import Sums, add_sums
 from crosstrain.modeling.forward_mode import PLAIN, ForwardMode, takes_mode
@@ -59,7 +59,7 @@ def evaluate_loss(
     recorded: Sums = {}
     batches = evaluation_batches(
         dataset, micro_batch, dp_rank=runner.dp.rank, dp_size=runner.dp.size,
-        max_samples=max_samples, num_workers=num_workers, num_targets=model.num_targets,
+        max_samples=max_samples, num_workers=num_workers, num_targets=runner.objective.num_targets,
         vocab_size=model.vocab_size,
     )  # fmt: skip
     hits = [metric.token_hits for metric in metrics if metric.token_hits and model.predicts_tokens]
@@ -77,7 +77,7 @@ def evaluate_loss(
         for micro, counts in batches:
             if metrics:
                 given = {key: value for key, value in micro.data.items() if key != "labels"}
-                outputs, batch = runner.evaluate(given).float(), runner.to_device(micro.data)
+                outputs, batch = runner.evaluate(given).float(), to_device(micro.data, runner.device)
                 shapes = ", ".join(f"{name} {[*t.shape]}" for name, t in {"outputs": outputs, **batch}.items())
                 sums = []
                 for metric in metrics:
@@ -92,8 +92,8 @@ def evaluate_loss(
                 add_sums(recorded, model.take_recorded())
     flat = [number for score in scores for number in score.tolist()]
     total, targets, *flat = runner.dp.all_reduce_sum(total, targets, *flat)
-    more, rest = dict.fromkeys(hits, math.nan) | runner.means(recorded), iter(flat)
+    more, rest = dict.fromkeys(hits, math.nan) | recorded_means(recorded, runner.world), iter(flat)
     for metric, score in zip(metrics, scores, strict=True):
         with blamed(f"run.metrics: {type(metric).__name__} failed in values"):
             more = disjoint(more, metric.values(list(islice(rest, len(score)))))
-    return LossMetrics(total / max(targets, 1), int(targets), model.targets, more)
+    return LossMetrics(total / max(targets, 1), int(targets), runner.objective.targets, more)

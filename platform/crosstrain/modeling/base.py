@@ -87,9 +87,6 @@ class Model(nn.Module, ABC):
         """Target tokens in a batch, counted before any forward: the step's loss is divided by their total."""
         return int((batch["labels"] != IGNORE_INDEX).sum())
 
-    def num_tokens(self, batch: Batch) -> int:
-        """Target tokens in a batch, for the throughput; where an objective counts something else, not `num_targets`."""
-        return self.num_targets(batch)
 
     @abstractmethod
     def blocks(self) -> list[nn.Module]:

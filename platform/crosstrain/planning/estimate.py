@@ -15,12 +15,12 @@ from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry
 from crosstrain.distributed.group import Group
-from crosstrain.engine.build import batch_plan, check_held
+from crosstrain.engine.build import batch_plan, check_held, make_objective
 from crosstrain.engine.footprint import Layout, PlanContext, Sizes
 from crosstrain.engine.matrix_optimizer import MatrixOptimizer
 from crosstrain.engine.optimizer import create_state, optimizer_factory
+from crosstrain.engine.options import context_size
 from crosstrain.engine.precision import DTYPES
-from crosstrain.engine.runner import context_size
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.context import Context
@@ -80,7 +80,7 @@ class Project:
         self.config, self.model, self.inputs, self.absent = config, model, inputs, absent or []
         auto = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = auto if config.run.device == "auto" else config.run.device
-        self.sizes = Sizes.of(model)
+        self.sizes, self.objective = Sizes.of(model), make_objective(config, model)
         self.dtype = DTYPES[config.run.amp.dtype]
         self.problem: str | None = None  # why there are no activations
         self._traces: dict[Hashable, Trace] = {}
@@ -140,7 +140,8 @@ class Project:
             try:
                 model = layout.model or self.model
                 dtype = self.dtype if layout.autocast else torch.float32
-                self._traces[key] = trace(model, self.batch_of(rows), dtype, mode, self.device, layout.head)
+                batch, how = self.batch_of(rows), (layout.head, self.objective)
+                self._traces[key] = trace(model, batch, dtype, mode, self.device, *how)
             except Exception as error:  # whatever a model does that needs values
                 reason = first_line(error)[:120]
                 if layout.model is not None:

@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
-from crosstrain.data.loader import MicroBatch
 from crosstrain.distributed.group import Group
 from crosstrain.distributed.watchdog import flight_recorder
 from crosstrain.distributed.watchdog.flight_recorder import Location
@@ -37,7 +36,7 @@ from crosstrain.modeling.base import Model
 from crosstrain.planning.calls import Call, call_of
 from crosstrain.planning.estimate import Project
 from crosstrain.planning.fake_world import World, fake_world, grouped_mm, symbolic_ranks
-from crosstrain.utils.types import Batch
+from crosstrain.utils.types import Batch, MicroBatch
 
 _NONE: list[flight_recorder.Call] = []
 
@@ -68,6 +67,18 @@ class Recorder(TorchDispatchMode):
             self.calls.clear()
             runner.forward_backward([MicroBatch(number, inputs, 1) for number in range(count)], count)
             runner.optimizer_step()
+
+
+class _Announced(dict[str, Any]):
+    """A batch that calls `begun` when it is moved to the device, where its forward begins."""
+
+    def __init__(self, batch: Batch, begun: Callable[[], None]) -> None:
+        super().__init__(batch)
+        self._begun = begun
+
+    def items(self) -> Any:
+        self._begun()
+        return super().items()
 
 
 class _Follower(Recorder):
@@ -148,13 +159,6 @@ def _follow(project: Project, world_size: int, rank: int, batch: BatchPlan, coun
         stack.enter_context(symbolic_ranks(world))
         runner = make_runner(config)
         runner.setup()
-        to_device = runner.to_device
-
-        def begin(data: Batch) -> Batch:
-            begins.append(len(calls.calls))
-            return to_device(data)
-
-        stack.enter_context(patch.object(runner, "to_device", begin))
         for name in ("all_gather", "all_reduce_sum", "broadcast"):  # of Python values, which are there
             stack.enter_context(patch.object(Group, name, unset_fake_temporarily()(getattr(Group, name))))
         stack.enter_context(patch.object(DeviceMesh, "__init__", unset_fake_temporarily()(DeviceMesh.__init__)))
@@ -164,7 +168,7 @@ def _follow(project: Project, world_size: int, rank: int, batch: BatchPlan, coun
         stack.enter_context(patch.object(torch, "get_rng_state", lambda: state))
         stack.enter_context(patch.object(torch, "set_rng_state", lambda _: None))
         inputs = {k: torch.zeros(v.shape, dtype=v.dtype) for k, v in project.batch_of(batch.micro_batch).items()}
-        calls.step(config, runner, lambda: model, inputs, count)
+        calls.step(config, runner, lambda: model, _Announced(inputs, lambda: begins.append(len(calls.calls))), count)
     made = [replace(call, group=world.family_of[call.group]) for call in calls.calls]
     if count < batch.accumulation:
         if len(begins) != count or (again := made[begins[-2] : begins[-1]]) != made[begins[-3] : begins[-2]]:

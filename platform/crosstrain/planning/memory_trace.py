@@ -33,7 +33,8 @@ from crosstrain.modeling import activation_checkpointing, dropped_attention
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.cross_entropy import CPU_SOFTMAX_ROWS
-from crosstrain.modeling.forward_mode import ForwardMode, Head, takes_mode
+from crosstrain.modeling.forward_mode import PLAIN, ForwardMode, Head, takes_mode
+from crosstrain.modeling.objective import Objective
 from crosstrain.planning.calls import call_of
 from crosstrain.planning.fake_world import grouped_mm
 from crosstrain.utils.types import Batch
@@ -77,16 +78,17 @@ class Trace:
 
 
 def trace(
-    model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: str, head: Head | None = None
-) -> Trace:
+    model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: str, head: Head | None = None,
+    objective: Objective | None = None,
+) -> Trace:  # fmt: skip
     """Trace a forward and a backward of `model`, on the meta device; `dtype` is autocast's.
 
-    batch: tensors of a micro batch; their values do not count. head: the rank's, None for the plain one. Raises the
-    model's own error where its forward reads values.
+    batch: tensors of a micro batch; their values do not count. head: the rank's, None for the plain one; objective:
+    None for the model's own loss. Raises the model's own error where its forward reads values.
     """
     groups = {n: alike for n, chain in enumerate(model.structure.chains()) if len(alike := _alike(chain)) > 2}
     middles = {n: alike[1:-1] for n, alike in groups.items()}
-    measure = partial(_measure, model, batch, dtype, mode, device, head or Head())
+    measure = partial(_measure, model, batch, dtype, mode, device, head or Head(), objective or Objective(None))
     ends = measure(middles)
     out = ends.trace
     # From the end of the backward to its beginning: what comes later begins later by what is put in before.
@@ -135,7 +137,7 @@ def _extended(out: Trace, ends: _Tracker, one: _Tracker, chain: int, more: int) 
 
 
 def _measure(
-    model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: str, head: Head,
+    model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: str, head: Head, objective: Objective,
     left_out: dict[int, list[nn.Module]],
 ) -> _Tracker:  # fmt: skip
     absent = [block for blocks in left_out.values() for block in blocks]
@@ -163,7 +165,7 @@ def _measure(
             for block in blocks:
                 stack.enter_context(patch.object(block, "forward", partial(_pass_on, tracker, chain)))
         _give_shapes(model, absent)
-        inputs: dict[str, Any] = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in batch.items()}
+        forward, inputs = PLAIN, {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in batch.items()}
         tracker.ignore([*model.parameters(), *model.buffers(), *inputs.values()])
         inside = {id(p) for block in model.blocks() for p in block.parameters()}
         for p in model.parameters():
@@ -171,10 +173,10 @@ def _measure(
                 p.register_post_accumulate_grad_hook(partial(tracker.takes_gradient, id(p) in inside))
         if takes_mode(model):
             rows = CPU_SOFTMAX_ROWS if device == "cpu" else 1 << 30
-            inputs |= ForwardMode(_WatchedHead(head, tracker), traced_rows=rows).arguments()
+            forward = ForwardMode(_WatchedHead(head, tracker), traced_rows=rows)
         stack.enter_context(tracker)
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            out = model(**inputs)
+            out = model(**objective.inputs(inputs, forward))
             tracker.forward_end = tracker.live
         tracker.ends_forward()
         if out.requires_grad:  # not so on a stage where nothing is trained

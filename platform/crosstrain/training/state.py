@@ -26,7 +26,9 @@ from crosstrain.utils.errors import CheckpointError, UserError
 from crosstrain.utils.logging import log
 from crosstrain.utils.units import is_number
 
-_LATER = {"left_out", "skipped", "bad_in_a_row", "overflows_in_a_row", "recent_losses", "callbacks", "ended_with"}
+_LATER = {
+    "left_out", "skipped", "bad_in_a_row", "overflows_in_a_row", "recent_losses", "callbacks", "ended_with", "runner",
+}  # fmt: skip
 
 
 @dataclass
@@ -47,6 +49,7 @@ class State:
     recent_losses: list[float] = field(default_factory=list)  # of good steps, for telling a spike
 
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)  # their states, by name
+    runner: dict[str, dict[str, Any]] = field(default_factory=dict)  # `Runner.state`, by the runner's name
     ended_with: list[Any] = field(default_factory=list)  # `run.callbacks` of which one ended the run; none did
 
     def improves(self, loss: float) -> bool:
@@ -78,7 +81,8 @@ class State:
             "skipped": _are_rows(state.skipped, 3),
             "bad_in_a_row": is_count(state.bad_in_a_row),
             "overflows_in_a_row": is_count(state.overflows_in_a_row),
-            "callbacks": isinstance(state.callbacks, dict) and all(type(s) is dict for s in state.callbacks.values()),
+            "callbacks": _are_states(state.callbacks),
+            "runner": _are_states(state.runner),
             "ended_with": isinstance(state.ended_with, list),
             "recent_losses": isinstance(state.recent_losses, list) and all(map(is_number, state.recent_losses)),
         }
@@ -86,6 +90,11 @@ class State:
             if not fine:
                 raise CheckpointError(f"{checkpoint}: malformed state ({name} is {reprlib.repr(getattr(state, name))})")
         return state
+
+
+def _are_states(value: Any) -> bool:
+    """True for a dict of dicts."""
+    return isinstance(value, dict) and all(type(state) is dict for state in value.values())
 
 
 def _are_rows(value: Any, width: int) -> bool:
@@ -172,6 +181,7 @@ def restore(checkpoint: Path | None, runner: Runner) -> State:
         return State()
     state = State.load(checkpoint)
     runner.precision.scaler.load_state(state.scaler)
+    runner.state |= state.runner.get(runner.run.runner.name, {})
     log.info("resuming %s at step %d (sample %d)", storage.origin(checkpoint) or checkpoint, state.step, state.samples)
     return state
 
@@ -180,7 +190,7 @@ def reload(runner: Runner, checkpoint: Path, frozen: Collection[str]) -> None:
     """Load an earlier state of the run into the runner, except for the `frozen` parameters. Collective."""
     here = {*runner.model.weights.parameters(), *runner.model.weights.buffers()}
     names = set[str]().union(*runner.world.all_gather(here))
-    reader, shards = Reader.open(checkpoint), [s for s in runner.shards() if s.name not in frozen]
+    reader, shards = Reader.open(checkpoint), [s for s in runner.held.shards() if s.name not in frozen]
     reader.stage(shards, runner.world)
     load_shards(reader, shards, names=names)
     runner.loaded()

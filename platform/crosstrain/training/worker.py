@@ -19,7 +19,6 @@ from crosstrain.distributed.group import Group
 from crosstrain.distributed.launch.signals import StopRequest
 from crosstrain.engine.build import build_model, check_tokenizer, make_runner, make_schedule
 from crosstrain.engine.runner import Runner
-from crosstrain.modeling.objective import ModelWithObjective
 from crosstrain.training.callback import HookKinds
 from crosstrain.training.closing_lines import log_end
 from crosstrain.training.opening_lines import log_restart, log_setup
@@ -158,12 +157,12 @@ def _add_reference(
     frozen: dict[str, FrozenParameter],
 ) -> None:  # fmt: skip
     """Measure what an objective compares with, if it needs that. Collective."""
-    model, run = runner.model, config.run
-    if not isinstance(model, ModelWithObjective) or not model.objective.needs_reference:
+    run = config.run
+    if runner.objective.needs_reference is None:
         return
     earlier = None if start is None else reference_file(start.parent.parent, split.split)
     add_reference(
-        split, runner, model.objective, (run.amp, sorted(frozen.items())), plan.micro_batch, run.num_workers,
+        split, runner, (run.amp, sorted(frozen.items())), plan.micro_batch, run.num_workers,
         reference_file(folder.path, split.split), earlier,
     )  # fmt: skip
 
@@ -186,7 +185,7 @@ def _make_checkpointer(
 
     retention = Retention(config.run.keep_last, config.run.keep_every)
     checkpointer = Checkpointer(
-        folder.checkpoints, runner.new_group(), retention, write_assets, folder.run_id, write_parts
+        folder.checkpoints, runner.world.twin(), retention, write_assets, folder.run_id, write_parts
     )
     if saved_step is not None and runner.world.rank == 0:
         checkpointer.damaged = {step for step in folders.steps(folder.checkpoints) if step > saved_step}

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from transformers import Cache
 
-from crosstrain import PLAIN, Batch, ForwardMode, Group, Head, Model, Timers
+from crosstrain import PLAIN, Group, Head, Model, Timers
 
 from .options import Options
 from .pipeline_stages import StubHead, replace_modules
 from .rng_tracker import RngTracker
 from .schedules import make_schedule, rank_of
 from .tensor_parallel import TensorParallel
+
+Inputs = dict[str, Any]  # arguments of the model's forward
 
 
 class Stage(nn.Module):
@@ -42,7 +44,7 @@ class Stage(nn.Module):
         self.received: Tensor | None = None
         self.length = 0  # of what goes between stages
         self.part = 1  # ranks that share a sequence between blocks
-        self.batch: Callable[[int], Batch]  # the micro batch of a number; on the first stage, seeds for it
+        self.batch: Callable[[int], Inputs]  # the micro batch of a number; on the first stage, seeds for it
         self.before_backward: Callable[[bool], None]  # is told if it is the step's last
 
     def forward(self, *received: Tensor, number: int) -> Tensor | tuple[Tensor, Tensor]:
@@ -60,17 +62,17 @@ class Stage(nn.Module):
             out = nn.functional.pad(out, (0, 0, 0, self.length - out.shape[1]))
             return out, self.rng.state().to(out.device)
 
-    def tokens(self, batch: Batch) -> int:
+    def tokens(self, batch: Inputs) -> int:
         """Tokens of a row that the ranks of this stage that share blocks compute."""
         context, length = self.model.context, batch["input_ids"].shape[1]
         return length if context is None or "labels" not in batch else context.share(length)
 
-    def compute(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
+    def compute(self, inputs: Inputs) -> Tensor:
         """The model's forward, without this rank's other stages."""
         before = replace_modules(self.model, self._stubs)
         try:
             with self.autocast():
-                return self.model(**batch, mode=replace(mode, head=self.head))
+                return self.model(**inputs | {"mode": replace(inputs.get("mode", PLAIN), head=self.head)})
         finally:
             replace_modules(self.model, before)
             self.received = None
@@ -110,7 +112,7 @@ class Pipeline:
         self._weight = 0.0
 
     def train(
-        self, shape: tuple[int, int], count: int, batch: Callable[[int], Batch], weight: float,
+        self, shape: tuple[int, int], count: int, batch: Callable[[int], Inputs], weight: float,
         last: Callable[[bool], None],
     ) -> Tensor:  # fmt: skip
         """Forward and backward of `count` micro batches with hidden states of `shape` [batch, length].
@@ -154,7 +156,7 @@ class Pipeline:
             self._schedules[*shape, count] = make_schedule(name, stages, count, loss_fn=loss, scale_grads=False)
         return self._schedules[*shape, count]
 
-    def evaluate(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
+    def evaluate(self, batch: Inputs) -> Tensor:
         """The model's output for a batch, on every rank of the pipeline."""
         group, mine = self.group.process_group, {stage.number: stage for stage in self.stages}
         out = torch.empty(0, device=self.device)
@@ -172,7 +174,7 @@ class Pipeline:
                     shape = len(batch["input_ids"]), stage.tokens(batch), self.width
                     stage.received = torch.empty(shape, device=self.device)
                     dist.recv(stage.received, group=group, group_src=rank_of(number - 1, self.options))
-            out = stage.compute(batch, mode).float().contiguous()
+            out = stage.compute(batch).float().contiguous()
             layers[:1] = kept
             if not stage.is_last and number + 1 not in mine:
                 dist.send(out, group=group, group_dst=rank_of(number + 1, self.options))
