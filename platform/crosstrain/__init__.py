@@ -92,6 +92,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors
     from crosstrain.modeling.forward_mode import PLAIN, ForwardMode, Head, takes_mode
     from crosstrain.modeling.hf_causal_lm import TransformersModel
     from crosstrain.modeling.hf_export import TransformersExport
+    from crosstrain.modeling.hf_internals import build_transformers
     from crosstrain.modeling.hf_structure import TransformersStructure
     from crosstrain.modeling.hf_weights import TransformersWeights
     from crosstrain.modeling.meta_init import has_values, materialize, parameters_on_meta

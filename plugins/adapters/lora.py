@@ -93,9 +93,7 @@ class Lora(Adapter):
 class AdaptedWeights(Around):
     """The weights of a model that has adapters."""
 
-    def __init__(self, inner: Any, adapter: Lora) -> None:
-        super().__init__(inner)
-        self.adapter = adapter
+    adapter: Lora
 
     def canonical_name(self, name: str) -> str:
         return self.inner.canonical_name(name.replace(".base_layer.", ".").replace(f".{_NAME}.weight", ".weight"))
@@ -154,9 +152,7 @@ class AdaptedStructure(Around):
 class AdaptedExport(Around):
     """The export of a model that has adapters."""
 
-    def __init__(self, inner: Any, adapter: Lora) -> None:
-        super().__init__(inner)
-        self.adapter = adapter
+    adapter: Lora
 
     def merges(self) -> dict[str, Merge]:
         """Merges of adapters into their linear maps."""

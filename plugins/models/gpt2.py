@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from crosstrain import (
@@ -66,9 +66,6 @@ class GPT2(TransformersModel):
             lm = GPT2LMHeadModel(made)
         super().__init__(options, config, lm, source)
         self.structure, self.weights = _Structure(self), _Weights(self)
-
-    def blocks(self) -> list[nn.Module]:
-        return list(self.lm.transformer.h)
 
 
 class _Structure(TransformersStructure):

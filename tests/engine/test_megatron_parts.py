@@ -26,7 +26,7 @@ def test_without_attentions_dropout_tensor_parallel_ranks_draw_what_one_process_
     config = {"model_type": "gpt2", **sizes, **ends, "attn_pdrop": 0.0, "resid_pdrop": 0.2, "embd_pdrop": 0.2}
     gpt2 = registry.get("model", "gpt2")
     with parameters_on_meta():
-        plan = gpt2(gpt2.Options(**sizes)).tensor_parallel_plan()
+        plan = gpt2(gpt2.Options(**sizes)).structure.tensor_parallel_plan()
     project(workspace, {"arch": "causal_lm", "config": config})
     one = follow(workspace, "ddp@1", *COMMON)
     project(

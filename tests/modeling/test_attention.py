@@ -228,7 +228,7 @@ def test_blocks_that_ignore_documents_are_refused() -> None:
 def test_models_that_cannot_keep_documents_apart_are_refused(config: dict[str, Any], reason: str) -> None:
     component = registry.get("model", "causal_lm")
     with pytest.raises(ConfigError, match=reason):
-        component(component.Options(config=config)).check_documents()
+        component(component.Options(config=config)).structure.check_documents()
 
 
 @pytest.mark.parametrize(

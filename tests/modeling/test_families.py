@@ -127,7 +127,7 @@ def test_what_cannot_be_trained_is_refused_in_a_sentence(family: str) -> None:
 
 @pytest.mark.parametrize("family", [*sorted(OWN_HEADS), "llama", "gemma2"])
 def test_a_head_of_its_own_kind_keeps_the_models_forward(family: str) -> None:
-    assert (ours(config=tiny(family)).measured is None) == (family in OWN_HEADS)
+    assert (ours(config=tiny(family)).product is None) == (family in OWN_HEADS)
 
 
 @pytest.mark.parametrize("family", ENCODERS)

@@ -143,7 +143,7 @@ def test_gradient_checkpointing_keeps_the_loss(mode: activation_checkpointing.Mo
 
 def test_a_loss_that_would_be_lost_is_refused() -> None:
     with pytest.raises(ConfigError, match="offload hides the routers"):
-        build().checkpointing("offload")
+        build().structure.checkpointing("offload")
     with pytest.raises(ConfigError, match="llama has no routers"):
         build({"model_type": "llama", "vocab_size": 64, "hidden_size": 32}, router_loss_coef=0.1)
     with pytest.raises(OptionError, match="num_expert"):

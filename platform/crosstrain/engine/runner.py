@@ -37,7 +37,7 @@ class Capabilities:
 
     exact: bool = True  # False: a step is not the one of plain torch, because ranks train apart for some steps
     needs_process_group: bool = False  # True: the engine needs torch's process group even for a single process
-    takes_quantized: bool = True  # False: a model with parameters in few bits (`Model.quantized`) is refused
+    takes_quantized: bool = True  # False: a model with parameters in few bits (`Model.weights.quantized`) is refused
     takes_float8: bool = True  # False: `run.amp.linear: float8`, which exchanges modules within blocks, is refused
     saves_memory: tuple[str, ...] = ()  # settings of options, option=value, that a plan tries as well
     cuts_models: bool = False  # True: a rank may compute with a part of the model, which `layouts` describes

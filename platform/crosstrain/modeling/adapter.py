@@ -30,8 +30,8 @@ class Around:
     A subclass defines what it changes; everything else is `inner`'s.
     """
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
+    def __init__(self, inner: Any, adapter: Any = None) -> None:
+        self.inner, self.adapter = inner, adapter
         self.model: Model = inner.model
 
     def __getattr__(self, name: str) -> Any:

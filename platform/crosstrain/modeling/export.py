@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from crosstrain.config.schema import to_plain
 from crosstrain.utils.files import write_json
 
 if TYPE_CHECKING:
@@ -39,7 +38,8 @@ class Export:
 
     def save_config(self, folder: Path) -> None:
         """Write the files that a Hugging Face model folder has besides the weights."""
-        write_json(folder / "config.json", {"arch": type(self.model).__name__, **to_plain(self.model.options)})
+        options = asdict(self.model.options)
+        write_json(folder / "config.json", {"arch": type(self.model).__name__, **options})
 
     def save_parts(self, folder: Path, names: set[str], read: ReadParameter) -> None:
         """Write files made of the trained parameters `names` (canonical), which a checkpoint then holds too; none."""

@@ -13,12 +13,13 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from crosstrain.modeling import hf_internals
-from crosstrain.modeling.attention import Documents, choose_attention, keep_documents
+from crosstrain.modeling.attention import Documents, choose_attention, register_attention
 from crosstrain.modeling.base import LanguageModel
 from crosstrain.modeling.cross_entropy import Logits
 from crosstrain.modeling.forward_mode import PLAIN, ForwardMode
 from crosstrain.modeling.hf_export import TransformersExport
 from crosstrain.modeling.hf_structure import TransformersStructure
+from crosstrain.modeling.hf_tables import COMPARE_NAMES
 from crosstrain.modeling.hf_weights import TransformersWeights
 from crosstrain.modeling.meta_init import has_values
 from crosstrain.utils.errors import ConfigError
@@ -44,7 +45,7 @@ def check_published(published: PreTrainedConfig, given: Mapping[str, Any], sourc
 class TransformersModel(LanguageModel):
     """A `...ForCausalLM`, made from a `padded` configuration.
 
-    Subclasses construct it and implement `blocks`. Their options have `make_vocab_size_divisible_by`.
+    Subclasses construct it. Their options have `make_vocab_size_divisible_by`.
     """
 
     lm: PreTrainedModel
@@ -53,31 +54,34 @@ class TransformersModel(LanguageModel):
         """Take `lm`, its `config` without padding, and the folder `source` of weights to start from, if any."""
         super().__init__(options)
         self.config, self.lm, self.source = config, lm, source
+        self.text_config = text = config.get_text_config()
         self.attention = self._under_masks = lm.config._attn_implementation
         if self.attention not in ("sdpa", "eager"):  # which alone take masks of batches that generate
             self._under_masks = choose_attention(None, type(lm), lm.config)
-        keep_documents(self.attention)
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        windows = [getattr(config, key, None) for key in ("sliding_window", "attention_chunk_size")]
+        if self.attention != "sdpa" or config.model_type not in COMPARE_NAMES:
+            lm.config._attn_implementation = register_attention(self.attention, self._under_masks)
+        kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+        windows = [getattr(text, key, None) for key in ("sliding_window", "attention_chunk_size")]
         self.sees_all = kinds == {"full_attention"} and not any(windows)  # every block attends to the whole past
         words = (lm.get_input_embeddings(), lm.get_output_embeddings())
-        if getattr(words[0], "num_embeddings", None) != lm.config.vocab_size:
+        if getattr(words[0], "num_embeddings", None) != lm.config.get_text_config().vocab_size:
             raise ConfigError(f"model: {config.model_type} embeds more than the tokens of its vocabulary")
         if hf_internals.routers_of(lm):
             lm.config.output_router_logits = False  # hooks give them
-        self.measured = hf_internals.measured_logits(lm)  # None: only the model's own forward gives its logits
-        takes = inspect.signature((lm if self.measured is None else lm.base_model).forward).parameters
+        self.product = hf_internals.head_product(lm)  # None: only the model's own forward gives its logits
+        takes = inspect.signature((lm if self.product is None else lm.base_model).forward).parameters
         self.takes_positions = "position_ids" in takes
         # transformers 5.24 gave it another name. A model with neither gets all tokens again.
         self._cache_name = next((name for name in ("cache", "past_key_values") if name in takes), None)
         self.structure, self.weights = TransformersStructure(self), TransformersWeights(self)
         self.export = TransformersExport(self)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, input_ids: Tensor | None = None, labels: Tensor | None = None, cache: Any = None,
         inputs_embeds: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
-        mode: ForwardMode = PLAIN,
+        mode: ForwardMode = PLAIN, **others: Any,
     ) -> Tensor:  # fmt: skip
+        """Implement `LanguageModel.forward`; the library's module gets the fields `others`, such as pixel_values."""
         context = None  # every rank generates from whole sequences
         if labels is not None and (context := self.context) is not None:
             assert input_ids is not None, "who gives embeddings has refused to share sequences"
@@ -87,7 +91,7 @@ class TransformersModel(LanguageModel):
             # The padding belongs to a row's last document, which does not look ahead.
             position_ids = context.padded(position_ids, 1)
             input_ids, labels = context.part(input_ids), context.part(labels, IGNORE_INDEX)
-        more: dict[str, Any] = {"inputs_embeds": inputs_embeds, "position_ids": position_ids}
+        more: dict[str, Any] = others | {"inputs_embeds": inputs_embeds, "position_ids": position_ids}
         if self._cache_name is not None:
             more[self._cache_name] = cache
         documents, attention = None, self.attention
@@ -111,13 +115,12 @@ class TransformersModel(LanguageModel):
             routers.begin()
         else:
             routers = None
-        hf_internals.attend_by(self.lm, attention)
-        # Without its head, if that is measured: then the logits never exist all at once.
-        called: nn.Module = self.lm if self.measured is None else self.lm.base_model
+        # Without its head, if that is a product: then the logits never exist all at once.
+        called: nn.Module = self.lm if self.product is None else self.lm.base_model
         out = called(input_ids, use_cache=cache is not None, **more)
         if documents is not None and attention != "eager" and has_values(out[0]):  # not so in a plan
             documents.check_seen(self.blocks())
-        if self.measured is None:
+        if self.product is None:
             result = mode.output(out.logits, None, labels, self.vocab_size)
             if self.training and labels is not None and getattr(out, "aux_loss", None) is not None:
                 # Routers that are not watched, under config.output_router_logits: transformers' own loss of them.
@@ -125,7 +128,7 @@ class TransformersModel(LanguageModel):
                 result = mode.head.add(result, coefficient * out.aux_loss * (labels != IGNORE_INDEX).sum())
         else:
             head = self.lm.get_output_embeddings()
-            logits = Logits(head.bias, *self.measured)
+            logits = Logits(head.bias, *self.product)
             result = mode.output(out.last_hidden_state, head.weight, labels, self.vocab_size, logits)
         if context is not None and result.ndim == 0:  # not so where another stage has the head
             result = context.total(result)
@@ -141,6 +144,9 @@ class TransformersModel(LanguageModel):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
 
+    def blocks(self) -> list[nn.Module]:
+        return hf_internals.blocks_of(self.lm)
+
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.lm.get_input_embeddings()(input_ids)
 
@@ -152,19 +158,19 @@ class TransformersModel(LanguageModel):
     @property
     def num_experts(self) -> int:
         """Number of the experts of a layer, 0 in a dense model."""
-        return getattr(self.config, "num_local_experts", getattr(self.config, "num_experts", 0)) or 0
+        return getattr(self.text_config, "num_local_experts", getattr(self.text_config, "num_experts", 0)) or 0
 
     @property
     def hidden_size(self) -> int:
-        return self.config.hidden_size
+        return self.text_config.hidden_size
 
     @property
     def vocab_size(self) -> int:
-        return self.config.vocab_size
+        return self.text_config.vocab_size
 
     @property
     def max_length(self) -> int | None:
-        return getattr(self.config, "max_position_embeddings", None)
+        return getattr(self.text_config, "max_position_embeddings", None)
 
     def new_cache(self) -> DynamicCache | None:
         """None for a model with a cache of its own kind, such as Mamba's, whose forward then gets all tokens again."""

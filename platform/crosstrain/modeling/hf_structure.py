@@ -29,22 +29,19 @@ class TransformersStructure(Structure):
 
     model: TransformersModel
 
-    def __init__(self, model: TransformersModel) -> None:
-        super().__init__(model)
-        self.lm, self.config = model.lm, model.config
-
     def check_documents(self) -> None:
+        family = self.model.config.model_type
         if not self.model.takes_positions:
-            raise ConfigError(f"model: {self.config.model_type} takes no positions, so documents cannot be kept apart")
-        if getattr(self.lm, "_is_stateful", False):
-            raise ConfigError(f"model: {self.config.model_type} carries a state from document to document")
+            raise ConfigError(f"model: {family} takes no positions, so documents cannot be kept apart")
+        if getattr(self.model.lm, "_is_stateful", False):
+            raise ConfigError(f"model: {family} carries a state from document to document")
         if self.model.attention in ("eager", "flex_attention") and not self.model.sees_all:
             kind = self.model.attention
             raise ConfigError(f"model.attention: {kind} cannot keep documents apart where windows slide")
 
     def check_context(self, ranks: int) -> None:
-        family, heads = self.config.model_type, getattr(self.config, "num_attention_heads", None) or ranks
-        if not self.model.takes_positions or getattr(self.lm, "_is_stateful", False) or not self.model.sees_all:
+        family, heads = self.model.config.model_type, getattr(self.model.config, "num_attention_heads", None) or ranks
+        if not self.model.takes_positions or getattr(self.model.lm, "_is_stateful", False) or not self.model.sees_all:
             raise ConfigError(
                 f"run.runner.context_parallel: ranks can share sequences where every block attends to all of the past "
                 f"and the model takes positions, and {family} is another; leave it out"
@@ -58,14 +55,15 @@ class TransformersStructure(Structure):
             )
 
     def ends(self) -> Ends | None:
-        theirs = list(self.lm.config.base_model_pp_plan or {})
-        lists = {name for name, module in self.lm.base_model.named_children() if isinstance(module, nn.ModuleList)}
+        lm = self.model.lm
+        theirs = list(lm.config.base_model_pp_plan or {})
+        lists = {name for name, module in lm.base_model.named_children() if isinstance(module, nn.ModuleList)}
         blocks = [name for name in theirs if name in lists]
-        if len(blocks) != 1 or self.model.measured is None:
+        if len(blocks) != 1 or self.model.product is None:
             return None
-        own = [f"lm.{self.lm.base_model_prefix}.{name}" for name in theirs]
+        own = [f"lm.{lm.base_model_prefix}.{name}" for name in theirs]
         at = theirs.index(blocks[0])
-        head = next(name for name, module in self.lm.named_modules() if module is self.lm.get_output_embeddings())
+        head = next(name for name, module in lm.named_modules() if module is lm.get_output_embeddings())
         return Ends(own[:at], [*own[at + 1 :], f"lm.{head}"])
 
     def experts(self) -> dict[str, nn.Module]:
@@ -73,21 +71,21 @@ class TransformersStructure(Structure):
 
     def tensor_parallel_plan(self) -> dict[str, str]:
         """transformers' own plan, with the vocabulary sharded; empty where it has none, or other styles than ours."""
-        theirs = dict(self.lm.config.base_model_tp_plan or {})
+        theirs = dict(self.model.lm.config.base_model_tp_plan or {})
         for stack in [pattern for pattern, style in theirs.items() if style == "moe_tp_experts"]:
             theirs = {pattern: style for pattern, style in theirs.items() if not pattern.startswith(f"{stack}.")}
         if not theirs or not set(theirs.values()) <= _STYLES.keys():
             return {}
-        plan = {f"{self.lm.base_model_prefix}.{pattern}": _STYLES[style] for pattern, style in theirs.items()}
+        plan = {f"{self.model.lm.base_model_prefix}.{pattern}": _STYLES[style] for pattern, style in theirs.items()}
         # A plan is of a family: it names layers that this configuration may not have.
         everything = (*self.model.named_modules(), *self.model.named_parameters())
         names = [self.model.weights.canonical_name(name) for name, _ in everything]
         plan = {pattern: style for pattern, style in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
-        words, head = self.lm.get_input_embeddings(), self.lm.get_output_embeddings()
+        words, head = self.model.lm.get_input_embeddings(), self.model.lm.get_output_embeddings()
         cut = (words,) if words.weight is head.weight and head.bias is None else (words, head)
-        if self.model.measured is None:  # all ranks compute all logits
+        if self.model.product is None:  # all ranks compute all logits
             return plan
-        return plan | {name: "vocabulary" for name, module in self.lm.named_modules() if module in cut}
+        return plan | {name: "vocabulary" for name, module in self.model.lm.named_modules() if module in cut}
 
     def checkpointing(self, mode: Mode) -> list[tuple[list[nn.Module], Mode]]:
         if mode == "offload" and any(routers.has_loss for routers in self.routers()):
@@ -102,7 +100,7 @@ class TransformersStructure(Structure):
         for module in self.model.skeleton.modules():  # whole under every runner
             expert = hf_internals.holds_experts(module)
             if not isinstance(module, nn.Embedding) and expert >= experts:
-                share = self.config.num_experts_per_tok / module.num_experts if expert else 1.0
+                share = self.model.config.num_experts_per_tok / module.num_experts if expert else 1.0
                 yield sum(p.numel() for p in module.parameters(recurse=False) if p.ndim > 1), share
 
     @property
@@ -112,10 +110,11 @@ class TransformersStructure(Structure):
     def flops_per_token(self, sequence_length: int | None) -> float | None:
         """Six operations per element of a matrix that a token uses, and attention's (Narayanan et al., 2021, 5.1)."""
         length = sequence_length or self.model.max_length
-        layers, heads = (getattr(self.config, key, None) for key in ("num_hidden_layers", "num_attention_heads"))
-        if not self.model.sees_all or not (length and layers and heads):
+        layers, heads = (getattr(self.model.config, key, None) for key in ("num_hidden_layers", "num_attention_heads"))
+        composite = self.model.text_config is not self.model.config
+        if composite or not self.model.sees_all or not (length and layers and heads):
             return None
-        width = heads * (getattr(self.config, "head_dim", None) or self.model.hidden_size // heads)
+        width = heads * (getattr(self.model.config, "head_dim", None) or self.model.hidden_size // heads)
         used = sum(elements * share for elements, share in self._matrices(experts=False))
         return 6 * used + 12 * layers * width * length
 
@@ -125,7 +124,8 @@ class TransformersStructure(Structure):
         20 bytes for each: weight and gradient in fp16, and both and Adam's moments in fp32. Activations without
         checkpointing: Korthikanti et al., 2022, equation 1, which is about eager attention.
         """
-        layers, heads = (getattr(self.config, key, 0) or 0 for key in ("num_hidden_layers", "num_attention_heads"))
+        config = self.model.text_config
+        layers, heads = (getattr(config, key, 0) or 0 for key in ("num_hidden_layers", "num_attention_heads"))
         h, b, s = self.model.hidden_size, micro_batch, sequence_length or 0
         state = {"blocks of 12 l h^2 parameters at 20 bytes": 12 * layers * h**2 * 20}
         eager = "activations l (34 b s h + 5 b a s^2), eager attention, no checkpointing"
