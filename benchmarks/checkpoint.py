@@ -42,7 +42,7 @@ def measure(way: str, steps: int, every: int) -> Result:
         runner.setup()
         build_model(load_config("projects/quickstart.yaml", options), runner, None, for_training=True)
         runner.set_learning_rate(1e-4)
-        keeper = Checkpointer(Path(folder), Group(), Retention(keep_last=1), runner.model.save_config)
+        keeper = Checkpointer(Path(folder), Group(), Retention(keep_last=1), runner.model.export.save_config)
         tokens = torch.as_tensor(np.random.default_rng(0).integers(0, 50257, (4, 129)))
         batch = MicroBatch(0, {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].contiguous()}, 512)
         runner.forward_backward([batch], 512)
@@ -55,7 +55,7 @@ def measure(way: str, steps: int, every: int) -> Result:
             if step % every == 0:
                 before = time.perf_counter()
                 if way == "background saves":
-                    keeper.save(step, runner.shards(), {"step": step})
+                    keeper.save(step, runner.held.shards(), {"step": step})
                 elif way == "torch.save":
                     assert runner.optimizer is not None
                     state = {"model": runner.model.state_dict(), "optimizer": runner.optimizer.state_dict()}

@@ -227,7 +227,7 @@ class ZeRO:
         sharded = zero["stage"] == 3
         with deepspeed.zero.Init(config_dict_or_path=settings, enabled=sharded):
             model = make_model(config)
-        for name, parameter in model.canonical_parameters().items():
+        for name, parameter in model.weights.parameters().items():
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=sharded):
                 _fill(model, name, parameter, config.run.seed)
         _autocast_forward(model, config, device)
@@ -254,7 +254,7 @@ class FSDP:
         from torch.distributed.fsdp import fully_shard
 
         model = make_model(config)
-        for name, parameter in model.canonical_parameters().items():
+        for name, parameter in model.weights.parameters().items():
             _fill(model, name, parameter, config.run.seed)
         model.to(device)
         _autocast_forward(model, config, device)
@@ -283,7 +283,7 @@ class FSDP:
 def _fill(model: Model, name: str, parameter: Tensor, seed: int) -> None:
     """Put the platform's initial value into one whole parameter."""
     parameter.data.zero_()
-    shape = tuple(model.logical_shape(name, parameter.shape))
+    shape = tuple(model.weights.logical_shape(name, parameter.shape))
     fill_initial(model, [Shard("param", name, shape, whole_pieces(parameter.data, shape))], seed)
 
 

@@ -37,15 +37,15 @@ def storage(line: Line, project: str, options: list[str]) -> None:
     rank, size = runner.world.rank, runner.world.size
     folder = Path(config.run.output_dir)
     # The earlier checkpoint is deleted while the next one is saved, as in a run.
-    keeper = Checkpointer(folder, runner.new_group(), Retention(keep_last=1), runner.model.save_config)
-    held = sum(piece.data.numel() * piece.data.element_size() for s in runner.shards() for piece in s.pieces)
+    keeper = Checkpointer(folder, runner.world.twin(), Retention(keep_last=1), runner.model.export.save_config)
+    held = sum(piece.data.numel() * piece.data.element_size() for s in runner.held.shards() for piece in s.pieces)
     everything = runner.world.all_reduce_sum(held)[0]
     step, checkpoint, saved = 0, folder, 0.0
     plain = [folder / f"plain-{r}" for r in range(size)]
     content, room = memoryview(b""), bytearray(held)
 
     def save() -> None:
-        keeper.save(step, runner.shards(), {"step": step})
+        keeper.save(step, runner.held.shards(), {"step": step})
         keeper.wait()
 
     def write() -> None:
@@ -57,7 +57,7 @@ def storage(line: Line, project: str, options: list[str]) -> None:
         os.replace(new, plain[rank])
 
     def load() -> None:
-        load_shards(Reader.open(checkpoint), runner.shards())
+        load_shards(Reader.open(checkpoint), runner.held.shards())
 
     def read() -> None:
         """Read as many bytes as this rank's state has, from its own plain file on."""

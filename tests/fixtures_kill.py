@@ -21,15 +21,21 @@ INTERVALS = (
 # A model whose checkpoints take a second to write, so that a kill can be aimed at the middle of a save.
 SLOW_MODEL = '''
 import time
+from crosstrain import TransformersExport
 from crosstrain.config.registry import registry
 GPT2 = registry.get("model", "gpt2")
+
+class SlowExport(TransformersExport):
+    def save_config(self, folder):
+        super().save_config(folder)
+        time.sleep(1.0)
 
 @registry.register_model("slow_to_save")
 class SlowToSave(GPT2):
     """GPT-2 that dawdles."""
-    def save_config(self, folder):
-        super().save_config(folder)
-        time.sleep(1.0)
+    def __init__(self, options):
+        super().__init__(options)
+        self.export = SlowExport(self)
 '''
 
 

@@ -72,7 +72,7 @@ def _follow(project: str, options: tuple[str, ...]) -> dict[str, tuple[tuple[int
 
     def first_step(apply: bool = True) -> Any:
         if not held:
-            for shard in runner.gradients():
+            for shard in runner.held.gradients():
                 boxes = [
                     (p.box.offset, p.box.shape, p.data.cpu().numpy() / runner.gradient_scale) for p in shard.pieces
                 ]

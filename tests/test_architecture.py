@@ -175,6 +175,60 @@ def test_the_architecture_page_names_files_that_exist() -> None:
     assert named - {*there, *beside} == set()
 
 
+def statements(path: Path) -> int:
+    """Statements of a file, without docstrings."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.stmt)]
+    return sum(not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)) for n in nodes)
+
+
+def the_way() -> list[tuple[str, int]]:
+    """Files and their statements, as ARCHITECTURE.md lists them from `train.py` to the first update."""
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    section = page.partition("## From `train.py` to the first update")[2].partition("\n## ")[0]
+    return [(name, int(count)) for name, count in re.findall(r"\| \d+ \| `(\S+)` \| (\d+) \|", section)]
+
+
+def test_the_way_to_the_first_update_is_short_and_counted() -> None:
+    way = the_way()
+    assert next(name for name, _ in way) == "train.py"
+    assert len(way) <= 10
+    assert sum(count for _, count in way) <= 1600
+    homes = {name: next(home / name for home in (ROOT, CORE) if (home / name).exists()) for name, _ in way}
+    assert {name: statements(path) for name, path in homes.items()} == dict(way)
+    for number, (name, _) in enumerate(way[1:], 1):  # some file before it imports it
+        module = f"crosstrain.{name.removesuffix('.py').replace('/', '.')}"
+        package, _, last = module.rpartition(".")
+        before = "".join(homes[earlier].read_text() for earlier, _ in way[:number])
+        known = rf"(from {re.escape(module)} import|from {re.escape(package)} import .*\b{last}\b)"
+        assert re.search(known, before) or package == "crosstrain.cli", name  # verbs are imported by name
+
+
+@pytest.mark.parametrize("package", ["training", "engine"])
+def test_functions_fit_on_a_screen(package: str) -> None:
+    for path in (CORE / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 50, f"{path.name}: {node.name}"
+
+
+def test_a_runner_has_at_most_24_public_members() -> None:
+    from crosstrain import Runner
+
+    assert len([name for name in dir(Runner) if not name.startswith("_")]) <= 24
+
+
+def test_plugins_of_others_use_public_names_only() -> None:
+    files = [path for path in (ROOT / "tests" / "plugins_of_others").glob("*.py") if not path.name.startswith("test_")]
+    assert len(files) >= 2
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("crosstrain"):
+                assert node.module == "crosstrain", path
+    lines = {path.name: len(path.read_text().splitlines()) for path in files}
+    assert lines["local_sgd.py"] <= 90
+    assert lines["grpo.py"] <= 150
+
+
 def imported_by(program: str) -> set[str]:
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'platform')!r})\n{program}\n"

@@ -35,7 +35,7 @@ class Expected:
 
 def matching(model: Model, pattern: str) -> dict[str, nn.Parameter]:
     """The model's parameters whose canonical names match a pattern."""
-    parameters = model.canonical_parameters()
+    parameters = model.weights.parameters()
     return {name: parameters[name] for name in fnmatch.filter(parameters, pattern)}
 
 
@@ -52,5 +52,8 @@ class OtherLabels:
         super().prepare(model, make_optimizer)
         model.num_targets = lambda batch: Model.num_targets({"labels": self.labels(batch)})
 
-    def to_device(self, batch: Any) -> Any:
-        return super().to_device(batch | {"labels": self.labels(batch)})
+    def compute_loss(self, batch: Any) -> Any:
+        return super().compute_loss(batch | {"labels": self.labels(batch)})
+
+    def evaluate(self, batch: Any) -> Any:
+        return super().evaluate(batch | {"labels": self.labels(batch)})

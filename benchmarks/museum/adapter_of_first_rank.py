@@ -3,7 +3,9 @@
 https://github.com/huggingface/accelerate/pull/4206
 """
 
-from crosstrain import registry
+from functools import cached_property
+
+from crosstrain import HeldState, registry
 
 from . import Expected
 
@@ -22,9 +24,15 @@ class AdapterOfFirstRank(registry.get("runner", "fsdp")):
         super().loaded()
         self.filled = True
 
+    @cached_property
+    def held(self):
+        return _FirstRanks(self)
+
+
+class _FirstRanks(HeldState):
     def shards(self):
         shards = super().shards()
         for shard in shards:
-            if ".lora_" in shard.name and self.filled and self.world.rank > 0:
+            if ".lora_" in shard.name and self.runner.filled and self.runner.world.rank > 0:
                 shard.pieces = []
         return shards

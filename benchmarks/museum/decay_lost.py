@@ -14,7 +14,7 @@ EXPECTED = Expected("update", cause=r"decay", parameter="*[encj].weight")  # of 
 class DecayLost(registry.get("runner", "ddp")):
     """Decays nothing."""
 
-    def build_optimizer(self, make_optimizer):
-        super().build_optimizer(make_optimizer)
+    def prepare(self, model, make_optimizer):
+        super().prepare(model, make_optimizer)
         for group in self.optimizer.param_groups:
             group["weight_decay"] = 0.0

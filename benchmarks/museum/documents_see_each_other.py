@@ -16,6 +16,8 @@ EXPECTED = Expected("forward", cause=r"attention|mask|document|forward", project
 class DocumentsSeeEachOther(registry.get("runner", "ddp")):
     """Gives attention a mask that knows of no documents."""
 
-    def to_device(self, batch):
-        batch = super().to_device(batch)
-        return batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
+    def compute_loss(self, batch):
+        return super().compute_loss(batch | {"attention_mask": torch.ones_like(batch["input_ids"])})
+
+    def evaluate(self, batch):
+        return super().evaluate(batch | {"attention_mask": torch.ones_like(batch["input_ids"])})

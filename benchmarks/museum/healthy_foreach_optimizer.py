@@ -11,7 +11,7 @@ EXPECTED = Expected()
 class HealthyForeachOptimizer(registry.get("runner", "ddp")):
     """AdamW without the fused kernel."""
 
-    def build_optimizer(self, make_optimizer):
-        super().build_optimizer(make_optimizer)
+    def prepare(self, model, make_optimizer):
+        super().prepare(model, make_optimizer)
         for group in self.optimizer.param_groups:
             group.update(fused=False, foreach=True)

@@ -11,7 +11,7 @@ EXPECTED = Expected()
 class HealthyGroupForEach(registry.get("runner", "ddp")):
     """AdamW with many groups, in another order."""
 
-    def build_optimizer(self, make_optimizer):
-        super().build_optimizer(make_optimizer)
+    def prepare(self, model, make_optimizer):
+        super().prepare(model, make_optimizer)
         groups = self.optimizer.param_groups
         self.optimizer.param_groups = [group | {"params": [p]} for group in groups for p in group["params"][::-1]]

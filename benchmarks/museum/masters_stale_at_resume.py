@@ -21,7 +21,7 @@ class MastersStaleAtResume(registry.get("runner", "ddp")):
         self.stale = resumed(self)
 
     def update(self):
-        for name, p in self.model.canonical_parameters().items() if self.stale else ():
-            self.model.initialize(name, p.data, torch.Generator().manual_seed(0))
+        for name, p in self.model.weights.parameters().items() if self.stale else ():
+            self.model.weights.initialize(name, p.data, torch.Generator().manual_seed(0))
         self.stale = False
         super().update()

@@ -14,8 +14,8 @@ EXPECTED = Expected("update", cause=r"decay", parameter="*.ln_*")
 class NormsDecay(registry.get("runner", "ddp")):
     """Lets layer norms decay."""
 
-    def build_optimizer(self, make_optimizer):
-        super().build_optimizer(make_optimizer)
+    def prepare(self, model, make_optimizer):
+        super().prepare(model, make_optimizer)
         norms = {id(p) for p in matching(self.model, "*.ln_*").values()}
         decaying, others = self.optimizer.param_groups
         decaying["params"] += [p for p in others["params"] if id(p) in norms]

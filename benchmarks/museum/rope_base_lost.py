@@ -18,7 +18,7 @@ class RopeBaseLost(registry.get("runner", "ddp")):
 
     def prepare(self, model, make_optimizer):
         super().prepare(model, make_optimizer)
-        save_config = model.save_config
+        save_config = model.export.save_config
 
         def save_less(folder):
             save_config(folder)
@@ -26,4 +26,4 @@ class RopeBaseLost(registry.get("runner", "ddp")):
             del config["rope_parameters"]
             (folder / "config.json").write_text(json.dumps(config))
 
-        model.save_config = save_less
+        model.export.save_config = save_less

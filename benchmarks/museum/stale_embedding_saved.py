@@ -3,7 +3,9 @@
 https://github.com/SakanaAI/kame_finetune/issues/1
 """
 
-from crosstrain import registry
+from functools import cached_property
+
+from crosstrain import HeldState, registry
 
 from . import Expected
 
@@ -20,6 +22,13 @@ class StaleEmbeddingSaved(registry.get("runner", "ddp")):
         super().loaded()
         self.stale = self.model.lm.transformer.wte.weight.detach().clone()
 
-    def held(self, parameter):
-        tied = parameter is self.model.lm.transformer.wte.weight
-        return self.stale if tied and self.stale is not None else super().held(parameter)
+    @cached_property
+    def held(self):
+        return _Stale(self)
+
+
+class _Stale(HeldState):
+    def weight(self, parameter):
+        stale = self.runner.stale
+        tied = parameter is self.runner.model.lm.transformer.wte.weight
+        return stale if tied and stale is not None else super().weight(parameter)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,8 +14,23 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import RowwiseParallel, loss_parallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from crosstrain import Box, Group, Head, Logits, MakeOptimizer, MicroBatch, Model, Piece, Runner, registry
-from crosstrain.modeling.cross_entropy import PLAIN
+from crosstrain import (
+    PLAIN,
+    Batch,
+    Box,
+    Capabilities,
+    ForwardMode,
+    Group,
+    Head,
+    HeldState,
+    Logits,
+    MakeOptimizer,
+    MicroBatch,
+    Model,
+    Piece,
+    Runner,
+    registry,
+)
 
 
 class _Head(Head):
@@ -24,10 +40,10 @@ class _Head(Head):
         self.mesh = mesh
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: int, logits: Logits = PLAIN
+        self, hidden: Tensor, weight: Tensor, labels: Tensor | None, vocab_size: int, logits: Logits, mode: ForwardMode
     ) -> Tensor:
         assert labels is not None, "trains only"
-        assert logits == PLAIN
+        assert logits == Logits()
         whole = DTensor.from_local(hidden, self.mesh, [Replicate()], run_check=False)
         scores = nn.functional.linear(whole, weight).float().view(-1, weight.shape[0])
         loss = nn.functional.cross_entropy(scores, labels.reshape(-1), ignore_index=-100, reduction="sum")
@@ -38,7 +54,7 @@ class _Head(Head):
 class DTensorStyles(Runner):
     """GPT-2's plan through torch's tensor-parallel styles."""
 
-    needs_process_group = True
+    capabilities = Capabilities(needs_process_group=True)
 
     @classmethod
     def data_parallel_size(cls, options: Any, world_size: int) -> int:
@@ -66,8 +82,10 @@ class DTensorStyles(Runner):
         words = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
         parallelize_module(body, self.mesh, {"wte": words})
         model.lm.lm_head.weight = body.wte.weight
-        model.head = _Head(self.mesh)
         super().prepare(model, make_optimizer)
+
+    def compute_loss(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
+        return super().compute_loss(batch, replace(mode, head=_Head(self.mesh)))
 
     def _spread(self, module: nn.Module, weight: Placement, bias: Placement | None, inputs: Placement) -> None:
         for name, placement in (("weight", weight), ("bias", bias)):
@@ -84,17 +102,23 @@ class DTensorStyles(Runner):
 
         distribute_module(module, self.mesh, None, partial(enter), partial(leave))
 
-    def pieces(self, parameter: nn.Parameter, held: Tensor, shape: torch.Size) -> list[Piece]:
-        if not isinstance(held, DTensor) or not isinstance(held.placements[0], _StridedShard):
-            return super().pieces(parameter, held, shape)
-        out, dim = [], held.placements[0].dim
-        for part, data in enumerate(held.detach().to_local().chunk(3, dim)):
-            offset = [0] * data.ndim
-            offset[dim] = (part * self.mesh.size() + self.mesh.get_local_rank()) * data.shape[dim]
-            out.append(Piece(Box(tuple(offset), tuple(data.shape)), data))
-        return out
+    @cached_property
+    def held(self) -> HeldState:
+        return _Strided(self)
 
     def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
         with ExitStack() as stack:
             stack.enter_context(loss_parallel())
             return super().forward_backward(micro_batches, num_targets)
+
+
+class _Strided(HeldState):
+    def pieces(self, parameter: nn.Parameter, held: Tensor, shape: torch.Size) -> list[Piece]:
+        if not isinstance(held, DTensor) or not isinstance(held.placements[0], _StridedShard):
+            return super().pieces(parameter, held, shape)
+        mesh, out, dim = held.device_mesh, [], held.placements[0].dim
+        for part, data in enumerate(held.detach().to_local().chunk(3, dim)):
+            offset = [0] * data.ndim
+            offset[dim] = (part * mesh.size() + mesh.get_local_rank()) * data.shape[dim]
+            out.append(Piece(Box(tuple(offset), tuple(data.shape)), data))
+        return out

@@ -57,7 +57,6 @@ if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters ar
     from crosstrain.config.run_options import RunOptions
     from crosstrain.config.schema import Component, NoOptions, OptionError
     from crosstrain.data.dataset import SPLITS, Dataset, ReadContext, Split, SplitOptions
-    from crosstrain.data.loader import MicroBatch, Step
     from crosstrain.data.sample_view import SampleView
     from crosstrain.data.vision.conversations import IMAGE, Conversation, Message, SampleError, Style
     from crosstrain.data.vision.image import open_image, open_image_file
@@ -80,17 +79,34 @@ if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters ar
         local_forward,
     )
     from crosstrain.engine.footprint import Layout, PlanContext, Sizes
+    from crosstrain.engine.held_state import HeldState
     from crosstrain.engine.matrix_optimizer import MatrixOptimizer
     from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, check_elementwise, create_state, global_norm
-    from crosstrain.engine.runner import ContextOptions, Runner, StepResult
+    from crosstrain.engine.options import ContextOptions, ExpertOptions
+    from crosstrain.engine.runner import (
+        Capabilities,
+        Runner,
+        StepResult,
+        seed_dropout,
+        to_device,
+    )
+    from crosstrain.engine.used_parameters import UsedParameters
     from crosstrain.inference.metric import Metric
-    from crosstrain.modeling.adapter import Adapter
-    from crosstrain.modeling.base import Ends, LanguageModel, Merge, Model, Quantized, ReadParameter, override
-    from crosstrain.modeling.cross_entropy import Head, Logits, token_cross_entropy
+    from crosstrain.modeling.adapter import Adapter, Around
+    from crosstrain.modeling.base import LanguageModel, Model
+    from crosstrain.modeling.cross_entropy import Logits, token_cross_entropy
+    from crosstrain.modeling.export import Export, Merge, ReadParameter
+    from crosstrain.modeling.forward_mode import PLAIN, ForwardMode, Head, takes_mode
     from crosstrain.modeling.hf_causal_lm import TransformersModel
+    from crosstrain.modeling.hf_export import TransformersExport
+    from crosstrain.modeling.hf_internals import build_transformers
+    from crosstrain.modeling.hf_structure import TransformersStructure
+    from crosstrain.modeling.hf_weights import TransformersWeights
     from crosstrain.modeling.meta_init import has_values, materialize, parameters_on_meta
-    from crosstrain.modeling.objective import Objective, log_probabilities
+    from crosstrain.modeling.objective import Objective, Policy, log_probabilities
     from crosstrain.modeling.pretrained import Excerpt, Source, pretrained_folder
+    from crosstrain.modeling.structure import Ends, Structure
+    from crosstrain.modeling.weights import Quantized, Weights
     from crosstrain.monitor.metrics import Row, StepMetrics, flat, scalars, texts
     from crosstrain.monitor.tracker import TrackedRun, Tracker
     from crosstrain.training.callback import Callback
@@ -101,7 +117,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters ar
     from crosstrain.utils.rng import derive_seed, generator
     from crosstrain.utils.timers import Timers
     from crosstrain.utils.trust import check_command, check_source
-    from crosstrain.utils.types import IGNORE_INDEX, Batch, Sample
+    from crosstrain.utils.types import IGNORE_INDEX, Batch, MicroBatch, Sample, Step
 
 __version__ = "0.1.0"
 

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from annotated_types import MinLen
@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from crosstrain import (
     Adapter,
+    Around,
     CheckpointError,
     ConfigError,
     Merge,
@@ -25,7 +26,6 @@ from crosstrain import (
     Source,
     Text,
     check_source,
-    override,
     registry,
     require,
 )
@@ -84,32 +84,24 @@ class Lora(Adapter):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_adapter(name))
         self.spared_flops = weights - 6.0 * sum(p.numel() for p in model.parameters() if p.requires_grad)
-        override(model, AdaptedModel)
-        model.adapter, model.reads_across = self, bool(self.settings.dora)  # type: ignore[assignment]
+        around: Any = model  # its contracts get objects around them
+        around.weights = AdaptedWeights(model.weights, self)
+        around.structure = AdaptedStructure(model.structure, self)
+        around.export = AdaptedExport(model.export, self)
 
 
-class AdaptedModel(Model):
-    """The overrides of a model that has adapters."""
+class AdaptedWeights(Around):
+    """The weights of a model that has adapters."""
 
     adapter: Lora
 
     def canonical_name(self, name: str) -> str:
-        return super().canonical_name(name.replace(".base_layer.", ".").replace(f".{_NAME}.weight", ".weight"))
-
-    def tensor_parallel_plan(self) -> dict[str, str]:
-        """B is sharded like a map's output features, A like its input features."""
-        if self.adapter.settings.dora:
-            return {}
-        plan = super().tensor_parallel_plan()
-        modules = {name.rpartition(".")[0] for name in self.canonical_parameters()}
-        sides = {"column": "lora_B", "fused_qkv": "lora_B", "row": "lora_A"}
-        patterns = {f"{key}.{sides[style]}": style for key, style in plan.items() if style in sides}
-        return plan | {key: style for key, style in patterns.items() if fnmatch.filter(modules, key)}
+        return self.inner.canonical_name(name.replace(".base_layer.", ".").replace(f".{_NAME}.weight", ".weight"))
 
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
         """peft's initial values: A as torch's linear map, B zero, so that the adapter changes nothing at first."""
         if not is_adapter(name):
-            super().initialize(name, value, rng)
+            self.inner.initialize(name, value, rng)
         elif ".lora_B." in name:
             value.zero_()
         elif _MAGNITUDE in name:
@@ -120,30 +112,54 @@ class AdaptedModel(Model):
 
     def _published(self, name: str) -> Tensor:
         """A pretrained weight, whole."""
-        for source, reader in PretrainedWeights.of(self).parts:
+        for source, reader in PretrainedWeights.of(self.model).parts:
             if source.covers(name):
                 place = source.place(name, reader.names("param"))
                 assert isinstance(place, str)
                 return reader.whole(place)
         raise ConfigError("model.adapter.dora: it begins with the norms of pretrained weights, so the model needs some")
 
-    def pretrained_sources(self) -> list[Source]:
+    def sources(self) -> list[Source]:
         """The model's folders for all but the adapters, and the adapters' own."""
-        base = [replace(s, covers=partial(_covers_base, s)) for s in super().pretrained_sources()]
+        base = [replace(s, covers=partial(_covers_base, s)) for s in self.inner.sources()]
         folder = self.adapter.folder
         return base if folder is None else [*base, Source(folder, _peft_name, is_adapter)]
 
+
+class AdaptedStructure(Around):
+    """The structure of a model that has adapters."""
+
+    def __init__(self, inner: Any, adapter: Lora) -> None:
+        super().__init__(inner)
+        self.adapter, self.reads_across = adapter, bool(adapter.settings.dora)
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """B is sharded like a map's output features, A like its input features."""
+        if self.adapter.settings.dora:
+            return {}
+        plan = self.inner.tensor_parallel_plan()
+        modules = {name.rpartition(".")[0] for name in self.model.weights.parameters()}
+        sides = {"column": "lora_B", "fused_qkv": "lora_B", "row": "lora_A"}
+        patterns = {f"{key}.{sides[style]}": style for key, style in plan.items() if style in sides}
+        return plan | {key: style for key, style in patterns.items() if fnmatch.filter(modules, key)}
+
     def flops_per_token(self, sequence_length: int | None) -> float | None:
         """Count as the whole model does, without the gradients of frozen weights."""
-        flops = super().flops_per_token(sequence_length)
+        flops = self.inner.flops_per_token(sequence_length)
         return None if flops is None else flops - self.adapter.spared_flops
+
+
+class AdaptedExport(Around):
+    """The export of a model that has adapters."""
+
+    adapter: Lora
 
     def merges(self) -> dict[str, Merge]:
         """Merges of adapters into their linear maps."""
-        found = super().merges()
-        for name, module in self.named_modules():
+        found = self.inner.merges()
+        for name, module in self.model.named_modules():
             if hasattr(module, "lora_A"):
-                weight = self.canonical_name(f"{name}.base_layer.weight")
+                weight = self.model.weights.canonical_name(f"{name}.base_layer.weight")
                 stem = weight.removesuffix("weight")
                 combine = partial(
                     merged,
@@ -156,8 +172,8 @@ class AdaptedModel(Model):
 
     def save_parts(self, folder: Path, names: set[str], read: ReadParameter) -> None:
         """Write the adapter as peft does, so that `PeftModel.from_pretrained` opens the folder."""
-        base = self.pretrained_weights()
-        targets = [self.canonical_name(name) for name in self.adapter.targets]
+        base = self.model.weights.folder()
+        targets = [self.model.weights.canonical_name(name) for name in self.adapter.targets]
         settings = {"base_model_name_or_path": base and str(base), "task_type": "CAUSAL_LM", "inference_mode": True}
         settings |= {"init_lora_weights": True}
         write_json(folder / _CONFIG, self.adapter.config.to_dict() | settings | {"target_modules": targets})

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from crosstrain import Box, Model, OptionError, dtensor_pieces, override, registry, whole_pieces
+from crosstrain import Around, Box, Model, OptionError, dtensor_pieces, registry, whole_pieces
 
 from .lora import Lora
 
@@ -44,22 +44,22 @@ class QLora(Lora):
                     adapter = name.startswith("default") or isinstance(parent, NF4Linear)
                     if isinstance(module, (nn.Linear, Conv1D)) and not adapter and module.weight.numel() % _BLOCK == 0:
                         setattr(parent, name, NF4Linear(module))
-        override(model, _QuantizedModel)
+        model.weights = _QuantizedWeights(model.weights)  # type: ignore[assignment]
 
 
-class _QuantizedModel(Model):
-    """The overrides of a model with weights in four bits."""
+class _QuantizedWeights(Around):
+    """The weights of a model that keeps some in four bits."""
 
-    def quantized(self) -> dict[str, NF4Linear]:  # type: ignore[override]
+    def quantized(self) -> dict[str, NF4Linear]:
         return {
-            self.canonical_name(f"{name}.weight"): module
-            for name, module in self.named_modules()
+            self.model.weights.canonical_name(f"{name}.weight"): module
+            for name, module in self.model.named_modules()
             if isinstance(module, NF4Linear)
         }
 
     def logical_shape(self, name: str, shape: torch.Size) -> torch.Size:
         module = self.quantized().get(name)
-        return super().logical_shape(name, shape) if module is None else module.shape
+        return self.inner.logical_shape(name, shape) if module is None else module.shape
 
 
 class NF4Linear(nn.Module):

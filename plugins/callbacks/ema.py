@@ -27,8 +27,8 @@ class EMA(Callback):
     def weights(self) -> list[Shard]:
         """This rank's part of the parameters that train."""
         runner = self.trainer.runner
-        trained = {name for name, p in runner.model.canonical_parameters().items() if p.requires_grad}
-        return [s for s in runner.shards() if s.kind == "param" and s.name in trained]
+        trained = {name for name, p in runner.model.weights.parameters().items() if p.requires_grad}
+        return [s for s in runner.held.shards() if s.kind == "param" and s.name in trained]
 
     @torch.no_grad()
     def after_step(self, metrics: StepMetrics) -> None:

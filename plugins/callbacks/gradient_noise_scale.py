@@ -30,12 +30,13 @@ class GradientNoiseScale(Callback):
         self.state = {"square": 0.0, "noise": 0.0}  # averages, which both begin at 0
         self.last: dict[tuple[str, Box], Tensor] = {}
         world = trainer.runner.world
-        writers = assign(world.all_gather(list(holdings([s for s in trainer.runner.shards() if s.kind == "param"]))))
+        parameters = [s for s in trainer.runner.held.shards() if s.kind == "param"]
+        writers = assign(world.all_gather(list(holdings(parameters))))
         self.mine = {(h.name, h.box) for h, rank in writers.items() if rank == world.rank}  # every element once
 
     def after_backward(self, batch: Step, loss: float) -> None:
         runner, last = self.trainer.runner, self.last
-        pieces = (((shard.name, piece.box), piece.data) for shard in runner.gradients() for piece in shard.pieces)
+        pieces = (((shard.name, piece.box), piece.data) for shard in runner.held.gradients() for piece in shard.pieces)
         self.last = {key: data.float() / runner.gradient_scale for key, data in pieces if key in self.mine}
         pairs = [(last[key], now) for key, now in self.last.items() if key in last]
         product = sum((a.double() * b).sum().item() for a, b in pairs)

@@ -5,13 +5,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from transformers.modeling_rope_utils import RopeParameters
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from crosstrain import (
     ConfigError,
@@ -20,14 +18,18 @@ from crosstrain import (
     Source,
     Text,
     TransformersModel,
+    TransformersWeights,
     UserError,
+    build_transformers,
     pretrained_folder,
     registry,
 )
 from crosstrain.checkpoint.weights import open_weights
 from crosstrain.modeling.attention import Attention
-from crosstrain.modeling.hf_causal_lm import LARGEST_SIZE, MOST_LAYERS, SIZES, Size, check_published, dense_place
-from crosstrain.modeling.hf_internals import padded, routers_of, without_initial_values
+from crosstrain.modeling.hf_causal_lm import LARGEST_SIZE, MOST_LAYERS, SIZES, Size, check_published
+from crosstrain.modeling.hf_internals import routers_of
+from crosstrain.modeling.hf_tables import keys_beside_fields
+from crosstrain.modeling.hf_weights import dense_place
 from crosstrain.modeling.pretrained import Place, names_at
 from crosstrain.modeling.routers import Routers, Scope
 from crosstrain.utils.errors import did_you_mean, sentence
@@ -69,18 +71,15 @@ class CausalLM(TransformersModel):
         source = pretrained_folder(options.pretrained) if options.pretrained else None
         try:
             config = _config(options, source)
-            kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-            made = padded(config, options.make_vocab_size_divisible_by, options.attention, kind)
-            with without_initial_values():
-                lm = AutoModelForCausalLM.from_config(
-                    made, attn_implementation=made._attn_implementation, dtype=torch.float32, trust_remote_code=False,
-                )  # fmt: skip
+            multiple = options.make_vocab_size_divisible_by
+            lm = build_transformers(AutoModelForCausalLM, config, multiple, options.attention)
         except UserError:
             raise
         except Exception as error:  # of many kinds, where values do not go together
             raise ConfigError(f"model.config: transformers cannot build it ({sentence(error)[:300]})") from error
         super().__init__(options, config, lm, source)
         self.dense = pretrained_folder(options.from_dense) if options.from_dense else None
+        self.weights = _Weights(self)
         self.route(options)
 
     def route(self, options: Options) -> None:
@@ -98,21 +97,20 @@ class CausalLM(TransformersModel):
                 f"configuration has output_router_logits, true adds transformers' own loss"
             )
 
-    def pretrained_sources(self) -> list[Source]:
+
+class _Weights(TransformersWeights):
+    model: CausalLM
+
+    def sources(self) -> list[Source]:
         """The folder `pretrained`, or the dense model's; its routers begin with initial values."""
-        if self.dense is None:
-            return super().pretrained_sources()
-        there = open_weights(self.dense).names("param")
+        if self.model.dense is None:
+            return super().sources()
+        there = open_weights(self.model.dense).names("param")
 
         def place(name: str, available: set[str]) -> Place:
-            return dense_place(name, available, self.num_experts)
+            return dense_place(name, available, self.model.num_experts)
 
-        return [Source(self.dense, place, lambda name: names_at(place(name, there)) <= there)]
-
-    def blocks(self) -> list[nn.Module]:
-        """The longest list of modules in the model."""
-        lists = [module for module in self.lm.modules() if isinstance(module, nn.ModuleList)]
-        return list(max(lists, key=len))
+        return [Source(self.model.dense, place, lambda name: names_at(place(name, there)) <= there)]
 
 
 def _config(options: CausalLM.Options, source: Path | None) -> PreTrainedConfig:
@@ -169,12 +167,9 @@ def _check_keys(family: str, config: Mapping[str, Any]) -> None:
 
 def _check_keys_of(cls: type[PreTrainedConfig], given: Mapping[str, Any], at: str) -> None:
     known = {"model_type", *(field.name for field in fields(cls)), *cls.attribute_map}
+    known |= keys_beside_fields(cls.model_type)
     if {"num_attention_heads", "num_key_value_heads"} <= known:
         known.add("head_dim")  # attention reads it in families that do not declare it
-    for base in cls.__mro__:  # older names, which are read after the fields
-        for name in ("__post_init__", "convert_rope_params_to_dict"):
-            if (function := vars(base).get(name)) is not None:
-                known |= {text for text in function.__code__.co_consts if isinstance(text, str) and text.isidentifier()}
     known -= _NOT_OF_TRAINING
     for key, value in given.items():
         if key not in known:

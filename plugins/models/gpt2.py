@@ -5,10 +5,20 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from crosstrain import ConfigError, Ends, PositiveFloat, Text, TransformersModel, pretrained_folder, registry
+from crosstrain import (
+    ConfigError,
+    Ends,
+    PositiveFloat,
+    Text,
+    TransformersModel,
+    TransformersStructure,
+    TransformersWeights,
+    pretrained_folder,
+    registry,
+)
 from crosstrain.modeling.attention import Attention
 from crosstrain.modeling.hf_causal_lm import DropRate, Layers, Size, check_published
 from crosstrain.modeling.hf_internals import padded, without_initial_values
@@ -55,10 +65,10 @@ class GPT2(TransformersModel):
         with without_initial_values():
             lm = GPT2LMHeadModel(made)
         super().__init__(options, config, lm, source)
+        self.structure, self.weights = _Structure(self), _Weights(self)
 
-    def blocks(self) -> list[nn.Module]:
-        return list(self.lm.transformer.h)
 
+class _Structure(TransformersStructure):
     def ends(self) -> Ends:
         first = ["lm.transformer.wte", "lm.transformer.wpe", "lm.transformer.drop"]
         return Ends(first, ["lm.transformer.ln_f", "lm.lm_head"])
@@ -74,6 +84,8 @@ class GPT2(TransformersModel):
             "transformer.h.*.mlp.c_proj": "row",
         }
 
+
+class _Weights(TransformersWeights):
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
         """transformers' GPT2PreTrainedModel._init_weights: N(0, initializer_range), residual ones / sqrt(2 n_layer)."""
         if name.endswith(".bias"):
@@ -81,7 +93,7 @@ class GPT2(TransformersModel):
         elif ".ln_" in name:
             value.fill_(1.0)
         else:
-            std = self.config.initializer_range
+            std = self.model.config.initializer_range
             if name.endswith("c_proj.weight"):
-                std /= math.sqrt(2 * self.config.n_layer)
+                std /= math.sqrt(2 * self.model.config.n_layer)
             value.normal_(0.0, std, generator=rng)

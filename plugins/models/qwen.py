@@ -7,10 +7,18 @@ from typing import ClassVar, Literal
 from torch import nn
 from transformers import PreTrainedConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from crosstrain import ConfigError, OptionError, PositiveFloat, Text, TransformersModel, pretrained_folder, registry
+from crosstrain import (
+    ConfigError,
+    OptionError,
+    PositiveFloat,
+    Text,
+    TransformersModel,
+    build_transformers,
+    pretrained_folder,
+    registry,
+)
 from crosstrain.modeling.attention import Attention
 from crosstrain.modeling.hf_causal_lm import SIZES, DropRate, Layers, Size, check_published
-from crosstrain.modeling.hf_internals import padded, without_initial_values
 
 _FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[nn.Module]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -55,13 +63,9 @@ class Qwen(TransformersModel):
     def __init__(self, options: Options) -> None:
         source = pretrained_folder(options.pretrained) if options.pretrained else None
         config = _config(options, source)
-        made = padded(config, options.make_vocab_size_divisible_by, options.attention, _FAMILIES[config.model_type][1])
-        with without_initial_values():
-            lm = _FAMILIES[config.model_type][1](made)
+        kind = _FAMILIES[config.model_type][1]
+        lm = build_transformers(kind, config, options.make_vocab_size_divisible_by, options.attention)
         super().__init__(options, config, lm, source)
-
-    def blocks(self) -> list[nn.Module]:
-        return list(self.lm.model.layers)
 
 
 def _config(options: Qwen.Options, source: Path | None) -> PreTrainedConfig:

@@ -41,7 +41,7 @@ class DPO(_OfPairs):
         label_smoothing: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0
 
     options: Options
-    needs_reference = True
+    needs_reference = "rows"
 
     def loss(self, losses: Tensor, batch: Batch) -> Tensor:
         rewards = self.options.beta * (log_probabilities(losses) - batch["reference"])
@@ -95,7 +95,7 @@ class KTO(Objective):
     fields = ("preferred", "reference")
     row_layout = "single answers"
     unit = "answers"
-    needs_reference = True
+    needs_reference = "rows"
 
     def units(self, batch: Batch) -> int:
         return len(batch["labels"]) // 2

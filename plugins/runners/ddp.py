@@ -19,6 +19,7 @@ from crosstrain import (
     PlanContext,
     Runner,
     Sizes,
+    UsedParameters,
     registry,
 )
 from crosstrain.engine.footprint import data_parallel
@@ -37,6 +38,7 @@ class DDPRunner(Runner):
         find_unused_parameters: bool = False  # for models that leave parameters out of some steps
 
     _bucket_ready: float | None = None
+    _used: UsedParameters | None = None  # None: not watched
 
     @classmethod
     def layouts(cls, options: Any, at: PlanContext) -> list[Layout]:
@@ -60,7 +62,7 @@ class DDPRunner(Runner):
             gradient_as_bucket_view=True,
         )
         if not self.options.find_unused_parameters:
-            self.watch_use()
+            self._used = UsedParameters(model)
         # A lambda, because torch checks a hook's annotations and cannot read postponed ones.
         self.module.register_comm_hook(None, lambda _, bucket: self._exchange(bucket))
 
@@ -73,6 +75,8 @@ class DDPRunner(Runner):
 
     def backward(self, loss: Tensor) -> None:
         self._bucket_ready = None
+        if self._used is not None:
+            self._used.clear()
         super().backward(loss)
         # On a GPU a bucket is announced long before the device gets there, so nothing can be said.
         if self._bucket_ready is not None and self.device.type == "cpu":
@@ -80,9 +84,8 @@ class DDPRunner(Runner):
             waited = time.perf_counter() - self._bucket_ready
             self.timers.add("backward", -waited)
             self.timers.add("allreduce", waited)
-        exchanges = self.module is not self.model and self.module.require_backward_grad_sync
-        if exchanges and not self.options.find_unused_parameters:
-            self.check_all_used(
+        if self._used is not None and self.module.require_backward_grad_sync:
+            self._used.check(
                 "so ranks cannot average gradients; for a model that leaves parameters out use run.runner: {name: ddp, "
                 "find_unused_parameters: true}"
             )

@@ -14,8 +14,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from crosstrain import (
+    Capabilities,
     ConfigError,
-    ContextOptions,
+    ExpertOptions,
     ExpertParallel,
     Layout,
     MakeOptimizer,
@@ -50,20 +51,18 @@ class FSDPRunner(Runner):
     """torch's FSDP2: parameters, gradients and optimizer state are sharded over the ranks (ZeRO-3)."""
 
     @dataclass
-    class Options(ContextOptions):
+    class Options(ExpertOptions):
         """Options of `run.runner` for fsdp."""
 
         shard_size: PositiveInt | None = None  # ranks that share one copy of the model (hybrid sharding); None: all
         reshard_after_forward: bool = True  # False: blocks stay gathered until their backward (ZeRO-2): faster
         cpu_offload: bool = False  # shards and optimizer live in host memory
         sync_each_micro_batch: bool = False  # reduce gradients after every micro batch: slower, but no full gradients
-        expert_parallel: PositiveInt = 1  # ranks that share the experts: each holds some of them, sharded over the rest
         # type in which blocks' linear layers are gathered; amp: bf16 under run.amp=bf16, which computes in it anyway
         param_dtype: Literal["amp", "fp32"] = "amp"
         reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # type in which gradients of what is gathered in bf16 are summed
 
-    needs_process_group = True
-    saves_memory: ClassVar = ("sync_each_micro_batch=true",)
+    capabilities: ClassVar = Capabilities(needs_process_group=True, saves_memory=("sync_each_micro_batch=true",))
     module: FSDPModule  # type: ignore[assignment] # the model itself, whose class fully_shard changes
 
     @classmethod
@@ -131,7 +130,7 @@ class FSDPRunner(Runner):
             if self.options.cpu_offload
             else OffloadPolicy(),
         }
-        if scalars := [name for name, p in model.canonical_parameters().items() if p.ndim == 0]:
+        if scalars := [name for name, p in model.weights.parameters().items() if p.ndim == 0]:
             raise ConfigError(f"run.runner: fsdp cannot cut {scalars[0]}, a scalar, into shards; use another runner")
         if self.options.expert_parallel > 1:
             self._shard_experts(model, options)
@@ -156,8 +155,8 @@ class FSDPRunner(Runner):
             module, mine = model.get_submodule(owner), model.get_parameter(name)
             if mine.shape[1] % same:
                 raise ConfigError(
-                    f"run.runner.expert_parallel: {model.canonical_name(name)} has {mine.shape[1]} features, which "
-                    f"{same} ranks with the same experts cannot share evenly; use the megatron runner"
+                    f"run.runner.expert_parallel: {model.weights.canonical_name(name)} has {mine.shape[1]} features, "
+                    f"which {same} ranks with the same experts cannot share evenly; use the megatron runner"
                 )
             whole = DTensor.from_local(mine.detach(), mesh, [Shard(0)], run_check=False)
             module._parameters[own] = nn.Parameter(whole, mine.requires_grad)

@@ -41,7 +41,7 @@ def _train(environment: dict[str, str], pid: str, options: tuple[str, ...]) -> d
     trainer = fixtures_ranks.make_trainer("project.yaml", options)
     trainer.fit()
     trainer.folder.close()
-    held = sum(piece.data.nbytes for shard in trainer.runner.shards() for piece in shard.pieces)
+    held = sum(piece.data.nbytes for shard in trainer.runner.held.shards() for piece in shard.pieces)
     trainer.runner.close()
     return {"held": held}
 
@@ -256,7 +256,7 @@ def test_commands_take_urls(
     assert not list(storage.local(RUN).rglob("training-*")), "an export needs no optimizer state"
     weights = load(storage.read("s3://bucket/exported/model.safetensors"))
     with crosstrain.open(RUN) as model:
-        for name, parameter in model.runner.model.canonical_parameters().items():
+        for name, parameter in model.runner.model.weights.parameters().items():
             rows = weights.get(name, parameter)  # without the padding of the vocabulary
             assert rows.equal(parameter.detach()[: len(rows)]), name
     assert main(["report", RUN, "--output", str(tmp_path / "report.html")]) == 0

@@ -142,8 +142,8 @@ def trained(project: str, options: tuple[str, ...]) -> dict[str, np.ndarray]:
     trainer = make_trainer(project, options)
     trainer.fit()
     found = {}
-    for name, parameter in trainer.runner.model.canonical_parameters().items():
-        shape = trainer.runner.model.logical_shape(name, trainer.runner.full_shape(parameter))
+    for name, parameter in trainer.runner.model.weights.parameters().items():
+        shape = trainer.runner.model.weights.logical_shape(name, trainer.runner.held.full_shape(parameter))
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         found[name] = whole.detach()[tuple(slice(n) for n in shape)].clone().numpy()
     trainer.runner.close()
@@ -182,10 +182,10 @@ def test_what_was_trained_is_what_is_opened(place: Path, tmp_path: Path, case: s
     checkpoint = find_checkpoint(tmp_path / "out")
     assert json.loads((checkpoint / "state.json").read_text())["step"] == 2
     opened = sight.build(project, "run.runner=ddp", checkpoint=checkpoint)
-    check(opened.model.canonical_parameters(), truth)
+    check(opened.model.weights.parameters(), truth)
     assert main(["export", "--checkpoint", str(tmp_path / "out"), "--output", str(tmp_path / "export")]) == 0
     exported = load_file(tmp_path / "export" / "model.safetensors")
-    merges = opened.model.merges()
+    merges = opened.model.export.merges()
     merged = {*merges, *(other for merge in merges.values() for other in merge.others)}
     check(exported, {key: value for key, value in truth.items() if key not in merged})
 

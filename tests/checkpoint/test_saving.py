@@ -50,14 +50,14 @@ def _measure(project: str, options: tuple[str, ...]) -> dict[str, int]:
     batches = trainer.batches()
     trainer.train_step(batches)
     out = {"training": _peak_of(lambda: trainer.train_step(batches)) - before}
-    shards = runner.shards()
+    shards = runner.held.shards()
     out["share"] = sum(p.data.numel() * 4 for s in shards for p in s.pieces)
-    saver = Checkpointer(Path(config.run.output_dir) / "measured", runner.new_group(), Retention(), lambda _: None)
-    out["foreground"] = _peak_of(lambda: saver.save(1, runner.shards(), {"step": 1}, background=False)) - before
+    saver = Checkpointer(Path(config.run.output_dir) / "measured", runner.world.twin(), Retention(), lambda _: None)
+    out["foreground"] = _peak_of(lambda: saver.save(1, runner.held.shards(), {"step": 1}, background=False)) - before
     base = _resident("VmRSS") - before
 
     def in_background() -> None:
-        saver.save(2, runner.shards(), {"step": 2})
+        saver.save(2, runner.held.shards(), {"step": 2})
         saver.wait()
 
     out["background"] = _peak_of(in_background) - before - base

@@ -20,10 +20,10 @@ import pytest
 
 from conftest import ROOT
 from crosstrain import Callback
-from crosstrain.data.loader import Step
 from crosstrain.training.saving import Saving
 from crosstrain.training.validation import Validation
 from crosstrain.utils.errors import CheckpointError
+from crosstrain.utils.types import Step
 from fixtures_ranks import make_trainer, run_ranks
 
 MUSEUM = ROOT / "benchmarks" / "museum"
@@ -95,7 +95,7 @@ def follow(project: str, options: tuple[str, ...], steps: int) -> dict[Event, Va
     def observe(batch: Step, loss: float) -> None:
         assert runner.optimizer is not None
         step = trainer.state.step + 1
-        events[step, "gradients"] = _held(runner.gradients(), runner.gradient_scale)
+        events[step, "gradients"] = _held(runner.held.gradients(), runner.gradient_scale)
         rates = np.unique([group["lr"] for group in runner.optimizer.param_groups])
         events[step, "learning rate"] = {("", ""): rates}
 
@@ -109,7 +109,7 @@ def follow(project: str, options: tuple[str, ...], steps: int) -> dict[Event, Va
         events[step, "samples"] = _number(_content(batch))
         events[step, "forward"] = _number(metrics.loss)
         events[step, "norm"] = _number(metrics.grad_norm)
-        shards = runner.shards()
+        shards = runner.held.shards()
         events[step, "update"] = _held([shard for shard in shards if shard.kind == "param"])
         events[step, "state"] = _held([shard for shard in shards if shard.kind != "param"])
     events[steps, "evaluation"] = _number(Validation(None, trainer).measure(trainer.val_dataset).loss)
@@ -136,7 +136,8 @@ def go_on(project: str, options: tuple[str, ...]) -> dict[Event, Values]:
         metrics = trainer.train_step(iter([batch]))
         assert metrics is not None
         events[trainer.state.step, "resume"] = _number(metrics.loss) | {
-            ("", "data"): np.array(_content(batch)), **_held([s for s in trainer.runner.shards() if s.kind == "param"]),
+            ("", "data"): np.array(_content(batch)),
+            **_held([s for s in trainer.runner.held.shards() if s.kind == "param"]),
         }  # fmt: skip
     trainer.runner.close()
     return events

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from crosstrain.config.batch import BatchPlan
 from crosstrain.data.dataset import Dataset
-from crosstrain.data.loader import MicroBatch, evaluation_batches, training_steps
+from crosstrain.data.loader import evaluation_batches, training_steps
 from crosstrain.data.vision.conversations import IMAGE_ID
 from crosstrain.utils.errors import DataError
-from crosstrain.utils.types import IGNORE_INDEX, Sample
+from crosstrain.utils.types import IGNORE_INDEX, MicroBatch, Sample
 
 
 class Numbers(Dataset):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from crosstrain.config.load import Config, load_config
-from crosstrain.data.loader import MicroBatch
 from crosstrain.engine.build import build_model, make_runner
+from crosstrain.utils.types import MicroBatch
 from fixtures_families import tiny
 from fixtures_ranks import run_ranks
 
@@ -34,7 +34,7 @@ def _step(model: dict[str, Any], runner: str, compile: str) -> tuple[float, floa
     tokens = torch.randint(0, 128, (4, 33), generator=torch.Generator().manual_seed(1))
     micro_batch = MicroBatch(0, {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].contiguous()}, 128)
     loss = built.forward_backward([micro_batch], 128)
-    held = {name: built.held_gradient(p) for name, p in built.model.named_parameters()}
+    held = {name: built.held.gradient(p) for name, p in built.model.named_parameters()}
     gradients = {name: gradient.numpy() for name, gradient in held.items() if gradient is not None}
     norm = built.gradient_norm([p.grad for p in built.model.parameters() if p.grad is not None])
     built.close()

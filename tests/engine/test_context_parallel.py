@@ -175,7 +175,7 @@ def _family(name: str, context: Context) -> str:
     batch["position_ids"][1, 20:] -= 20
     found = []
     try:
-        model.check_context(2)
+        model.structure.check_context(2)
         for model.context in (None, context):
             model.zero_grad()
             loss = model(**batch)
@@ -209,7 +209,7 @@ def test_every_family_computes_alike_or_is_refused() -> None:
 def test_models_that_cannot_share_sequences_are_refused(model: dict[str, Any], ranks: int, sentence: str) -> None:
     kind = registry.get("model", "causal_lm")
     with pytest.raises(ConfigError, match=sentence):
-        kind(kind.Options(config=model)).check_context(ranks)
+        kind(kind.Options(config=model)).structure.check_context(ranks)
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def _refuse_one(project: str, options: tuple[str, ...]) -> Any:
     runner.set_learning_rate(1e-2)
 
     def weights() -> list[list[float]]:
-        shards: list[Shard] = runner.shards()
+        shards: list[Shard] = runner.held.shards()
         return [piece.data.flatten().tolist() for shard in shards for piece in shard.pieces]
 
     micro_batches = next(trainer.batches())

@@ -201,6 +201,7 @@ def test_what_cannot_be_shared_is_refused(
 
 PLANTED = """
 from dataclasses import dataclass
+from functools import cached_property
 
 from crosstrain import Box, Piece, registry
 
@@ -227,9 +228,16 @@ class WrongGroup(Megatron):
 class Unsaved(Megatron):
     Options = Shared
 
+    @cached_property
+    def held(self):
+        planted = type("Planted", (Lacking, type(super().held)), {})
+        return planted(self)
+
+
+class Lacking:
     def pieces(self, parameter, held, shape):
         found = super().pieces(parameter, held, shape)
-        if len(shape) == 3 and self.world.rank == 1:
+        if len(shape) == 3 and self.runner.world.rank == 1:
             return [Piece(Box(p.box.offset, (p.box.shape[0] - 1, *p.box.shape[1:])), p.data[:-1]) for p in found]
         return found
 """

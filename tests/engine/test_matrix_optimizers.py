@@ -38,7 +38,7 @@ def _parts(runner: Any, kinds: tuple[str, ...]) -> list[tuple[str, tuple[int, ..
             shard.shape,
             [(piece.box.offset, piece.box.shape, piece.data.numpy().copy()) for piece in shard.pieces],
         )
-        for shard in runner.shards()
+        for shard in runner.held.shards()
         if not kinds or shard.kind in kinds
     ]
 
@@ -53,7 +53,7 @@ def _train(project: str, options: tuple[str, ...]) -> tuple[Any, Any, list[float
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for p in parameters:
             optimizer.state[p]["given"] = p.grad
-        for shard in runner.shards():
+        for shard in runner.held.shards():
             for piece in shard.pieces if shard.kind == "given" else []:
                 whole = gradient_of(shard.name, trainer.state.step, shard.shape)
                 piece.data.copy_(whole[piece.box.slices_in(type(piece.box).whole(shard.shape))])

@@ -173,7 +173,7 @@ def _logits(checkpoint: str, options: tuple[str, ...]) -> tuple[list[float], int
     build_model(config, runner, Path(checkpoint), for_training=False)
     with runner.evaluating():
         logits = runner.evaluate({"input_ids": torch.tensor([[1, 2, 3]])})[0].tolist()
-    rows = len(runner.held(runner.model.lm.transformer.wte.weight))
+    rows = len(runner.held.weight(runner.model.lm.transformer.wte.weight))
     runner.close()
     return logits, rows
 

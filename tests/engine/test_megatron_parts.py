@@ -26,7 +26,7 @@ def test_without_attentions_dropout_tensor_parallel_ranks_draw_what_one_process_
     config = {"model_type": "gpt2", **sizes, **ends, "attn_pdrop": 0.0, "resid_pdrop": 0.2, "embd_pdrop": 0.2}
     gpt2 = registry.get("model", "gpt2")
     with parameters_on_meta():
-        plan = gpt2(gpt2.Options(**sizes)).tensor_parallel_plan()
+        plan = gpt2(gpt2.Options(**sizes)).structure.tensor_parallel_plan()
     project(workspace, {"arch": "causal_lm", "config": config})
     one = follow(workspace, "ddp@1", *COMMON)
     project(
@@ -195,8 +195,8 @@ def _count(project: str, options: tuple[str, ...]) -> tuple[int, int, set[str]]:
     model = runner.construct(lambda: make_model(config))
     with patch(f"{type(runner).__module__}.materialize"):
         runner.prepare(model, None)
-    held = [runner.held(p) for p in model.parameters()]
-    rows = len(runner.held(model.lm.transformer.wte.weight))
+    held = [runner.held.weight(p) for p in model.parameters()]
+    rows = len(runner.held.weight(model.lm.transformer.wte.weight))
     runner.close()
     return sum(t.numel() for t in held), rows, {t.device.type for t in held}
 
@@ -223,8 +223,8 @@ def _peak(project: str, options: tuple[str, ...]) -> tuple[int, int, float]:
     for _ in range(2):
         trainer.train_step(batches)
     peak = memory_mb(runner.device)["memory_peak_mb"] - before
-    state = [t for s in runner.shards() for t in (p.data for p in s.pieces)]
-    count = sum(runner.held(p).numel() for p in runner.model.parameters())
+    state = [t for s in runner.held.shards() for t in (p.data for p in s.pieces)]
+    count = sum(runner.held.weight(p).numel() for p in runner.model.parameters())
     size = sum(t.numel() * t.element_size() for t in state)
     trainer.hooks.call("close")
     runner.close()

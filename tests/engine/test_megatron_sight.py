@@ -171,7 +171,7 @@ def test_the_plan_of_a_model_within_a_model_names_its_parameters_and_its_adapter
         model = make_model(
             load_config(project, options(LORA | {"model.language_model.lora.targets": ["q_proj"]}))
         )
-    plan = model.tensor_parallel_plan()
+    plan = model.structure.tensor_parallel_plan()
     assert plan["language_model.model.embed_tokens"] == "vocabulary"
     assert plan["language_model.model.layers.*.self_attn.q_proj.lora_B"] == "column"
     assert [key for key in plan if "lora" in key] == ["language_model.model.layers.*.self_attn.q_proj.lora_B"]

@@ -36,7 +36,7 @@ def bare_loop(file: str, options: tuple[str, ...]) -> tuple[list[float], dict[st
     given = dict(model.options.config)
     made = AutoConfig.for_model(given.pop("model_type"), **given)
     theirs = AutoModelForCausalLM.from_config(made, attn_implementation="eager", dtype=torch.float32).train()
-    own = model.canonical_parameters()
+    own = model.weights.parameters()
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             parameter.copy_(own[name][: len(parameter)])

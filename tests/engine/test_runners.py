@@ -232,7 +232,7 @@ def _parameters_on_disk(project: str, options: tuple[str, ...]) -> tuple[set[str
     batches = trainer.batches()
     for _ in range(2):
         trainer.train_step(batches)
-    parameters = trainer.runner.model.canonical_parameters()
+    parameters = trainer.runner.model.weights.parameters()
     large = {name for name, p in parameters.items() if p.ds_tensor.ds_numel * 4 >= 1 << 20}
     away = {name for name, p in parameters.items() if p.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE}
     assert all(parameters[name].ds_tensor.numel() <= 1 for name in away)

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from crosstrain.config.load import load_config
-from crosstrain.data.loader import MicroBatch, Step
 from crosstrain.engine.build import build_model
 from crosstrain.engine.runner import Runner
 from crosstrain.monitor.metrics import StepMetrics
 from crosstrain.training.bad_steps import BadSteps
 from crosstrain.training.state import State
 from crosstrain.utils.errors import TrainingError
+from crosstrain.utils.types import MicroBatch, Step
 
 
 def make_runner(*options: str) -> Runner:
@@ -42,7 +42,7 @@ def batch(first_sample: int, rows: int = 4, length: int = 64, ignored: int = 0) 
 def gradients(runner: Runner, *micro_batches: MicroBatch) -> tuple[float, dict[str, torch.Tensor]]:
     runner.model.zero_grad(set_to_none=True)
     loss = runner.forward_backward(list(micro_batches), sum(m.num_targets for m in micro_batches))
-    return loss, {name: p.grad.clone() for name, p in runner.model.canonical_parameters().items()}
+    return loss, {name: p.grad.clone() for name, p in runner.model.weights.parameters().items()}
 
 
 def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float) -> None:
@@ -56,7 +56,7 @@ def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], toleran
 def test_gradient_checkpointing_changes_nothing(mode: str, amp: str) -> None:
     plain = make_runner(f"run.amp={amp}")
     saving = make_runner(f"run.amp={amp}", f"run.gradient_checkpointing={mode}")
-    assert plain.model.canonical_parameters().keys() == saving.model.canonical_parameters().keys()
+    assert plain.model.weights.parameters().keys() == saving.model.weights.parameters().keys()
     expected_loss, expected = gradients(plain, batch(0))
     loss, found = gradients(saving, batch(0))
     assert loss == expected_loss
@@ -90,7 +90,7 @@ def test_gradient_checkpointing_keeps_less() -> None:
 @pytest.mark.parametrize("mode", ["blocks", "model"])
 def test_compilation_changes_neither_names_nor_results(mode: str) -> None:
     plain, compiled = make_runner("model.dropout=0.0"), make_runner("model.dropout=0.0", f"run.compile={mode}")
-    assert plain.model.canonical_parameters().keys() == compiled.model.canonical_parameters().keys()
+    assert plain.model.weights.parameters().keys() == compiled.model.weights.parameters().keys()
     (expected_loss, expected), (loss, found) = gradients(plain, batch(0)), gradients(compiled, batch(0))
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     assert_close(expected, found, 1e-5)  # fused kernels round differently
@@ -143,12 +143,12 @@ def test_a_loss_scale_leaves_gradients_as_they_are_and_an_overflow_changes_nothi
     _, found = gradients(scaled, batch(0))
     assert_close(expected, {k: v / 65536 for k, v in found.items()}, 1e-6)
 
-    before = {k: v.detach().clone() for k, v in scaled.model.canonical_parameters().items()}
+    before = {k: v.detach().clone() for k, v in scaled.model.weights.parameters().items()}
     scaled.set_learning_rate(1.0)
     next(iter(scaled.model.parameters())).grad[0, 0] = torch.inf
     result = scaled.optimizer_step()
     assert not result.applied
-    assert all(torch.equal(v, before[k]) for k, v in scaled.model.canonical_parameters().items())
+    assert all(torch.equal(v, before[k]) for k, v in scaled.model.weights.parameters().items())
     assert all(p.grad is None for p in scaled.model.parameters())
 
 
@@ -179,6 +179,6 @@ def test_gradients_that_are_not_finite_stop_a_run_without_loss_scaling() -> None
 def test_norms_and_biases_do_not_decay() -> None:
     runner = make_runner("run.weight_decay=0.1")
     decay = {id(p): group["weight_decay"] for group in runner.optimizer.param_groups for p in group["params"]}
-    for name, parameter in runner.model.canonical_parameters().items():
+    for name, parameter in runner.model.weights.parameters().items():
         exempt = name.endswith(".bias") or ".ln_" in name
         assert decay[id(parameter)] == (0.0 if exempt else 0.1), name

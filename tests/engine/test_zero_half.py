@@ -97,7 +97,7 @@ def _held(project: str, options: tuple[str, ...]) -> dict[tuple[str, str], tuple
     trainer = make_trainer(project, options)
     found = {
         (shard.kind, shard.name): (shard.shape, [(p.box.offset, p.box.shape, p.data.numpy()) for p in shard.pieces])
-        for shard in trainer.runner.shards() if shard.shape
+        for shard in trainer.runner.held.shards() if shard.shape
     }  # fmt: skip
     assert all(data.dtype == np.float32 for _, pieces in found.values() for _, _, data in pieces)
     trainer.runner.close()

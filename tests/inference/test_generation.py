@@ -59,7 +59,7 @@ def test_streamed_pieces_are_the_text(runner: Runner) -> None:
 
 
 def test_padding_ids_have_no_logits(runner: Runner) -> None:
-    assert runner.model.canonical_parameters()["transformer.wte.weight"].shape[0] == 384
+    assert runner.model.weights.parameters()["transformer.wte.weight"].shape[0] == 384
     with runner.evaluating():
         assert runner.evaluate({"input_ids": torch.zeros(1, 4, dtype=torch.long)}).shape == (1, 300)
 

@@ -80,9 +80,9 @@ def test_an_adapter_changes_nothing_at_first_and_is_all_that_trains(workspace: W
     project(workspace, MODELS[model])
     plain, adapted = build(workspace).model, build(workspace, "model.adapter={name: lora, rank: 4}").model
     assert torch.equal(logits(plain, IDS), logits(adapted, IDS))
-    names = {name for name, p in adapted.canonical_parameters().items() if p.requires_grad}
-    assert names == {name for name in adapted.canonical_parameters() if ".lora_" in name}
-    assert names == adapted.canonical_parameters().keys() - plain.canonical_parameters().keys()
+    names = {name for name, p in adapted.weights.parameters().items() if p.requires_grad}
+    assert names == {name for name in adapted.weights.parameters() if ".lora_" in name}
+    assert names == adapted.weights.parameters().keys() - plain.weights.parameters().keys()
     blocks, per_block = 2, 4 if model == "gpt2" else 7
     assert len(names) == 2 * blocks * per_block
 
@@ -293,12 +293,12 @@ def test_qlora_computes_with_the_weights_that_bitsandbytes_would_keep(quantised:
 
     workspace, options = quantised
     model, plain = build(workspace, *options).model, build(workspace).model
-    packed = sum(module.weight.nbytes + module.scales.nbytes for module in model.quantized().values())
-    whole = sum(p.nbytes for name, p in plain.canonical_parameters().items() if name in model.quantized())
+    packed = sum(module.weight.nbytes + module.scales.nbytes for module in model.weights.quantized().values())
+    whole = sum(p.nbytes for name, p in plain.weights.parameters().items() if name in model.weights.quantized())
     assert packed / whole == pytest.approx(0.5 / 4 + 1 / 64)
     with torch.no_grad():
-        for name in model.quantized():
-            weight = plain.canonical_parameters()[name]
+        for name in model.weights.quantized():
+            weight = plain.weights.parameters()[name]
             words, state = quantize_4bit(weight.T.contiguous(), blocksize=64, quant_type="nf4")
             weight.copy_(dequantize_4bit(words, state).T)
     assert torch.allclose(logits(model, IDS), logits(plain, IDS), atol=2e-6)

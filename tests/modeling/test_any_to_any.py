@@ -43,8 +43,8 @@ def gathered(runner: Any) -> Tensors:
     if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
         zero._hp_optimizer_states_linked = False  # DeepSpeed links too early when there are several groups
         zero._lazy_init_hp_params_optimizer_state()
-    for name, parameter in runner.model.canonical_parameters().items():
-        shape = runner.model.logical_shape(name, runner.full_shape(parameter))
+    for name, parameter in runner.model.weights.parameters().items():
+        shape = runner.model.weights.logical_shape(name, runner.held.full_shape(parameter))
         for key in (None, "exp_avg", "exp_avg_sq"):
             if zero is not None and hasattr(parameter, "_hp_mapping" if hasattr(zero, "bit16_groups") else "ds_id"):
                 whole = (
@@ -56,7 +56,8 @@ def gathered(runner: Any) -> Tensors:
                 whole = parameter if key is None else runner.optimizer.state[parameter][key]
                 whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
             logical = tuple(slice(n) for n in shape)
-            out[f"{key or 'param'}/{name}"] = whole.detach().cpu().view(runner.full_shape(parameter))[logical].numpy()
+            whole = whole.detach().cpu().view(runner.held.full_shape(parameter))
+            out[f"{key or 'param'}/{name}"] = whole[logical].numpy()
     return out
 
 

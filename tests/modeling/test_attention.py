@@ -99,7 +99,7 @@ def test_a_packed_loss_and_its_gradients_are_those_of_the_documents_apart(
     name: str, attention: str, kernels: None
 ) -> None:
     model = build(name, attention=attention)
-    model.check_documents()
+    model.structure.check_documents()
     loss, gradient = gradients(model, [packed()])
     expected, expected_gradient = gradients(model, apart())
     assert loss == pytest.approx(expected, rel=1e-6)
@@ -228,7 +228,7 @@ def test_blocks_that_ignore_documents_are_refused() -> None:
 def test_models_that_cannot_keep_documents_apart_are_refused(config: dict[str, Any], reason: str) -> None:
     component = registry.get("model", "causal_lm")
     with pytest.raises(ConfigError, match=reason):
-        component(component.Options(config=config)).check_documents()
+        component(component.Options(config=config)).structure.check_documents()
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def seeing(project: Path, *given: str) -> Runner:
     """A model whose images count as much as its words; at first what comes of them is small."""
     runner = build(project, *given)
     with torch.no_grad():
-        for name, p in runner.model.canonical_parameters().items():
+        for name, p in runner.model.weights.parameters().items():
             if p.ndim > 1 and ("crossattention" in name or name == "language_projection.weight"):
                 p.mul_(20)
     return runner
@@ -102,13 +102,13 @@ def projection_only(project: Path) -> Run:
 
 def test_by_default_the_projection_alone_is_trained(project: Path, projection_only: Run) -> None:
     runner = build(project, training=True)
-    trained = {n for n, p in runner.model.canonical_parameters().items() if p.requires_grad}
+    trained = {n for n, p in runner.model.weights.parameters().items() if p.requires_grad}
     assert trained == {"language_projection.weight", "language_projection.bias"}
     assert runner.optimizer is not None
     assert sum(p.numel() for group in runner.optimizer.param_groups for p in group["params"]) == 32 * 32 + 32
     batch = collate([sample(1, 9, 0)])
     runner.compute_loss(batch).backward()
-    assert {n for n, p in runner.model.canonical_parameters().items() if p.grad is not None} == trained
+    assert {n for n, p in runner.model.weights.parameters().items() if p.grad is not None} == trained
     moments = {n for n in stored(projection_only.checkpoint(8)) if n.startswith("exp_avg")}
     assert {n.partition("/")[2] for n in moments} == trained
     assert projection_only.column("loss")[-1] < projection_only.column("loss")[0]
@@ -126,7 +126,7 @@ def test_parts_have_learning_rates_of_their_own(project: Path) -> None:
     runner.set_learning_rate(1e-3)
     assert runner.optimizer is not None
     rates = {p: group["lr"] for group in runner.optimizer.param_groups for p in group["params"]}
-    for name, p in runner.model.canonical_parameters().items():
+    for name, p in runner.model.weights.parameters().items():
         if p.requires_grad:
             assert rates[p] == pytest.approx(1e-3 if name.startswith("language_projection") else 1e-4), name
 
@@ -149,8 +149,8 @@ def test_parts_have_gradient_checkpointing_of_their_own(project: Path) -> None:
     for runner in (plain, kept):
         runner.model.eval()  # dropout draws elsewhere
         runner.compute_loss(collate([sample(1, 9, 0)])).backward()
-    for name, p in plain.model.canonical_parameters().items():
-        assert torch.allclose(p.grad, kept.model.canonical_parameters()[name].grad, atol=1e-6), name
+    for name, p in plain.model.weights.parameters().items():
+        assert torch.allclose(p.grad, kept.model.weights.parameters()[name].grad, atol=1e-6), name
 
 
 # ---- the same under every runner
@@ -191,7 +191,7 @@ def kept(project: str, given: tuple[str, ...]) -> tuple[set[str], set[str], int]
     trainer = make_trainer(project, given)
     runner, micro = trainer.runner, next(trainer.batches())
     runner.forward_backward(micro, trainer._agree(micro)[0])
-    gradients, state = runner.gradients(), [s for s in runner.shards() if s.kind.startswith("exp_avg")]
+    gradients, state = runner.held.gradients(), [s for s in runner.held.shards() if s.kind.startswith("exp_avg")]
     moments = [v for held in runner.optimizer.state.values() for v in held.values() if v.ndim]
     counted = sum((v.to_local() if isinstance(v, DTensor) else v).numel() for v in moments)
     runner.optimizer_step()
@@ -249,8 +249,8 @@ def parameters(project: str) -> tuple[dict[str, int], dict[str, int]]:
         model = make_model(load_config(project, FROM_NOTHING))
     every: Counter[str] = Counter()
     trained: Counter[str] = Counter()
-    for name, p in model.canonical_parameters().items():
-        count = model.logical_shape(name, p.shape).numel()
+    for name, p in model.weights.parameters().items():
+        count = model.weights.logical_shape(name, p.shape).numel()
         every[name.partition(".")[0]] += count
         trained[name.partition(".")[0]] += count * p.requires_grad
     return every, +trained

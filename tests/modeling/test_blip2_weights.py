@@ -118,7 +118,7 @@ def test_sizes_are_those_of_the_weights(published: Path, tmp_path: Path) -> None
         document["model"][part] = {"pretrained": str(published.parent / "blip2")}
     document["model"]["qformer"]["num_query_tokens"] = queries
     (project := tmp_path / "project.yaml").write_text(yaml.safe_dump(document))
-    given, found = (build(p).model.canonical_parameters() for p in (published, project))
+    given, found = (build(p).model.weights.parameters() for p in (published, project))
     assert given.keys() == found.keys()
     assert all(torch.equal(given[name], found[name]) for name in given if not name.startswith("language_projection."))
     for key, there in {"vision.image_size": 16, "vision.depth": 2, "qformer.hidden_size": 32}.items():
@@ -141,7 +141,7 @@ def test_checkpoints_hold_what_is_trained_and_hashes_of_the_rest(published: Path
     parameters = {n for n in stored(checkpoint) if "/" not in n}
     assert parameters == {"language_projection.weight", "language_projection.bias"}
     model = build(published).model
-    assert Reader.open(checkpoint).frozen.keys() == model.canonical_parameters().keys() - parameters
+    assert Reader.open(checkpoint).frozen.keys() == model.weights.parameters().keys() - parameters
     tensors = sum(t.numel() * t.element_size() for f in checkpoint.glob("*.safetensors") for t in load_file(f).values())
     assert tensors < 3 * 4 * (32 * 32 + 32) + 100  # weights and two moments in fp32, and steps
 
@@ -305,17 +305,17 @@ def test_moments_of_an_opened_part_begin_at_zero_beside_the_others(published: Pa
 
 def beginning(project: Path, stage: Path, *given: str) -> dict[str, torch.Tensor]:
     """The parameters of a new run that takes those of an earlier one."""
-    return build(project, f"model.pretrained={stage}", *given).model.canonical_parameters()
+    return build(project, f"model.pretrained={stage}", *given).model.weights.parameters()
 
 
 def test_a_second_stage_begins_with_the_weights_of_the_first(published: Path, projection: Run) -> None:
-    first = build(published, checkpoint=projection.checkpoint(8)).model.canonical_parameters()
+    first = build(published, checkpoint=projection.checkpoint(8)).model.weights.parameters()
     second = beginning(published, projection.folder, QFORMER, *LORA)
     assert all(torch.equal(value, second[name]) for name, value in first.items())
     added = second.keys() - first.keys()
     assert added
     assert all(".lora_" in name for name in added)
-    initial = build(published).model.canonical_parameters()["language_projection.weight"]
+    initial = build(published).model.weights.parameters()["language_projection.weight"]
     assert not torch.equal(initial, first["language_projection.weight"]), "training changed something"
 
 
@@ -361,8 +361,8 @@ def test_a_part_is_exported_alone_and_begins_another_run(
     given = (f"model.{part}.pretrained={out}", "run.seed=7")
     first, again = build(published, checkpoint=projection.checkpoint(8)).model, build(published, *given).model
     begin = {"projector": "language_projection.", "vision": "vision_model.", "qformer": "q"}[part]
-    assert there.keys() == (names := {name for name in first.canonical_parameters() if name.startswith(begin)})
-    ours, theirs = first.canonical_parameters(), again.canonical_parameters()
+    assert there.keys() == (names := {name for name in first.weights.parameters() if name.startswith(begin)})
+    ours, theirs = first.weights.parameters(), again.weights.parameters()
     assert all(torch.equal(ours[name], there[name]) and torch.equal(ours[name], theirs[name]) for name in names)
 
 
@@ -374,7 +374,7 @@ def test_a_second_stage_begins_with_every_part_under_any_runner(published: Path,
     one = train(published, f"all_{name}", *opened, *LORA, f"run.runner={runner}", size=int(size))
     checkpoint = one.checkpoint(8)
     assert not list(checkpoint.glob("model*.safetensors"))
-    first = build(published, *LORA, checkpoint=checkpoint).model.canonical_parameters()
+    first = build(published, *LORA, checkpoint=checkpoint).model.weights.parameters()
     nothing = [f"model.{part}.pretrained=null" for part in ("vision", "qformer", "language_model.model")]
     second = beginning(published, one.folder, *LORA, *nothing, *SIZES)
     assert first.keys() == second.keys()
@@ -402,7 +402,7 @@ def test_adapters_change_nothing_at_first_and_the_rest_is_frozen(published: Path
     batch = collate([sample(1, 9, 0)])
     with plain.evaluating(), with_lora.evaluating():
         assert torch.equal(plain.evaluate(batch), with_lora.evaluate(batch))
-    trained = {n for n, p in with_lora.model.canonical_parameters().items() if p.requires_grad}
+    trained = {n for n, p in with_lora.model.weights.parameters().items() if p.requires_grad}
     assert all("lora_" in n or n.startswith("language_projection.") for n in trained)
     assert sum("lora_A" in n for n in trained) == 2 * 7
     assert "language_model.model.layers.0.self_attn.q_proj.lora_B.weight" in trained
@@ -424,7 +424,7 @@ def test_adapters_are_merged_on_export(published: Path, adapted: Run) -> None:
     ours = build(published, *LORA, checkpoint=adapted.checkpoint(8))
     merged = build(published)
     with torch.no_grad():
-        for name, p in merged.model.canonical_parameters().items():
+        for name, p in merged.model.weights.parameters().items():
             p[: weights[name].shape[0]].copy_(weights[name])
     batch = collate([sample(1, 9, 0)])
     with ours.evaluating(), merged.evaluating():
@@ -458,8 +458,8 @@ def test_an_adapter_of_the_model_is_its_language_model_s(published: Path) -> Non
     opened = PeftModel.from_pretrained(plain, folder).state_dict()
     for key, value in kept.items():
         assert torch.equal(opened[key.replace(".weight", ".default.weight")], value)
-    again = build(published, f"model.adapter={{name: lora, pretrained: {one.folder}}}").model.canonical_parameters()
-    ours = build(published, ADAPTER, checkpoint=folder).model.canonical_parameters()
+    again = build(published, f"model.adapter={{name: lora, pretrained: {one.folder}}}").model.weights.parameters()
+    ours = build(published, ADAPTER, checkpoint=folder).model.weights.parameters()
     assert all(torch.equal(value, ours[name]) for name, value in again.items() if "lora_" in name)
 
 
@@ -469,7 +469,7 @@ def test_its_language_model_is_kept_in_four_bits(published: Path) -> None:
     one = train(published, "four@1", qlora)
     other = train(published, "four_fsdp@2", qlora, "run.runner=fsdp", size=2)
     assert relative(other.column("loss"), one.column("loss")) < TOLERANCE
-    kept = build(published, qlora).model.quantized()
+    kept = build(published, qlora).model.weights.quantized()
     assert len(kept) == 2 * 7
     assert all(module.scales.any() for module in kept.values())
     with pytest.raises(AssertionError, match="qlora keeps weights in few bits, which deepspeed cannot"):

@@ -41,7 +41,7 @@ def loaded(**options: Any) -> Model:
     kind = registry.get("model", "causal_lm")
     model = kind(kind.Options(make_vocab_size_divisible_by=1, **options)).eval()
     shards = []
-    for name, tensor in {**model.canonical_parameters(), **model.canonical_buffers()}.items():
+    for name, tensor in {**model.weights.parameters(), **model.weights.buffers()}.items():
         torch.nn.init.zeros_(tensor)
         shards.append(Shard("param", name, tuple(tensor.shape), whole_pieces(tensor, tuple(tensor.shape))))
     PretrainedWeights.of(model).fill(shards)

@@ -40,8 +40,8 @@ def theirs_of(config: dict[str, Any], seed: int = 0) -> PreTrainedModel:
 def ours(seed: int = 1, **options: Any) -> Model:
     kind = registry.get("model", "causal_lm")
     model = construct(lambda: kind(kind.Options(**options)), torch.device("cpu"))
-    shapes = {name: tuple(model.logical_shape(name, p.shape)) for name, p in model.canonical_parameters().items()}
-    values = {name: p.data[tuple(map(slice, shapes[name]))] for name, p in model.canonical_parameters().items()}
+    shapes = {name: tuple(model.weights.logical_shape(name, p.shape)) for name, p in model.weights.parameters().items()}
+    values = {name: p.data[tuple(map(slice, shapes[name]))] for name, p in model.weights.parameters().items()}
     shards = [Shard("param", name, shapes[name], whole_pieces(v, shapes[name])) for name, v in values.items()]
     fill_initial(model, shards, seed)
     return model
@@ -50,9 +50,9 @@ def ours(seed: int = 1, **options: Any) -> Model:
 def logical(model: Model, gradients: bool = False) -> dict[str, Tensor]:
     """Parameters, or their gradients, without padding."""
     found = {}
-    for name, p in model.canonical_parameters().items():
+    for name, p in model.weights.parameters().items():
         value = (torch.zeros_like(p) if p.grad is None else p.grad) if gradients else p.detach()
-        found[name] = value[tuple(map(slice, model.logical_shape(name, p.shape)))]
+        found[name] = value[tuple(map(slice, model.weights.logical_shape(name, p.shape)))]
     return found
 
 
@@ -127,7 +127,7 @@ def test_what_cannot_be_trained_is_refused_in_a_sentence(family: str) -> None:
 
 @pytest.mark.parametrize("family", [*sorted(OWN_HEADS), "llama", "gemma2"])
 def test_a_head_of_its_own_kind_keeps_the_models_forward(family: str) -> None:
-    assert (ours(config=tiny(family)).measured is None) == (family in OWN_HEADS)
+    assert (ours(config=tiny(family)).product is None) == (family in OWN_HEADS)
 
 
 @pytest.mark.parametrize("family", ENCODERS)
@@ -203,8 +203,8 @@ def test_padding_of_the_vocabulary_has_no_share_in_a_head_of_its_own_kind(family
     for name, parameter in reference.named_parameters():
         if parameter.grad is not None:
             assert torch.allclose(gradients[name], parameter.grad, rtol=1e-5, atol=1e-6), name
-    for name, parameter in model.canonical_parameters().items():
-        if (logical_shape := model.logical_shape(name, parameter.shape)) != parameter.shape:
+    for name, parameter in model.weights.parameters().items():
+        if (logical_shape := model.weights.logical_shape(name, parameter.shape)) != parameter.shape:
             padding += 1
             assert not parameter.grad[logical_shape[0] :].any(), name
     assert padding

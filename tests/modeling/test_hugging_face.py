@@ -28,9 +28,9 @@ def test_345m_has_the_published_number_of_parameters() -> None:
     config = load_config("projects/gpt2_345m.yaml")
     with parameters_on_meta():
         model = make_model(config)
-    parameters = model.canonical_parameters()
+    parameters = model.weights.parameters()
     assert sum(p.numel() for p in parameters.values()) == 354_871_296
-    assert sum(model.logical_shape(name, p.shape).numel() for name, p in parameters.items()) == 354_823_168
+    assert sum(model.weights.logical_shape(name, p.shape).numel() for name, p in parameters.items()) == 354_823_168
 
 
 @pytest.mark.parametrize(("size", "count"), [("125m", 124_439_808), ("774m", 774_030_080), ("1.5b", 1_557_611_200)])
@@ -38,7 +38,7 @@ def test_the_other_sizes(size: str, count: int) -> None:
     config = load_config("projects/gpt2_345m.yaml", [f"model.model_type={size}"])
     with parameters_on_meta():
         model = make_model(config)
-    shapes = [model.logical_shape(name, p.shape) for name, p in model.canonical_parameters().items()]
+    shapes = [model.weights.logical_shape(name, p.shape) for name, p in model.weights.parameters().items()]
     assert sum(shape.numel() for shape in shapes) == count
 
 
@@ -48,7 +48,7 @@ def test_initial_values_have_the_distributions_of_transformers() -> None:
     theirs = GPT2LMHeadModel(GPT2Config(n_head=2, n_positions=256, **sizes))
     theirs.init_weights()
     reference = dict(theirs.named_parameters())
-    for name, parameter in ours.canonical_parameters().items():
+    for name, parameter in ours.weights.parameters().items():
         value = parameter[: reference[name].shape[0]]
         # Five standard errors of a standard deviation estimated from n normal values.
         allowed = 5 * reference[name].std().item() / (2 * value.numel()) ** 0.5 + 1e-12
@@ -60,9 +60,9 @@ def test_initial_values_depend_on_seed_name_and_shape_alone() -> None:
     wide, narrow = build().model, build("model.make_vocab_size_divisible_by=7", "model.n_layer=1").model
     other = build("run.seed=99").model
     name = "transformer.h.0.attn.c_attn.weight"
-    assert torch.equal(wide.canonical_parameters()[name], narrow.canonical_parameters()[name])
-    assert not torch.equal(wide.canonical_parameters()[name], other.canonical_parameters()[name])
-    rows = [m.canonical_parameters()["transformer.wte.weight"] for m in (wide, narrow)]
+    assert torch.equal(wide.weights.parameters()[name], narrow.weights.parameters()[name])
+    assert not torch.equal(wide.weights.parameters()[name], other.weights.parameters()[name])
+    rows = [m.weights.parameters()["transformer.wte.weight"] for m in (wide, narrow)]
     assert rows[0].shape[0] == 384
     assert rows[1].shape[0] == 301
     assert torch.equal(rows[0][:300], rows[1][:300])
@@ -150,7 +150,7 @@ def test_operations_are_counted_by_the_published_formula(length: int | None) -> 
     with parameters_on_meta():
         model = kind(kind.Options(**sizes))
     matrices = 3 * 12 * 48**2 + 1000 * 48  # the padding of the vocabulary counts for nothing
-    assert model.flops_per_token(length) == 6 * matrices + 12 * 3 * 48 * (length or 64)
+    assert model.structure.flops_per_token(length) == 6 * matrices + 12 * 3 * 48 * (length or 64)
     kind = registry.get("model", "qwen")
     for family, width in (("qwen2", 12), ("qwen3", 16)):
         more = {"head_dim": 16} if family == "qwen3" else {}
@@ -161,4 +161,5 @@ def test_operations_are_counted_by_the_published_formula(length: int | None) -> 
         with parameters_on_meta():
             model = kind(options)
         layer = 48 * (2 * 4 * width + 2 * 2 * width + 3 * 64)
-        assert model.flops_per_token(length) == 6 * (3 * layer + 1000 * 48) + 12 * 3 * 4 * width * (length or 64)
+        attention = 12 * 3 * 4 * width * (length or 64)
+        assert model.structure.flops_per_token(length) == 6 * (3 * layer + 1000 * 48) + attention

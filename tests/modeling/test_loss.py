@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from crosstrain.modeling.cross_entropy import PLAIN, Logits, token_cross_entropy
+from crosstrain.modeling.cross_entropy import PRODUCTS, Logits, token_cross_entropy
 
 HIDDEN, VOCAB, PADDED = 24, 90, 96
 
@@ -111,7 +111,7 @@ def test_logits_may_have_a_bias_a_scale_and_a_softcap(
 def test_a_bias_of_zeros_and_a_scale_of_one_change_no_bit() -> None:
     hidden, weight, labels = make(40)
     results = []
-    for logits in (PLAIN, Logits(bias=torch.zeros(PADDED)), Logits(scale=1.0)):
+    for logits in (PRODUCTS, Logits(bias=torch.zeros(PADDED)), Logits(scale=1.0)):
         loss = token_cross_entropy(hidden, weight, labels, vocab_size=VOCAB, chunk_tokens=16, logits=logits)
         results.append([loss, *torch.autograd.grad(loss, (hidden, weight))])
     for other in results[1:]:
@@ -304,3 +304,28 @@ def test_is_not_slower_than_the_plain_loss(amp: bool) -> None:
     rounds = [(seconds(ours), seconds(usual)) for _ in range(8)]
     best_of_ours, best_of_usual = map(min, zip(*rounds, strict=True))
     assert best_of_ours < 1.05 * best_of_usual
+
+
+def test_losses_of_logits_in_slices() -> None:
+    """A function of logits, here a distillation's, sees chunks and gives what it gives of all logits at once."""
+    hidden, weight, labels = make(70)
+    teacher = torch.randn(70, VOCAB, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    largest = 0
+
+    def divergence(logits: Tensor, tokens: slice) -> Tensor:
+        nonlocal largest
+        largest = max(largest, len(logits))
+        return F.kl_div(logits.log_softmax(-1), teacher[tokens].to(logits), reduction="none").sum(-1)
+
+    def weighted(losses: Tensor) -> Tensor:
+        return (losses * torch.arange(1.0, 71.0)).sum()
+
+    for reduce in (None, weighted):
+        every = F.linear(hidden.double(), weight.double())[:, :VOCAB]
+        apart, largest = divergence(every, slice(None)).masked_fill(labels == -100, 0.0), 0
+        loss = token_cross_entropy(
+            hidden, weight, labels, vocab_size=VOCAB, chunk_tokens=16, token_losses=divergence, reduce=reduce
+        )
+        expected = apart.sum() if reduce is None else weighted(apart)
+        assert largest == 16
+        assert_matches(loss, expected, (hidden, weight), 1e-5)

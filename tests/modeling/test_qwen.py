@@ -56,7 +56,7 @@ def test_published_sizes_have_the_published_numbers_of_parameters(workspace: Wor
     config = load_config(use(workspace, model_type=size).project, [])
     with parameters_on_meta():
         model = make_model(config)
-    shapes = [model.logical_shape(name, p.shape) for name, p in model.canonical_parameters().items()]
+    shapes = [model.weights.logical_shape(name, p.shape) for name, p in model.weights.parameters().items()]
     assert sum(shape.numel() for shape in shapes) == count
 
 
@@ -67,7 +67,7 @@ def test_initial_values_have_the_distributions_of_transformers(workspace: Worksp
     ours = build(use(workspace, family=family, **sizes)).model
     theirs = make(config(**sizes))
     reference = dict(theirs.named_parameters())
-    parameters = ours.canonical_parameters()
+    parameters = ours.weights.parameters()
     assert parameters.keys() == reference.keys()
     for name, parameter in parameters.items():
         value = parameter[: reference[name].shape[0]]

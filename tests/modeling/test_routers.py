@@ -15,6 +15,7 @@ from crosstrain.config.registry import registry
 from crosstrain.config.schema import OptionError
 from crosstrain.modeling import activation_checkpointing
 from crosstrain.modeling.base import Model
+from crosstrain.modeling.forward_mode import ForwardMode
 from crosstrain.utils.errors import ConfigError
 
 CONFIG = {
@@ -72,14 +73,12 @@ def distance(a: tuple[float, Tensor], b: tuple[float, Tensor]) -> float:
 
 
 def count(model: Model, batches: Iterable[dict[str, Tensor]]) -> None:
-    """As `Runner.count_choices` does on one rank."""
+    """As `count_choices` does on one rank."""
     assert model.routers is not None
-    model.routers.counting = True
     with torch.no_grad():
         for batch in batches:
-            model.eval()(**batch)
+            model.eval()(**batch, mode=ForwardMode(counts_choices=True))
     model.train()
-    model.routers.counting = False
     model.routers.end_count(None)
 
 
@@ -137,14 +136,14 @@ def test_documents_of_a_row_are_balanced_as_if_they_were_apart() -> None:
 def test_gradient_checkpointing_keeps_the_loss(mode: activation_checkpointing.Mode) -> None:
     model, batch = build(), rows()
     wanted = trained(model, [batch])
-    for blocks, chosen in model.checkpointing(mode):
+    for blocks, chosen in model.structure.checkpointing(mode):
         activation_checkpointing.apply(blocks, chosen, torch.no_grad)
     assert distance(trained(model, [batch]), wanted) < EXACT
 
 
 def test_a_loss_that_would_be_lost_is_refused() -> None:
     with pytest.raises(ConfigError, match="offload hides the routers"):
-        build().checkpointing("offload")
+        build().structure.checkpointing("offload")
     with pytest.raises(ConfigError, match="llama has no routers"):
         build({"model_type": "llama", "vocab_size": 64, "hidden_size": 32}, router_loss_coef=0.1)
     with pytest.raises(OptionError, match="num_expert"):
@@ -167,9 +166,9 @@ def test_biases_move_towards_the_experts_that_are_chosen_too_little() -> None:
 def test_arithmetic_counts_the_experts_that_a_token_uses() -> None:
     model = build()
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    assert model.idle_parameters == experts * 6 // 8  # 2 of 8 are chosen
+    assert model.structure.idle_parameters == experts * 6 // 8  # 2 of 8 are chosen
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1 and "embed" not in name)
-    assert model.flops_per_token(16) == 6 * (matrices - model.idle_parameters) + 12 * 2 * 32 * 16
+    assert model.structure.flops_per_token(16) == 6 * (matrices - model.structure.idle_parameters) + 12 * 2 * 32 * 16
 
 
 def test_a_choice_that_a_tie_flips_is_told_with_its_margin() -> None:

@@ -44,7 +44,7 @@ def notes_of(ours: StragglerDetector, intervals: int = 1, seconds: float = 1.0) 
     """What is said in the last of so many intervals of one step."""
     notes: list[str] = []
     for step in range(1, intervals + 1):
-        notes = ours.check(step * 10, 1, seconds, ours._runner.timers.seconds["data loader"])[1]
+        notes = ours.check(ours._runner.world, step * 10, 1, seconds, ours._runner.timers.seconds["data loader"])[1]
     return notes
 
 
@@ -89,7 +89,7 @@ def test_the_same_is_said_the_first_the_tenth_and_the_hundredth_time() -> None:
 def test_waiting_for_data_is_named_with_the_rank_and_the_remedy() -> None:
     ours = detector([[0.1, 0.1, 0.2, 0], [0.38, 0.1, 0.2, 1]])
     assert notes_of(ours) == []  # the loader's processes started in this one
-    waited, notes = ours.check(50, 10, 1.0, 0.1)
+    waited, notes = ours.check(ours._runner.world, 50, 10, 1.0, 0.1)
     assert waited == pytest.approx(0.38)
     assert notes == ["steps 41 to 50 waited 38% of their time for data on rank 1; raise run.num_workers, now 2"]
 

@@ -44,7 +44,7 @@ class Diary(Callback):
     def after_backward(self, batch, loss):
         self.note("after_backward")
         if self.options.notes_gradients:
-            pieces = [p.data for shard in self.trainer.runner.gradients() for p in shard.pieces]
+            pieces = [p.data for shard in self.trainer.runner.held.gradients() for p in shard.pieces]
             self.gradients.append(torch.cat([data.flatten() for data in pieces]).double())
 
     def after_step(self, metrics):

@@ -1,10 +1,8 @@
 """A model that is no language model: a line through noisy points."""
 
-import json
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import nn
 
 from crosstrain import Dataset, Model, registry
@@ -48,12 +46,3 @@ class Line(Model):
 
     def blocks(self):
         return []
-
-    def canonical_name(self, name):
-        return name
-
-    def initialize(self, name, value, rng):
-        value.copy_(torch.randn(value.shape, generator=rng))
-
-    def save_config(self, folder):
-        (folder / "config.json").write_text(json.dumps({"model_type": "line"}))

@@ -5,9 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from crosstrain import registry
+from crosstrain import Around, registry
 
 GPT2 = registry.get("model", "gpt2")
+
+
+class Weights(Around):
+    def initialize(self, name, value, rng):
+        value.fill_(1.0) if name == "extra" else self.inner.initialize(name, value, rng)
 
 
 @registry.register_model("partly_used")
@@ -20,9 +25,7 @@ class PartlyUsed(GPT2):
         super().__init__(options)
         self.extra = nn.Parameter(torch.empty(7))
         self.calls = 0
-
-    def initialize(self, name, value, rng):
-        value.fill_(1.0) if name == "extra" else super().initialize(name, value, rng)
+        self.weights = Weights(self.weights)
 
     def forward(self, input_ids, labels=None, cache=None):
         loss = super().forward(input_ids, labels, cache)

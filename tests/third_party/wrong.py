@@ -1,12 +1,13 @@
 """Runners with a bug each, for `compare` to find."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from crosstrain import Runner, registry
+from crosstrain import HeldState, Runner, registry
 
 
 @registry.register_runner("wrong")
@@ -24,14 +25,14 @@ class Wrong(Runner):
     def prepare(self, model, make_optimizer):
         super().prepare(model, make_optimizer)
         if self.options.bug == "exports":  # a configuration with which the same weights compute something else
-            save = model.save_config
+            save = model.export.save_config
 
             def save_config(folder):
                 save(folder)
                 path = folder / "config.json"
                 path.write_text(path.read_text().replace('"n_head": 2', '"n_head": 1'))
 
-            model.save_config = save_config
+            model.export.save_config = save_config
 
     def forward_backward(self, micro_batches, num_targets):
         self.calls = getattr(self, "calls", 0) + 1
@@ -43,7 +44,7 @@ class Wrong(Runner):
             self.ticks = getattr(self, "ticks", 0) + len(micro_batches)
             self.set_learning_rate(self.run.init_lr * (1 - self.ticks / 100))
         loss = super().forward_backward(micro_batches, num_targets)
-        names = self.model.canonical_parameters()
+        names = self.model.weights.parameters()
         for name, p in names.items():
             if self.options.bug == "missing" or (self.options.bug == "partly_missing" and "h.1.mlp" in name):
                 continue
@@ -59,21 +60,14 @@ class Wrong(Runner):
     def backward(self, loss):
         super().backward(loss * next(self.weights) if self.options.bug in ("averages", "last") else loss)
 
-    def shards(self):
-        if self.options.bug == "idle_rank" and self.world.rank == 1:
-            return []
-        return super().shards()
+    @cached_property
+    def held(self):
+        return _WrongState(self)
 
     def evaluate(self, batch):
         if self.options.bug == "trains_in_evaluation" or (self.options.bug == "evaluates" and hasattr(self, "calls")):
             self.model.train()
         return super().evaluate(batch)
-
-    def held_state(self, parameter):
-        if self.options.bug == "forgets_at_resume":  # what is loaded goes nowhere
-            return {key: value.clone() for key, value in super().held_state(parameter).items()}
-        forgotten = self.options.bug == "forgets" and parameter.ndim == 1
-        return {} if forgotten else super().held_state(parameter)
 
     def compute_loss(self, batch):
         if self.options.bug == "dropout":
@@ -97,6 +91,19 @@ class Wrong(Runner):
         return result
 
 
+class _WrongState(HeldState):
+    def shards(self):
+        if self.runner.options.bug == "idle_rank" and self.runner.world.rank == 1:
+            return []
+        return super().shards()
+
+    def state(self, parameter):
+        if self.runner.options.bug == "forgets_at_resume":  # what is loaded goes nowhere
+            return {key: value.clone() for key, value in super().state(parameter).items()}
+        forgotten = self.runner.options.bug == "forgets" and parameter.ndim == 1
+        return {} if forgotten else super().state(parameter)
+
+
 @registry.register_runner("unbalanced")
 class Unbalanced(Runner):
     """Data parallel by hand, or a balance of experts in each micro batch, as transformers has it."""
@@ -107,7 +114,7 @@ class Unbalanced(Runner):
 
     def prepare(self, model, make_optimizer):
         super().prepare(model, make_optimizer)
-        for routers in model.all_routers() if self.options.micro_batches else []:
+        for routers in model.structure.routers() if self.options.micro_batches else []:
             routers.scope = "micro_batch"
 
     def forward_backward(self, micro_batches, num_targets):
@@ -127,7 +134,7 @@ class Tied(Runner):
         rounded: bool = False
 
     def forward_backward(self, micro_batches, num_targets):
-        for routers in self.model.all_routers():
+        for routers in self.model.structure.routers():
             for module in routers.modules:
                 first, second = module.weight.data[:2]
                 second.copy_(first.nextafter(first.new_tensor(torch.inf)) if self.options.rounded else first)

@@ -28,16 +28,22 @@ from fixtures_training import TOLERANCE, relative, sized
 # NaN is not in the code but in a weight, so that every runner cuts, gathers and computes it as it does any other.
 PLANTS = '''
 from dataclasses import dataclass, field
+from crosstrain import TransformersWeights
 from crosstrain.config.registry import registry
 Text, Qwen = registry.get("dataset", "text"), registry.get("model", "qwen")
 
-@registry.register_model("poisoned")
-class Poisoned(Qwen):
+class PoisonedWeights(TransformersWeights):
     """Token 329 of a vocabulary of 330 has an embedding of NaN."""
     def initialize(self, name, value, rng):
         super().initialize(name, value, rng)
         if name == "model.embed_tokens.weight":
             value[329] = float("nan")
+
+@registry.register_model("poisoned")
+class Poisoned(Qwen):
+    def __init__(self, options):
+        super().__init__(options)
+        self.weights = PoisonedWeights(self)
 
 @registry.register_dataset("planted")
 class Planted(Text):

@@ -144,15 +144,6 @@ class Perceptron(Model):
 
     def blocks(self):
         return list(self.layers)
-
-    def canonical_name(self, name: str) -> str:
-        return name
-
-    def initialize(self, name, value, rng) -> None:
-        value.uniform_(-0.5, 0.5, generator=rng)
-
-    def save_config(self, folder: Path) -> None:
-        pass
 """
 
 

@@ -24,7 +24,7 @@ from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.splits import open_split
-from crosstrain.engine.build import build_model, check_fit, model_on_meta
+from crosstrain.engine.build import build_model, check_fit, make_objective, model_on_meta
 from crosstrain.engine.runner import Runner
 from crosstrain.training.reference import add_reference
 from crosstrain.utils import storage
@@ -108,7 +108,7 @@ def by_the_paper(name: str, model: Any, batch: Batch, beta: float) -> Tensor:
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_losses_and_gradients_are_the_papers(workspace: Workspace, name: str) -> None:
     runner, data = built(project(workspace, name))
-    assert runner.model.targets == ("answers" if name == "kto" else "pairs")  # not tokens, which have a perplexity
+    assert runner.objective.targets == ("answers" if name == "kto" else "pairs")  # not tokens, which have a perplexity
     # References far from the model's own, so that no sigmoid sits in its middle.
     data.reference = np.random.default_rng(1).normal(-120, 8, (len(data), 2)).astype(np.float32)
     model = runner.model
@@ -117,7 +117,7 @@ def test_losses_and_gradients_are_the_papers(workspace: Workspace, name: str) ->
             parameter.mul_(3)
     batch = data.collate([data.get(index, RNG) for index in range(5)])
     batch["reference"] = sequence(model, batch)[0].detach().float() + torch.linspace(-4, 4, 10)
-    ours = model(**batch)
+    ours = model(**runner.objective.inputs(batch))
     ours.backward()
     mine = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
@@ -187,7 +187,7 @@ def test_losses_and_gradients_are_those_of_trl(workspace: Workspace, name: str) 
     model.lm, own = reference, model.lm
     batch["reference"] = sequence(model, batch)[0].detach().float()
     model.lm = own
-    ours = model(**batch) / 6
+    ours = model(**runner.objective.inputs(batch)) / 6
     ours.backward()
     rows = [row for sample in samples for row in sample["rows"]]
     theirs = by_trl(name, policy, reference, rows, workspace.path, (batch["preferred"][0::2] == 1).tolist())
@@ -252,7 +252,7 @@ def test_a_reference_of_other_weights_or_data_is_not_taken(workspace: Workspace)
 
 def test_a_reference_is_read_from_the_bucket_of_an_earlier_run(workspace: Workspace, home: Path) -> None:
     runner, data = built(project(workspace, "dpo"))
-    given = data, runner, runner.model.objective, None, 2, 0
+    given = data, runner, None, 2, 0
     add_reference(*given, home / "first", None)
     measured = data.reference
     storage.write("memory://bucket/run/reference_train.bin", (home / "first").read_bytes())
@@ -380,8 +380,10 @@ def test_an_objective_and_a_dataset_that_do_not_fit(workspace: Workspace) -> Non
     project(workspace, "dpo")
     _, data = built(workspace)
     for options in (["run.objective=kto"], ["run.objective=null"]):
+        config = load_config(workspace.project, options)
+        objective = make_objective(config, model_on_meta(config))
         with pytest.raises(ConfigError, match=r"run\.objective: it takes .*, and the dataset has pairs"):
-            check_fit(model_on_meta(load_config(workspace.project, options)), data)
+            check_fit(objective, data)
 
 
 @pytest.mark.parametrize("objective", ["dpo", pytest.param("orpo", marks=pytest.mark.slow)])

@@ -1,13 +1,11 @@
 """A language model in plain torch."""
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from crosstrain import Model, PositiveInt, registry, token_cross_entropy
+from crosstrain import Model, PositiveInt, Weights, registry, token_cross_entropy
 
 
 @registry.register_model("example")
@@ -25,6 +23,7 @@ class ExampleModel(Model):
         size = options.hidden_size
         self.embed = nn.Embedding(options.vocab_size, size)
         self.layers = nn.ModuleList(nn.GRU(size, size, batch_first=True) for _ in range(options.layers))
+        self.weights = ExampleWeights(self)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, cache: None = None) -> Tensor:
         hidden = self.embed(input_ids)
@@ -37,15 +36,13 @@ class ExampleModel(Model):
     def blocks(self) -> list[nn.Module]:
         return list(self.layers)
 
-    def canonical_name(self, name: str) -> str:
-        return name
-
-    def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
-        value.normal_(0.0, 0.1, generator=rng) if value.ndim > 1 else value.zero_()
-
     @property
     def vocab_size(self) -> int:
         return self.options.vocab_size
 
-    def save_config(self, folder: Path) -> None:
-        (folder / "config.json").write_text(json.dumps({"model_type": "example", **vars(self.options)}))
+
+class ExampleWeights(Weights):
+    """Initial values other than torch's own."""
+
+    def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
+        value.normal_(0.0, 0.1, generator=rng) if value.ndim > 1 else value.zero_()

@@ -15,7 +15,7 @@ from crosstrain.config.sources import Overrides
 from crosstrain.data.dataset import Dataset, Split
 from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.distributed.launch.launcher import launch
-from crosstrain.engine.build import add_objective, check_fit
+from crosstrain.engine.build import check_fit, make_objective
 from crosstrain.inference.generation import Sampling
 from crosstrain.inference.open_checkpoint import find_model, open_on_workers
 from crosstrain.inference.perplexity import evaluate_loss
@@ -117,10 +117,10 @@ def evaluate_worker(plain: dict[str, Any], job: dict[str, Any], talk: Talk | Non
         if talk is not None:
             results["completions"] = talk(model, job)
         if job["splits"]:  # the last, as nothing else has the objective
-            add_objective(config, runner.model)
+            runner.objective = make_objective(config, runner.model)
         for split in job["splits"]:
             dataset = _open_split(config, split, checkpoint)
-            check_fit(runner.model, dataset)
+            check_fit(runner.objective, dataset)
             metrics = evaluate_loss(runner, dataset, micro_batch, job["max_samples"], config.run.num_workers)
             results["splits"][split] = metrics.named | {metrics.unit: metrics.targets}
             log.info("%s | %s", split, metrics.line(".6f"))

@@ -98,7 +98,7 @@ class OpenModel(AbstractContextManager["OpenModel"]):
             room_after(self.runner.model, before, least=0)
             batch = {"input_ids": torch.from_numpy(before["input_ids"])[None], "labels": torch.tensor([ids])}
         with self.runner.evaluating():
-            return self.runner.evaluate(batch).item() / max(self.runner.model.num_targets(batch), 1)
+            return self.runner.evaluate(batch).item() / max(self.runner.objective.num_targets(batch), 1)
 
     def close(self) -> None:
         """End the process that encodes prompts, and leave the other ranks."""

@@ -20,6 +20,18 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 CALLBACK = "callback:"  # begins the kinds of tensors that callbacks keep
+RUNNER = "runner:"  # begins the kinds that a runner keeps for itself; `runner:3:` those of rank 3 only
+
+
+def own_kind(rank: int, kind: str) -> str:
+    """The kind of a tensor that every rank has an own copy of."""
+    return f"{RUNNER}{rank}:{kind}"
+
+
+def shared_kind(kind: str) -> str:
+    """The kind of a tensor without the number of the rank whose own copy it is, if it is one."""
+    prefix, _, name = kind.removeprefix(RUNNER).partition(":")
+    return name if kind.startswith(RUNNER) and prefix.isdecimal() else kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +94,8 @@ class Piece:
 class Shard:
     """The part of one logical tensor that this rank holds.
 
-    `kind` is "param" for a parameter, the optimizer's name for its state ("exp_avg", "step", ...), or CALLBACK and a
-    callback's own name for a tensor.
+    `kind` is "param" for a parameter, the optimizer's name for its state ("exp_avg", "step", ...), or CALLBACK or
+    RUNNER and the name that a callback or a runner gives its tensor.
     """
 
     kind: str

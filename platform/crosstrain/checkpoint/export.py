@@ -25,7 +25,8 @@ from crosstrain.checkpoint.files import Reader, fsync, write_safetensors
 from crosstrain.checkpoint.manifest import DTYPES, read_json
 from crosstrain.checkpoint.weights import PretrainedWeights, check_frozen, fingerprints
 from crosstrain.distributed.group import Group
-from crosstrain.modeling.base import Merge, Model, Part
+from crosstrain.modeling.base import Model
+from crosstrain.modeling.export import Merge, Part
 from crosstrain.utils import storage
 from crosstrain.utils.assets import GENERATION_CONFIG, MODEL_FILES, TOKENIZER_FILES, misnamed
 from crosstrain.utils.errors import CheckpointError, UserError, explained, sentence
@@ -62,8 +63,9 @@ def export(
 
     Floating-point tensors are converted to `dtype`, unless it is None. `progress` gets a line for each file.
     `pretrained` has the frozen parameters, which the checkpoint does not hold; `merges` says which parameters are
-    merged into others. `part`, one of `Model.parts`, is written alone; `weights` as for `Reader.open`. Raises UserError
-    where `output` is not empty or cannot be written, and CheckpointError for a malformed checkpoint.
+    merged into others. Of a `part`, one of `Export.parts`, only its tensors are written; `weights` as for
+    `Reader.open`. Raises UserError where `output` is not empty or cannot be written, and CheckpointError for a
+    malformed checkpoint.
     """
     reader = Reader.open(checkpoint, weights)
     with _folder(output) as folder:
@@ -81,13 +83,13 @@ def export_adapter(
     Raises UserError as `export` does, where there is no adapter, and where what it is added to was trained, too.
     """
     reader = Reader.open(checkpoint, weights)
-    if model.merges().keys() & reader.names("param"):
+    if model.export.merges().keys() & reader.names("param"):
         raise UserError(
             "--part adapter: the weights that it is added to were trained, too, so that it means nothing without them; "
             "export what holds both, which merges it"
         )
     with _folder(output) as folder:
-        model.save_parts(folder, reader.names("param"), lambda name: reader.whole(name).to(dtype))
+        model.export.save_parts(folder, reader.names("param"), lambda name: reader.whole(name).to(dtype))
         if not any(folder.iterdir()):
             raise UserError(f"--part adapter: {checkpoint} has no adapter")
         for name in reader.files.keys() & TOKENIZER_FILES:
@@ -196,7 +198,7 @@ def _write(
         content = _copy(path, folder / name, progress)
         config = content if name == "config.json" else config
     if part is not None:  # its configuration is made here, and holds keys that transformers does not have
-        part.save_config(folder)
+        part.export.save_config(folder)
         config = read_json(folder / "config.json")
     if dtype is not None and isinstance(config, dict):
         config.pop("torch_dtype", None)  # transformers' name before version 4.56

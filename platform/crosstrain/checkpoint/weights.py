@@ -38,7 +38,7 @@ class PretrainedWeights:
     @staticmethod
     def of(model: Model) -> PretrainedWeights:
         """Open the model's folders. Raises CheckpointError for one that is no checkpoint and no Hugging Face folder."""
-        return PretrainedWeights([(source, open_weights(source.folder)) for source in model.pretrained_sources()])
+        return PretrainedWeights([(source, open_weights(source.folder)) for source in model.weights.sources()])
 
     def verify(self) -> None:
         """Raise CheckpointError for a damaged checkpoint; Hugging Face folders have no checksums."""
@@ -103,7 +103,7 @@ def fill_quantized(model: Model, pretrained: PretrainedWeights) -> dict[str, Fro
     Raises ConfigError for one that no pretrained folder covers.
     """
     hashes = {}
-    for name, parameter in model.quantized().items():
+    for name, parameter in model.weights.quantized().items():
         if not pretrained.covers(name):
             raise ConfigError(f"model.adapter: it keeps {name} in few bits, so the model needs pretrained weights")
         value, shape = torch.empty(parameter.shape), tuple(parameter.shape)
@@ -156,7 +156,7 @@ def fill_initial(model: Model, shards: Iterable[Shard], seed: int) -> None:
         if shard.kind != "param" or not shard.pieces:
             continue
         value = torch.empty(shard.shape)
-        model.initialize(shard.name, value, generator(seed, shard.name, *shard.shape))
+        model.weights.initialize(shard.name, value, generator(seed, shard.name, *shard.shape))
         for piece in shard.pieces:
             piece.data.copy_(value[piece.box.slices_in(Box.whole(shard.shape))])
 

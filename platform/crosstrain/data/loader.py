@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any
@@ -27,25 +26,9 @@ from crosstrain.modeling.base import count_targets
 from crosstrain.utils.errors import DataError, UserError
 from crosstrain.utils.forks import CheckedForkContext
 from crosstrain.utils.rng import sample_rng
-from crosstrain.utils.types import Batch, Sample
+from crosstrain.utils.types import Batch, MicroBatch, Sample, Step
 
 _AHEAD = 8  # micro batches that are announced to a dataset before they are read
-
-
-@dataclass
-class MicroBatch:
-    """Samples of one forward and backward."""
-
-    first_sample: int  # number of its first sample; dropout is seeded with it
-    data: Batch
-    num_targets: int  # target tokens in it
-    numbers: tuple[int, ...] = ()  # of its samples
-
-
-class Step(list[MicroBatch]):
-    """This rank's micro batches of one step, with the sample `numbers` of all ranks."""
-
-    numbers: list[int]
 
 
 CountTargets = Callable[[Batch], int]  # target tokens of a batch: `Model.num_targets`
@@ -142,10 +125,9 @@ def _check_ids(
 
 def training_steps(
     dataset: Dataset, plan: BatchPlan, *, seed: int, start: int, dp_rank: int, num_workers: int = 0,
-    lengths: Iterator[int] | None = None, left_out: Ranges | None = None, num_targets: CountTargets = lambda _: 0,
-    vocab_size: int | None = None,
+    lengths: Iterator[int] | None = None, left_out: Ranges | None = None, vocab_size: int | None = None,
 ) -> Iterator[Step]:  # fmt: skip
-    """Yield this rank's micro batches of each step, without end, from sample number `start` on.
+    """Yield this rank's micro batches of each step, without end, from sample number `start` on; targets not counted.
 
     lengths: tokens to which the samples of each step are shortened; None: they stay whole.
     left_out: sample numbers to skip.
@@ -164,7 +146,7 @@ def training_steps(
             data = next(batches)
             _check_ids(dataset, data, numbers, index_of, vocab_size)
             data = data if length is None else dataset.shorten(data, length)
-            step.append(MicroBatch(numbers[0], data, count_targets(num_targets, data), tuple(numbers)))
+            step.append(MicroBatch(numbers[0], data, 0, tuple(numbers)))
         yield step
 
 

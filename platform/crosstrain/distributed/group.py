@@ -3,7 +3,7 @@
 import os
 import zlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,12 @@ class Group:
         self.rank = dist.get_rank(process_group) if process_group else 0
         self.size = dist.get_world_size(process_group) if process_group else 1
         self.process_group = process_group if self.size > 1 else None
+
+    def twin(self) -> "Group":
+        """A group of the same ranks, which are all, for small messages on the host. Collective."""
+        if self.process_group is None:
+            return Group()
+        return Group(cast(dist.ProcessGroup, dist.new_group(backend="gloo")))
 
     def all_gather(self, value: T) -> list[T]:
         """Return every rank's value, in rank order. For small Python objects, not for tensors."""

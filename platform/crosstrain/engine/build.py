@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from crosstrain.checkpoint.boxes import CALLBACK
+from crosstrain.checkpoint.boxes import CALLBACK, RUNNER, Shard, shared_kind
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.manifest import FrozenParameter
 from crosstrain.checkpoint.weights import (
@@ -24,14 +25,17 @@ from crosstrain.config.registry import registry
 from crosstrain.config.schema import Component, OptionError
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.tokenizer import TOKENIZER, vocabulary
+from crosstrain.distributed.group import Group
 from crosstrain.engine.float8 import check_float8, convert
+from crosstrain.engine.held_state import REFERENCE
 from crosstrain.engine.optimizer import optimizer_factory
-from crosstrain.engine.runner import Runner, context_size
+from crosstrain.engine.options import context_size
+from crosstrain.engine.runner import Runner
 from crosstrain.modeling import activation_checkpointing
 from crosstrain.modeling.base import Model, no_match
 from crosstrain.modeling.context import Context
 from crosstrain.modeling.meta_init import parameters_on_meta
-from crosstrain.modeling.objective import ModelWithObjective, set_objective
+from crosstrain.modeling.objective import Objective
 from crosstrain.utils.errors import CheckpointError, ConfigError, explained
 from crosstrain.utils.logging import log
 from crosstrain.utils.trust import limited_to
@@ -51,15 +55,18 @@ def make_model(config: Config) -> Model:
     with limited_to(config.trust):
         model: Model = registry.get("model", config.model.name)(config.model.options)
         if config.adapter is not None:
-            add_adapter(config.adapter, model.adapted(), "model.adapter")
-        add_objective(config, model)
+            add_adapter(config.adapter, model.structure.adapted(), "model.adapter")
         return model
 
 
-def add_objective(config: Config, model: Model) -> None:
-    """Let the model's forward return the loss of the configured objective, if there is one, in place."""
-    if (objective := config.run.objective) is not None:
-        set_objective(model, registry.get("objective", objective.name)(objective.options))
+def make_objective(config: Config, model: Model) -> Objective:
+    """The configured objective of a model, by default the model's own loss. ConfigError where they do not fit."""
+    chosen = config.run.objective
+    made = Objective(None) if chosen is None else registry.get("objective", chosen.name)(chosen.options)
+    made.attach(model)
+    if made.makes_samples and config.run.eval_interval is not None:
+        raise ConfigError("run.eval_interval: the objective makes samples in training only; use null")
+    return made
 
 
 def add_adapter(adapter: Component, model: Model, key: str) -> None:
@@ -109,7 +116,18 @@ def batch_plan(config: Config, world_size: int) -> BatchPlan:
     """
     runner = registry.get("runner", config.run.runner.name)
     runner.check(config.run.runner.options, config.run)
+    if not runner.capabilities.exact:
+        _check_apart(config)
     return BatchPlan.of(config.run, runner.data_parallel_size(config.run.runner.options, world_size))
+
+
+def _check_apart(config: Config) -> None:
+    """Raise ConfigError for settings that need all ranks in each step, where ranks make steps apart."""
+    name, run = config.run.runner.name, config.run
+    if run.amp.dtype == "fp16":
+        raise ConfigError(f"run.amp: fp16 has one loss scale for all ranks, which {name} does not keep; use bf16")
+    if run.on_bad_step.policy != "stop":
+        raise ConfigError(f"run.on_bad_step: under {name} a bad step is one rank's only; use stop")
 
 
 def make_schedule(config: Config, max_iters: int) -> Callable[[int], float]:
@@ -135,11 +153,11 @@ def make_schedule(config: Config, max_iters: int) -> Callable[[int], float]:
     return rate
 
 
-def check_fit(model: Model, dataset: Dataset) -> None:
-    """Raise ConfigError for samples that the model, or the objective that it has, cannot take."""
-    takes = model.objective.row_layout if isinstance(model, ModelWithObjective) else None
-    if takes != dataset.row_layout:
-        theirs, ours = (layout or "plain samples" for layout in (takes, dataset.row_layout))
+def check_fit(objective: Objective, dataset: Dataset) -> None:
+    """Raise ConfigError for samples that an objective, or its model, cannot take."""
+    model = objective.model
+    if objective.row_layout != dataset.row_layout:
+        theirs, ours = (layout or "plain samples" for layout in (objective.row_layout, dataset.row_layout))
         raise ConfigError(
             f"run.objective: it takes {theirs}, and the dataset has {ours}; choose another objective, or change the "
             f"dataset or its options"
@@ -152,8 +170,8 @@ def check_fit(model: Model, dataset: Dataset) -> None:
             f"processor and of the model one value"
         )
     if dataset.documents:
-        model.check_documents()
-    check_tokenizer(model.pretrained_weights(), dataset)
+        model.structure.check_documents()
+    check_tokenizer(model.weights.folder(), dataset)
     if dataset.sequence_length and model.max_length and dataset.sequence_length > model.max_length:
         raise ConfigError(
             f"datasets: samples have {dataset.sequence_length} tokens and the model takes at most {model.max_length}: "
@@ -192,16 +210,20 @@ def check_tokenizer(folder: Path | None, dataset: Dataset) -> None:
 
 
 def check_held(model: Model, runner: type[Runner], config: Config) -> None:
-    """Raise ConfigError for a model that the runner cannot hold, in few bits, or whose sequences it cannot share."""
+    """Raise ConfigError for a model that the runner cannot hold, if quantized, or cannot train as it is defined."""
     if (ranks := context_size(config.run.runner.options)) > 1:
-        model.check_context(ranks)
-    if model.quantized() and not runner.takes_quantized:
+        if config.run.objective is not None:
+            raise ConfigError("run.runner.context_parallel: run.objective needs whole sequences; leave one of them out")
+        model.structure.check_context(ranks)
+    if model.weights.quantized() and not runner.capabilities.takes_quantized:
         adapter, name = config.adapter and config.adapter.name, config.run.runner.name
         raise ConfigError(f"model.adapter: {adapter} keeps weights in few bits, which {name} cannot; use ddp or fsdp")
+    if not runner.capabilities.exact and any(r.counts_first or r.bias_rate for r in model.structure.routers()):
+        raise ConfigError("model.router_loss: routers need all ranks' choices in each step; set router_loss=sequence")
     if config.run.amp.linear == "float8":
         if config.run.amp.dtype != "bf16":
             raise ConfigError(f"run.amp.linear: float8 needs dtype=bf16, not {config.run.amp.dtype}")
-        if not runner.takes_float8:
+        if not runner.capabilities.takes_float8:
             raise ConfigError(f"run.amp.linear: {config.run.runner.name} cannot train in float8; use ddp or fsdp")
         check_float8(model)
 
@@ -212,7 +234,7 @@ def freeze(model: Model, patterns: list[str]) -> None:
     The model may have excluded others. Raises ConfigError for a pattern that matches nothing, and where nothing is left
     to train.
     """
-    parameters = model.canonical_parameters()
+    parameters = model.weights.parameters()
     for pattern in patterns:
         names = fnmatch.filter(parameters, pattern)
         if not names:
@@ -233,8 +255,9 @@ def construct_model(config: Config, runner: Runner, make: Callable[[], Model], f
         freeze(model, config.run.freeze)
         if config.run.amp.linear == "float8":
             convert(model, runner.device)
-        for blocks, mode in model.checkpointing(config.run.gradient_checkpointing):
+        for blocks, mode in model.structure.checkpointing(config.run.gradient_checkpointing):
             activation_checkpointing.apply(blocks, mode, runner.precision.autocast)
+    runner.objective = make_objective(config, model)
     return model
 
 
@@ -252,25 +275,23 @@ def build_model(
     if config.run.compile != "none":
         for module in model.blocks() if config.run.compile == "blocks" else [model]:
             module.compile()  # in place, so that names of parameters do not change
-    whole, buffers = model.canonical_parameters(), model.canonical_buffers()  # of which a rank may keep a part
+    whole, buffers = model.weights.parameters(), model.weights.buffers()  # of which a rank may keep a part
     names = {*whole, *buffers}
     frozen = {name for name, p in whole.items() if not p.requires_grad}
     runner.prepare(model, optimizer_factory(config, model) if for_training else None)
+    if for_training and runner.objective.keeps_reference:
+        runner.held.keep(REFERENCE)
 
-    shards = runner.shards()
+    shards = runner.held.shards()
     parameters = [s for s in shards if s.kind == "param"]
-    kinds = set[str]().union(*runner.world.all_gather({s.kind for s in shards}))  # a rank may hold nothing that trains
     reader = Reader.open(checkpoint, weights) if checkpoint is not None else None
     pretrained = PretrainedWeights.of(model)
     if reader is not None:
-        keep = for_training and moments
-        if keep:
-            _check_optimizer(reader, kinds, config)
-        wanted = shards if keep else parameters
+        wanted = _stored_shards(reader, shards, runner.world, config) if for_training and moments else parameters
         reader.stage([s for s in wanted if (s.kind, s.name) in reader.tensors], runner.world)
         borrowed = load_shards(reader, wanted, pretrained, names)
     else:
-        for line in pretrained.summary(names | model.quantized().keys()):
+        for line in pretrained.summary(names | model.weights.quantized().keys()):
             log.info("%s", line)
         published = pretrained.fill(parameters)
         fill_initial(model, [s for s in parameters if s.name not in {*published, *buffers}], config.run.seed)
@@ -281,19 +302,41 @@ def build_model(
     for earlier in trained_with:
         check_frozen(earlier, hashes)
     runner.loaded()
+    if REFERENCE in runner.held.extra and (reader is None or RUNNER + REFERENCE not in reader.kinds()):
+        runner.held.keep(REFERENCE)  # training begins with these weights
     return {name: recorded for name, recorded in hashes.items() if name in frozen}
 
 
-def _check_optimizer(reader: Reader, kinds: set[str], config: Config) -> None:
-    """Raise CheckpointError unless the checkpoint holds exactly the kinds of state that the optimizer keeps."""
-    there = {kind for kind in reader.kinds() if not kind.startswith(CALLBACK)} - {"param"}
-    here = kinds - {"param"}
+def _stored_shards(reader: Reader, shards: list[Shard], world: Group, config: Config) -> list[Shard]:
+    """The shards under the kinds that the checkpoint has: a rank's own copies may begin with those of all ranks.
+
+    What a runner keeps for itself may be absent, and what a different runner has kept is left behind. Raises
+    CheckpointError unless the checkpoint holds exactly the kinds of state that the optimizer keeps. Collective.
+    """
+    found = reader.kinds()
+    kinds = set[str]().union(*world.all_gather({s.kind for s in shards}))  # a rank may hold nothing that trains
+    there, here = (_optimizer_kinds(of) for of in (found, kinds))
     if there != here:
         raise CheckpointError(
             f"{reader.folder}: holds {_list(there)} of an optimizer, and {config.run.optimizer.name} keeps "
             f"{_list(here)}; resume with the optimizer that was used, or start its state anew with "
             f"run.resume_optimizer=false"
         )
+    if lacking := sorted(kind for kind in kinds if shared_kind(kind) in here and not {kind, shared_kind(kind)} & found):
+        raise CheckpointError(
+            f"{reader.folder}: has each rank's own copies of the optimizer's state, without {lacking[0]}; resume under "
+            f"the same runner on as many ranks, or start the state anew with run.resume_optimizer=false"
+        )
+    if left := {kind for kind in found if kind.startswith(RUNNER)} - kinds:
+        log.info("left behind in %s: %s", reader.folder, _list(left))
+    stored = [replace(s, kind=s.kind if s.kind in found else shared_kind(s.kind)) for s in shards]
+    return [s for s in stored if s.kind in found]
+
+
+def _optimizer_kinds(kinds: set[str]) -> set[str]:
+    """The kinds of state that an optimizer keeps, among those of a checkpoint or a runner."""
+    shared = {shared_kind(kind) for kind in kinds if not kind.startswith(CALLBACK)}
+    return {kind for kind in shared if not kind.startswith(RUNNER)} - {"param"}
 
 
 def _list(kinds: set[str]) -> str:

@@ -24,7 +24,7 @@ from crosstrain.utils.errors import ConfigError
 
 def check_experts(model: Model, ranks: int) -> None:
     """Raise ConfigError for a model without experts that `ranks` ranks can share."""
-    counts = [experts.num_experts for experts in model.experts().values()]
+    counts = [experts.num_experts for experts in model.structure.experts().values()]
     if not counts:
         family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         raise ConfigError(f"run.runner.expert_parallel: {family} has no experts in stacked parameters; leave it out")
@@ -54,7 +54,7 @@ def fully_shard_experts(model: Model, mesh: DeviceMesh, copies: int, **options: 
     Their gradients hold the sum over the ranks that share the experts, so averages over all `copies` of the model
     divide by their number.
     """
-    for experts in model.experts().values():
+    for experts in model.structure.experts().values():
         fully_shard(experts, mesh=mesh, **options)
         experts.set_gradient_divide_factor(float(copies))
         if mesh.shape[-1] > 1:  # gloo cannot divide; on a single rank torch 2.14 would divide twice
@@ -91,7 +91,7 @@ class ExpertParallel:
         Returns the model's own names of the parameters that were cut.
         """
         names = set()
-        for name, experts in model.experts().items():
+        for name, experts in model.structure.experts().items():
             experts.num_experts //= self.size
             for own, parameter in experts.named_parameters(recurse=False):
                 mine = torch.empty(experts.num_experts, *parameter.shape[1:], dtype=parameter.dtype, device="meta")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
@@ -11,6 +11,7 @@ from torch import nn
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.run_options import RunOptions
 from crosstrain.modeling.base import Model
+from crosstrain.modeling.forward_mode import Head
 from crosstrain.utils.types import Batch
 
 
@@ -52,9 +53,17 @@ class Layout:
     in_flight: float = 1  # micro batches whose activations are kept at once
     bubble: float = 0.0  # part of the step in which ranks wait for each other's stages
     model: Model | None = None  # the rank's part of the model, on the meta device; None: all of it
+    head: Head | None = None  # of the rank; None: the plain one
     autocast: bool = True  # False: the rank's part computes in its own type
     computes: str = ""  # key of the trace: layouts with equal keys are traced once
     kind: str = ""  # name of this kind of rank, such as a pipeline stage
+
+
+# Fields of a layout that are sums over the parameters which it describes.
+_SUMS = (
+    "parameters", "updated", "held", "gradients", "masters", "gathered", "buffers", "gradient_buffers", "step_buffers",
+    "sent",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -119,12 +128,11 @@ def with_experts(
     """
     if expert_parallel == 1:
         return describe(Sizes.of(model), copies)
-    experts = {p for module in model.experts().values() for p in module.parameters()}
+    experts = {p for module in model.structure.experts().values() for p in module.parameters()}
     sizes = Sizes.of(model, set(model.parameters()) - experts), Sizes.of(model, experts)
     rest, theirs = describe(sizes[0], copies), describe(sizes[1], copies // expert_parallel)
-    for one in fields(Layout):
-        if one.type == "int":
-            setattr(rest, one.name, getattr(rest, one.name) + getattr(theirs, one.name))
+    for name in _SUMS:
+        setattr(rest, name, getattr(rest, name) + getattr(theirs, name))
     part = sizes[1].trainable / max(sizes[0].trainable + sizes[1].trainable, 1)
     rest.retained_grad_fraction += part * (theirs.retained_grad_fraction - rest.retained_grad_fraction)
     rest.host = {purpose: size + theirs.host[purpose] for purpose, size in rest.host.items()}

@@ -58,7 +58,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     """Base class of optimizers whose update of a hidden matrix depends on all of it.
 
     Such a matrix is gathered, as described by the runner's boxes, to one of the ranks that hold it, transformed there,
-    and its parts are sent back. So every runner computes the same. `Model.hidden_matrices` chooses the matrices; all
+    and its parts are sent back. So every runner computes the same. `Model.weights.matrices` chooses the matrices; all
     else is left to the optimizer `rest`, which works element by element.
 
     A subclass implements `transform`, and `direction` and `apply` where it needs to.

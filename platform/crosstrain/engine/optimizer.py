@@ -59,9 +59,9 @@ def parameter_groups(
 def optimizer_factory(config: Config, model: Model | None = None) -> MakeOptimizer:
     """A function that builds the configured optimizer, for parameters of `model` under its own names."""
     make = registry.get("optimizer", config.run.optimizer.name)
-    more: dict[str, Any] = {} if model is None else {"lr_scale": model.lr_scale}
+    more: dict[str, Any] = {} if model is None else {"lr_scale": model.weights.lr_scale}
     if model is not None and isinstance(make, type) and issubclass(make, MatrixOptimizer):
-        more["matrices"] = {name: model.canonical_name(name) for name in model.hidden_matrices()}
+        more["matrices"] = {name: model.weights.canonical_name(name) for name in model.weights.matrices()}
 
     def build(parameters: NamedParameters, shape_of: ShapeOf = lambda p: p.shape) -> torch.optim.Optimizer:
         groups = parameter_groups(parameters, config.run.weight_decay, shape_of, **more)

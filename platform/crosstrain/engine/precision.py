@@ -107,4 +107,4 @@ def is_linear(module: nn.Module) -> bool:
 def computes_in_half(run: RunOptions, model: Model) -> bool:
     """True where only products in bf16 read the weights of linear layers, so that they may be rounded before."""
     in_bf16 = (run.amp.dtype, run.amp.linear, run.compile) == ("bf16", None, "none")
-    return in_bf16 and not (model.reads_across or model.quantized())
+    return in_bf16 and not (model.structure.reads_across or model.weights.quantized())

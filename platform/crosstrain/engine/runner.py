@@ -5,37 +5,43 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from crosstrain.config.bounds import PositiveInt
 from crosstrain.config.run_options import RunOptions
-from crosstrain.data.loader import MicroBatch
 from crosstrain.distributed.group import Group, choose_device, world
 from crosstrain.distributed.meeting import meet
 from crosstrain.distributed.watchdog import watchdog
 from crosstrain.engine.expert_parallel import check_experts
 from crosstrain.engine.footprint import Layout, PlanContext, data_parallel
 from crosstrain.engine.held_state import HeldState
-from crosstrain.engine.matrix_optimizer import MatrixOptimizer
-from crosstrain.engine.optimizer import MakeOptimizer, NamedParameters, create_state, global_norm, gradients_of
+from crosstrain.engine.optimizer import MakeOptimizer, global_norm, gradients_of
+from crosstrain.engine.options import context_size, expert_size
 from crosstrain.engine.precision import Precision
 from crosstrain.modeling.base import Model, Sums, add_sums, largest_share
+from crosstrain.modeling.forward_mode import PLAIN, ForwardMode
 from crosstrain.modeling.meta_init import construct
-from crosstrain.utils.errors import ConfigError, TrainingError, first_line
+from crosstrain.modeling.objective import Objective
+from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.rng import seed_everything_for
 from crosstrain.utils.timers import Timers
-from crosstrain.utils.types import Batch
+from crosstrain.utils.types import Batch, MicroBatch
 
 
-@dataclass
-class ContextOptions:
-    """Options of runners whose ranks can share sequences."""
+@dataclass(frozen=True)
+class Capabilities:
+    """Facts about a runner class that the platform asks for before and between steps."""
 
-    context_parallel: PositiveInt = 1  # ranks that share each sequence: every one computes a part of its tokens
+    exact: bool = True  # False: a step is not the one of plain torch, because ranks train apart for some steps
+    needs_process_group: bool = False  # True: the engine needs torch's process group even for a single process
+    takes_quantized: bool = True  # False: a model with parameters in few bits (`Model.weights.quantized`) is refused
+    takes_float8: bool = True  # False: `run.amp.linear: float8`, which exchanges modules within blocks, is refused
+    saves_memory: tuple[str, ...] = ()  # settings of options, option=value, that a plan tries as well
+    cuts_models: bool = False  # True: a rank may compute with a part of the model, which `layouts` describes
 
 
 @dataclass
@@ -46,7 +52,7 @@ class StepResult:
     applied: bool
 
 
-class Runner(HeldState):
+class Runner:
     """Base class of all runners, which Lightning and MMEngine call strategies: it decides where a training step runs.
 
     A runner owns the four things in which DDP, FSDP, ZeRO and Megatron differ, and nothing else: the micro-batch loop,
@@ -55,27 +61,31 @@ class Runner(HeldState):
 
     After `setup`: `device`, `world` (all ranks), `dp` (the ranks that see different samples) and `context` (those that
     share samples, each with a part of every sequence). After `prepare`: `model`, `module` (what is called to compute;
-    the model itself unless something wraps it) and `optimizer` (None for evaluation).
+    the model itself unless something wraps it) and `optimizer` (None for evaluation). `objective.inputs(batch)` are the
+    arguments of that call. `state` holds JSON values that checkpoints keep and a resumed run gives back.
     """
 
-    needs_process_group = False  # True: the engine needs torch's process group even for a single process
-    takes_quantized = True  # False: a model with parameters in few bits (`Model.quantized`) is refused
-    takes_float8 = True  # False: `run.amp.linear: float8`, which exchanges modules within the blocks, is refused
-    saves_memory: ClassVar[tuple[str, ...]] = ()  # settings of options, option=value, that a plan tries as well
-    cuts_models = False  # True: a rank may compute with a part of the model, which `layouts` describes
+    capabilities: ClassVar = Capabilities()
 
     device: torch.device
     world: Group
     dp: Group
-    context: Group = Group()
+    model: Model
     module: nn.Module
     micro_losses: list[Tensor]  # summed, of the last step's micro batches; empty on a rank that computes none
 
     def __init__(self, options: Any, run: RunOptions) -> None:
         self.options, self.run = options, run
-        self.timers = Timers()
+        self.timers, self.context = Timers(), Group()
+        self.optimizer: torch.optim.Optimizer | None = None
         self.micro_losses = []
-        self.used = set[nn.Parameter]()  # reached by the last backward; empty unless `watch_use` was called
+        self.state: dict[str, Any] = {}
+        self.objective = Objective(None)  # what the loss of a batch is
+
+    @cached_property
+    def held(self) -> HeldState:
+        """This rank's part of parameters, optimizer state and gradients."""
+        return HeldState(self)
 
     # ---- joining
 
@@ -90,13 +100,13 @@ class Runner(HeldState):
     @classmethod
     def check(cls, options: Any, run: RunOptions) -> None:
         """Raise ConfigError for settings of the run that exclude each other here; called before a worker exists."""
-        if run.compile != "none" and getattr(options, "expert_parallel", 1) > 1:
+        if run.compile != "none" and expert_size(options) > 1:
             raise ConfigError("run.compile: experts wait for other ranks' numbers of tokens; use none")
 
     @classmethod
     def check_model(cls, options: Any, model: Model) -> None:
         """Raise ConfigError for a model, on the meta device, that cannot be laid out so; before a worker exists."""
-        if (ranks := getattr(options, "expert_parallel", 1)) > 1:
+        if (ranks := expert_size(options)) > 1:
             check_experts(model, ranks)
 
     @classmethod
@@ -108,7 +118,7 @@ class Runner(HeldState):
         """Choose the device and join the other ranks; a process group that is there already, as a fake one, is used."""
         local_rank, size = world()
         self.device = choose_device(self.run.device, local_rank)
-        if not dist.is_initialized() and (size > 1 or self.needs_process_group):
+        if not dist.is_initialized() and (size > 1 or self.capabilities.needs_process_group):
             cuda = self.device.type == "cuda"
             # The timeout is later than the watchdog's.
             rank, timeout = int(os.environ["RANK"]) if size > 1 else 0, (self.run.collective_timeout or 1740) + 60
@@ -120,24 +130,11 @@ class Runner(HeldState):
             watchdog.install(self.run.collective_timeout)
         self.world = self.dp = Group(dist.group.WORLD if dist.is_initialized() else None)
         self.precision = Precision(self.run.amp, self.device.type)
-        self.share_sequences(self.replicas())
-
-    def replicas(self) -> list[list[int]]:
-        """Ranks that have, or share, one copy of the same parameters, and whose gradients are summed; all of them."""
-        return [[*range(self.world.size)]]
-
-    def share_sequences(self, replicas: list[list[int]]) -> None:
-        """Make `dp` and `context` of each list of replicas, where neighbours share samples."""
         if (size := context_size(self.options)) > 1:
-            rows = [ranks[i : i + size] for ranks in replicas for i in range(0, len(ranks), size)]
+            replicas = self.options.replicas(self.world.size)
             self.dp = _subgroup([ranks[i::size] for ranks in replicas for i in range(size)], "samples")
+            rows = [ranks[i : i + size] for ranks in replicas for i in range(0, len(ranks), size)]
             self.context = _subgroup(rows, "context")
-
-    def new_group(self) -> Group:
-        """A process group of all ranks for small host-side messages, independent of training's."""
-        if self.world.process_group is None:
-            return Group()
-        return Group(cast(dist.ProcessGroup, dist.new_group(backend="gloo")))
 
     def close(self) -> None:
         """Leave together; a rank that left early would break the others' last collective."""
@@ -155,70 +152,38 @@ class Runner(HeldState):
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
         """Shard or wrap the model, then build the optimizer over what is left. No optimizer: evaluation only."""
         self.model = self.module = model
-        self.build_optimizer(make_optimizer)
+        self.held.build_optimizer(make_optimizer)
 
-    def build_optimizer(self, make_optimizer: MakeOptimizer | None) -> None:
-        """Build the optimizer over the model's parameters as they are now, and allocate its state; for `prepare`."""
-        if make_optimizer is not None:
-            self.optimizer = self.bound(make_optimizer(self.owned_parameters(), self.full_shape))
-            try:
-                create_state(self.optimizer)
-            except RuntimeError as error:  # an operation that the parameters' kind of tensor does not have
-                name, reason = self.run.optimizer.name, first_line(error)
-                raise ConfigError(f"run.optimizer: {name} fails under this runner: {reason}") from error
-
-    def bound(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer, told where the parts of whole matrices are if it needs them. Collective."""
-        if isinstance(optimizer, MatrixOptimizer):
-            optimizer.bind(self.shards, self.copies_group(), self.device)
-        return optimizer
-
-    def copies_group(self) -> Group:
-        """The ranks that hold copies or parts of this rank's parameters. Collective."""
-        return self.world
-
-    def owned_parameters(self) -> NamedParameters:
-        """Parameters for the optimizer: the model's, or what stands for this rank's part of them."""
-        return self.model.named_parameters()
+    def loaded(self) -> None:
+        """Refresh whatever is derived from the boxes of `held`; called after they were filled."""
 
     # ---- training
 
-    def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int) -> float:
+    def forward_backward(self, micro_batches: list[MicroBatch], num_targets: int | None) -> float:
         """Gradients of one optimizer step; returns the step's loss, the same on every rank.
 
         The loss is the sum over the target tokens of all micro batches and ranks, divided by their number
         `num_targets`. The weight of a micro batch does not depend on the number of ranks, so that what overflows in
-        fp16 does not either.
+        fp16 does not either. In a step without collectives (`meets`) `num_targets` is None: the rank takes its own
+        targets for every rank's, and returns its own loss.
         """
-        weight = self.precision.scaler.scale / num_targets
+        own = sum(micro_batch.num_targets for micro_batch in micro_batches) * self.dp.size
+        targets = max(own, 1) if num_targets is None else num_targets
+        weight = self.precision.scaler.scale / targets
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         self.micro_losses = []
         for i, micro_batch in enumerate(micro_batches):
             with self.gradient_sync(last=i == len(micro_batches) - 1):
-                self.seed_for(micro_batch)
+                seed_dropout(self, micro_batch)
                 with self.timers("forward"):
-                    loss = self.compute_loss(self.to_device(micro_batch.data))
+                    loss = self.compute_loss(to_device(micro_batch.data, self.device))
                 self.backward(loss * weight)
             self.micro_losses.append(loss.detach())
             total += self.micro_losses[-1]
+        if num_targets is None:
+            return total.item() * self.dp.size / targets
         with self.timers("allreduce"):
-            return self.dp.all_reduce_sum(total.item(), tag="loss")[0] / num_targets
-
-    def count_choices(self, micro_batches: list[MicroBatch]) -> None:
-        """Count the routers' choices in a step, without dropout, where a loss has to know them. Collective."""
-        for routers in self.model.all_routers():
-            if routers.counts_first:
-                routers.counting = True
-                with self.evaluating():
-                    for micro_batch in micro_batches:
-                        self.evaluate(micro_batch.data)
-                routers.counting = False
-                routers.end_count(self.dp.process_group, self.context.process_group)
-
-    def seed_for(self, micro_batch: MicroBatch) -> None:
-        """Seed torch's random numbers (dropout) for a micro batch; ranks that share it draw their own."""
-        parts = [self.context.rank] if self.context.size > 1 else []
-        seed_everything_for(self.run.seed, micro_batch.first_sample, *parts)
+            return self.dp.all_reduce_sum(total.item(), tag="loss")[0] / targets
 
     @property
     def gradient_scale(self) -> float:
@@ -228,29 +193,15 @@ class Runner(HeldState):
         """
         return self.precision.scaler.scale / (self.dp.size * self.context.size)
 
-    def compute_loss(self, batch: Batch) -> Tensor:
-        """Summed loss of a batch on this device, under autocast."""
+    def compute_loss(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
+        """Summed loss of a batch on this device, or the result that `mode` asks for, under autocast."""
         with self.precision.autocast():
-            return self.module(**batch)
+            return self.module(**self.objective.inputs(batch, mode))
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of a weighted loss."""
-        self.used.clear()
         with self.timers("backward"):
             loss.backward()
-
-    def watch_use(self) -> None:
-        """Note the trained parameters that each backward reaches, for `check_all_used`; for `prepare`."""
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self.used.add)
-
-    def check_all_used(self, problem: str) -> None:
-        """Raise TrainingError, with the `problem` that it is, where the last backward left out a trained parameter."""
-        parameters = self.model.canonical_parameters().items()
-        if unused := [name for name, p in parameters if p.requires_grad and p not in self.used]:
-            more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
-            raise TrainingError(f"{', '.join(unused[:5])}{more} took no part in the loss of a micro batch, {problem}")
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         """Context of a micro batch: where an engine can wait, gradients are exchanged only after the last."""
@@ -288,15 +239,18 @@ class Runner(HeldState):
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
 
-    def means(self, sums: Sums) -> dict[str, float]:
-        """Means over all ranks of what each rank's model recorded (`Model.take_recorded`), by name. Collective."""
-        totals: Sums = {}
-        for held in self.world.all_gather(sums):
-            add_sums(totals, held)
-        return {
-            name: largest_share(total) if isinstance(total, Tensor) else total / count
-            for name, (total, count) in totals.items() if count
-        }  # fmt: skip
+    # ---- steps that ranks make apart
+
+    def meets(self, step: int) -> bool:
+        """False if the ranks make this step, a number from 1 on, without any collective; the same on every rank.
+
+        Then the loss, the norm and the update of each rank are its own, and its copies of parameters and optimizer
+        state differ from other ranks' until `synchronize`. Only for runners that are not `exact`.
+        """
+        return True
+
+    def synchronize(self) -> None:
+        """Make the kinds of tensors in `held.equal` the same on all ranks, before a save, a validation and the end."""
 
     # ---- evaluation
 
@@ -310,22 +264,44 @@ class Runner(HeldState):
         finally:
             self.model.train()
 
-    def evaluate(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
         """The model's output for a batch, valid on every rank; generation calls this too. Use in `evaluating`."""
         with self.precision.autocast():
-            return self.model(**self.to_device(batch))
-
-    def to_device(self, batch: Batch) -> Batch:
-        """The batch with its tensors on this rank's device."""
-        return {
-            key: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
-            for key, value in batch.items()
-        }
+            return self.model(**self.objective.inputs(to_device(batch, self.device), mode))
 
 
-def context_size(options: Any) -> int:
-    """Ranks that share each sequence under a runner's options."""
-    return getattr(options, "context_parallel", 1)
+def seed_dropout(runner: Runner, micro_batch: MicroBatch) -> None:
+    """Seed torch's random numbers for a micro batch; ranks that share it draw their own."""
+    parts = [runner.context.rank] if runner.context.size > 1 else []
+    seed_everything_for(runner.run.seed, micro_batch.first_sample, *parts)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with its tensors on a device."""
+    return {
+        key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value for key, value in batch.items()
+    }
+
+
+def count_choices(runner: Runner, micro_batches: list[MicroBatch]) -> None:
+    """Count the routers' choices in a step, without dropout, where a loss has to know them. Collective."""
+    for routers in runner.model.structure.routers():
+        if routers.counts_first:
+            with runner.evaluating():
+                for micro_batch in micro_batches:
+                    runner.evaluate(micro_batch.data, ForwardMode(counts_choices=True))
+            routers.end_count(runner.dp.process_group, runner.context.process_group)
+
+
+def recorded_means(sums: Sums, group: Group) -> dict[str, float]:
+    """Means over the ranks of what each rank's model recorded (`Model.take_recorded`), by name. Collective."""
+    totals: Sums = {}
+    for held in group.all_gather(sums):
+        add_sums(totals, held)
+    return {
+        name: largest_share(total) if isinstance(total, Tensor) else total / count
+        for name, (total, count) in totals.items() if count
+    }  # fmt: skip
 
 
 def _subgroup(rows: list[list[int]], name: str) -> Group:

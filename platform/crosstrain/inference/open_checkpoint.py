@@ -185,8 +185,9 @@ def outline(config: Config, checkpoint: Path) -> Model:
     what = f"{checkpoint}: to build the model of its configuration"
     LimitedProcess(lambda _: build() is None, what, memory=memory, seconds=_SECONDS, advice="check its sizes")(None)
     model = build()
-    parameters = {**model.canonical_parameters(), **model.canonical_buffers()}
-    shards = [Shard("param", name, tuple(model.logical_shape(name, p.shape)), []) for name, p in parameters.items()]
+    parameters = {**model.weights.parameters(), **model.weights.buffers()}
+    shape_of = model.weights.logical_shape
+    shards = [Shard("param", name, tuple(shape_of(name, p.shape)), []) for name, p in parameters.items()]
     pretrained = PretrainedWeights.of(model)
     if is_hugging_face(checkpoint):
         if checkpoint not in (source.folder for source, _ in pretrained.parts):

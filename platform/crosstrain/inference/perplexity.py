@@ -12,9 +12,11 @@ from torch import Tensor
 from crosstrain.config.registry import registry
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import evaluation_batches
-from crosstrain.engine.runner import Runner
+from crosstrain.engine.runner import Runner, recorded_means, to_device
 from crosstrain.inference.metric import Metric
 from crosstrain.modeling.base import Sums, add_sums
+from crosstrain.modeling.forward_mode import PLAIN, ForwardMode, takes_mode
+from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.program import blamed
 from crosstrain.utils.units import disjoint
 
@@ -57,7 +59,7 @@ def evaluate_loss(
     recorded: Sums = {}
     batches = evaluation_batches(
         dataset, micro_batch, dp_rank=runner.dp.rank, dp_size=runner.dp.size,
-        max_samples=max_samples, num_workers=num_workers, num_targets=model.num_targets,
+        max_samples=max_samples, num_workers=num_workers, num_targets=runner.objective.num_targets,
         vocab_size=model.vocab_size,
     )  # fmt: skip
     hits = [metric.token_hits for metric in metrics if metric.token_hits and model.predicts_tokens]
@@ -67,32 +69,31 @@ def evaluate_loss(
         for name in hits:
             model.record(name, found)
 
-    model.head.hits = record if hits else None
+    if hits and not takes_mode(model):
+        raise ConfigError(f"run.metrics: {type(model).__name__}.forward has no parameter `mode`, which {hits[0]} needs")
+    mode = ForwardMode(hits=record) if hits else PLAIN
     scores = [torch.zeros(1, dtype=torch.float64)] * len(metrics)
-    try:
-        with runner.evaluating():
-            for micro, counts in batches:
-                if metrics:
-                    given = {key: value for key, value in micro.data.items() if key != "labels"}
-                    outputs, batch = runner.evaluate(given).float(), runner.to_device(micro.data)
-                    shapes = ", ".join(f"{name} {[*t.shape]}" for name, t in {"outputs": outputs, **batch}.items())
-                    sums = []
-                    for metric in metrics:
-                        with blamed(f"run.metrics: {type(metric).__name__} failed in sums, given {shapes}"):
-                            sums.append(metric.sums(outputs, batch).double().cpu())
-                    scores = [a + (b if counts else torch.zeros_like(b)) for a, b in zip(scores, sums, strict=True)]
-                model.take_recorded()  # without targets, or before
-                loss = runner.evaluate(micro.data).item()
-                if counts:
-                    total += loss
-                    targets += micro.num_targets
-                    add_sums(recorded, model.take_recorded())
-    finally:
-        model.head.hits = None
+    with runner.evaluating():
+        for micro, counts in batches:
+            if metrics:
+                given = {key: value for key, value in micro.data.items() if key != "labels"}
+                outputs, batch = runner.evaluate(given).float(), to_device(micro.data, runner.device)
+                shapes = ", ".join(f"{name} {[*t.shape]}" for name, t in {"outputs": outputs, **batch}.items())
+                sums = []
+                for metric in metrics:
+                    with blamed(f"run.metrics: {type(metric).__name__} failed in sums, given {shapes}"):
+                        sums.append(metric.sums(outputs, batch).double().cpu())
+                scores = [a + (b if counts else torch.zeros_like(b)) for a, b in zip(scores, sums, strict=True)]
+            model.take_recorded()  # without targets, or before
+            loss = runner.evaluate(micro.data, mode).item()
+            if counts:
+                total += loss
+                targets += micro.num_targets
+                add_sums(recorded, model.take_recorded())
     flat = [number for score in scores for number in score.tolist()]
     total, targets, *flat = runner.dp.all_reduce_sum(total, targets, *flat, tag="validation loss")
-    more, rest = dict.fromkeys(hits, math.nan) | runner.means(recorded), iter(flat)
+    more, rest = dict.fromkeys(hits, math.nan) | recorded_means(recorded, runner.world), iter(flat)
     for metric, score in zip(metrics, scores, strict=True):
         with blamed(f"run.metrics: {type(metric).__name__} failed in values"):
             more = disjoint(more, metric.values(list(islice(rest, len(score)))))
-    return LossMetrics(total / max(targets, 1), int(targets), model.targets, more)
+    return LossMetrics(total / max(targets, 1), int(targets), runner.objective.targets, more)

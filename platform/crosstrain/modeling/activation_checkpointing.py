@@ -59,13 +59,18 @@ def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPo
 
 def _offload(block: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
     wrapper = require("fairscale.nn.checkpoint", "run.gradient_checkpointing=offload")
-    inner = type(block).forward
+    wrapper.checkpoint_utils.patch_batchnorm(block)
+    # fairscale wraps the forward of a module's class, so a module without parameters stands for the block.
+    block.forward = wrapper.checkpoint_wrapper(_Inside(block.forward, autocast), offload_to_cpu=True).__call__
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # fairscale restores autocast for CUDA alone when it computes again, so the block enters it itself.
-        with autocast():
-            return inner(self, *args, **kwargs)
 
-    # fairscale wraps the class's forward, so the block becomes an instance of a class that has ours.
-    block.__class__ = type(type(block).__name__, (type(block),), {"forward": forward})
-    wrapper.checkpoint_wrapper(block, offload_to_cpu=True)
+class _Inside(nn.Module):
+    """A block's forward. fairscale restores autocast for CUDA only when it computes again, so this enters it itself."""
+
+    def __init__(self, forward: Callable[..., Any], autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.inner, self.autocast = forward, autocast
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self.autocast():
+            return self.inner(*args, **kwargs)

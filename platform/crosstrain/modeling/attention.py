@@ -2,15 +2,16 @@
 
 transformers' attention functions get the documents' boundaries as keyword arguments of the model's forward: flash
 attention as `cu_seq_lens_q` and its like, flex attention as a block mask. `sdpa` knows none, so it is called for each
-document. All but `eager` are wrapped here: they note which blocks have kept to the documents, and ranks that share
-sequences exchange parts around them. Nothing is left to transformers' detection of restarting positions alone, which an
-attention mask or a cache switches off without a word.
+document. All but `eager` are wrapped here under names of our own: they note which blocks have kept to the documents,
+and ranks that share sequences exchange parts around them. Nothing is left to transformers' detection of restarting
+positions only, which an attention mask or a cache switches off without a word.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,10 +19,12 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch.nn.attention import flex_attention as torch_flex
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations import flex_attention as transformers_flex
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
@@ -221,37 +224,69 @@ def _flex(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         return transformers_flex.flex_attention_forward(*args, **kwargs)
 
 
-def keep_documents(name: str) -> None:
-    """Have transformers' attention function `name` note documents, and exchange parts of sequences around it."""
-    theirs: Any = ALL_ATTENTION_FUNCTIONS.get(name)
-    if theirs is None or hasattr(theirs, "keeps_documents"):
-        return
-    compute: Compute = {"sdpa": _each_apart, "flex_attention": _flex}.get(name, theirs)
+@dataclass
+class _Seen:
+    """A module, or its configuration, under the name that transformers' function asks it for."""
+
+    of: Any
+    _attn_implementation: str
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.of, name)
+
+    @property
+    def config(self) -> _Seen:
+        return _Seen(self.of.config, self._attn_implementation)
+
+
+def _computed_by(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    """The attention `name` of transformers."""
+    if name == "eager":  # each family has its own, beside its attention
+        return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
+    compute: Compute = {"sdpa": _each_apart, "flex_attention": _flex}.get(name) or ALL_ATTENTION_FUNCTIONS[name]
+    return compute(_Seen(module, name) if is_flash(name) else module, *args, **kwargs)
+
+
+def register_attention(name: str, masked: str) -> str:
+    """Register transformers' attention function `name` under a name of our own, which is returned; eager has none.
+
+    Ours notes documents, and exchanges parts of sequences around it. Masks, caches and tensors without values it leaves
+    to the function `masked`, sdpa or eager.
+    """
+    own = f"crosstrain_{name}_or_{masked}".replace("/", "_")
+    if name == "eager" or own in ALL_ATTENTION_FUNCTIONS:
+        return name if name == "eager" else own
     drops = name != "flex_attention"
     if is_flash(name):
         drops = "dropout_p" in inspect.signature(lazy_import_flash_attention(name)[0][1]).parameters
+
+    def mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        seen_by = masked if attention_mask is not None or q_length != kv_length or detect_fake_mode() else name
+        make = ALL_MASK_ATTENTION_FUNCTIONS[seen_by]
+        return make(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **kwargs)
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
         documents: Documents | None = None, **kwargs: Any,
     ) -> tuple[Tensor, Any]:  # fmt: skip
         """With a context, `length` is that of this rank's part, of the tensors that come and of the one that goes."""
-        if (dropout := kwargs.get("dropout")) and not drops:
+        by = name
+        if isinstance(attention_mask, Tensor) or query.shape[2] != key.shape[2] or not has_values(query):
+            by = masked
+        if (dropout := kwargs.get("dropout")) and by == name and not drops:
             raise ConfigError(f"model.attention: {name} has no dropout, and the model's is {dropout}; set it to 0")
-        if is_flash(name) and query.is_cuda and query.dtype == torch.float32 and not torch.is_autocast_enabled("cuda"):
+        if is_flash(by) and query.is_cuda and query.dtype == torch.float32 and not torch.is_autocast_enabled("cuda"):
             raise ConfigError(f"model.attention: {name} computes in bf16 or fp16; choose one as run.amp, or use sdpa")
         if documents is None:
-            return compute(module, query, key, value, attention_mask, **kwargs)
+            return _computed_by(by, module, query, key, value, attention_mask, **kwargs)
         documents.seen.add(id(module))
-        if name == "sdpa":
+        if by == "sdpa":
             kwargs["documents"] = documents
         if (context := documents.context) is not None:
             query, key, value = context.to_heads(query, key, value)
-        out = compute(module, query, key, value, attention_mask, **kwargs)[0]
+        out = _computed_by(by, module, query, key, value, attention_mask, **kwargs)[0]
         return out if context is None else context.to_parts(out), None
 
-    attend.keeps_documents = True  # type: ignore[attr-defined]
-    ALL_ATTENTION_FUNCTIONS.register(name, attend)
-
-
-keep_documents("sdpa")
+    ALL_ATTENTION_FUNCTIONS.register(own, attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(own, mask)
+    return own

@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from operator import index
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.context import Context
-from crosstrain.modeling.cross_entropy import Head
+from crosstrain.modeling.export import Export
 from crosstrain.modeling.meta_init import has_values
-from crosstrain.modeling.pretrained import Place, Source
 from crosstrain.modeling.routers import Routers
-from crosstrain.utils.errors import ConfigError, TrainingError
+from crosstrain.modeling.structure import Structure
+from crosstrain.modeling.weights import Weights
+from crosstrain.utils.errors import TrainingError
 from crosstrain.utils.types import IGNORE_INDEX, Batch
 
-
-class Quantized(Protocol):
-    """A frozen parameter that is kept in few bits."""
-
-    shape: torch.Size  # logical
-
-    def quantize(self, value: Tensor) -> None:
-        """Take the whole value, fp32; called once, after a runner has sharded the model."""
-
-
-ReadParameter = Callable[[str], Tensor]  # the whole value of a parameter, by its canonical name
 Sums = dict[str, tuple[Any, float]]  # sums of recorded values, or loads [groups, n], and of their counts, by name
 
 
@@ -58,22 +45,6 @@ def count_targets(count: Callable[[Batch], int], batch: Batch) -> int:
         raise TrainingError(f"{name} has to return the number of targets, an int, not {found!r:.60}") from error
 
 
-@dataclass(frozen=True)
-class Ends:
-    """Names of a model's modules outside of its blocks, including all that have parameters."""
-
-    first: list[str]  # run before the first block
-    last: list[str]  # run after the last one; the last of them is the head, whose weight `Model.head` is given
-
-
-@dataclass(frozen=True)
-class Merge:
-    """A parameter that export combines with others, which the exported folder then leaves out."""
-
-    others: tuple[str, ...]  # canonical names
-    combine: Callable[..., Tensor]  # of the parameter and the others, all fp32 and whole
-
-
 def no_match(pattern: str, names: Iterable[str]) -> str:
     """Describe a pattern of parameter names that matches none of `names`."""
     near = difflib.get_close_matches(pattern, list(names), n=3, cutoff=0.0)
@@ -83,13 +54,12 @@ def no_match(pattern: str, names: Iterable[str]) -> str:
 class Model(nn.Module, ABC):
     """A module that turns a batch into a loss, and describes its parameters and structure.
 
-    Subclasses hold unmodified library modules. *Canonical* names and *logical* shapes are those that Hugging Face uses
-    for the same weights. Checkpoints and initial values are keyed by them.
+    A `forward` and a list of `blocks` are enough to train under data parallelism, FSDP and ZeRO. `structure`,
+    `weights` and `export` describe the rest; a model that knows more than their defaults puts its own there. Subclasses
+    hold unmodified library modules.
     """
 
     takes_positions = False  # True: `forward` takes position_ids and attention_mask, see `LanguageModel.forward`
-    reads_across = False  # True: modules in a block read weights of others there, which have to be whole
-    head: Head = Head()  # the end of a language model's forward; a runner may replace it
     routers: Routers | None = None  # of a mixture of experts
     context: Context | None = None  # ranks that share the rows of a batch with targets
     image_size: tuple[int, int] | None = None  # height and width of the images that it takes
@@ -97,6 +67,7 @@ class Model(nn.Module, ABC):
     def __init__(self, options: Any) -> None:
         super().__init__()
         self.options = options
+        self.structure, self.weights, self.export = Structure(self), Weights(self), Export(self)
         self._recorded: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # in evaluation, in training
 
     # ---- compute
@@ -107,6 +78,8 @@ class Model(nn.Module, ABC):
 
         Without: fp32 logits [batch, vocab_size] of the token that comes next, without padding ids. A `cache` made by
         `new_cache` may be passed along; the batch then holds only the tokens that the cache has not seen.
+
+        A forward with the parameter `mode` is also called for other results, see `ForwardMode`.
         """
 
     @staticmethod
@@ -114,122 +87,10 @@ class Model(nn.Module, ABC):
         """Target tokens in a batch, counted before any forward: the step's loss is divided by their total."""
         return int((batch["labels"] != IGNORE_INDEX).sum())
 
-    def num_tokens(self, batch: Batch) -> int:
-        """Target tokens in a batch, for the throughput; where an objective counts something else, not `num_targets`."""
-        return self.num_targets(batch)
-
-    def check_documents(self) -> None:
-        """Raise ConfigError unless `forward` keeps the documents of a sequence apart, which position_ids number."""
-        raise ConfigError(f"model: {type(self).__name__} cannot keep the documents of a sequence apart")
-
-    def check_context(self, ranks: int) -> None:
-        """Raise ConfigError unless `forward` can share rows in a `context`, and heads of attention among `ranks`."""
-        raise ConfigError(f"run.runner.context_parallel: {type(self).__name__} cannot share a sequence among ranks")
-
-    # ---- structure
 
     @abstractmethod
     def blocks(self) -> list[nn.Module]:
         """The repeated blocks, in order: the unit of gradient checkpointing, compilation, sharding and pipelining."""
-
-    def ends(self) -> Ends | None:
-        """Modules before and after the blocks, which some pipeline stages leave out; None: not known.
-
-        A model that has ends calls its blocks in order, each with the previous one's hidden states [batch, length, H]
-        as first argument and result, and closes with `head`.
-        """
-        return None
-
-    def experts(self) -> dict[str, Any]:
-        """Modules that hold the routed experts of a layer, by the names of `named_modules`; by default none.
-
-        Their own parameters are stacked by expert along the first dimension, `num_experts` of them. They are called
-        with hidden states [tokens, width], the numbers of each token's experts [tokens, k] and their weights
-        [tokens, k], and compute each token by itself.
-        """
-        return {}
-
-    def chains(self) -> list[list[nn.Module]]:
-        """Lists of blocks that take the previous one's result (a tensor) first; a plan computes few of each list."""
-        return [self.blocks()] if self.ends() is not None else []
-
-    def tensor_parallel_plan(self) -> dict[str, str]:
-        """Styles of tensor parallelism by pattern of canonical names. Plain data, which YAML can override.
-
-        A pattern (`transformer.h.*.mlp.c_fc`) matches names of parameters, or of modules; others are replicated. The
-        styles are the runner's.
-        """
-        return {}
-
-    @property
-    def vocabulary_multiple(self) -> int:
-        """Number that divides the rows of embedding and head, with padding, on each rank that holds some of them."""
-        return 1
-
-    @abstractmethod
-    def canonical_name(self, name: str) -> str:
-        """The Hugging Face name of the parameter that `named_parameters` calls `name`."""
-
-    def logical_shape(self, name: str, shape: torch.Size) -> torch.Size:
-        """Shape without padding of parameter `name` (canonical), which has `shape` with it."""
-        return shape
-
-    def quantized(self) -> Mapping[str, Quantized]:
-        """Frozen parameters (canonical names) in another form, which are read from pretrained weights; none."""
-        return {}
-
-    @abstractmethod
-    def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
-        """Fill `value` (fp32, CPU, logical shape) with the initial value of parameter `name` (canonical).
-
-        Must draw from `rng` alone, so that the value depends on nothing but (seed, name, shape).
-        """
-
-    def pretrained_weights(self) -> Path | None:
-        """Folder of safetensors files under canonical names to start from instead of `initialize`, if any."""
-        return None
-
-    def pretrained_name(self, name: str, available: set[str]) -> Place:
-        """Name of parameter `name` (canonical) in a pretrained folder that holds the names `available`."""
-        return name
-
-    def pretrained_sources(self) -> list[Source]:
-        """Every folder that parameters start from, by default `pretrained_weights`; others get initial values."""
-        folder = self.pretrained_weights()
-        return [] if folder is None else [Source(folder, self.pretrained_name)]
-
-    # ---- training
-
-    def adapted(self) -> Model:
-        """The model that `model.adapter` changes: this one, or the language model in it."""
-        return self
-
-    def lr_scale(self, name: str) -> float:
-        """Factor on the learning rate of the parameter that `named_parameters` calls `name`; of any other, 1."""
-        return 1.0
-
-    def hidden_matrices(self) -> set[str]:
-        """Names, as `named_parameters` has them, of what optimizers of whole matrices update: matrices of the blocks.
-
-        Embeddings and convolutions are not among them. Names of other parameters than matrices have no effect.
-        """
-        others = (nn.Embedding, nn.modules.conv._ConvNd)
-        inside = {module for block in self.blocks() for module in block.modules() if not isinstance(module, others)}
-        return {
-            f"{prefix}.{name}" for prefix, module in self.named_modules() if module in inside
-            for name, _ in module.named_parameters(recurse=False)
-        }  # fmt: skip
-
-    def lighter(self, dtype: str) -> dict[str, str]:
-        """Options, by dotted key, that keep frozen parameters in less memory and change no result.
-
-        dtype: of the run's autocast, such as bf16. None by default.
-        """
-        return {}
-
-    def checkpointing(self, mode: Mode) -> list[tuple[list[nn.Module], Mode]]:
-        """Lists of blocks with a mode for each, by default the run's `mode`."""
-        return [(self.blocks(), mode)]
 
     def record(self, name: str, values: Tensor, counts: Tensor | None = None) -> None:
         """Add `values`, weighted by `counts` (None: 1 each), to the mean that is logged as `name`; for `forward`.
@@ -249,18 +110,7 @@ class Model(nn.Module, ABC):
             seen = self._recorded[self.training]
             seen[name] = seen.get(name, (0.0, 0.0))[0] + counts, 1.0
 
-    # ---- arithmetic
-
-    def flops_per_token(self, sequence_length: int | None) -> float | None:
-        """Floating-point operations of forward and backward per token, for the utilisation figure; None: unknown."""
-        return None
-
-    @property
-    def idle_parameters(self) -> int:
-        """Elements of the experts that a token does not choose; 0 in a dense model."""
-        return 0
-
-    # ---- life after training
+    # ---- tokens
 
     @property
     def vocab_size(self) -> int | None:
@@ -282,39 +132,11 @@ class Model(nn.Module, ABC):
         """Longest sequence in tokens, if there is a limit."""
         return None
 
-    @abstractmethod
-    def save_config(self, folder: Path) -> None:
-        """Write the files that a Hugging Face model folder has besides the weights."""
-
-    def save_parts(self, folder: Path, names: set[str], read: ReadParameter) -> None:
-        """Write files made of the trained parameters `names` (canonical), which a checkpoint then holds too; none."""
-
-    def parts(self) -> dict[str, Part]:
-        """Parts that export can write alone; none."""
-        return {}
-
-    def merges(self) -> dict[str, Merge]:
-        """Merges that export makes, by canonical name; none by default."""
-        return {}
-
     def new_cache(self) -> Any:
         """A fresh key/value cache for generation, or None where the model keeps none."""
         return None
 
     # ---- for the platform
-
-    def canonical_parameters(self) -> dict[str, nn.Parameter]:
-        """Every parameter once (a tied one under its first name), by canonical name."""
-        return {self.canonical_name(name): parameter for name, parameter in self.named_parameters()}
-
-    def canonical_buffers(self) -> dict[str, Tensor]:
-        """Every persistent buffer of floating point, by canonical name; checkpoints hold them as they do parameters."""
-        return {
-            self.canonical_name(f"{path}.{name}" if path else name): buffer
-            for path, module in self.named_modules()
-            for name, buffer in module.named_buffers(recurse=False)
-            if name not in module._non_persistent_buffers_set and buffer.is_floating_point()
-        }
 
     def take_recorded(self) -> Sums:
         """Sums of what this rank recorded in the present mode, training or evaluation, since the last call."""
@@ -325,20 +147,6 @@ class Model(nn.Module, ABC):
                 add_sums(found, {name: (float(total) if total.ndim == 0 else total.cpu(), float(count))})
             seen.clear()
         return found
-
-    def all_routers(self) -> list[Routers]:
-        """The routers of the model and of those in it."""
-        return [m.routers for m in self.modules() if isinstance(m, Model) and m.routers is not None]
-
-
-def override(model: Model, methods: type[nn.Module]) -> None:
-    """Put `methods`, a class of overrides, before the methods of one model, in place."""
-    model.__class__ = type(type(model).__name__, (methods, type(model)), {})
-
-
-# Beginnings of a part's canonical names, and a model, without whose one beginning export writes them; without a model
-# they, and the configuration, are as in the whole.
-Part = tuple[tuple[str, ...], Model | None]
 
 
 class LanguageModel(Model):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from crosstrain.utils.types import IGNORE_INDEX
 
@@ -47,15 +47,16 @@ class Logits:
         return slope
 
 
-PLAIN = Logits()
+PRODUCTS = Logits()
 Reduce = Callable[[Tensor], Tensor]  # of the tokens' losses, 0 where there is no target
 Hits = Callable[[Tensor], None]  # takes booleans [targets]: True where the target is the likeliest token
+TokenLosses = Callable[[Tensor, slice], Tensor]  # losses [n] of logits [n, vocab_size] and their place in all tokens
 
 
 def token_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int | None = None, chunk_tokens: int = 1024,
-    group: dist.ProcessGroup | None = None, logits: Logits = PLAIN, traced_rows: int | None = None,
-    reduce: Reduce | None = None, hits: Hits | None = None,
+    group: dist.ProcessGroup | None = None, logits: Logits = PRODUCTS, traced_rows: int | None = None,
+    reduce: Reduce | None = None, hits: Hits | None = None, token_losses: TokenLosses | None = None,
 ) -> Tensor:  # fmt: skip
     """Sum over target tokens of -log softmax(hidden @ weight.T)[label], an fp32 scalar (fp64 for fp64 inputs).
 
@@ -73,6 +74,9 @@ def token_cross_entropy(
 
     `hits` is called with True for each target that is the likeliest token.
 
+    `token_losses` gives the tokens' losses in place of -log softmax, from the exact logits of a chunk, which it may
+    differentiate; the place is a slice of the flattened labels. Ranks of a group gather a chunk's logits for it.
+
     `traced_rows` is for tracing memory without values: of each chunk only so many rows go through the softmax, all at
     once, because the memory of all others is the same after the first ones' is free.
 
@@ -85,17 +89,20 @@ def token_cross_entropy(
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
     first = 0 if group is None else dist.get_rank(group) * len(weight)
-    rows = len(weight) if vocab_size is None else min(max(vocab_size - first, 0), len(weight))
-    inputs = hidden, weight, logits.bias
-    needed = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs)
+    if vocab_size is None:
+        vocab_size = len(weight) * (1 if group is None else dist.get_world_size(group))
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    share = _Share(first, min(max(vocab_size - first, 0), len(weight)), vocab_size, group)
+    plan = _Plan(share, chunk_tokens, dtype, logits, traced_rows, hits, token_losses)
+    inputs = hidden, weight, logits.bias
+    needed = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs)
 
     def run(needed: tuple[bool, ...], factors: Tensor | None = None, each: bool = False) -> Tensor:
+        how = plan if factors is None else replace(plan, hits=None)
         return _TokenCrossEntropy.apply(
-            hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), rows, chunk_tokens, dtype, first, group,
-            logits, traced_rows, logits.bias, needed, factors, each, hits if factors is None else None,
-        )  # fmt: skip
+            hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), logits.bias, how, needed, factors, each
+        )
 
     if reduce is None:
         return run(needed)
@@ -109,64 +116,81 @@ def token_cross_entropy(
     return linear + (value - linear).detach()
 
 
-class Head:
-    """The end of a language model: its loss, or the logits of the next token.
+@dataclass(frozen=True)
+class _Share:
+    """The columns of logits that this rank computes."""
 
-    A model calls its `head`, so that a runner that spreads the vocabulary over ranks can put another in its place.
-    """
+    first: int  # of the vocabulary
+    rows: int  # columns that are no padding
+    vocab_size: int
+    group: dist.ProcessGroup | None
 
-    traced_rows: int | None = None  # of `token_cross_entropy`; set by the plan alone
-    reduce: Reduce | None = None  # of `token_cross_entropy`; set by an objective
-    hits: Hits | None = None  # of `token_cross_entropy`; set by an evaluation
+    def gathered(self, logits: Tensor) -> Tensor:
+        """The logits [n, vocab_size] of all ranks, of this rank's [n, V/P]."""
+        if self.group is None:
+            return logits[:, : self.vocab_size]
+        shares = logits.new_empty(dist.get_world_size(self.group), *logits.shape)
+        dist.all_gather_single(shares.flatten(0, 1), logits, group=self.group)
+        return shares.transpose(0, 1).flatten(1)[:, : self.vocab_size]
 
-    def __call__(
-        self, hidden: Tensor, weight: Tensor | None, labels: Tensor | None, vocab_size: int, logits: Logits = PLAIN
-    ) -> Tensor:
-        """Return `token_cross_entropy` of labels [batch, length], or fp32 logits [batch, vocab_size] without them.
 
-        hidden [batch, length, H]; weight [V, H], of which rows from `vocab_size` on are padding, as of a bias. The
-        logits are those after the last position. Without a weight, `hidden` holds the logits [batch, length, V]
-        themselves, which the model's own head has computed.
+@dataclass(frozen=True)
+class _Plan:
+    """How a chunk's logits become losses; arguments of `token_cross_entropy`."""
+
+    share: _Share
+    chunk_tokens: int
+    dtype: torch.dtype  # of matrix products
+    head: Logits
+    traced_rows: int | None
+    hits: Hits | None
+    token_losses: TokenLosses | None
+
+    def losses_(self, logits: Tensor, labels: Tensor, chunk: slice, lift: float | None) -> Tensor:
+        """Losses [n] of a chunk's logits [n, V/P], which become `lift` x the gradient of their sum, unless it is None.
+
+        labels: of all tokens; without a target, losses and gradients are arbitrary.
         """
-        if weight is None:
-            return self._of_whole(hidden[..., :vocab_size], labels)
-        if labels is not None:
-            return token_cross_entropy(
-                hidden, weight, labels, vocab_size=vocab_size, logits=logits, traced_rows=self.traced_rows,
-                reduce=self.reduce, hits=self.hits,
-            )  # fmt: skip
-        last = nn.functional.linear(hidden[:, -1], weight[:vocab_size]).float()
-        replace(logits, bias=None if logits.bias is None else logits.bias[:vocab_size]).apply_(last)
-        return last
+        labels = labels[chunk]
+        if self.token_losses is not None:
+            return self._given_losses_(self.token_losses, logits, labels, chunk, lift)
+        targets, part = labels[:, None].masked_fill(labels[:, None] == IGNORE_INDEX, 0), slice(self.traced_rows)
+        at_once = self.traced_rows or (CPU_SOFTMAX_ROWS if logits.device.type == "cpu" else max(len(logits), 1))
+        if self.share.group is None:
+            found = _losses_and_gradient(logits[part], targets[part], lift, at_once)
+        else:
+            targets = targets - self.share.first
+            found = _losses_and_gradient_of_share(logits[part], targets[part], lift, at_once, self.share.group)
+        return found if self.traced_rows is None else found.new_empty(len(logits))
 
-    def _of_whole(self, logits: Tensor, labels: Tensor | None) -> Tensor:
-        """`__call__` for all logits [batch, length, vocab_size]."""
-        if labels is None:
-            return logits[:, -1].float()
-        if self.hits is not None:
-            given = labels != IGNORE_INDEX
-            self.hits(logits[given].argmax(-1) == labels[given])
-        rows = logits.flatten(0, 1).to(_exact(logits.dtype))
-        losses = nn.functional.cross_entropy(rows, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
-        return losses.sum() if self.reduce is None else self.reduce(losses.view(labels.shape))
-
-    def add(self, result: Tensor, loss: Tensor) -> Tensor:
-        """Add another loss, of modules before the head, to its result for targets."""
-        return result + loss
+    def _given_losses_(
+        self, function: TokenLosses, logits: Tensor, labels: Tensor, chunk: slice, lift: float | None
+    ) -> Tensor:
+        share = self.share
+        with torch.enable_grad():
+            exact = share.gathered(logits).to(exact_dtype(logits.dtype), copy=True).requires_grad_(lift is not None)
+            found = function(exact, slice(chunk.start, chunk.start + len(logits)))
+            total = found.sum()
+        if lift is not None:
+            (gradient,) = torch.autograd.grad(total, exact)
+            gradient.masked_fill_(labels[:, None] == IGNORE_INDEX, 0.0)
+            logits.zero_()
+            logits[:, : share.rows] = gradient[:, share.first : share.first + share.rows].mul_(lift)
+        return found.detach()
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, chunk_tokens: int, dtype: torch.dtype,
-        first: int, group: dist.ProcessGroup | None, head: Logits, traced_rows: int | None,
-        _bias: Tensor | None,  # of `head`, so that it has a gradient
-        needed: tuple[bool, ...], factors: Tensor | None, each: bool, hits: Hits | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor,
+        _bias: Tensor | None,  # of `plan.head`, so that it has a gradient
+        plan: _Plan, needed: tuple[bool, ...], factors: Tensor | None, each: bool,
     ) -> Tensor:  # fmt: skip
         """Sum the tokens' losses times `factors`; with `each`, which cannot be differentiated, return all [n]."""
+        dtype, hits = plan.dtype, plan.hits
         ctx.lift = _FP16_LIFT if dtype == torch.float16 else 1.0
         ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype
-        exact = _exact(dtype)
+        exact = exact_dtype(dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             low_hidden, low_weight = hidden.to(dtype), weight.to(dtype)
             ignored = labels == IGNORE_INDEX
@@ -174,27 +198,17 @@ class _TokenCrossEntropy(torch.autograd.Function):
             right = torch.empty_like(ignored)
             grad_hidden = torch.empty_like(hidden, dtype=exact) if needed[0] else None
             grad_weight = grad_bias = None
-            buffer = low_hidden.new_empty(min(chunk_tokens, len(hidden)), len(weight))
-            for start in range(0, len(hidden), chunk_tokens):
-                chunk = slice(start, start + chunk_tokens)
+            buffer = low_hidden.new_empty(min(plan.chunk_tokens, len(hidden)), len(weight))
+            lift = ctx.lift if any(needed) else None
+            for start in range(0, len(hidden), plan.chunk_tokens):
+                chunk = slice(start, start + plan.chunk_tokens)
                 h, skip = low_hidden[chunk], ignored[chunk, None]
                 logits = torch.mm(h, low_weight.T, out=buffer[: len(h)])
-                slope = head.apply_(logits)
-                logits[:, rows:] = -torch.inf
+                slope = plan.head.apply_(logits)
+                logits[:, plan.share.rows :] = -torch.inf
                 if hits is not None:
-                    right[chunk] = _likeliest(logits, first, group) == labels[chunk]
-                targets = labels[chunk, None].masked_fill(skip, 0)
-                lift = ctx.lift if any(needed) else None
-                part = slice(traced_rows)
-                at_once = traced_rows or (CPU_SOFTMAX_ROWS if hidden.device.type == "cpu" else max(len(h), 1))
-                if group is None:
-                    found = _losses_and_gradient(logits[part], targets[part], lift, at_once)
-                else:
-                    found = _losses_and_gradient_of_share(logits[part], targets[part] - first, lift, at_once, group)
-                if traced_rows is not None:
-                    found = found.new_empty(len(h))
-                losses[chunk] = found
-                del found
+                    right[chunk] = _likeliest(logits, plan.share) == labels[chunk]
+                losses[chunk] = plan.losses_(logits, labels, chunk, lift)
                 if slope is not None and lift is not None:
                     logits.mul_(slope)
                 # Tokens without a target are taken out of the products: their rows of logits would be a whole pass.
@@ -230,17 +244,17 @@ class _TokenCrossEntropy(torch.autograd.Function):
             None if grad is None else grad.mul_(factor).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return hidden, weight, *[None] * 8, bias, *[None] * 4
+        return hidden, weight, None, bias, *[None] * 4
 
 
-def _likeliest(logits: Tensor, first: int, group: dist.ProcessGroup | None) -> Tensor:
-    """The id [n] of each row's highest logit; the columns of `logits` [n, V/P] begin with the id `first`."""
+def _likeliest(logits: Tensor, share: _Share) -> Tensor:
+    """The id [n] of each row's highest logit; `logits` [n, V/P] are of this rank's share."""
     highest, ids = logits.max(-1)
-    if group is None:
+    if share.group is None:
         return ids
-    mine = torch.stack([highest.double(), (ids + first).double()])
-    shares = mine.new_empty(dist.get_world_size(group), *mine.shape)
-    dist.all_gather_single(shares.view(-1, mine.shape[1]), mine, group=group)
+    mine = torch.stack([highest.double(), (ids + share.first).double()])
+    shares = mine.new_empty(dist.get_world_size(share.group), *mine.shape)
+    dist.all_gather_single(shares.view(-1, mine.shape[1]), mine, group=share.group)
     return shares[:, 1].gather(0, shares[:, 0].argmax(0, keepdim=True))[0].long()
 
 
@@ -251,11 +265,11 @@ def _losses_and_gradient(logits: Tensor, targets: Tensor, lift: float | None, ro
     """
     losses = []
     # On a CPU one small buffer stays in the cache, and reading bf16 once is faster than reducing it.
-    buffer = torch.empty_like(logits[:rows], dtype=_exact(logits.dtype)) if logits.device.type == "cpu" else None
+    buffer = torch.empty_like(logits[:rows], dtype=exact_dtype(logits.dtype)) if logits.device.type == "cpu" else None
     for x, target in zip(logits.split(rows), targets.split(rows), strict=True):
         given = x if buffer is None else buffer[: len(x)].copy_(x)
         highest = given.amax(-1)
-        p = torch.softmax(given, dim=-1, dtype=_exact(logits.dtype), out=None if buffer is None else given)
+        p = torch.softmax(given, dim=-1, dtype=exact_dtype(logits.dtype), out=None if buffer is None else given)
         # The largest probability is never tiny, so its logarithm gives the log-sum-exp without another pass of exp.
         log_sum_exp = highest - p.amax(-1).log()
         losses.append(log_sum_exp - x.gather(1, target)[:, 0])
@@ -265,7 +279,7 @@ def _losses_and_gradient(logits: Tensor, targets: Tensor, lift: float | None, ro
     return torch.cat(losses)
 
 
-def _exact(dtype: torch.dtype) -> torch.dtype:
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type of a softmax, and of sums, where products are of `dtype`."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -277,7 +291,7 @@ def _losses_and_gradient_of_share(
 
     logits [n, V/P]; targets [n, 1], relative to this share's first column, and so outside of it on all ranks but one.
     """
-    exact = _exact(logits.dtype)
+    exact = exact_dtype(logits.dtype)
     here = (targets >= 0) & (targets < logits.shape[1])
     columns = targets.masked_fill(~here, 0)
     log_sums = torch.cat([x.to(exact).logsumexp(-1) for x in logits.split(rows)])
@@ -305,5 +319,5 @@ def _exact_mm(a: Tensor, b: Tensor) -> Tensor:
 def _exact_addmm(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """total + a @ b, summed in at least fp32; `total`, unless it is None, is overwritten."""
     if total is None:
-        return _exact_mm(a, b).to(_exact(a.dtype))
+        return _exact_mm(a, b).to(exact_dtype(a.dtype))
     return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(_exact_mm(a, b))

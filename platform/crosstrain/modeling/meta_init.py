@@ -1,7 +1,7 @@
 """Build a model without computing initial values that would be thrown away.
 
-Weights come from a checkpoint, a pretrained folder, or `Model.initialize`, each addressed by canonical name; what the
-libraries draw in their constructors is never used, and on the meta device it costs nothing.
+Weights come from a checkpoint, a pretrained folder, or `Weights.initialize`, each addressed by canonical name. The
+values that libraries draw in their constructors are never used, and on the meta device they cost nothing.
 """
 
 import math

@@ -70,7 +70,6 @@ class Routers:
     record: Callable[..., None]  # `Model.record`
     record_load: Callable[[str, Tensor], None]  # `Model.record_load`
     parts: Context | None = None  # ranks whose routers each see a part of every sequence; set by a runner
-    counting: bool = False  # True before a step whose choices have to be known
     observe: Callable[[Choices], None] | None = None  # called with each micro batch's, in training
     _seen: Choices | None = field(default=None, init=False)
     _choices: Tensor | None = field(default=None, init=False)  # since the step began [layers, E], fp64
@@ -103,23 +102,26 @@ class Routers:
         if self._seen is not None:
             self._seen[number] = output[0], output[2]
 
-    def loss(self, labels: Tensor, documents: Documents | None) -> Tensor:
+    def loss(self, labels: Tensor, documents: Documents | None, counts: bool = False) -> Tensor:
         """The losses since `begin`, a scalar to add to the sum of the targets' losses; labels [batch, length].
+
+        counts: the choices are counted for the coming step, and the result is 0.
 
         A rank of `parts`, or of the documents' context, returns the loss of whole sequences, with the gradients of its
         part.
         """
         seen, self._seen = self._seen or {}, None
-        weight, owner, owners = self._tokens(labels, documents)
+        weight, owner, owners = self._tokens(labels, documents, counts)
         here = sorted(seen)
         if not here:  # a pipeline stage without experts
             return weight.new_zeros(())
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.has_loss):
             parts = [_Layer.of(*seen[n], hasattr(self.modules[n], BIAS), weight, owner, owners) for n in here]
         choices, mass, z, entropy = (torch.stack(each) for each in zip(*parts, strict=True))
-        self._count(here, choices.sum(1))
-        if self.counting:
+        made = self._count(here, choices.sum(1))
+        if counts:
             return weight.new_zeros(())
+        self.record_load("expert_load", made)
         if self.observe is not None:
             self.observe(seen)
         targets, sizes = weight.sum(), weight.new_zeros(owners).index_add(0, owner, weight)
@@ -142,7 +144,7 @@ class Routers:
             dist.all_reduce(whole, group=group)
         return loss + (whole - loss.detach())
 
-    def _tokens(self, labels: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor, int]:
+    def _tokens(self, labels: Tensor, documents: Documents | None, counts: bool) -> tuple[Tensor, Tensor, int]:
         """Of the tokens that routers see here: 1.0 for a target, else 0; their documents; the number of documents."""
         target = labels != IGNORE_INDEX
         if self.scope != "sequence":
@@ -152,17 +154,16 @@ class Routers:
         else:
             owner, owners = documents.numbers().to(labels.device) - 1, len(documents.starts) - 1
             owner = owner if documents.context is None else documents.context.part(owner)
-        if self.parts is not None and not self.counting:  # evaluation's sequences are whole
+        if self.parts is not None and not counts:  # evaluation's sequences are whole
             target, owner = self.parts.part(target), self.parts.part(owner)
         return target.float().flatten(), owner.flatten(), owners
 
-    def _count(self, here: list[int], choices: Tensor) -> None:
-        """Add the choices [layers here, E] of a micro batch."""
+    def _count(self, here: list[int], choices: Tensor) -> Tensor:
+        """Add the choices [layers here, E] of a micro batch; returns them for all layers."""
         every = choices.new_zeros(len(self.modules), choices.shape[1], dtype=torch.float64)
         every[here] = choices.double()
         self._choices = every if self._choices is None else self._choices + every
-        if not self.counting:
-            self.record_load("expert_load", every)
+        return every
 
     def end_count(self, *ranks: dist.ProcessGroup | None) -> None:
         """Take what was counted by `ranks`, which see different samples or parts, as the choices of the coming step."""

@@ -7,6 +7,7 @@ long, and none is named. Where it does so in the backward alone, the forward sti
 
 from statistics import median
 
+from crosstrain.distributed.group import Group
 from crosstrain.engine.runner import Runner
 
 SLOWER = 1.5  # times the median of the other ranks makes a straggler,
@@ -25,17 +26,19 @@ class StragglerDetector:
         self._slow = (-1, 0)  # the rank that was slow in the latest logged steps, and their number
         self._times_told: dict[str, int] = {}
 
-    def check(self, step: int, steps: int, seconds: float, waited: float) -> tuple[float, list[str]]:
-        """Compare the ranks at logged step `step`, `steps` steps and `seconds` after the last one. Collective.
+    def check(
+        self, ranks: Group, step: int, steps: int, seconds: float, waited: float
+    ) -> tuple[float, list[str]]:
+        """Compare `ranks` at logged step `step`, `steps` steps and `seconds` after the last one. Collective.
 
         `waited`: seconds that this rank has waited for data meanwhile. Returns the longest such wait of any rank, and
         sentences about problems.
         """
-        world, timers = self._runner.world, self._runner.timers.seconds
+        timers = self._runner.timers.seconds
         own = [waited, timers.get("forward", 0.0), timers.get("backward", 0.0), float(self._runner.dp.rank)]
-        slots = [0.0] * (len(own) * world.size)
-        slots[len(own) * world.rank : len(own) * (world.rank + 1)] = own
-        everyone = world.all_reduce_sum(*slots, tag="times of ranks")
+        slots = [0.0] * (len(own) * ranks.size)
+        slots[len(own) * ranks.rank : len(own) * (ranks.rank + 1)] = own
+        everyone = ranks.all_reduce_sum(*slots, tag="times of ranks")
         waits, forward, backward, dp_ranks = (everyone[i :: len(own)] for i in range(len(own)))
         self._checks += 1
         peers = _peers(dp_ranks)

@@ -50,5 +50,5 @@ class Throughput:
         metrics.timers["step"] = 1000 * self._runner.timers.since_reset  # `step_ms` is of steps not logged, too
         metrics.memory = memory_mb(device)
         peak = peak_flops(device, self._runner.precision.dtype)
-        if peak and (flops := self._runner.model.flops_per_token(sequence_length)):
+        if peak and (flops := self._runner.model.structure.flops_per_token(sequence_length)):
             metrics.mfu = (metrics.tokens_per_second or 0.0) * flops / (peak * self._runner.world.size)

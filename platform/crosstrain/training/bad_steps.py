@@ -13,7 +13,7 @@ from typing import Any
 
 from crosstrain.checkpoint.run_folder import RunFolder
 from crosstrain.data.dataset import Dataset
-from crosstrain.data.loader import MicroBatch, Step, one_sample
+from crosstrain.data.loader import one_sample
 from crosstrain.data.skip_ranges import Ranges, leave_out, show
 from crosstrain.engine.runner import Runner
 from crosstrain.monitor.metrics import StepMetrics
@@ -22,6 +22,7 @@ from crosstrain.training.state import State
 from crosstrain.utils.errors import ConfigError, TrainingError
 from crosstrain.utils.files import append
 from crosstrain.utils.logging import TIME_FORMAT, log
+from crosstrain.utils.types import MicroBatch, Step
 from crosstrain.utils.units import finite
 
 _SHOWN = 3  # suspects in a log line
@@ -150,7 +151,7 @@ class BadSteps(Callback):
             micro_batch.numbers: float(loss) / max(micro_batch.num_targets, 1)
             for micro_batch, loss in zip(micro_batches, self.runner.micro_losses, strict=False)
         }
-        found = {numbers: loss for held in self.runner.world.all_gather(mine) for numbers, loss in held.items()}
+        found = {numbers: loss for held in self.trainer.ranks.all_gather(mine) for numbers, loss in held.items()}
         wrong = sorted(numbers for numbers, loss in found.items() if not math.isfinite(loss))
         if not wrong:
             return sorted(found.items(), key=lambda suspect: (-suspect[1], suspect[0]))
@@ -158,13 +159,14 @@ class BadSteps(Callback):
 
     def _narrowed(self, numbers: tuple[int, ...], loss: float, among: int) -> list[Suspect]:
         """The samples of a micro batch whose own loss is not finite; the micro batch itself where there are none."""
-        if len(numbers) == 1 or len(numbers) * among > _NARROWED or not self.dataset.indexed:
+        apart = self.dataset.indexed and not self.runner.objective.makes_samples
+        if len(numbers) == 1 or len(numbers) * among > _NARROWED or not apart:
             return [(numbers, loss)]
         alone = []
         with self.runner.evaluating():  # without dropout, all ranks the same sample
             for number in numbers:
                 batch = one_sample(self.dataset, self.seed, number)
-                own_loss = float(self.runner.evaluate(batch)) / max(self.runner.model.num_targets(batch), 1)
+                own_loss = float(self.runner.evaluate(batch)) / max(self.runner.objective.num_targets(batch), 1)
                 alone.append(((number,), own_loss))
         return [sample for sample in alone if not math.isfinite(sample[1])] or [(numbers, loss)]
 

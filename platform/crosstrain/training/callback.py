@@ -14,11 +14,11 @@ from crosstrain.checkpoint.boxes import CALLBACK, Shard
 from crosstrain.checkpoint.files import Reader
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import RunOptions
-from crosstrain.data.loader import Step
 from crosstrain.monitor.metrics import StepMetrics
 from crosstrain.utils.errors import ConfigError, TrainingError
 from crosstrain.utils.logging import log
 from crosstrain.utils.program import blamed
+from crosstrain.utils.types import Step
 from crosstrain.utils.units import disjoint
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Callback:
         """The micro batches of this rank are loaded and the learning rate is set; no forward has begun."""
 
     def after_backward(self, batch: Step, loss: float) -> str | None:
-        """`trainer.runner.gradients()` are complete, neither clipped nor checked.
+        """`trainer.runner.held.gradients()` are complete, neither clipped nor checked.
 
         Return a reason, the same on every rank, to throw the gradients away; None to apply them.
         """

@@ -16,10 +16,10 @@ def log_setup(trainer: Trainer) -> None:
     runner, plan, config = trainer.runner, trainer.plan, trainer.config
     # ZeRO keeps a parameter's own shape elsewhere; tensor parallelism pads the vocabulary for its ranks.
     mine = {
-        n: (p.requires_grad, max(runner.full_shape(p).numel(), p.numel()))
-        for n, p in runner.model.canonical_parameters().items()
+        n: (p.requires_grad, max(runner.held.full_shape(p).numel(), p.numel()))
+        for n, p in runner.model.weights.parameters().items()
     }
-    own = [(runner.held(p), getattr(p, "to_local", p.detach)()) for p in runner.model.parameters()]
+    own = [(runner.held.weight(p), getattr(p, "to_local", p.detach)()) for p in runner.model.parameters()]
     here = sum(max(held.numel(), part.numel()) for held, part in own)
     parameters = {name: count for held in runner.world.all_gather(mine) for name, count in held.items()}
     log.info(

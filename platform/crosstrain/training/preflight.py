@@ -35,6 +35,7 @@ from crosstrain.engine.build import (
     check_held,
     check_vocabulary,
     freeze,
+    make_objective,
     make_schedule,
     model_on_meta,
 )
@@ -119,15 +120,16 @@ def preflight(config: Config, world_size: int, dry: bool = False, fresh: bool = 
                 open_split(config, "test")
     RunFolder(run.output_dir).check()
     with explained("the model, its data and the run do not go together"):
+        objective = make_objective(config, model)
         if dataset is not None:
-            check_fit(model, dataset)
+            check_fit(objective, dataset)
         else:
             check_vocabulary(model, vocabulary_size(config))
         check_held(model, runner, config)
         if not absent:
             weights = PretrainedWeights.of(model)
             weights.verify()
-            weights.summary({*model.canonical_parameters(), *model.canonical_buffers(), *model.quantized()})
+            weights.summary({*model.weights.parameters(), *model.weights.buffers(), *model.weights.quantized()})
         freeze(model, run.freeze)
         runner.check_model(config.run.runner.options, model)
         check_trackers(run.trackers)

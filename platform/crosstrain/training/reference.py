@@ -11,12 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from crosstrain.checkpoint.weights import fingerprints
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import evaluation_batches
 from crosstrain.engine.runner import Runner
-from crosstrain.modeling.objective import Objective
+from crosstrain.modeling.forward_mode import ForwardMode
+from crosstrain.modeling.objective import log_probabilities
 from crosstrain.utils import storage
 from crosstrain.utils.errors import EmptySplit, TrainingError
 from crosstrain.utils.files import cache_folder, read_regular, write_atomically
@@ -27,8 +29,8 @@ _MOST_BYTES = 1 << 36
 
 
 def add_reference(
-    dataset: Dataset, runner: Runner, objective: Objective, weights: object, micro_batch: int, num_workers: int,
-    own: Path, earlier: Path | None,
+    dataset: Dataset, runner: Runner, weights: object, micro_batch: int, num_workers: int, own: Path,
+    earlier: Path | None,
 ) -> None:  # fmt: skip
     """Set a dataset's `reference` to what the model with its present weights gives. Collective.
 
@@ -41,7 +43,7 @@ def add_reference(
     if values is None and earlier is not None:
         raise TrainingError(f"{earlier}: the reference that the run began with is not there; start it anew")
     if values is None:
-        hashes = fingerprints((s for s in runner.shards() if s.kind == "param"), world)
+        hashes = fingerprints((s for s in runner.held.shards() if s.kind == "param"), world)
         state = dataset.digest, weights, sorted((name, held.hash) for name, held in hashes.items())
         cached = cache_folder("reference") / hashlib.sha256(repr(state).encode()).hexdigest()[:32]
         with suppress(TrainingError):  # damaged: it is measured again
@@ -49,7 +51,7 @@ def add_reference(
         values = world.broadcast(values)
         if values is None:
             log.info("measuring the reference: %d samples", len(dataset))
-            values = _measure(dataset, runner, objective, micro_batch, num_workers)
+            values = _measure(dataset, runner, micro_batch, num_workers)
             if world.rank == 0:
                 _write(cached, values, dataset.digest)
     if world.rank == 0:
@@ -73,22 +75,26 @@ def read_reference(checkpoint: Path, dataset: Dataset) -> np.ndarray:
     return values
 
 
-def _measure(
-    dataset: Dataset, runner: Runner, objective: Objective, micro_batch: int, num_workers: int
-) -> np.ndarray:
+def _measure(dataset: Dataset, runner: Runner, micro_batch: int, num_workers: int) -> np.ndarray:
+    """Numbers [samples, rows], or [samples, rows, length] for each token, 0 behind the end of shorter rows."""
     batches = evaluation_batches(
         dataset, micro_batch, dp_rank=runner.dp.rank, dp_size=runner.dp.size, num_workers=num_workers,
         vocab_size=runner.model.vocab_size,
     )  # fmt: skip
-    mine, objective.measures = {}, True
+    by_token = runner.objective.needs_reference == "tokens"
+    mine, mode = {}, ForwardMode(reduce=torch.neg if by_token else log_probabilities)
     with runner.evaluating():
         for micro, counts in batches:
-            rows = runner.evaluate(micro.data)
+            rows = runner.evaluate(micro.data, mode)
             if counts:
                 mine[micro.first_sample] = rows.float().cpu().numpy()
-    objective.measures = False
     parts = {first: rows for part in runner.dp.all_gather(mine) for first, rows in part.items()}
-    return np.concatenate([parts[first] for first in sorted(parts)]).reshape(len(dataset), -1)
+    found = [parts[first] for first in sorted(parts)]
+    if not by_token:
+        return np.concatenate(found).reshape(len(dataset), -1)
+    length = max(rows.shape[1] for rows in found)
+    padded = [np.pad(rows, ((0, 0), (0, length - rows.shape[1]))) for rows in found]
+    return np.concatenate(padded).reshape(len(dataset), -1, length)
 
 
 def _read(path: Path, digest: str) -> np.ndarray | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from typing import Any
 
@@ -37,11 +38,12 @@ class Saving(Callback):
         pointers, trainer.pointers = trainer.pointers, set()
         if trainer.runner.world.broadcast(self._is_saved()):
             return
+        trainer.runner.synchronize()
         trainer.hooks.call("on_save", folders.step_folder(trainer.folder.checkpoints, trainer.state.step))
         document = self._document()
         log.info("saving %s/checkpoints/step_%06d", trainer.folder.address, trainer.state.step)
         with trainer.throughput.paused():
-            shards = [s for s in trainer.runner.shards() if s.name not in trainer.frozen]
+            shards = [s for s in trainer.runner.held.shards() if s.name not in trainer.frozen]
             trainer.checkpointer.save(
                 trainer.state.step, shards + trainer.hooks.shards(), document, frozen=trainer.frozen,
                 pointers=pointers, keep=set().union(*trainer.hooks.call("keep")), background=background,
@@ -62,6 +64,7 @@ class Saving(Callback):
         state.scaler = trainer.runner.precision.scaler.state()
         trainer.ends()  # a checkpoint of a last step says so
         state.callbacks = trainer.hooks.saved_states()
+        state.runner = {trainer.run.runner.name: json.loads(json.dumps(trainer.runner.state))}
         config = trainer.config.plain
         signed = {"signature": signature(config)} if trainer.is_main else {}
         return state.document(world_size=trainer.runner.world.size, config=config, **signed)

@@ -48,6 +48,7 @@ class State:
     recent_losses: list[float] = field(default_factory=list)  # of good steps, for telling a spike
 
     callbacks: dict[str, dict[str, object]] = field(default_factory=dict)  # their states, by name
+    runner: dict[str, dict[str, object]] = field(default_factory=dict)  # `Runner.state`, by the runner's name
     ended_with: list[object] = field(default_factory=list)  # `run.callbacks` of which one ended the run; none did
 
     def __post_init__(self) -> None:
@@ -154,15 +155,16 @@ def restore(checkpoint: Path | None, runner: Runner) -> State:
         return State()
     state = State.load(checkpoint)
     runner.precision.scaler.load_state(state.scaler)
+    runner.state |= state.runner.get(runner.run.runner.name, {})
     log.info("resuming %s at step %d (sample %d)", storage.origin(checkpoint) or checkpoint, state.step, state.samples)
     return state
 
 
 def reload(runner: Runner, checkpoint: Path, frozen: Collection[str]) -> None:
     """Load an earlier state of the run into the runner, except for the `frozen` parameters. Collective."""
-    here = {*runner.model.canonical_parameters(), *runner.model.canonical_buffers()}
+    here = {*runner.model.weights.parameters(), *runner.model.weights.buffers()}
     names = set[str]().union(*runner.world.all_gather(here))
-    reader, shards = Reader.open(checkpoint), [s for s in runner.shards() if s.name not in frozen]
+    reader, shards = Reader.open(checkpoint), [s for s in runner.held.shards() if s.name not in frozen]
     reader.stage(shards, runner.world)
     load_shards(reader, shards, names=names)
     runner.loaded()

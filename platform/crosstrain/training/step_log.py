@@ -7,6 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from crosstrain.engine.runner import recorded_means
 from crosstrain.monitor.hardware import gpu_utilisation
 from crosstrain.monitor.metrics import StepMetrics
 from crosstrain.monitor.stragglers import StragglerDetector
@@ -65,13 +66,13 @@ class StepLog(Callback):
     def _log(self, metrics: StepMetrics) -> None:
         """Log a step, and after the first one the memory in use; a new interval begins. Collective."""
         trainer, clock = self.trainer, self.trainer.throughput
-        runner = trainer.runner
-        waited, metrics.notes = self._stragglers.check(metrics.step, clock.steps, clock.seconds, clock.waited)
+        runner, ranks = trainer.runner, trainer.ranks
+        waited, metrics.notes = self._stragglers.check(ranks, metrics.step, clock.steps, clock.seconds, clock.waited)
         metrics.gpu_utilisation = gpu_utilisation(runner.device)
-        metrics.recorded = disjoint(runner.means(runner.model.take_recorded()), trainer.hooks.scalars())
+        metrics.recorded = disjoint(recorded_means(runner.model.take_recorded(), ranks), trainer.hooks.scalars())
         if waited > 0:
             metrics.loader_samples_per_second = trainer.plan.global_batch * clock.steps / waited
-        for line in log_lines(metrics, trainer.max_iters, runner.model.targets):
+        for line in log_lines(metrics, trainer.max_iters, runner.objective.targets):
             log.info(line)
         if not self._memory_logged:
             memory = (f"{name[len('memory_') : -len('_mb')]}: {mib:.1f}" for name, mib in metrics.memory.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
@@ -16,17 +17,20 @@ from crosstrain.config.load import Config
 from crosstrain.config.run_options import Every
 from crosstrain.config.schema import to_plain
 from crosstrain.data.dataset import Dataset
-from crosstrain.data.loader import Step, training_steps
+from crosstrain.data.loader import training_steps
+from crosstrain.distributed.group import Group
 from crosstrain.distributed.launch.signals import StopRequest
-from crosstrain.engine.runner import Runner, StepResult
+from crosstrain.engine.runner import Runner, StepResult, count_choices
 from crosstrain.monitor.metrics import Row, StepMetrics
 from crosstrain.monitor.throughput import Throughput
 from crosstrain.training.bad_steps import RollBack
 from crosstrain.training.callback import HookKinds, Hooks
 from crosstrain.training.hooks import AFTER_CALLBACKS, BEFORE_CALLBACKS
+from crosstrain.training.policy import RunnerPolicy
 from crosstrain.training.state import State, reload, restore, starting_point
 from crosstrain.utils.errors import CheckpointError, TrainingError
 from crosstrain.utils.logging import log
+from crosstrain.utils.types import Step
 from crosstrain.utils.units import finite
 
 
@@ -55,6 +59,7 @@ class Trainer:
     hooks_after: InitVar[HookKinds] = AFTER_CALLBACKS  # and behind them
 
     stopped: bool = field(default=False, init=False)  # a signal ended the run early, the same on every rank
+    ranks: Group = field(default_factory=Group, init=False)  # that meet in the present step: all, or only this one
     row: Row = field(default_factory=dict, init=False)  # numbers of the present step for trackers; hooks fill it
     pointers: set[str] = field(default_factory=set, init=False)  # files that will name the next checkpoint
     folder_number: int = field(default=0, init=False)  # counts how often the run's folder was made again
@@ -78,6 +83,7 @@ class Trainer:
                         break
                 except RollBack as bad:
                     batches = self._go_back(bad)
+            self.runner.synchronize()
             self.hooks.call("before_end")
             self.hooks.call("on_end")
         except TrainingError:  # the save under way is worth having; a failed one was logged
@@ -91,29 +97,31 @@ class Trainer:
     def train_step(self, batches: Iterator[Step]) -> StepMetrics | None:
         """Attempt one step; returns its numbers, or None, and does nothing, if any rank was asked to stop."""
         state, runner, timers = self.state, self.runner, self.runner.timers
+        meets = runner.meets(state.step + 1)
+        self.ranks = runner.world if meets else Group()
         self.hooks.call("before_batch")
         timers.reset(synchronize=self.logs(state.step + 1))
         with timers("batch generator"):
             with timers("data loader"):
                 batch = next(batches)
-            targets, tokens, stop = self._agree(batch)
+            targets, tokens, stop = self._agree(batch, meets)
         if stop:
             return None
         rate = self.schedule(state.applied_steps + 1)
         runner.set_learning_rate(rate)
         self.hooks.call("before_step", batch)
         scale = runner.precision.scaler.scale
-        runner.count_choices(batch)
-        loss = runner.forward_backward(batch, max(targets, 1))
+        count_choices(runner, batch)
+        loss = runner.forward_backward(batch, max(targets, 1) if meets else None)
         problems = self.hooks.call("after_backward", batch, loss)
         with timers("optimizer"):
             result = runner.optimizer_step(apply=not any(problems))
-            for routers in runner.model.all_routers():
-                routers.end_step(runner.world.process_group, result.applied)
+            for routers in runner.model.structure.routers():
+                routers.end_step(self.ranks.process_group, result.applied)
 
         state.step += 1
         self._samples_before, state.samples = state.samples, batch.numbers[-1] + 1
-        state.applied_steps += result.applied
+        state.applied_steps += result.applied or not meets  # a clock that all ranks read alike
         metrics = self._metrics(loss, rate, scale, result)
         counted = tokens if runner.model.predicts_tokens else len(batch.numbers)
         self.throughput.measure(metrics, counted, self.dataset.sequence_length)
@@ -170,24 +178,36 @@ class Trainer:
     def batches(self) -> Iterator[Step]:
         """This rank's micro batches, step by step, from the state's sample on."""
         lengths = map(self._length, itertools.count(self.state.step + 1)) if self.run.curriculum else None
-        return training_steps(
+        steps = training_steps(
             self.dataset, self.plan, seed=self.run.seed, start=self.state.samples,
             dp_rank=self.runner.dp.rank, num_workers=self.run.num_workers,
-            lengths=lengths, left_out=self.state.left_out, num_targets=self.runner.model.num_targets,
-            vocab_size=self.runner.model.vocab_size,
+            lengths=lengths, left_out=self.state.left_out, vocab_size=self.runner.model.vocab_size,
         )  # fmt: skip
+        objective, policy, timers = self.runner.objective, RunnerPolicy(self.runner), self.runner.timers
+        for read in steps:
+            begun = time.perf_counter()
+            step = objective.begin_step(read, policy)
+            timers.add("data loader", begun - time.perf_counter())  # inside which samples are made
+            for micro_batch in step:
+                micro_batch.num_targets = objective.num_targets(micro_batch.data)
+            yield step
 
     def _length(self, step: int) -> int:
         """Tokens of a sample in a step that a curriculum shortens."""
         assert self.run.curriculum is not None
         return self.run.curriculum.length(step, self.run.curriculum.check(self.dataset.sequence_length))
 
-    def _agree(self, batch: Step) -> tuple[int, int, bool]:
-        """Targets and target tokens of the step, before the first backward, and whether any rank was asked to stop."""
+    def _agree(self, batch: Step, meets: bool) -> tuple[int, int, bool]:
+        """Targets and target tokens of the step, before the first backward, and whether any rank was asked to stop.
+
+        In a step that ranks make apart, this rank's numbers stand for every rank's, and nobody stops.
+        """
         world, dp = self.runner.world, self.runner.dp
         mine = sum(micro_batch.num_targets for micro_batch in batch)
-        tokens = sum(self.runner.model.num_tokens(micro_batch.data) for micro_batch in batch)
+        tokens = sum(self.runner.model.num_targets(micro_batch.data) for micro_batch in batch)
         # In one exchange, because at each the ranks wait for the slowest. Ranks beyond `dp` see the same samples again.
+        if not meets:
+            return mine * dp.size, tokens * dp.size, False
         *sums, stops = world.all_reduce_sum(mine, tokens, bool(self.stop or self._end_reason), tag="targets of a step")
         targets, tokens = (int(total) // (world.size // dp.size) for total in sums)
         return targets, tokens, stops > 0

@@ -65,6 +65,7 @@ class Validation(Callback):
     def measure(self, dataset: Dataset) -> LossMetrics:
         """Loss on the first `eval_iters` global batches of a split. Collective."""
         trainer = self.trainer
+        trainer.runner.synchronize()
         samples = trainer.run.eval_iters * trainer.plan.global_batch
         return evaluate_loss(trainer.runner, dataset, trainer.plan.micro_batch, samples, trainer.run.num_workers)
 

@@ -19,7 +19,6 @@ from crosstrain.distributed.group import Group
 from crosstrain.distributed.launch.signals import StopRequest
 from crosstrain.engine.build import build_model, check_tokenizer, make_runner, make_schedule
 from crosstrain.engine.runner import Runner
-from crosstrain.modeling.objective import ModelWithObjective
 from crosstrain.monitor.metrics import StepMetrics
 from crosstrain.training.callback import Callback, HookKinds
 from crosstrain.training.closing_lines import log_end
@@ -166,12 +165,12 @@ def _add_reference(
     frozen: dict[str, FrozenParameter],
 ) -> None:  # fmt: skip
     """Measure what an objective compares with, if it needs that. Collective."""
-    model, run = runner.model, config.run
-    if not isinstance(model, ModelWithObjective) or not model.objective.needs_reference:
+    run = config.run
+    if runner.objective.needs_reference is None:
         return
     earlier = None if start is None else reference_file(start.parent.parent, split.split)
     add_reference(
-        split, runner, model.objective, (run.amp, sorted(frozen.items())), plan.micro_batch, run.num_workers,
+        split, runner, (run.amp, sorted(frozen.items())), plan.micro_batch, run.num_workers,
         reference_file(folder.path, split.split), earlier,
     )  # fmt: skip
 
@@ -184,17 +183,17 @@ def _make_checkpointer(
     tokenizer_files = plain_files(tokenizer, TOKENIZER_FILES) if tokenizer is not None else []
 
     def write_assets(checkpoint: Path) -> None:
-        runner.model.save_config(checkpoint)
+        runner.model.export.save_config(checkpoint)
         copy_files(tokenizer_files, checkpoint)
         if dataset.end_tokens:
             add_end_tokens(checkpoint / GENERATION_CONFIG, dataset.end_tokens)
 
     def write_parts(checkpoint: Path, reader: Reader) -> None:
-        runner.model.save_parts(checkpoint, reader.names("param"), reader.whole)
+        runner.model.export.save_parts(checkpoint, reader.names("param"), reader.whole)
 
     retention = Retention(config.run.keep_last, config.run.keep_every)
     checkpointer = Checkpointer(
-        folder.checkpoints, runner.new_group(), retention, write_assets, folder.run_id, write_parts
+        folder.checkpoints, runner.world.twin(), retention, write_assets, folder.run_id, write_parts
     )
     if saved_step is not None and runner.world.rank == 0:
         checkpointer.damaged = {step for step in folders.steps(folder.checkpoints) if step > saved_step}

@@ -19,7 +19,7 @@ class Activations:
         self._sums: dict[str, list[Any]] = {}  # squares and elements of inputs, then of outputs, by module
         for name, module in model.named_modules():
             for parameter, _ in [*module.named_parameters(name, recurse=False)][:1]:
-                place = model.canonical_name(parameter).rpartition(".")[0]
+                place = model.weights.canonical_name(parameter).rpartition(".")[0]
                 module.register_forward_hook(partial(self._add, place), with_kwargs=True)
 
     def _add(self, place: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:

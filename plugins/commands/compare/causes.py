@@ -178,7 +178,7 @@ def moment_cause(kind: str, gaps: list[Gap], reference: Record) -> str:
     if ratio is None:
         own = all(multiple([gap]) for gap in gaps)
         return "gradients are clipped or scaled by factors of their own, by group or by tensor" if own else (
-            "held_state, pieces, or the optimizer's settings"
+            "held.state, held.pieces, or the optimizer's settings"
         )  # fmt: skip
     for usual, said in ((factor**-power, "gradients are not clipped"), (factor**power, "gradients are clipped twice")):
         if factor < 1 and math.isclose(ratio, usual, rel_tol=0.02):

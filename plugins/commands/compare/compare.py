@@ -29,6 +29,7 @@ from .worker import Job, Role, compare_worker
 
 Contestant = tuple[str, int, Config]  # label, number of workers
 RESUMED = 2  # steps after a resume
+APART = "its ranks make steps apart, so losses and updates are not compared; all else is alike"
 
 
 class Comparison(NamedTuple):
@@ -99,7 +100,7 @@ def refusal(config: Config, size: int) -> UserError | None:
     """The reason why the runner cannot train the project on so many workers."""
     try:
         ready = preflight(config, size)
-        if ready.runner.cuts_models:
+        if ready.runner.capabilities.cuts_models:
             Project(config, ready.model, ready.sample).check_layouts(ready.plan, size)
     except UserError as error:
         return error
@@ -150,7 +151,8 @@ class Race:
                 self.results[label] = {"error": str(error)}
                 failures.append(label)
                 continue
-            print(f"  {f'DIFFERS: {finding.sentence}' if finding else 'trains alike'}\n")
+            alike = "trains alike" if self.results[label]["exact"] else APART
+            print(f"  {f'DIFFERS: {finding.sentence}' if finding else alike}\n")
             self.results[label] |= {"problem": finding and finding.sentence, "finding": finding and asdict(finding)}
             failures += [label] if finding else []
         return failures

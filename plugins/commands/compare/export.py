@@ -17,8 +17,8 @@ def strange_files(config: Config, checkpoint: Path) -> dict[str, str]:
     reader, model = Reader.open(checkpoint), outline(config, checkpoint)
     with tempfile.TemporaryDirectory() as temporary:
         fresh = Path(temporary)
-        model.save_config(fresh)
-        model.save_parts(fresh, reader.names("param"), reader.whole)
+        model.export.save_config(fresh)
+        model.export.save_parts(fresh, reader.names("param"), reader.whole)
         # To the configuration of generation the data add the tokens at which it ends.
         paths = [path for path in sorted(fresh.iterdir()) if path.name != GENERATION_CONFIG]
         return {path.name: what for path in paths if (what := _difference(checkpoint / path.name, path))}

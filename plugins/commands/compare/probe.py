@@ -38,7 +38,7 @@ class Probe(Callback):
     def __init__(self, trainer: Trainer, folder: Path, *, write: bool, disturb: bool) -> None:
         super().__init__(None, trainer)
         self.runner, self.write, self.disturbs, self.step = trainer.runner, write, disturb, trainer.state.step
-        self.group = self.runner.new_group()
+        self.group = self.runner.world.twin()
         self.activations, self.routing = Activations(self.runner.model, self.group), Routing(self.runner)
         self._restore: Callable[[], None] = lambda: None
         self.steps: list[dict[str, Any]] = []
@@ -46,7 +46,7 @@ class Probe(Callback):
             kind: Checkpointer(folder / kind, self.group, Retention(None), lambda _: None)
             for kind in ("gradients", "state")
         }
-        self._keep("state", self.runner.shards())
+        self._keep("state", self.runner.held.shards())
 
     def before_step(self, batch: Step) -> None:
         self.activations.clear()
@@ -61,7 +61,7 @@ class Probe(Callback):
         assert optimizer is not None
         self.step += 1
         rates = sorted({group["lr"] / group.get("lr_scale", 1.0) for group in optimizer.param_groups})
-        shards = self.runner.gradients()
+        shards = self.runner.held.gradients()
         for piece in (piece for shard in shards for piece in shard.pieces):
             piece.data = piece.data.detach().to("cpu", torch.float32) / self.runner.gradient_scale
         self._keep("gradients", shards)
@@ -75,7 +75,7 @@ class Probe(Callback):
 
     def after_update(self, moments: bool) -> None:
         """Record weights and, if asked, the optimizer's state. Collective."""
-        shards = self.runner.shards()
+        shards = self.runner.held.shards()
         parameters = [s for s in shards if s.kind == "param"]
         self._keep("state", shards if moments else parameters)
         now, before = self.reader("state"), self.reader("state", self.step - 1)
@@ -153,7 +153,7 @@ class Probe(Callback):
         out = []
         for micro_batch in step:
             self.runner.forward_backward([micro_batch], num_targets)
-            shards = self.runner.gradients()
+            shards = self.runner.held.gradients()
             out.append({n: value / self.runner.gradient_scale for n, value in self.project(shards).items()})
             self.runner.model.zero_grad(set_to_none=True)
         return out
@@ -163,14 +163,14 @@ class Probe(Callback):
 
         Last bits alone would do this in large matrices, and in small ones only now and then.
         """
-        for shard, piece in ((s, p) for s in self.runner.gradients() for p in s.pieces):
+        for shard, piece in ((s, p) for s in self.runner.held.gradients() for p in s.pieces):
             noise = 2 * _drawn(torch.rand, shard, piece.box, self.step) - 1
             piece.data.mul_(1 + 8 * epsilon / math.prod(shard.shape) * noise.to(piece.data.device))
 
     def _disturb(self) -> Callable[[], None]:
         """Round the weights otherwise, by up to a rounding of the type that computes; returns the way back."""
         epsilon = _EPSILONS[self.runner.precision.dtype]
-        pieces = [(s, p, p.data.clone()) for s in self.runner.shards() if s.kind == "param" for p in s.pieces]
+        pieces = [(s, p, p.data.clone()) for s in self.runner.held.shards() if s.kind == "param" for p in s.pieces]
         for shard, piece, kept in pieces:
             noise = 2 * _drawn(torch.rand, shard, piece.box, self.step) - 1
             piece.data.copy_(kept * (1 + epsilon * noise.to(kept.device)))

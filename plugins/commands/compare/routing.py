@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from crosstrain import MicroBatch, Runner
+from crosstrain.engine.runner import recorded_means
 from crosstrain.modeling.routers import Choices
 
 Near = dict[str, Any]  # "layer sample token" -> [margin, choices]: sample is a micro batch's first, token a place in it
@@ -24,7 +25,7 @@ class Routing:
         self.runner = runner
         self._near = _NEAR.get(runner.precision.dtype, _DEFAULT)
         self._seen: list[dict[tuple[int, int], list[Any]]] = []  # by micro batch
-        for routers in runner.model.all_routers():
+        for routers in runner.model.structure.routers():
             if routers.parts is None and runner.context.size == 1:  # else a rank sees parts of sequences
                 routers.observe = self._add
 
@@ -43,8 +44,8 @@ class Routing:
             for number, near in zip(numbers, self._seen, strict=False) for (layer, token), found in near.items()
         }  # fmt: skip
         near = {key: found for held in self.runner.world.all_gather(mine) for key, found in held.items()}
-        means = self.runner.means(self.runner.model.take_recorded())
-        return {"near": near, "loss": sum(routers.added(means) for routers in self.runner.model.all_routers())}
+        means = recorded_means(self.runner.model.take_recorded(), self.runner.world)
+        return {"near": near, "loss": sum(routers.added(means) for routers in self.runner.model.structure.routers())}
 
 
 def nearly_tied(seen: Choices, near: float) -> dict[tuple[int, int], list[Any]]:

@@ -59,7 +59,7 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
     trainer.hooks.add("probe", probe)
     record: dict[str, Any] = {}
     if job.resumed:
-        record["loaded"] = probe.against(_checkpoint(trainer, first), runner.shards())
+        record["loaded"] = probe.against(_checkpoint(trainer, first), runner.held.shards())
     batches = trainer.batches()
     if job.uneven:
         batches = map(partial(_uneven, runner), batches)
@@ -88,7 +88,7 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
                 try:
                     Saving(None, trainer).save(background=False)
                     trainer.checkpointer.wait()
-                    record["saved"] = probe.against(_checkpoint(trainer, trainer.state.step), runner.shards())
+                    record["saved"] = probe.against(_checkpoint(trainer, trainer.state.step), runner.held.shards())
                 except CheckpointError as error:  # on all ranks
                     record["saved"] = {"error": str(error)}
     record |= _facts(trainer, probe) | {"rows": rows, "steps": probe.steps}
@@ -101,11 +101,11 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
 def _facts(trainer: Trainer, probe: Probe) -> dict[str, Any]:
     """Description of the model and the layout. Collective."""
     runner = trainer.runner
-    names = dict.fromkeys(n for held in runner.world.all_gather([*runner.model.canonical_parameters()]) for n in held)
+    names = dict.fromkeys(n for held in runner.world.all_gather([*runner.model.weights.parameters()]) for n in held)
     return {
         "names": [*names], "tied": _tied(runner), "world_size": runner.world.size,
         "dp_size": runner.dp.size, "context_size": runner.context.size, "accumulation": trainer.plan.accumulation,
-        "clip": trainer.run.grad_norm_clip,
+        "clip": trainer.run.grad_norm_clip, "exact": runner.capabilities.exact,
         "schedule": [trainer.schedule(step) for step in range(1, 1 + min(trainer.max_iters, 256))],
     }  # fmt: skip
 
@@ -138,7 +138,7 @@ def _uneven(runner: Runner, step: Step) -> Step:
             labels = labels.clone()
             labels[:, : 1 + micro_batch.first_sample * 7 % (labels.shape[1] // 2)] = IGNORE_INDEX
             micro_batch.data = micro_batch.data | {"labels": labels}
-            micro_batch.num_targets = runner.model.num_targets(micro_batch.data)
+            micro_batch.num_targets = runner.objective.num_targets(micro_batch.data)
     return step
 
 
@@ -151,6 +151,6 @@ def _by_sample(runner: Runner, step: list[MicroBatch]) -> dict[str, dict[str, st
 
 def _tied(runner: Runner) -> list[str]:
     """Canonical names of parameters that the model uses in more than one place."""
-    first = {id(p): name for name, p in runner.model.canonical_parameters().items()}
+    first = {id(p): name for name, p in runner.model.weights.parameters().items()}
     seen = [id(p) for _, p in runner.model.named_parameters(remove_duplicate=False)]
     return [name for key, name in first.items() if seen.count(key) > 1]

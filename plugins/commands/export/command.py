@@ -46,7 +46,7 @@ class ExportCommand(Command):
         from crosstrain.data.tokenizer import warn_if_rebuilt
         from crosstrain.engine.precision import DTYPES
         from crosstrain.inference.open_checkpoint import open_config, outline
-        from crosstrain.modeling.base import Part
+        from crosstrain.modeling.export import Part
 
         limit, output = read_bytes(arguments.max_shard_size, "--max-shard-size"), arguments.output
         dtype = DTYPES[arguments.dtype] if arguments.dtype else None
@@ -63,7 +63,7 @@ class ExportCommand(Command):
                 print(f"{output}: the adapter; peft's PeftModel.from_pretrained(model, {str(output)!r}) adds it")
                 return 0
             if arguments.part:
-                if arguments.part not in (parts := model.parts()):
+                if arguments.part not in (parts := model.export.parts()):
                     known = ", ".join(["adapter", *parts])
                     raise UserError(
                         f"--part: {config.model.name} has no part {arguments.part!r} to export; known: {known}"
@@ -76,7 +76,7 @@ class ExportCommand(Command):
             limit,
             lambda line: print(line, flush=True),
             None if model is None else PretrainedWeights.of(model),
-            None if model is None else model.merges(),
+            None if model is None else model.export.merges(),
             part,
             arguments.weights,
         )

@@ -81,7 +81,7 @@ def alternatives(
     for name in preset_files("runner") if presets else ():
         try:
             found[name] = config = load_config(project, [*pairs(options), ("run.runner", name)])
-            for option in registry.get("runner", config.run.runner.name).saves_memory:
+            for option in registry.get("runner", config.run.runner.name).capabilities.saves_memory:
                 more = [f"run.runner={name}", f"run.runner.{option}"]
                 found[f"{name} {option}"] = load_config(project, [*pairs(options), *more])
         except UserError as error:

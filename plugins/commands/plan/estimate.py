@@ -27,10 +27,10 @@ from crosstrain import (
     registry,
 )
 from crosstrain.config.batch import BatchPlan
-from crosstrain.engine.build import batch_plan, check_held
+from crosstrain.engine.build import batch_plan, check_held, make_objective
 from crosstrain.engine.optimizer import optimizer_factory
+from crosstrain.engine.options import context_size
 from crosstrain.engine.precision import DTYPES
-from crosstrain.engine.runner import context_size
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.context import Context
 from crosstrain.utils.errors import explained, first_line
@@ -88,7 +88,7 @@ class Project:
         self.config, self.model, self.inputs, self.absent = config, model, inputs, absent or []
         auto = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = auto if config.run.device == "auto" else config.run.device
-        self.sizes = Sizes.of(model)
+        self.sizes, self.objective = Sizes.of(model), make_objective(config, model)
         self.dtype = DTYPES[config.run.amp.dtype]
         self.problem: str | None = None  # why there are no activations
         self._traces: dict[Hashable, Trace] = {}
@@ -148,7 +148,8 @@ class Project:
             try:
                 model = layout.model or self.model
                 dtype = self.dtype if layout.autocast else torch.float32
-                self._traces[key] = trace(model, self.batch_of(rows), dtype, mode, self.device)
+                batch, how = self.batch_of(rows), (layout.head, self.objective)
+                self._traces[key] = trace(model, batch, dtype, mode, self.device, *how)
             except Exception as error:  # whatever a model does that needs values
                 reason = first_line(error)[:120]
                 if layout.model is not None:
@@ -197,7 +198,7 @@ class Project:
 
     def state_bytes(self, model: Model) -> float:
         """Bytes of optimizer state for each trained element of a part of the model, measured on trial parameters."""
-        make, hidden, total = optimizer_factory(self.config, model), model.hidden_matrices(), 0.0
+        make, hidden, total = optimizer_factory(self.config, model), model.weights.matrices(), 0.0
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         for name, p in trained:
             kind = name in hidden, p.ndim
@@ -226,9 +227,9 @@ class Project:
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of parameters and optimizer state, without frozen parameters from pretrained folders."""
-        sources, state = self.model.pretrained_sources(), self.state_bytes(self.model)
+        sources, state = self.model.weights.sources(), self.state_bytes(self.model)
         size = 0
-        for name, p in self.model.canonical_parameters().items():
+        for name, p in self.model.weights.parameters().items():
             if p.requires_grad:
                 size += int(p.numel() * (_FP32 + state))
             elif not self.absent and next((s.of_model for s in sources if s.covers(name)), True):

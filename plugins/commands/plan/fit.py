@@ -139,9 +139,10 @@ def nearest(project: Project, others: Alternatives, world_size: int, limit: int)
 
 def _variants(project: Project, others: Alternatives) -> Iterator[tuple[list[str], Project]]:
     """The project with the model's lighter options, if it has any, and then with each adapter that it takes."""
-    settings = [f"model.{key}={value}" for key, value in project.model.lighter(project.config.run.amp.dtype).items()]
+    lighter = project.model.structure.lighter(project.config.run.amp.dtype)
+    settings = [f"model.{key}={value}" for key, value in lighter.items()]
     yield settings, others.rebuild(settings) if settings else project
-    tuned = project.config.adapter is None and (project.absent or project.model.pretrained_sources())
+    tuned = project.config.adapter is None and (project.absent or project.model.weights.sources())
     for name in registry.names("adapter") if tuned else ():
         with suppress(UserError):  # the model does not take it, or a package is missing
             yield (adapted := [*settings, f"model.adapter={name}"]), others.rebuild(adapted)

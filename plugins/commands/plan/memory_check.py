@@ -37,7 +37,7 @@ class MemoryCheck(PreflightCheck):
         if start.first and given.get("fit_check", True):
             asked = given.get("device_memory")
             limit = read_bytes(asked, "--device-memory") if asked else gpu_memory(ready.config)
-        cut = ready.runner.cuts_models
+        cut = ready.runner.capabilities.cuts_models
         planned = Project(ready.config, ready.model, None if limit is None and not cut else ready.sample)
         if cut:
             planned.check_layouts(ready.plan, size)

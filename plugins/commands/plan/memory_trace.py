@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from crosstrain import Batch, Model
+from crosstrain import PLAIN, Batch, ForwardMode, Head, Model, Objective, takes_mode
 from crosstrain.modeling import activation_checkpointing, dropped_attention
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.cross_entropy import CPU_SOFTMAX_ROWS
@@ -75,15 +75,18 @@ class Trace:
         return max(moments)
 
 
-def trace(model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: str) -> Trace:
+def trace(
+    model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: str, head: Head | None = None,
+    objective: Objective | None = None,
+) -> Trace:  # fmt: skip
     """Trace a forward and a backward of `model`, on the meta device; `dtype` is autocast's.
 
-    batch: tensors of a micro batch; their values do not count. Raises the model's own error where its forward reads
-    values.
+    batch: tensors of a micro batch; their values do not count. head: the rank's, None for the plain one; objective:
+    None for the model's own loss. Raises the model's own error where its forward reads values.
     """
-    groups = {n: alike for n, chain in enumerate(model.chains()) if len(alike := _alike(chain)) > 2}
+    groups = {n: alike for n, chain in enumerate(model.structure.chains()) if len(alike := _alike(chain)) > 2}
     middles = {n: alike[1:-1] for n, alike in groups.items()}
-    measure = partial(_measure, model, batch, dtype, mode, device)
+    measure = partial(_measure, model, batch, dtype, mode, device, head or Head(), objective or Objective(None))
     ends = measure(middles)
     out = ends.trace
     # From the end of the backward to its beginning: what comes later begins later by what is put in before.
@@ -132,14 +135,15 @@ def _extended(out: Trace, ends: _Tracker, one: _Tracker, chain: int, more: int) 
 
 
 def _measure(
-    model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: str, left_out: dict[int, list[nn.Module]]
-) -> _Tracker:
+    model: Model, batch: Batch, dtype: torch.dtype, mode: Mode, device: str, head: Head, objective: Objective,
+    left_out: dict[int, list[nn.Module]],
+) -> _Tracker:  # fmt: skip
     absent = [block for blocks in left_out.values() for block in blocks]
     model = copy.deepcopy(model, {id(block): block for block in absent})
     model.train()
     tracker = _Tracker()
     skipped = set(map(id, absent))
-    for blocks, how in model.checkpointing(mode):
+    for blocks, how in model.structure.checkpointing(mode):
         here = [block for block in blocks if id(block) not in skipped]
         activation_checkpointing.apply(here, "full" if how == "offload" else how, nullcontext)
         for block in here:
@@ -159,20 +163,18 @@ def _measure(
             for block in blocks:
                 stack.enter_context(patch.object(block, "forward", partial(_pass_on, tracker, chain)))
         _give_shapes(model, absent)
-        inputs = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in batch.items()}
+        forward, inputs = PLAIN, {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in batch.items()}
         tracker.ignore([*model.parameters(), *model.buffers(), *inputs.values()])
         inside = {id(p) for block in model.blocks() for p in block.parameters()}
         for p in model.parameters():
             if p.requires_grad and p.device.type != "meta":
                 p.register_post_accumulate_grad_hook(partial(tracker.takes_gradient, id(p) in inside))
-        head = copy.copy(model.head)
-        head.traced_rows = CPU_SOFTMAX_ROWS if device == "cpu" else 1 << 30
-        watched: Any = partial(tracker.watches, head)
-        watched.add = head.add
-        model.head = watched
+        if takes_mode(model):
+            rows = CPU_SOFTMAX_ROWS if device == "cpu" else 1 << 30
+            forward = ForwardMode(_WatchedHead(head, tracker), traced_rows=rows)
         stack.enter_context(tracker)
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            out = model(**inputs)
+            out = model(**objective.inputs(inputs, forward))
             tracker.forward_end = tracker.live
         tracker.ends_forward()
         if out.requires_grad:  # not so on a stage where nothing is trained
@@ -278,8 +280,18 @@ class _Tracker(TorchDispatchMode):
         if not self._backward and torch.is_grad_enabled() and isinstance(args[0], Tensor):
             self.trace.inputs += args[0].numel() * args[0].element_size() if args[0].requires_grad else 0
 
-    def watches(self, head: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def watches(self, head: Head, *args: Any) -> Tensor:
         self._in_head = self.live
-        out = head(*args, **kwargs)
+        out = head(*args)
         self._in_head = None
         return out
+
+
+class _WatchedHead(Head):
+    """A head whose memory a tracker watches."""
+
+    def __init__(self, head: Head, tracker: _Tracker) -> None:
+        self.add, self.watches = head.add, partial(tracker.watches, head)  # type: ignore[method-assign]
+
+    def __call__(self, *args: Any) -> Tensor:
+        return self.watches(*args)

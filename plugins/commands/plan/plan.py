@@ -78,7 +78,7 @@ class Plan:
             },
             "memory": self._memory_json(chosen),
             "gradient_checkpointing": {mode: self._memory_json(e) for mode, e in self.modes.items()},
-            "active_parameters": self.unpadded - self.project.model.idle_parameters,
+            "active_parameters": self.unpadded - self.project.model.structure.idle_parameters,
             "flops_per_step": self.project.flops(chosen.batch, chosen.mode),
             "tokens_per_step": self.tokens_per_step,
             "steps": self.steps,
@@ -96,7 +96,7 @@ class Plan:
     def unpadded(self) -> int:
         """Elements of all parameters in their logical shapes."""
         model = self.project.model
-        return sum(model.logical_shape(n, p.shape).numel() for n, p in model.canonical_parameters().items())
+        return sum(model.weights.logical_shape(n, p.shape).numel() for n, p in model.weights.parameters().items())
 
     def _memory_json(self, estimate: Estimate | str) -> dict[str, Any]:
         if isinstance(estimate, str):
@@ -118,6 +118,7 @@ class Plan:
     def lines(self) -> list[str]:
         """The plan as lines of text."""
         project, chosen, sizes = self.project, self.chosen, self.project.sizes
+        idle = project.model.structure.idle_parameters
         batch, memory, tokens, run = chosen.batch, chosen.memory, self.tokens_per_step, project.config.run
         out = [
             f"{run.runner.name} on {chosen.world_size} x {project.device}, {run.amp.dtype}, "
@@ -125,7 +126,7 @@ class Plan:
             "",
             f"parameters        {memory.parameters or sizes.elements:,} ({self.unpadded:,} without padding), "
             f"{sizes.trainable_elements:,} trained, {memory.parameters_held:,} on a rank"
-            + (f", {self.unpadded - idle:,} active for a token" if (idle := project.model.idle_parameters) else ""),
+            + (f", {self.unpadded - idle:,} active for a token" if idle else ""),
             f"step              {batch.global_batch:,} samples = {batch.micro_batch} micro batch x "
             f"{batch.accumulation} accumulation x {batch.dp_size} data-parallel ranks"
             + (f", {tokens:,} tokens" if tokens else ""),
@@ -171,8 +172,8 @@ class Plan:
     def parameters(self) -> list[str]:
         """Lines with the patterns of the model's parameters, as checkpoints name them, for freezing and for plans."""
         groups = Counter[tuple[str, tuple[int, ...], bool]]()
-        for name, parameter in self.project.model.canonical_parameters().items():
-            shape = self.project.model.logical_shape(name, parameter.shape)
+        for name, parameter in self.project.model.weights.parameters().items():
+            shape = self.project.model.weights.logical_shape(name, parameter.shape)
             groups[re.sub(r"\.\d+\.", ".*.", name), tuple(shape), parameter.requires_grad] += 1
         width = max(len(pattern) for pattern, _, _ in groups)
         return [

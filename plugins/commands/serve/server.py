@@ -52,7 +52,7 @@ def serve_worker(plain: dict[str, Any], options: ServerOptions, limits: Limits, 
     load_model(config, runner, options.checkpoint, options.weights)
     with runner.evaluating():
         if listener is None:
-            run_follower(Decoder(runner, limits.batch), runner.new_group())
+            run_follower(Decoder(runner, limits.batch), runner.world.twin())
         else:
             run_server(config, runner, options, limits, listener, stop)
     runner.close()
@@ -70,7 +70,7 @@ def run_server(
     from .connections import Connection
     from .service import Service
 
-    group, encoders = runner.new_group(), Encoders(options.checkpoint)
+    group, encoders = runner.world.twin(), Encoders(options.checkpoint)
     tokenizer = encoders.tokenizer
     session = ChatSession.possible(config, options.checkpoint, encoders)
     chats = chat_format(tokenizer, session, encoders)

@@ -13,17 +13,21 @@ from torch import Tensor, nn
 from transformers import Blip2QFormerConfig, Blip2QFormerModel
 
 from crosstrain import (
+    PLAIN,
     Component,
     ConfigError,
     DataError,
-    Head,
+    Export,
+    ForwardMode,
     LanguageModel,
     Merge,
     Model,
     Quantized,
     ReadParameter,
     Source,
+    Structure,
     Text,
+    Weights,
     has_values,
     registry,
 )
@@ -78,11 +82,12 @@ class Blip2Qwen(Model):
         self.query_tokens = nn.Parameter(torch.empty(1, options.qformer.num_query_tokens, asked))
         self.projector = _projector(options.projector, asked, language.hidden_size)
         self.language_model, self.takes_positions = language, language.takes_positions
+        self.structure, self.weights, self.export = _Structure(self), _Weights(self), _Export(self)
         self._freeze()
 
     def _freeze(self) -> None:
         for name, parameter in self.named_parameters():
-            parameter.requires_grad_(not self._part(name).freeze)
+            parameter.requires_grad_(not self.part(name).freeze)
         if (given := self.options.language_model.lora) is not None:
             lora = Component("lora", registry.get("adapter", "lora").Options(**vars(given)))
             add_adapter(lora, self.language_model, "model.language_model.lora")
@@ -103,6 +108,7 @@ class Blip2Qwen(Model):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cache: Any = None,
+        mode: ForwardMode = PLAIN,
     ) -> Tensor:
         """Implement `Model.forward`. input_ids [batch, length] has an `IMAGE_ID` for each embedding of an image.
 
@@ -127,7 +133,7 @@ class Blip2Qwen(Model):
         with self._precision("language_model", input_ids.device):
             return self.language_model(
                 inputs_embeds=embeddings, labels=labels, cache=cache, attention_mask=attention_mask,
-                position_ids=position_ids,
+                position_ids=position_ids, **mode.arguments(),
             )  # fmt: skip
 
     def encode_images(self, images: Tensor) -> Tensor:
@@ -167,11 +173,11 @@ class Blip2Qwen(Model):
 
     # ---- structure
 
-    def _part(self, name: str) -> Part:
+    def part(self, name: str) -> Part:
         """Options of the part that has a parameter."""
         return getattr(self.options, "qformer" if name == _QUERIES else name.partition(".")[0])
 
-    def _blocks(self) -> dict[str, list[nn.Module]]:
+    def block_lists(self) -> dict[str, list[nn.Module]]:
         return {
             "vision": list(self.vision.blocks),  # type: ignore[arg-type]
             "qformer": list(self.qformer.encoder.layer),
@@ -179,100 +185,7 @@ class Blip2Qwen(Model):
         }
 
     def blocks(self) -> list[nn.Module]:
-        return [block for blocks in self._blocks().values() for block in blocks]
-
-    def chains(self) -> list[list[nn.Module]]:
-        return [self._blocks()["vision"], *self.language_model.chains()]
-
-    def checkpointing(self, mode: Mode) -> list[tuple[list[nn.Module], Mode]]:
-        return [(b, getattr(self.options, part).gradient_checkpointing or mode) for part, b in self._blocks().items()]
-
-    def lighter(self, dtype: str) -> dict[str, str]:
-        """Frozen matrices in the precision that they are computed in."""
-        found = {}
-        for part in _PREFIXES:
-            options = getattr(self.options, part)
-            kept = options.precision or dtype
-            if options.freeze and options.weights is None and kept != "fp32":
-                found |= {f"{part}.{key}": kept for key in ("precision", "weights") if not getattr(options, key)}
-        return found
-
-    def adapted(self) -> Model:
-        if self.options.language_model.lora is not None:
-            raise ConfigError("model.adapter: model.language_model.lora is an adapter already; leave one of them out")
-        return self.language_model
-
-    def lr_scale(self, name: str) -> float:
-        return self._part(name).lr_scale if name.partition(".")[0] in (*_PREFIXES, _QUERIES) else 1.0
-
-    def canonical_name(self, name: str) -> str:
-        part, _, rest = name.partition(".")
-        if part == _QUERIES:
-            return name
-        inner = self.language_model.canonical_name(rest) if part == "language_model" else rest
-        return _PREFIXES[part] + inner
-
-    @property
-    def head(self) -> Head:  # type: ignore[override]
-        """The language model's head."""
-        return self.language_model.head
-
-    @head.setter
-    def head(self, head: Head) -> None:
-        self.language_model.head = head
-
-    @property
-    def vocabulary_multiple(self) -> int:
-        return self.language_model.vocabulary_multiple
-
-    def tensor_parallel_plan(self) -> dict[str, str]:
-        """The language model's plan; the other parts are replicated."""
-        plan = self.language_model.tensor_parallel_plan()
-        return {_PREFIXES["language_model"] + key: style for key, style in plan.items()}
-
-    @property
-    def reads_across(self) -> bool:  # type: ignore[override]
-        return self.language_model.reads_across
-
-    def quantized(self) -> dict[str, Quantized]:
-        return {_PREFIXES["language_model"] + name: kept for name, kept in self.language_model.quantized().items()}
-
-    def logical_shape(self, name: str, shape: torch.Size) -> torch.Size:
-        inner = name.removeprefix(_PREFIXES["language_model"])
-        return shape if inner == name else self.language_model.logical_shape(inner, shape)
-
-    def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
-        """Initial values of timm, of transformers and of the language model for their parts."""
-        prefix = next((p for p in _PREFIXES.values() if name.startswith(p)), "")
-        inner = name.removeprefix(prefix)
-        if name == _QUERIES:
-            value.normal_(0.0, self.options.qformer.query_std, generator=rng)
-        elif prefix == _PREFIXES["vision"]:
-            vision.initialize(inner, value, rng, self.options.vision)
-        elif prefix == _PREFIXES["language_model"]:
-            self.language_model.initialize(inner, value, rng)
-        elif value.ndim > 1:
-            part = self.options.qformer if prefix == _PREFIXES["qformer"] else self.options.projector
-            value.normal_(0.0, part.initializer_range, generator=rng)
-        else:
-            value.fill_(0.0 if name.endswith("bias") else 1.0)
-
-    def pretrained_sources(self) -> list[Source]:
-        return weights.sources(self.folders, _PREFIXES, self.width, self.language_model)
-
-    # ---- life after training
-
-    def parts(self) -> dict[str, tuple[tuple[str, ...], Model | None]]:
-        models = {"language_model": self.language_model}
-        return {part: (weights.owned(part, _PREFIXES), models.get(part)) for part in _PREFIXES}
-
-    def merges(self) -> dict[str, Merge]:
-        """The language model's, of its adapters."""
-        prefix = _PREFIXES["language_model"]
-        return {
-            prefix + name: Merge(tuple(prefix + other for other in merge.others), merge.combine)
-            for name, merge in self.language_model.merges().items()
-        }
+        return [block for blocks in self.block_lists().values() for block in blocks]
 
     @property
     def vocab_size(self) -> int | None:
@@ -285,14 +198,110 @@ class Blip2Qwen(Model):
     def new_cache(self) -> Any:
         return self.language_model.new_cache()
 
+
+class _Structure(Structure):
+    model: Blip2Qwen
+
+    def chains(self) -> list[list[nn.Module]]:
+        return [self.model.block_lists()["vision"], *self.model.language_model.structure.chains()]
+
+    def checkpointing(self, mode: Mode) -> list[tuple[list[nn.Module], Mode]]:
+        options, lists = self.model.options, self.model.block_lists()
+        return [(blocks, getattr(options, part).gradient_checkpointing or mode) for part, blocks in lists.items()]
+
+    def lighter(self, dtype: str) -> dict[str, str]:
+        """Frozen matrices in the precision that they are computed in."""
+        found = {}
+        for part in _PREFIXES:
+            options = getattr(self.model.options, part)
+            kept = options.precision or dtype
+            if options.freeze and options.weights is None and kept != "fp32":
+                found |= {f"{part}.{key}": kept for key in ("precision", "weights") if not getattr(options, key)}
+        return found
+
+    def adapted(self) -> Model:
+        if self.model.options.language_model.lora is not None:
+            raise ConfigError("model.adapter: model.language_model.lora is an adapter already; leave one of them out")
+        return self.model.language_model
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """The language model's plan; the other parts are replicated."""
+        plan = self.model.language_model.structure.tensor_parallel_plan()
+        return {_PREFIXES["language_model"] + key: style for key, style in plan.items()}
+
+    @property
+    def reads_across(self) -> bool:  # type: ignore[override]
+        return self.model.language_model.structure.reads_across
+
+
+class _Weights(Weights):
+    model: Blip2Qwen
+
+    def __init__(self, model: Blip2Qwen) -> None:
+        super().__init__(model)
+        self.vocabulary_multiple = model.language_model.weights.vocabulary_multiple
+
+    def lr_scale(self, name: str) -> float:
+        return self.model.part(name).lr_scale if name.partition(".")[0] in (*_PREFIXES, _QUERIES) else 1.0
+
+    def canonical_name(self, name: str) -> str:
+        part, _, rest = name.partition(".")
+        if part == _QUERIES:
+            return name
+        inner = self.model.language_model.weights.canonical_name(rest) if part == "language_model" else rest
+        return _PREFIXES[part] + inner
+
+    def quantized(self) -> dict[str, Quantized]:
+        inner = self.model.language_model.weights.quantized()
+        return {_PREFIXES["language_model"] + name: kept for name, kept in inner.items()}
+
+    def logical_shape(self, name: str, shape: torch.Size) -> torch.Size:
+        inner = name.removeprefix(_PREFIXES["language_model"])
+        return shape if inner == name else self.model.language_model.weights.logical_shape(inner, shape)
+
+    def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
+        """Initial values of timm, of transformers and of the language model for their parts."""
+        prefix = next((p for p in _PREFIXES.values() if name.startswith(p)), "")
+        inner = name.removeprefix(prefix)
+        if name == _QUERIES:
+            value.normal_(0.0, self.model.options.qformer.query_std, generator=rng)
+        elif prefix == _PREFIXES["vision"]:
+            vision.initialize(inner, value, rng, self.model.options.vision)
+        elif prefix == _PREFIXES["language_model"]:
+            self.model.language_model.weights.initialize(inner, value, rng)
+        elif value.ndim > 1:
+            part = self.model.options.qformer if prefix == _PREFIXES["qformer"] else self.model.options.projector
+            value.normal_(0.0, part.initializer_range, generator=rng)
+        else:
+            value.fill_(0.0 if name.endswith("bias") else 1.0)
+
+    def sources(self) -> list[Source]:
+        return weights.sources(self.model.folders, _PREFIXES, self.model.width, self.model.language_model)
+
+
+class _Export(Export):
+    model: Blip2Qwen
+
+    def parts(self) -> dict[str, tuple[tuple[str, ...], Model | None]]:
+        models = {"language_model": self.model.language_model}
+        return {part: (weights.owned(part, _PREFIXES), models.get(part)) for part in _PREFIXES}
+
+    def merges(self) -> dict[str, Merge]:
+        """The language model's, of its adapters."""
+        prefix = _PREFIXES["language_model"]
+        return {
+            prefix + name: Merge(tuple(prefix + other for other in merge.others), merge.combine)
+            for name, merge in self.model.language_model.export.merges().items()
+        }
+
     def save_config(self, folder: Path) -> None:
-        write_json(folder / "config.json", {"arch": "blip2_qwen", **to_plain(self.options)})
+        write_json(folder / "config.json", {"arch": "blip2_qwen", **to_plain(self.model.options)})
 
     def save_parts(self, folder: Path, names: set[str], read: ReadParameter) -> None:
         """The language model's, of its adapters."""
         prefix = _PREFIXES["language_model"]
         own = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
-        self.language_model.save_parts(folder, own, lambda name: read(prefix + name))
+        self.model.language_model.export.save_parts(folder, own, lambda name: read(prefix + name))
 
 
 def _qformer_config(options: QFormer, encoder_width: int) -> Blip2QFormerConfig:

@@ -100,7 +100,7 @@ def sources(found: dict[str, Path], prefixes: dict[str, str], width: int, langua
             out.append(_under(prefixes[part], Source(found[part], place)))
         else:
             out.append(Source(found[part], _as_it_is, lambda name, names=names: name.startswith(names)))
-    out += [_under(prefixes["language_model"], source) for source in language.pretrained_sources()]
+    out += [_under(prefixes["language_model"], source) for source in language.weights.sources()]
     if (run := found.get("model")) is not None:
         trained, parts = open_weights(run).names("param"), tuple(out)
 

@@ -6,7 +6,8 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import deepspeed
@@ -18,8 +19,12 @@ from deepspeed.runtime.utils import combine_grad_norm_groups
 from torch import Tensor, nn
 
 from crosstrain import (
+    PLAIN,
     Batch,
+    Capabilities,
     ConfigError,
+    ForwardMode,
+    HeldState,
     Layout,
     MakeOptimizer,
     MatrixOptimizer,
@@ -30,6 +35,7 @@ from crosstrain import (
     Runner,
     RunOptions,
     StepResult,
+    UsedParameters,
     check_elementwise,
     create_state,
     flat_range_pieces,
@@ -56,11 +62,10 @@ class DeepSpeedRunner(Runner):
 
     Options = Options
 
-    needs_process_group = True
-    takes_quantized = False
-    takes_float8 = False
+    capabilities: ClassVar = Capabilities(needs_process_group=True, takes_quantized=False, takes_float8=False)
     engine: Any = None  # None: nothing is sharded, because stages below 3 shard nothing that evaluation needs
     partition: Partition | None = None  # None: this rank holds everything
+    _used: UsedParameters | None = None  # None: not watched
     half = False  # True: some parameters are gathered, or are, in bf16
 
     @classmethod
@@ -80,7 +85,7 @@ class DeepSpeedRunner(Runner):
                 "run.runner: offloading to nvme needs libaio, which is not here: apt-get install libaio-dev, or choose "
                 "device: cpu"
             )
-        if options.stage == 3 and model.reads_across:
+        if options.stage == 3 and model.structure.reads_across:
             raise ConfigError("run.runner.stage: parts of the model (dora) need whole weights; use stage 2 or fsdp")
         if options.param_dtype == "bf16" and not all(p.requires_grad for p in model.parameters()):
             raise ConfigError("run.runner.param_dtype: bf16 would round frozen parameters for good; use amp")
@@ -131,7 +136,7 @@ class DeepSpeedRunner(Runner):
             if self.options.stage > 0:
                 check_elementwise(make_optimizer)
             self._lower(model)
-            self.optimizer = self.bound(make_optimizer(model.named_parameters(), self.full_shape))
+            self.optimizer = self.held.bound(make_optimizer(model.named_parameters(), self.held.full_shape))
             plan = BatchPlan.of(self.run, self.dp.size)
             if self.options.nvme_paths and isinstance(self.optimizer, MatrixOptimizer):
                 name = self.run.optimizer.name
@@ -158,7 +163,7 @@ class DeepSpeedRunner(Runner):
         if self.optimizer is not None:
             self.partition.create_state() if self.partition else create_state(self.optimizer)
         if self.options.offloads_optimizer and self.optimizer is not None:
-            self.watch_use()
+            self._used = UsedParameters(model)
         if self.options.dump_state:
             log.info("deepspeed: configuration of the engine")
             for key, value in sorted(vars(self.engine._config).items()):
@@ -225,18 +230,19 @@ class DeepSpeedRunner(Runner):
         self.engine.set_gradient_accumulation_boundary(last)
         yield
 
-    def compute_loss(self, batch: Batch) -> Tensor:
-        return self.module(**batch)
+    def compute_loss(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
+        return self.module(**self.objective.inputs(batch, mode))
 
     def backward(self, loss: Tensor) -> None:
         if self.partition is not None:
             loss = loss / self.gradient_scale  # by which ZeRO multiplies it
         ours = patch("deepspeed.runtime.zero.stage3.reduce_scatter_coalesced", reduce_scatter)
-        self.used.clear()
+        if self._used is not None:
+            self._used.clear()
         with self.timers("backward"), ours if self._sends_half() else nullcontext():
             self.engine.backward(loss, scale_wrt_gas=False)
-        if self.options.offloads_optimizer:
-            self.check_all_used(
+        if self._used is not None:
+            self._used.check(
                 "and DeepSpeed would go on with an old gradient; multiply by zero what a batch does not need, or train "
                 "without offload_optimizer"
             )
@@ -294,24 +300,37 @@ class DeepSpeedRunner(Runner):
 
     # ---- what this rank holds
 
-    def full_shape(self, parameter: nn.Parameter) -> torch.Size:
-        return getattr(parameter, "ds_shape", parameter.shape)
-
-    def held(self, parameter: nn.Parameter) -> Tensor:
-        return self.partition.weight(parameter) if self.partition else super().held(parameter)
-
-    def held_state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        return self.partition.state(parameter) if self.partition else super().held_state(parameter)
-
-    def held_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        return self.partition.gradient(parameter) if self.partition else super().held_gradient(parameter)
-
-    def pieces(self, parameter: nn.Parameter, held: Tensor, shape: torch.Size) -> list[Piece]:
-        if self.partition is None:
-            return super().pieces(parameter, held, shape)
-        start = self.partition.start(parameter)
-        return flat_range_pieces(held, tuple(shape), start, tuple(self.full_shape(parameter)))
+    @cached_property
+    def held(self) -> HeldState:
+        return _ZeroState(self)
 
     def loaded(self) -> None:
         if self.partition is not None:
             self.partition.loaded()
+
+
+class _ZeroState(HeldState):
+    """The flat ranges that a rank holds under ZeRO; whole parameters where nothing is sharded."""
+
+    runner: DeepSpeedRunner
+
+    def full_shape(self, parameter: nn.Parameter) -> torch.Size:
+        return getattr(parameter, "ds_shape", parameter.shape)
+
+    def weight(self, parameter: nn.Parameter) -> Tensor:
+        partition = self.runner.partition
+        return partition.weight(parameter) if partition else super().weight(parameter)
+
+    def state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        partition = self.runner.partition
+        return partition.state(parameter) if partition else super().state(parameter)
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        partition = self.runner.partition
+        return partition.gradient(parameter) if partition else super().gradient(parameter)
+
+    def pieces(self, parameter: nn.Parameter, held: Tensor, shape: torch.Size) -> list[Piece]:
+        partition = self.runner.partition
+        if partition is None:
+            return super().pieces(parameter, held, shape)
+        return flat_range_pieces(held, tuple(shape), partition.start(parameter), tuple(self.full_shape(parameter)))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from crosstrain import ExpertParallel, Layout, Model, PlanContext, Sizes
+from crosstrain import ExpertParallel, Head, Layout, Model, PlanContext, Sizes
 from crosstrain.engine.footprint import fully_sharded, replicated, scattered, share, with_experts
 from crosstrain.modeling.context import Context
 
@@ -47,9 +47,6 @@ class _Head(ParallelHead):
         super().__init__(tensor)
         self.mesh = mesh
 
-    def __deepcopy__(self, memo: Any) -> _Head:
-        return self
-
     def __call__(self, hidden: Tensor, weight: Tensor, *more: Any, **named: Any) -> Tensor:
         slices = DTensor.from_local(weight, self.mesh, [Shard(0)], run_check=False)
         return super().__call__(hidden, slices, *more, **named)
@@ -60,7 +57,7 @@ def _layout(
 ) -> Layout:
     model, stages = copy.deepcopy(at.model), options.stages
     cuts: dict[str, ShardSpec] = {}
-    mine, hidden = stages_of(rank, options), 0
+    mine, hidden, head = stages_of(rank, options), 0, Head()
     is_first, is_last = 0 in mine, stages - 1 in mine
     if (experts := options.expert_parallel) > 1:
         ExpertParallel(dist.new_group(list(range(experts)))).shard(model)
@@ -69,11 +66,8 @@ def _layout(
         plan = resolve(model, options.plan)
         cuts = shard_model(model, plan, tensor, mesh)
         tensor.has_dropout = False  # tensors have no values, so nothing is drawn
-        head = model.head
         _plain(model)
-        if cuts and "vocabulary" in plan.modules.values():
-            head = _Head(tensor, mesh)
-        model.head = head
+        head = _Head(tensor, mesh) if "vocabulary" in plan.modules.values() else ParallelHead(tensor)
     first, last = model.blocks()[0], model.blocks()[-1]
     if stages > 1:
         ends, blocks = ends_of(model, "pipeline_parallel"), model.blocks()
@@ -86,11 +80,11 @@ def _layout(
         hidden = rows * length // parts * width_of(model, ends) * 4
         replace_modules(model, stubs(model, ends, here, is_first, is_last, counts=True))
         if not is_last:
-            model.head = StubHead(tensor)
+            head = StubHead(tensor)
         if not is_first:
             first.register_forward_pre_hook(_receive(parts), prepend=True)
     if tensor is not None and options.sequence_parallel:
-        for routers in model.all_routers():
+        for routers in model.structure.routers():
             routers.parts = Context(tensor.group)
         if is_first:
             first.register_forward_pre_hook(lambda _, x: (tensor.split_sequence(x[0]), *x[1:]), prepend=True)
@@ -101,7 +95,7 @@ def _layout(
     out = with_experts(model, at.replicas, experts, lambda sizes, copies: _owned(options, at, sizes, copies))
     full = {name: math.prod(cut.full) for name, cut in cuts.items()}
     out.whole = sum(full.get(name, p.numel()) for name, p in at.model.named_parameters())
-    out.model = model if tensor is not None or stages > 1 or experts > 1 else None
+    out.head, out.model = head, model if tensor is not None or stages > 1 or experts > 1 else None
     if out.model is not None:
         cut = options.tensor_parallel, experts, options.sequence_parallel, options.plan
         out.computes = repr((*cut, mine, stages, options.pipeline_layers))

@@ -6,16 +6,15 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from crosstrain import ConfigError, ContextOptions, OptionError, PositiveInt, Text
+from crosstrain import ConfigError, ExpertOptions, OptionError, PositiveInt, Text
 
 
 @dataclass
-class Options(ContextOptions):
+class Options(ExpertOptions):
     """Options of `run.runner` for megatron."""
 
     tensor_parallel: PositiveInt = 1  # ranks that share every block: each holds a part of its matrices
     pipeline_parallel: PositiveInt = 1  # ranks that share the blocks, each with stages: runs of consecutive blocks
-    expert_parallel: PositiveInt = 1  # data-parallel copies that share the experts: each holds some of them
     data_parallel: PositiveInt | Literal["auto"] = "auto"  # copies of all that; auto: what the number of ranks allows
     sequence_parallel: bool = False  # between the matrices, tensor-parallel ranks share the sequence too
     data_parallel_style: Literal["allreduce", "zero1", "fsdp"] | None = None  # None: allreduce; with offload fsdp
@@ -56,6 +55,18 @@ class Options(ContextOptions):
     def splits_backward(self) -> bool:
         """True for schedules that compute the gradients of weights later than those of inputs."""
         return self.pipeline_schedule in ("zero_bubble", "zbv")
+
+    def mesh_shape(self, world_size: int) -> tuple[int, int, int]:
+        """Ranks along the dimensions pipeline, data and tensor of the mesh."""
+        copies = self.copies(world_size) * self.context_parallel
+        return self.pipeline_parallel, copies, self.tensor_parallel
+
+    def replicas(self, world_size: int) -> list[list[int]]:
+        _, copies, tensor = self.mesh_shape(world_size)
+        return [
+            [*range(stage + rank, stage + copies * tensor, tensor)]
+            for stage in range(0, world_size, copies * tensor) for rank in range(tensor)
+        ]  # fmt: skip
 
     def copies(self, world_size: int) -> int:
         """Number of data-parallel copies on `world_size` ranks. Raises ConfigError where the layout does not fit."""

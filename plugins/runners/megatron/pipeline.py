@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,13 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from transformers import Cache
 
-from crosstrain import Batch, Group, Model, Timers
+from crosstrain import PLAIN, Group, Head, Model, Timers
 
 from .options import Options
 from .pipeline_stages import StubHead, replace_modules
 from .rng_tracker import RngTracker
 from .schedules import make_schedule, rank_of
 from .tensor_parallel import TensorParallel
+
+Inputs = dict[str, Any]  # arguments of the model's forward
 
 
 class Stage(nn.Module):
@@ -31,16 +34,17 @@ class Stage(nn.Module):
     def __init__(
         self, model: Model, number: int, count: int, stubs: dict[str, nn.Module], rng: RngTracker,
         tensor: TensorParallel | None, autocast: Callable[[], AbstractContextManager[Any]], timers: Timers,
+        head: Head,
     ) -> None:  # fmt: skip
         super().__init__()
         self.model, self.number, self.rng, self.autocast, self.timers = model, number, rng, autocast, timers
         self.is_first, self.is_last = number == 0, number == count - 1
-        self.head = model.head if self.is_last else StubHead(tensor)
+        self.head = head if self.is_last else StubHead(tensor)
         self._stubs = stubs  # of this rank's other stages, by name
         self.received: Tensor | None = None
         self.length = 0  # of what goes between stages
         self.part = 1  # ranks that share a sequence between blocks
-        self.batch: Callable[[int], Batch]  # the micro batch of a number; on the first stage, seeds for it
+        self.batch: Callable[[int], Inputs]  # the micro batch of a number; on the first stage, seeds for it
         self.before_backward: Callable[[bool], None]  # is told if it is the step's last
 
     def forward(self, *received: Tensor, number: int) -> Tensor | tuple[Tensor, Tensor]:
@@ -58,21 +62,20 @@ class Stage(nn.Module):
             out = nn.functional.pad(out, (0, 0, 0, self.length - out.shape[1]))
             return out, self.rng.state().to(out.device)
 
-    def tokens(self, batch: Batch) -> int:
+    def tokens(self, batch: Inputs) -> int:
         """Tokens of a row that the ranks of this stage that share blocks compute."""
         context, length = self.model.context, batch["input_ids"].shape[1]
         return length if context is None or "labels" not in batch else context.share(length)
 
-    def compute(self, batch: Batch) -> Tensor:
+    def compute(self, inputs: Inputs) -> Tensor:
         """The model's forward, without this rank's other stages."""
-        before, head = replace_modules(self.model, self._stubs), self.model.head
-        self.model.head = self.head
+        before = replace_modules(self.model, self._stubs)
         try:
             with self.autocast():
-                return self.model(**batch)
+                return self.model(**inputs | {"mode": replace(inputs.get("mode", PLAIN), head=self.head)})
         finally:
             replace_modules(self.model, before)
-            self.model.head, self.received = head, None
+            self.received = None
 
     def take_received(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Hook before this stage's first block: replace the stubs' output by the received hidden states."""
@@ -109,7 +112,7 @@ class Pipeline:
         self._weight = 0.0
 
     def train(
-        self, shape: tuple[int, int], count: int, batch: Callable[[int], Batch], weight: float,
+        self, shape: tuple[int, int], count: int, batch: Callable[[int], Inputs], weight: float,
         last: Callable[[bool], None],
     ) -> Tensor:  # fmt: skip
         """Forward and backward of `count` micro batches with hidden states of `shape` [batch, length].
@@ -153,7 +156,7 @@ class Pipeline:
             self._schedules[*shape, count] = make_schedule(name, stages, count, loss_fn=loss, scale_grads=False)
         return self._schedules[*shape, count]
 
-    def evaluate(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Inputs) -> Tensor:
         """The model's output for a batch, on every rank of the pipeline."""
         group, mine = self.group.process_group, {stage.number: stage for stage in self.stages}
         out = torch.empty(0, device=self.device)

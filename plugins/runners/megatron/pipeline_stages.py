@@ -93,7 +93,7 @@ def spread(blocks: int, stages: int, given: list[int] | None) -> list[range]:
 
 def ends_of(model: Model, key: str) -> Ends:
     """The model's ends. Raises ConfigError, which names the option `key`, for a model that does not define them."""
-    ends = model.ends()
+    ends = model.structure.ends()
     if ends is None:
         raise ConfigError(
             f"run.runner.{key}: {type(model).__name__} does not say what runs before and after its blocks, or its head "

@@ -41,8 +41,8 @@ def resolve(model: Model, over: dict[str, str]) -> Resolved:
 
     Raises ConfigError for a pattern or style that fits nothing.
     """
-    plan = model.tensor_parallel_plan() | over
-    own = {model.canonical_name(name): name for name, _ in model.named_parameters()}
+    plan = model.structure.tensor_parallel_plan() | over
+    own = {model.weights.canonical_name(name): name for name, _ in model.named_parameters()}
     resolved, users = Resolved(), dict[str, None]()  # modules that use what `over` cuts
     for pattern, style in plan.items():
         if style not in STYLES:
@@ -86,7 +86,7 @@ def shard_specs(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str]
         value = getattr(model.get_submodule(module_name), attribute)
         common = math.gcd(common, value)
         if value % size:
-            name = model.canonical_name(module_name)
+            name = model.weights.canonical_name(module_name)
             problem = problem or f"{name}.{attribute}, which is {value}, cannot be divided by {size} ranks"
     for module_name, style in plan.modules.items():
         owner = model.get_submodule(module_name)
@@ -111,7 +111,7 @@ def shard_specs(model: Model, plan: Resolved, size: int) -> dict[tuple[str, str]
             common = math.gcd(common, 1 if rest else units)
             if rest or units % size:
                 problem = problem or (
-                    f"{model.canonical_name(f'{module_name}.{attribute}')} of shape {shape} cannot be cut "
+                    f"{model.weights.canonical_name(f'{module_name}.{attribute}')} of shape {shape} cannot be cut "
                     f"{style}-wise for {size} ranks, because {CUT_STYLES[style]} are {units} x {unit}"
                 )
             elif not problem:
@@ -127,10 +127,10 @@ def _check_heads(model: Model, user: str, plan: Resolved) -> None:
     for attribute, value in vars(model.get_submodule(user)).items():
         is_number = type(value) is int and value > 1 and _HEADS.fullmatch(attribute)
         if is_number and (user, attribute) not in plan.attributes:
-            pattern = re.sub(r"\.\d+\.", ".*.", f"{model.canonical_name(user)}.{attribute}")
+            pattern = re.sub(r"\.\d+\.", ".*.", f"{model.weights.canonical_name(user)}.{attribute}")
             raise ConfigError(
-                f"run.runner.plan: {model.canonical_name(user)}.{attribute} is {value}, and a rank has a part of the "
-                f"heads; add {pattern}: divide"
+                f"run.runner.plan: {model.weights.canonical_name(user)}.{attribute} is {value}, and a rank has a part "
+                f"of the heads; add {pattern}: divide"
             )
 
 
@@ -146,8 +146,8 @@ def user_of(model: Model, name: str) -> str:
 def _padded_rows(model: Model, parameter: nn.Parameter, ranks: int) -> int:
     """Rows of a vocabulary, padded so that every rank gets the same multiple of rows."""
     name = next(name for name, p in model.named_parameters() if p is parameter)
-    multiple = model.vocabulary_multiple * ranks
-    return -(-model.logical_shape(model.canonical_name(name), parameter.shape)[0] // multiple) * multiple
+    weights, multiple = model.weights, model.weights.vocabulary_multiple * ranks
+    return -(-weights.logical_shape(weights.canonical_name(name), parameter.shape)[0] // multiple) * multiple
 
 
 def _example(model: Model) -> str:
@@ -157,7 +157,7 @@ def _example(model: Model) -> str:
         if module in block and isinstance(module, (nn.Linear, Conv1D)):
             rows, columns = module.weight.shape[:: -1 if isinstance(module, Conv1D) else 1]
             style = "column" if rows > columns else "row"
-            pattern = re.sub(r"\.\d+\.", ".*.", model.canonical_name(name))
+            pattern = re.sub(r"\.\d+\.", ".*.", model.weights.canonical_name(name))
             found[style] = max(found.get(style, (0, "")), (rows * columns, pattern), key=itemgetter(0))
     sizes = [size for size, _ in found.values()]
     if len(sizes) < 2 or sizes[0] != sizes[1]:  # no MLP, and shapes alone do not tell the roles
@@ -174,18 +174,18 @@ def _stays_whole(model: Model, name: str, style: str) -> bool:
 def _check_module(model: Model, name: str, style: str) -> None:
     module: Any = model.get_submodule(_owner(name))
     if style == "experts":
-        if module not in model.experts().values() or module.has_bias or not module.is_concatenated:
+        if module not in model.structure.experts().values() or module.has_bias or not module.is_concatenated:
             raise ConfigError(
-                f"run.runner.plan: {model.canonical_name(name)} belongs to a {type(module).__name__}, and the style "
-                f"experts is for stacked experts without biases, whose gates and inputs lie one after the other"
+                f"run.runner.plan: {model.weights.canonical_name(name)} belongs to a {type(module).__name__}, and the "
+                f"style experts is for stacked experts without biases, whose gates and inputs lie one after the other"
             )
         return
     known = (nn.Embedding, nn.Linear) if style == "vocabulary" else (nn.Linear, Conv1D)
     if type(module).forward not in [kind.forward for kind in known]:
         kinds = " and ".join(f"torch's {kind.__name__}" if kind is not Conv1D else "Conv1D" for kind in known)
         raise ConfigError(
-            f"run.runner.plan: {model.canonical_name(name)} belongs to a {type(module).__name__}, and the style "
-            f"{style} is for {kinds}"
+            f"run.runner.plan: {model.weights.canonical_name(name)} belongs to a {type(module).__name__}, and the "
+            f"style {style} is for {kinds}"
         )
 
 
@@ -194,7 +194,7 @@ def _attributes(model: Model, pattern: str) -> Iterator[tuple[str, str]]:
     path, _, attribute = pattern.rpartition(".")
     for own, module in model.named_modules():
         value = vars(module).get(attribute)
-        if type(value) is int and fnmatchcase(model.canonical_name(own), path):
+        if type(value) is int and fnmatchcase(model.weights.canonical_name(own), path):
             yield own, attribute
 
 

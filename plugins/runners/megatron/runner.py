@@ -1,8 +1,12 @@
 """The megatron runner."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -10,10 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from crosstrain import (
+    PLAIN,
     Batch,
+    Capabilities,
     ConfigError,
     ExpertParallel,
+    ForwardMode,
     Group,
+    Head,
+    HeldState,
     Layout,
     MakeOptimizer,
     MicroBatch,
@@ -29,6 +38,8 @@ from crosstrain import (
     materialize,
     parameters_on_meta,
     registry,
+    seed_dropout,
+    to_device,
     without_padding,
 )
 from crosstrain.modeling.context import Context
@@ -53,6 +64,17 @@ from .schedules import rank_of, stages_of
 from .shard_model import shard_model
 from .shard_spec import ShardSpec
 from .tensor_parallel import TensorParallel, local
+from .vocabulary import ParallelHead
+
+
+@dataclass
+class _Cut:
+    """Parameters of a model, by its own names, of which a rank has a part."""
+
+    shapes: dict[str, torch.Size]  # of all parameters, before they were cut
+    summed: set[str]  # whole ones of which each tensor-parallel rank sees a part of the use
+    experts: set[str] = field(default_factory=set)  # stacks of which it has some experts
+    specs: dict[str, ShardSpec] = field(default_factory=dict)  # of its slices
 
 
 @registry.register_runner("megatron")
@@ -67,12 +89,12 @@ class MegatronRunner(Runner):
 
     Options = Options
 
-    needs_process_group = True
-    takes_quantized = False
-    takes_float8 = False
-    cuts_models = True
+    capabilities: ClassVar = Capabilities(
+        needs_process_group=True, takes_quantized=False, takes_float8=False, cuts_models=True
+    )
     pipeline: Pipeline | None = None
     tensor: TensorParallel | None = None
+    head: Head = PLAIN.head
 
     @classmethod
     def data_parallel_size(cls, options: Options, world_size: int) -> int:
@@ -90,12 +112,12 @@ class MegatronRunner(Runner):
     def check_model(cls, options: Options, model: Model) -> None:
         super().check_model(options, model)
         plan = resolve(model, options.plan)
-        if options.tensor_parallel > 1 and model.reads_across:
+        if options.tensor_parallel > 1 and model.structure.reads_across:
             raise ConfigError("run.runner.tensor_parallel: parts of the model (dora) need whole weights; leave it out")
         if options.tensor_parallel > 1:
             shard_specs(model, plan, options.tensor_parallel)
             if options.context_parallel > 1:
-                model.check_context(options.tensor_parallel * options.context_parallel)
+                model.structure.check_context(options.tensor_parallel * options.context_parallel)
         if options.sequence_parallel:
             ends_of(model, "sequence_parallel")
         if options.pipeline_parallel > 1:
@@ -109,7 +131,8 @@ class MegatronRunner(Runner):
     def setup(self) -> None:
         options: Options = self.options
         super().setup()
-        self.mesh = init_device_mesh(self.device.type, self._shape(), mesh_dim_names=("pipeline", "data", "tensor"))
+        shape = options.mesh_shape(self.world.size)
+        self.mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("pipeline", "data", "tensor"))
         if (ranks := options.expert_parallel) > 1:
             sizes = self.mesh["data"].size() // ranks, ranks
             self.expert_mesh = self.mesh._unflatten("data", sizes, ("expert_data", "expert"))
@@ -125,14 +148,6 @@ class MegatronRunner(Runner):
             ends = [[int(column[0]), int(column[-1])] for column in self.mesh.mesh.flatten(1).T]
             self.tied_group, _ = dist.new_subgroups_by_enumeration(ends)
 
-    def _shape(self) -> tuple[int, int, int]:
-        options, size = self.options, self.world.size
-        copies = options.copies(size) * options.context_parallel
-        return options.pipeline_parallel, copies, options.tensor_parallel
-
-    def replicas(self) -> list[list[int]]:
-        return torch.arange(self.world.size).view(self._shape()).mT.flatten(0, 1).tolist()
-
     # ---- building
 
     def construct(self, make_model: Callable[[], Model]) -> Model:
@@ -140,52 +155,57 @@ class MegatronRunner(Runner):
             return make_model()
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer | None) -> None:
+        """Leave this rank's part of the model, give it memory, and let its strategies own the parameters.
+
+        Each step needs the ones before: stages are cut from sliced blocks, a strategy depends on the size of what is
+        left, and only then is there memory whose parts can be owned.
+        """
         self.model = self.module = model
-        shapes = {name: p.shape for name, p in model.named_parameters()}
-        plan = resolve(model, self.options.plan)
-        experts = set[str]()
-        if self.options.expert_parallel > 1:
-            experts = ExpertParallel(self.expert_mesh.get_group("expert")).shard(model)
-        cuts: dict[str, ShardSpec] = {}
-        if self.tensor is not None:
-            cuts = shard_model(model, plan, self.tensor, self.mesh["tensor"])
-        summed = plan.summed | self._on_split_sequences(model, cuts)
-        for routers in model.all_routers() if self.options.sequence_parallel and self.tensor else []:
-            routers.parts = Context(self.tensor.group)
+        cut = self._cut(model)
         tied = self._keep_own_stage(model)
-        self.data_parallel = self._choose_strategy(model)
-        of_experts, self.strategies = self.data_parallel, [self.data_parallel]
-        if experts:
-            of_experts = self.data_parallel.over(Group(self.expert_mesh.get_group("expert_data")))
-            self.strategies.append(of_experts)
-        materialize(model, torch.device("cpu") if self.offloads else self.device)
+        materialize(model, self._choose_strategies(model))
         self._hook_blocks(model)
-        self.shares: dict[nn.Parameter, Share] = {}
-        for name, parameter in model.named_parameters():
-            places, cut = list[tuple[ShardSpec, int]](), cuts.get(name)
-            if cut is not None and self.tensor is not None:
-                places.append((cut, self.tensor.rank))
-            if name in experts:
-                full = ShardSpec(tuple(shapes[name]), 0, self.options.expert_parallel)
-                places.append((full, self.expert_mesh.get_local_rank("expert")))
-            strategy = of_experts if name in experts else self.data_parallel
-            owned, start = strategy.own(parameter)
-            weight = 1.0 if cut else 1 / self.options.tensor_parallel
-            if type(strategy) is DDPStrategy:
-                weight /= strategy.group.size
-            if name in tied and self.stages.rank > 0:
-                weight = 0.0  # the first stage's counts
-            self.shares[parameter] = Share(
-                name, parameter, shapes[name], places, nn.Parameter(owned, requires_grad=parameter.requires_grad),
-                weight, name in summed and not cut, strategy, start,
-            )  # fmt: skip
-        self.by_owned = {share.owned: share for share in self.shares.values()}
+        self.shares = {p: self._share(name, p, cut, name in tied) for name, p in model.named_parameters()}
         self.tied = [share for share in self.shares.values() if share.name in tied and share.parameter.requires_grad]
         for strategy in self.strategies:
             strategy.watch([share for share in self.shares.values() if share.strategy is strategy])
-        if make_optimizer is not None and (cuts or experts or type(self.data_parallel) is not DDPStrategy):
+        if make_optimizer is not None and (cut.specs or cut.experts or type(self.data_parallel) is not DDPStrategy):
             check_elementwise(make_optimizer)
-        self.build_optimizer(make_optimizer)
+        self.held.build_optimizer(make_optimizer)
+
+    def _cut(self, model: Model) -> _Cut:
+        """Replace parameters by this rank's slices and experts."""
+        plan = resolve(model, self.options.plan)
+        cut = _Cut({name: p.shape for name, p in model.named_parameters()}, plan.summed)
+        if self.options.expert_parallel > 1:
+            cut.experts = ExpertParallel(self.expert_mesh.get_group("expert")).shard(model)
+        if self.tensor is not None:
+            cut.specs = shard_model(model, plan, self.tensor, self.mesh["tensor"])
+            self.head = ParallelHead(self.tensor)
+        cut.summed |= self._on_split_sequences(model, cut.specs)
+        for routers in model.structure.routers() if self.options.sequence_parallel and self.tensor else []:
+            routers.parts = Context(self.tensor.group)
+        return cut
+
+    def _share(self, name: str, parameter: nn.Parameter, cut: _Cut, tied: bool) -> Share:
+        """The part of a parameter that this rank updates."""
+        spec, places = cut.specs.get(name), list[tuple[ShardSpec, int]]()
+        if spec is not None and self.tensor is not None:
+            places.append((spec, self.tensor.rank))
+        if name in cut.experts:
+            full = ShardSpec(tuple(cut.shapes[name]), 0, self.options.expert_parallel)
+            places.append((full, self.expert_mesh.get_local_rank("expert")))
+        strategy = self.strategies[-1] if name in cut.experts else self.data_parallel
+        owned, start = strategy.own(parameter)
+        weight = 1.0 if spec else 1 / self.options.tensor_parallel
+        if type(strategy) is DDPStrategy:
+            weight /= strategy.group.size
+        if tied and self.stages.rank > 0:
+            weight = 0.0  # the first stage's counts
+        return Share(
+            name, parameter, cut.shapes[name], places, nn.Parameter(owned, requires_grad=parameter.requires_grad),
+            weight, name in cut.summed and not spec, strategy, start,
+        )  # fmt: skip
 
     def _on_split_sequences(self, model: Model, cuts: dict[str, ShardSpec]) -> set[str]:
         """Names of the parameters that are applied to a part of the sequence on each rank."""
@@ -210,22 +230,29 @@ class MegatronRunner(Runner):
         replace_modules(model, stubs(model, ends, here, 0 in mine, last in mine, counts=True))
         self.spans = [(blocks[ranges[stage][0]], blocks[ranges[stage][-1]]) for stage in mine]
         others = {stage: stubs(model, ends, ranges[stage], stage == 0, stage == last, counts=False) for stage in mine}
-        more = self.rng, self.tensor, self.precision.autocast, self.timers
+        more = self.rng, self.tensor, self.precision.autocast, self.timers, self.head
         stages = [Stage(model, stage, options.stages, others[stage], *more) for stage in mine]
         self.pipeline = Pipeline(stages, self.stages, options, width, self.device)
         return tied if rank_of(last, options) > 0 else set()
 
-    def _choose_strategy(self, model: Model) -> DDPStrategy:
-        style = self.options.data_parallel_style
-        self.offloads = self.options.offload == "cpu"
-        if self.options.offload == "auto" and self.device.type == "cuda" and style in (None, "fsdp"):
+    def _choose_strategies(self, model: Model) -> torch.device:
+        """Choose how gradients are exchanged, those of experts last; returns the place of the parameters."""
+        options, style = self.options, self.options.data_parallel_style
+        offloads = options.offload == "cpu"
+        if options.offload == "auto" and self.device.type == "cuda" and style in (None, "fsdp"):
             numel = sum(local(p).numel() for p in model.parameters()) // (self.copies.size if style == "fsdp" else 1)
-            self.offloads = needs_host_memory(numel, free_memory(self.device))
-        if style == "fsdp" or self.offloads:
-            experts = self.expert_mesh["expert_data"] if self.options.expert_parallel > 1 else None
-            shard_parameters(model, self.mesh["data"], experts, self.offloads)
-            return FSDPStrategy(self.copies, model)
-        return (ZeRO1Strategy if style == "zero1" else DDPStrategy)(self.copies, self.options.bucket_mb)
+            offloads = needs_host_memory(numel, free_memory(self.device))
+        experts = self.expert_mesh["expert_data"] if options.expert_parallel > 1 else None
+        if style == "fsdp" or offloads:
+            shard_parameters(model, self.mesh["data"], experts, offloads)
+            self.data_parallel: DDPStrategy = FSDPStrategy(self.copies, model)
+        else:
+            kind = ZeRO1Strategy if style == "zero1" else DDPStrategy
+            self.data_parallel = kind(self.copies, options.bucket_mb)
+        self.strategies = [self.data_parallel]
+        if experts is not None:
+            self.strategies.append(self.data_parallel.over(Group(experts.get_group())))
+        return torch.device("cpu") if offloads else self.device
 
     def _hook_blocks(self, model: Model) -> None:
         """Hook the first and last blocks of this rank's stages; ahead of FSDP's own pre-hook, which looks at inputs."""
@@ -241,17 +268,6 @@ class MegatronRunner(Runner):
                 if closing and (stage is None or stage.is_last):
                     last = model.get_submodule(closing[-1])
                 last.register_forward_hook(split.set_aside)
-
-    def copies_group(self) -> Group:
-        if self.stages.size == 1:
-            return self.world
-        return Group(dist.new_subgroups(self.world.size // self.stages.size)[0])  # a stage's ranks are consecutive
-
-    def owned_parameters(self) -> NamedParameters:
-        owned = [(share.name, share.owned) for share in self.shares.values() if share.owned.numel()]
-        if not any(parameter.requires_grad for _, parameter in owned):  # a frozen stage; optimizers want something
-            owned.append(("nothing", nn.Parameter(torch.empty(0, device=self.device))))
-        return owned
 
     # ---- training
 
@@ -272,8 +288,8 @@ class MegatronRunner(Runner):
 
     def _through_pipeline(self, pipeline: Pipeline, micro_batches: list[MicroBatch], num_targets: int) -> float:
         def batch(number: int) -> Batch:
-            self.seed_for(micro_batches[number])
-            return self.to_device(micro_batches[number].data)
+            seed_dropout(self, micro_batches[number])
+            return self.objective.inputs(to_device(micro_batches[number].data, self.device))
 
         part = self.tensor.size if self.tensor is not None and self.tensor.splits_sequence else 1
         for stage in pipeline.stages:
@@ -285,6 +301,9 @@ class MegatronRunner(Runner):
         mine = losses.sum().item() / (self.options.tensor_parallel * self.context.size)  # whose ranks all have it
         with self.timers("allreduce"):
             return self.world.all_reduce_sum(mine)[0] / num_targets
+
+    def compute_loss(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
+        return super().compute_loss(batch, replace(mode, head=self.head))
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         self._before_backward(last)
@@ -331,34 +350,61 @@ class MegatronRunner(Runner):
             if isinstance(self.data_parallel, FSDPStrategy):
                 self.data_parallel.reshard()
 
-    def evaluate(self, batch: Batch) -> Tensor:
+    def evaluate(self, batch: Batch, mode: ForwardMode = PLAIN) -> Tensor:
         if self.pipeline is None:
-            return super().evaluate(batch)
+            return super().evaluate(batch, replace(mode, head=self.head))
         assert self.model.vocab_size is not None
-        return self.pipeline.evaluate(self.to_device(batch))
+        return self.pipeline.evaluate(self.objective.inputs(to_device(batch, self.device), mode))
 
     # ---- what this rank holds
 
-    def full_shape(self, parameter: nn.Parameter) -> torch.Size:
-        share = self.shares.get(parameter) or self.by_owned.get(parameter)
-        return share.shape if share else parameter.shape  # of a frozen stage's nothing
-
-    def held(self, parameter: nn.Parameter) -> Tensor:
-        share = self.shares[parameter]
-        if isinstance(self.data_parallel, FSDPStrategy):
-            return local(parameter.detach())
-        return share.owned.detach()
-
-    def held_state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        return self.optimizer.state.get(self.shares[parameter].owned, {}) if self.optimizer else {}
-
-    def held_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        return self.shares[parameter].owned.grad
-
-    def pieces(self, parameter: nn.Parameter, held: Tensor, shape: torch.Size) -> list[Piece]:
-        return without_padding(self.shares[parameter].pieces(held), tuple(shape))
+    @cached_property
+    def held(self) -> HeldState:
+        return _SharesState(self)
 
     def loaded(self) -> None:
         with torch.no_grad():
             for strategy in self.strategies:
                 strategy.sync_params()
+
+
+class _SharesState(HeldState):
+    """The shares that a rank updates: parts of parameters, by the runner's layout."""
+
+    runner: MegatronRunner
+
+    def full_shape(self, parameter: nn.Parameter) -> torch.Size:
+        share = self.runner.shares.get(parameter) or self._by_owned.get(parameter)
+        return share.shape if share else parameter.shape  # of a frozen stage's nothing
+
+    @cached_property
+    def _by_owned(self) -> dict[nn.Parameter, Share]:
+        return {share.owned: share for share in self.runner.shares.values()}
+
+    def weight(self, parameter: nn.Parameter) -> Tensor:
+        share = self.runner.shares[parameter]
+        if isinstance(self.runner.data_parallel, FSDPStrategy):
+            return local(parameter.detach())
+        return share.owned.detach()
+
+    def state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        optimizer = self.runner.optimizer
+        return optimizer.state.get(self.runner.shares[parameter].owned, {}) if optimizer else {}
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        return self.runner.shares[parameter].owned.grad
+
+    def pieces(self, parameter: nn.Parameter, held: Tensor, shape: torch.Size) -> list[Piece]:
+        return without_padding(self.runner.shares[parameter].pieces(held), tuple(shape))
+
+    def copies(self) -> Group:
+        stages, world = self.runner.stages.size, self.runner.world
+        if stages == 1:
+            return world
+        return Group(dist.new_subgroups(world.size // stages)[0])  # a stage's ranks are consecutive
+
+    def trained(self) -> NamedParameters:
+        owned = [(share.name, share.owned) for share in self.runner.shares.values() if share.owned.numel()]
+        if not any(parameter.requires_grad for _, parameter in owned):  # a frozen stage; optimizers want something
+            owned.append(("nothing", nn.Parameter(torch.empty(0, device=self.runner.device))))
+        return owned

@@ -10,7 +10,6 @@ from crosstrain import Model
 from .plan import Resolved, shard_specs
 from .shard_spec import ShardSpec
 from .tensor_parallel import TensorParallel, compute_with_slices
-from .vocabulary import ParallelHead
 
 
 def shard_model(model: Model, plan: Resolved, tensor: TensorParallel, mesh: DeviceMesh) -> dict[str, ShardSpec]:
@@ -30,7 +29,6 @@ def shard_model(model: Model, plan: Resolved, tensor: TensorParallel, mesh: Devi
         owner = model.get_submodule(module_name)
         setattr(owner, attribute, getattr(owner, attribute) // tensor.size)
     compute_with_slices(model, plan.modules, tensor)
-    model.head = ParallelHead(tensor)
     return cuts
 
 

@@ -160,7 +160,11 @@ def _embed(tensor: TensorParallel, module: nn.Embedding, ids: Tensor) -> Tensor:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """True if a module has a rate of dropout, or a number by such a name, above zero."""
+    """True if a module has a rate of dropout, or a number by such a name, above zero.
+
+    transformers' attention keeps its rate in a number. One too many is found at no harm: a fork from which nothing is
+    drawn leaves the random numbers as they are (`RngTracker.leave`), and costs a copy of the generator's state.
+    """
     rates = [m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
     rates += [value for m in model.modules() for name, value in vars(m).items() if "drop" in name.lower()]
     return any(isinstance(rate, float | int) and rate > 0 for rate in rates)

@@ -7,8 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from crosstrain import Head, Logits, token_cross_entropy
-from crosstrain.modeling.cross_entropy import PLAIN
+from crosstrain import ForwardMode, Head, Logits, token_cross_entropy
 
 from .tensor_parallel import TensorParallel, local
 
@@ -20,17 +19,18 @@ class ParallelHead(Head):
         self.tensor = tensor
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor | None, labels: Tensor | None, vocab_size: int, logits: Logits = PLAIN
-    ) -> Tensor:
+        self, hidden: Tensor, weight: Tensor | None, labels: Tensor | None, vocab_size: int, logits: Logits,
+        mode: ForwardMode,
+    ) -> Tensor:  # fmt: skip
         hidden = self.tensor.taken(hidden)
         if not isinstance(weight, DTensor):
-            return super().__call__(self.tensor.whole_sequence(hidden), weight, labels, vocab_size, logits)
+            return super().__call__(self.tensor.whole_sequence(hidden), weight, labels, vocab_size, logits, mode)
         if logits.bias is not None:
             logits = replace(logits, bias=local(logits.bias))
         if labels is not None:
             return token_cross_entropy(
                 self.tensor.enter(hidden), local(weight), labels, vocab_size=vocab_size, group=self.tensor.group,
-                logits=logits, traced_rows=self.traced_rows, reduce=self.reduce, hits=self.hits,
+                logits=logits, **mode.of_loss(),
             )  # fmt: skip
         mine = torch.nn.functional.linear(hidden[:, -1], local(weight)).float()
         logits.apply_(mine)

@@ -1,0 +1,23 @@
+"""Parameters that took part in a backward."""
+
+from torch import nn
+
+from crosstrain.modeling.base import Model
+from crosstrain.utils.errors import TrainingError
+
+
+class UsedParameters(set[nn.Parameter]):
+    """The trained parameters of a model that were reached by backward passes since the last `clear`."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.add)
+
+    def check(self, problem: str) -> None:
+        """Raise TrainingError, with the `problem` that it is, where a trained parameter was not reached."""
+        parameters = self._model.weights.parameters().items()
+        if unused := [name for name, p in parameters if p.requires_grad and p not in self]:
+            more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+            raise TrainingError(f"{', '.join(unused[:5])}{more} took no part in the loss of a micro batch, {problem}")

@@ -1,0 +1,36 @@
+"""The configuration files of transformers' causal language models."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from crosstrain.modeling.export import Export
+from crosstrain.utils.assets import GENERATION_CONFIG, copy_files, plain_files
+from crosstrain.utils.errors import DataError
+
+if TYPE_CHECKING:
+    from crosstrain.modeling.hf_causal_lm import TransformersModel
+
+
+class TransformersExport(Export):
+    """The model's configuration without padding, and the pretrained model's settings of generation."""
+
+    model: TransformersModel
+
+    def __init__(self, model: TransformersModel) -> None:
+        super().__init__(model)
+        self._generation: list[Path] = []
+        if model.source is not None:
+            with suppress(DataError):  # a link to elsewhere stays there; the model itself is sound
+                self._generation = plain_files(model.source, {GENERATION_CONFIG})
+
+    def save_config(self, folder: Path) -> None:
+        config = copy.deepcopy(self.model.config)
+        lm = self.model.lm
+        config.architectures = [type(lm).__name__]
+        config.dtype = next((p.dtype for p in lm.parameters() if p.requires_grad), config.dtype)  # as it is saved
+        config.save_pretrained(folder)
+        copy_files(self._generation, folder)
