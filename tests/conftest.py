@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-import crosstrain.config.registry  # noqa: F401 - finds the modules of plugins
-
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 

@@ -133,7 +133,6 @@ __all__ = sorted(_HOMES)
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        import_module("crosstrain.config.registry")  # finds the modules of plugins
         return getattr(import_module(_HOMES[name]), name)
     function = import_module("crosstrain.cli.command").python_function(name) if not name.startswith("_") else None
     if function is None:

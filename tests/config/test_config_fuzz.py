@@ -104,7 +104,6 @@ SERVER = """
 import os, sys
 from pathlib import Path
 import crosstrain.training.worker  # this and the next: every command line would import them anew
-from crosstrain.config.registry import registry
 import crosstrain_plugins.builtin.commands.plan.plan
 from crosstrain.cli.main import main
 from crosstrain.config.load import load_config

@@ -266,8 +266,8 @@ def test_different_tokenizers_are_refused(tmp_path: Path, capsys: pytest.Capture
 
 def test_workers_end_with_the_one_that_leads(tmp_path: Path) -> None:
     program = (
-        "import os, sys, time\nimport crosstrain.config.registry\n"
-        "from test_pipeline import Sleep\nfrom crosstrain_plugins.builtin.commands.prepare.pool import WorkerPool\n"
+        "import os, sys, time\nfrom test_pipeline import Sleep\n"
+        "from crosstrain_plugins.builtin.commands.prepare.pool import WorkerPool\n"
         "if __name__ == '__main__':\n"
         "    with WorkerPool(2) as pool:\n"
         "        for pid in pool.run(Sleep(), [0, 0, 0, 0, 60, 60]):\n"
