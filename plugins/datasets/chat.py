@@ -58,6 +58,10 @@ class ConversationDataset(Dataset):
         """Return the conversations and the way to render them."""
 
     @classmethod
+    def tokenizer_of(cls, options: Any) -> str | None:
+        return options.tokenizer
+
+    @classmethod
     def prepare(cls, options: Any) -> None:
         """Render and tokenize the conversations once, in a folder of the cache."""
         for split in ("train", *cls.named_splits(options)):

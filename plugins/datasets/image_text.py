@@ -73,6 +73,10 @@ class ImageText(ImageDataset):
     options: Options
 
     @classmethod
+    def named_splits(cls, options: Any) -> list[Split]:
+        return [split for split, shards in (("val", options.val), ("test", options.test)) if shards]
+
+    @classmethod
     def prepare(cls, options: Any) -> None:
         """Pack missing shards; fetch and index the shards of every split."""
         if options.prepare is not None:

@@ -75,6 +75,10 @@ class TextDataset(Dataset):
     options: Options
 
     @classmethod
+    def tokenizer_of(cls, options: Options) -> str | None:
+        return options.prepare.tokenizer if options.prepare else options.tokenizer
+
+    @classmethod
     def prepare(cls, options: Options) -> None:
         """Make `path` if it does not exist and `prepare` is given; cache the tokenizer once for all workers.
 

@@ -108,7 +108,14 @@ class Dataset(ABC):
 
         Training evaluates a named test split at its end.
         """
-        return [split for split in SPLITS if getattr(options, split, None)]
+        if not isinstance(options, SplitOptions):
+            return []
+        return [split for split, files in (("val", options.val), ("test", options.test)) if files]
+
+    @classmethod
+    def tokenizer_of(cls, options: Any) -> str | None:
+        """Return the name or path of the tokenizer that `prepare` will use; None for data without one."""
+        return None
 
     def begin(self, context: ReadContext) -> None:  # noqa: B027 - only streams need to know
         """Get ready to read; called in every process of a run before the first sample."""

@@ -67,8 +67,8 @@ def is_prepared(config: Config) -> bool:
 
 def vocabulary_size(config: Config) -> int | None:
     """Return the ids of the tokenizer that data still to be prepared will have; None where it is not here."""
-    options = training_dataset(config).options
-    name = getattr(getattr(options, "prepare", None) or options, "tokenizer", None)
+    component = training_dataset(config)
+    name = registry.get("dataset", component.name).tokenizer_of(component.options)
     if name is None or not Path(name).expanduser().exists():
         return None
     with limited_to(config.trust):
