@@ -98,7 +98,7 @@ def record(gradient: float) -> dict[str, Any]:
     }  # fmt: skip
     return {
         "rows": [row], "steps": [step], "plain_loss": 1.0, "plain_training": False, "names": ["a", "b"], "tied": [],
-        "dp_size": 1, "context_size": 1, "accumulation": 1,
+        "dp_size": 1, "context_size": 1, "accumulation": 1, "exact": True,
     }  # fmt: skip
 
 

@@ -118,7 +118,7 @@ class Tolerance:
     def tensors(self, step: int, what: str, kind: str | None = None) -> Noise:
         """The noise of a group of tensors in or after a step."""
         recorded = {} if self.noise is None else steps_of(self.noise)[step].get(what, {})
-        measured = (recorded[kind] if kind else recorded).get("products", {})
+        measured = (recorded.get(kind, {}) if kind else recorded).get("products", {})
         found = {name: relative(products) for name, products in measured.items()}
         finite = {name: noise for name, noise in found.items() if math.isfinite(noise)}
         return Noise(self.floor, _FIRST_FACTOR if step == 1 else _FACTOR, finite)

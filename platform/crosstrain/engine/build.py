@@ -329,8 +329,13 @@ def _stored_shards(reader: Reader, shards: list[Shard], world: Group, config: Co
         )
     if left := {kind for kind in found if kind.startswith(RUNNER)} - kinds:
         log.info("left behind in %s: %s", reader.folder, _list(left))
-    stored = [replace(s, kind=s.kind if s.kind in found else shared_kind(s.kind)) for s in shards]
-    return [s for s in stored if s.kind in found]
+    return as_stored(found, shards)
+
+
+def as_stored(kinds: set[str], shards: list[Shard]) -> list[Shard]:
+    """The shards of which a checkpoint with these kinds has something, under its kinds."""
+    stored = [replace(s, kind=s.kind if s.kind in kinds else shared_kind(s.kind)) for s in shards]
+    return [s for s in stored if s.kind in kinds]
 
 
 def _optimizer_kinds(kinds: set[str]) -> set[str]:
