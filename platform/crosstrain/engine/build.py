@@ -287,7 +287,10 @@ def build_model(
     reader = Reader.open(checkpoint, weights) if checkpoint is not None else None
     pretrained = PretrainedWeights.of(model)
     if reader is not None:
-        wanted = _stored_shards(reader, shards, runner.world, config) if for_training and moments else parameters
+        reference = [s for s in shards if s.kind == RUNNER + REFERENCE]
+        wanted = parameters + as_stored(reader.kinds(), reference)
+        if for_training and moments:
+            wanted = _stored_shards(reader, shards, runner.world, config)
         reader.stage([s for s in wanted if (s.kind, s.name) in reader.tensors], runner.world)
         borrowed = load_shards(reader, wanted, pretrained, names)
     else:
