@@ -217,6 +217,21 @@ def test_a_runner_has_at_most_24_public_members() -> None:
     assert len([name for name in dir(Runner) if not name.startswith("_")]) <= 24
 
 
+def test_a_model_has_at_most_20_public_members() -> None:
+    from torch import nn
+
+    from crosstrain import Model
+
+    class Least(Model):
+        def forward(self, **batch: object) -> None: ...
+
+        def blocks(self) -> list[nn.Module]:
+            return []
+
+    own = {name for name in {*dir(Least(None)), "forward"} - (set(dir(nn.Module())) - {"forward"})}
+    assert len([name for name in own if not name.startswith("_")]) <= 20
+
+
 def test_plugins_of_others_use_public_names_only() -> None:
     files = [path for path in (ROOT / "tests" / "plugins_of_others").glob("*.py") if not path.name.startswith("test_")]
     assert len(files) >= 2
@@ -227,6 +242,7 @@ def test_plugins_of_others_use_public_names_only() -> None:
     lines = {path.name: len(path.read_text().splitlines()) for path in files}
     assert lines["local_sgd.py"] <= 90
     assert lines["grpo.py"] <= 150
+    assert lines["native_image_text.py"] <= 120
 
 
 def imported_by(program: str) -> set[str]:

@@ -66,8 +66,8 @@ def test_a_mixture_begins_as_the_dense_model_that_it_is_made_of(tmp_path: Path) 
     dense = published(tmp_path, tiny("qwen3"))
     config = tiny("qwen3_moe") | {"num_experts": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
     mixture = loaded(config=config, from_dense=str(tmp_path))
-    assert mixture.pretrained_sources()[0].covers("model.layers.0.mlp.experts.down_proj")
-    assert not mixture.pretrained_sources()[0].covers("model.layers.0.mlp.gate.weight")
+    assert mixture.weights.sources()[0].covers("model.layers.0.mlp.experts.down_proj")
+    assert not mixture.weights.sources()[0].covers("model.layers.0.mlp.gate.weight")
     with torch.no_grad():
         # All experts are alike and their weights add up to 1, whatever is chosen.
         assert torch.allclose(mixture(input_ids=IDS), last_logits(dense), rtol=1e-5, atol=1e-5)

@@ -25,13 +25,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plotly.offline import get_plotlyjs
 
-from conftest import ENVIRONMENT, Workspace
+from conftest import ENVIRONMENT, ROOT, Workspace
 from crosstrain.cli.main import main
-from crosstrain.monitor import report
 from crosstrain.utils.errors import UserError
 
 PLOTLY = get_plotlyjs()
-SCRIPT = Path(report.__file__).with_name("page.js").read_text()
+FOLDER = ROOT / "plugins" / "commands" / "report"
+SCRIPT = (FOLDER / "page.js").read_text()
 CHROMIUM = Path("/usr/bin/chromium")
 ELEMENTS = {
     "html", "head", "meta", "title", "style", "body", "script", "h1", "h2", "p", "b", "div", "span", "table", "thead",
@@ -296,7 +296,7 @@ def test_nothing_in_a_runs_files_becomes_markup(
 
 
 def test_our_own_style_and_scripts_stand_as_they_are() -> None:
-    style = Path(report.__file__).with_name("page.css").read_text()
+    style = (FOLDER / "page.css").read_text()
     assert "</" not in style + SCRIPT
     assert "http" not in style + SCRIPT
     assert "innerHTML" not in SCRIPT

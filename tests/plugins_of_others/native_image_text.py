@@ -47,10 +47,13 @@ class ImageText(TransformersModel):
 
     def __init__(self, options: Options) -> None:
         source = pretrained_folder(options.pretrained) if options.pretrained else None
+        config = AutoConfig.from_pretrained(source) if source else AutoConfig.for_model(**options.config)
         try:
-            config = AutoConfig.from_pretrained(source) if source else AutoConfig.for_model(**options.config)
             lm = build_transformers(AutoModelForImageTextToText, config, options.make_vocab_size_divisible_by)
-        except (KeyError, TypeError, ValueError) as error:
+        except KeyError as error:
+            name = type(config).__name__
+            raise ConfigError(f"model.config: transformers has no image-text model of {name}") from error
+        except (TypeError, ValueError) as error:
             raise ConfigError(f"model.config: transformers cannot build it ({error})") from error
         super().__init__(options, config, lm, source)
 

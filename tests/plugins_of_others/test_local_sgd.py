@@ -17,6 +17,7 @@ from crosstrain.utils.errors import ConfigError
 from fixtures_ranks import make_trainer, run_ranks, train
 
 HERE = Path(__file__).parent
+TOLERANCE = 2e-5  # of a tensor's norm
 PLAIN = ("model.dropout=0", "run.grad_norm_clip=0", "run.weight_decay=0")
 SGD = (*PLAIN, "run.optimizer={name: sgd, momentum: 0.9}", "run.init_lr=0.05", "run.min_lr=0.05")
 ADAMW = (*PLAIN, "run.optimizer=adamw", "run.init_lr=0.002", "run.min_lr=0.002")
@@ -85,10 +86,15 @@ def test_values_are_those_of_a_simulation(shared_workspace: Workspace, inner: tu
                 b.data.copy_(anchor[i])
     found = tensors(run, 7)
     for name, expected in replicas[0][0].named_parameters():
-        torch.testing.assert_close(found[name].view_as(expected), expected.detach(), rtol=2e-5, atol=2e-6)
+        here, there = found[name].view_as(expected), expected.detach()
+        if name.endswith("c_attn.bias"):  # a key's has no gradient, and Adam makes steps of its rounding
+            here, there = (torch.cat([t[:32], t[64:]]) for t in (here, there))
+        assert (here - there).norm() <= TOLERANCE * there.norm(), name
     held = tensors(run, 7, "runner:outer_momentum")
-    for (name, _), expected in zip(replicas[0][0].named_parameters(), momentum, strict=True):
-        torch.testing.assert_close(held[name].view_as(expected), expected, rtol=2e-3, atol=2e-5)
+    for (name, p), expected in zip(replicas[0][0].named_parameters(), momentum, strict=True):
+        if not name.endswith("c_attn.bias"):
+            rounding = 2**-22 * p.norm()  # of the weights, of which a change is a difference
+            assert (held[name].view_as(expected) - expected).norm() <= TOLERANCE * expected.norm() + rounding, name
 
 
 def test_one_inner_step_without_momentum_is_ddp(shared_workspace: Workspace) -> None:

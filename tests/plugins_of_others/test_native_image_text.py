@@ -14,6 +14,9 @@ from PIL import Image
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForImageTextToText, CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
+from crosstrain.config.load import load_config
+from crosstrain.engine.build import make_model
+from crosstrain.utils.errors import ConfigError
 from fixtures_ranks import make_trainer, run_ranks, train
 
 HERE = Path(__file__).parent
@@ -115,9 +118,7 @@ def test_two_ranks_train_as_one(project: Path, runner: str) -> None:
     assert shared.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
 
 
-def test_a_model_of_nothing_is_refused_in_a_sentence(project: Path) -> None:
-    from crosstrain.config.load import load_config
-    from crosstrain.utils.errors import ConfigError
-
-    with pytest.raises(ConfigError, match=r"model\.config: give transformers' configuration with its model_type"):
-        load_config(str(project), ["model.config=null"])
+def test_a_family_without_images_is_refused_in_a_sentence(project: Path) -> None:
+    config = load_config(project, ["model.config={model_type: llama}"])
+    with pytest.raises(ConfigError, match=r"model\.config: transformers has no image-text model of LlamaConfig"):
+        make_model(config)

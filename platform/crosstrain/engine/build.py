@@ -287,7 +287,10 @@ def build_model(
     reader = Reader.open(checkpoint, weights) if checkpoint is not None else None
     pretrained = PretrainedWeights.of(model)
     if reader is not None:
-        wanted = _stored_shards(reader, shards, runner.world, config) if for_training and moments else parameters
+        reference = [s for s in shards if s.kind == RUNNER + REFERENCE]
+        wanted = parameters + as_stored(reader.kinds(), reference)
+        if for_training and moments:
+            wanted = _stored_shards(reader, shards, runner.world, config)
         reader.stage([s for s in wanted if (s.kind, s.name) in reader.tensors], runner.world)
         borrowed = load_shards(reader, wanted, pretrained, names)
     else:
@@ -329,8 +332,13 @@ def _stored_shards(reader: Reader, shards: list[Shard], world: Group, config: Co
         )
     if left := {kind for kind in found if kind.startswith(RUNNER)} - kinds:
         log.info("left behind in %s: %s", reader.folder, _list(left))
-    stored = [replace(s, kind=s.kind if s.kind in found else shared_kind(s.kind)) for s in shards]
-    return [s for s in stored if s.kind in found]
+    return as_stored(found, shards)
+
+
+def as_stored(kinds: set[str], shards: list[Shard]) -> list[Shard]:
+    """The shards of which a checkpoint with these kinds has something, under its kinds."""
+    stored = [replace(s, kind=s.kind if s.kind in kinds else shared_kind(s.kind)) for s in shards]
+    return [s for s in stored if s.kind in kinds]
 
 
 def _optimizer_kinds(kinds: set[str]) -> set[str]:

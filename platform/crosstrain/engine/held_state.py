@@ -110,8 +110,9 @@ class HeldState:
     # ---- copies of weights
 
     def keep(self, kind: str) -> None:
-        """Copy this rank's present weights into tensors of its own, `extra[kind]`."""
-        self.extra[kind] = {p: self.weight(p).detach().clone() for p in self._parameters()}
+        """Copy this rank's present weights, of parameters that train, into tensors of its own, `extra[kind]`."""
+        trained = [p for p in self.runner.model.weights.parameters().values() if p.requires_grad]
+        self.extra[kind] = {p: self.weight(p).detach().clone() for p in trained}
 
     @torch.no_grad()
     def swap(self, kind: str) -> None:
@@ -122,10 +123,6 @@ class HeldState:
             weight.copy_(kept)
             kept.copy_(now)
         self.runner.loaded()
-
-    def _parameters(self) -> list[nn.Parameter]:
-        quantized = self.runner.model.weights.quantized()
-        return [p for name, p in self.runner.model.weights.parameters().items() if name not in quantized]
 
     # ---- the optimizer of what is held
 

@@ -6,6 +6,8 @@ cost, and no matrix product is done twice. The gradients are computed in the for
 gradient is not yet known: being a scalar, it multiplies them afterwards.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -88,13 +90,9 @@ def token_cross_entropy(
         raise ValueError(f"{shapes} do not match: expected [*, H], [V, H] and [*]")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
-    first = 0 if group is None else dist.get_rank(group) * len(weight)
-    if vocab_size is None:
-        vocab_size = len(weight) * (1 if group is None else dist.get_world_size(group))
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    share = _Share(first, min(max(vocab_size - first, 0), len(weight)), vocab_size, group)
-    plan = _Plan(share, chunk_tokens, dtype, logits, traced_rows, hits, token_losses)
+    plan = _Plan(_Share.of(weight, vocab_size, group), chunk_tokens, dtype, logits, traced_rows, hits, token_losses)
     inputs = hidden, weight, logits.bias
     needed = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs)
 
@@ -124,6 +122,14 @@ class _Share:
     rows: int  # columns that are no padding
     vocab_size: int
     group: dist.ProcessGroup | None
+
+    @staticmethod
+    def of(weight: Tensor, vocab_size: int | None, group: dist.ProcessGroup | None) -> _Share:
+        """The share of a rank with the rows `weight`; without a `vocab_size`, no row is padding."""
+        first = 0 if group is None else dist.get_rank(group) * len(weight)
+        if vocab_size is None:
+            vocab_size = len(weight) * (1 if group is None else dist.get_world_size(group))
+        return _Share(first, min(max(vocab_size - first, 0), len(weight)), vocab_size, group)
 
     def gathered(self, logits: Tensor) -> Tensor:
         """The logits [n, vocab_size] of all ranks, of this rank's [n, V/P]."""

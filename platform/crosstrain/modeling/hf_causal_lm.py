@@ -54,6 +54,7 @@ class TransformersModel(LanguageModel):
         """Take `lm`, its `config` without padding, and the folder `source` of weights to start from, if any."""
         super().__init__(options)
         self.config, self.lm, self.source = config, lm, source
+        self._block_lists = hf_internals.block_lists(lm)
         self.text_config = text = config.get_text_config()
         self.attention = self._under_masks = lm.config._attn_implementation
         if self.attention not in ("sdpa", "eager"):  # which alone take masks of batches that generate
@@ -145,7 +146,7 @@ class TransformersModel(LanguageModel):
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
 
     def blocks(self) -> list[nn.Module]:
-        return hf_internals.blocks_of(self.lm)
+        return [block for blocks in self._block_lists for block in blocks]
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.lm.get_input_embeddings()(input_ids)

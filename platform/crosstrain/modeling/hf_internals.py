@@ -86,18 +86,21 @@ def head_product(lm: PreTrainedModel) -> tuple[float, float | None] | None:
     return 1.0 if scale is None else float(scale) ** exponent, getattr(config, SOFTCAPS.get(family, ""), None)
 
 
-def blocks_of(lm: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks, by transformers' pipeline plan, the classes that it does not split, or their number."""
+def block_lists(lm: PreTrainedModel) -> list[nn.ModuleList]:
+    """The lists of blocks, by transformers' pipeline plan, the classes that it does not split, or their number.
+
+    A model of images and text has several, any other model one.
+    """
     lists = {name: module for name, module in lm.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
     prefix = "" if lm.base_model is lm else f"{lm.base_model_prefix}."
     planned = [lists[at] for name in lm.config.base_model_pp_plan or {} if (at := f"{prefix}{name}") in lists]
     whole = {str(name) for name in lm._no_split_modules or ()}
     kept = [blocks for blocks in lists.values() if any(type(block).__name__ in whole for block in blocks)]
     if len(kept) > 1 and lm.config.get_text_config() is not lm.config:  # of images and of text
-        return [block for blocks in kept for block in blocks]
+        return kept
     count = getattr(lm.config, "num_hidden_layers", None)
     counted = [blocks for blocks in lists.values() if len(blocks) == count]
-    return list(next(iter([*planned, *kept, *counted]), ()))
+    return [*planned, *kept, *counted][:1]
 
 
 def holds_experts(module: nn.Module) -> bool:

@@ -104,7 +104,7 @@ class Tolerance:
         It is a multiple of the tensor's own noise, or of the group's median.
         """
         recorded = {} if self.noise is None else steps_of(self.noise)[step].get(group, {})
-        measured = (recorded[kind] if kind else recorded).get("products", {})
+        measured = (recorded.get(kind, {}) if kind else recorded).get("products", {})
         found = {name: relative(products) for name, products in measured.items()}
         finite = {name: noise for name, noise in found.items() if math.isfinite(noise)}
         median = statistics.median(finite.values()) if finite else 0.0

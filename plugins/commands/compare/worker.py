@@ -18,7 +18,7 @@ from crosstrain import IGNORE_INDEX, CheckpointError, Config, MicroBatch, Runner
 from crosstrain.checkpoint.files import Reader
 from crosstrain.checkpoint.folders import step_folder
 from crosstrain.distributed.launch.signals import StopRequest
-from crosstrain.engine.build import make_runner
+from crosstrain.engine.build import as_stored, make_runner
 from crosstrain.training.bad_steps import BadSteps
 from crosstrain.training.callback import HookKinds
 from crosstrain.training.saving import Saving
@@ -59,7 +59,8 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
     trainer.hooks.add("probe", probe)
     record: dict[str, Any] = {}
     if job.resumed:
-        record["loaded"] = probe.against(_checkpoint(trainer, first), runner.held.shards())
+        earlier = _checkpoint(trainer, first)
+        record["loaded"] = probe.against(earlier, as_stored(earlier.kinds(), runner.held.shards()))
     batches = trainer.batches()
     if job.uneven:
         batches = map(partial(_uneven, runner), batches)
@@ -83,6 +84,7 @@ def compare_worker(plain: dict[str, Any], job: Job, result: Path) -> int:
         rows.append(kept)
         probe.steps[-1] |= {"data": _by_sample(runner, step_), "routing": probe.routing.record(batch)}
         if number == job.evaluate_after:
+            runner.synchronize()
             record["later_loss"] = _evaluate(runner, step)[0]
             if job.save:
                 try:

@@ -131,6 +131,8 @@ class _Acceptance:
         """Go on from an earlier run's checkpoint, held to the reference, which never stopped."""
         if why := refusal(config, size):
             return "not tried", str(why)
+        if not self.record["exact"] and (size != self.size or config is self.plain):
+            return "not tried", "each rank's optimizer state is its own, which only the same number of ranks resumes"
         record = self.race.record(self.label, size, config, "contestant", earlier.run.output_dir, resumed=True)
         finding = diagnose(record, self.reference, self.tolerance, resumed=True)
         return ("no", finding.sentence) if finding else ("yes", f"the state bit by bit, then {self._within(record)}")
