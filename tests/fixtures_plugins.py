@@ -38,10 +38,16 @@ class Component:
 '''
 
 
+def of_plugins() -> list[str]:
+    """Names of the imported modules that register components."""
+    verbs = {"crosstrain.cli.train", "crosstrain.cli.evaluate", "crosstrain.cli.list"}
+    return [name for name in sys.modules if name.partition(".")[0] == PACKAGE or name in verbs]
+
+
 def forget_plugins() -> None:
     """Be like a new process: nothing registered, no plugin imported."""
     registry.__dict__ = vars(Registry())
-    for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
+    for name in of_plugins():
         del sys.modules[name]
 
 
@@ -49,7 +55,7 @@ def isolate(monkeypatch: pytest.MonkeyPatch, home: Path) -> Iterator[Path]:
     """Body of a fixture: the working directory and home are `home`, and nothing is registered."""
 
     monkeypatch.setattr(registry, "__dict__", {})
-    for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
+    for name in of_plugins():
         monkeypatch.delitem(sys.modules, name)
     forget_plugins()
     monkeypatch.setattr(paths, "home", lambda: home)

@@ -100,7 +100,10 @@ PROJECT = {
         ("run.max_iter=5", "unknown key; did you mean run.max_iters?"),
         ("run.weight-decay=0.1", "unknown key; did you mean run.weight_decay?"),
         ("run.anything=5", "unknown key; known: "),
-        ("datasets.mine.packing=true", "unknown key; others of this kind have it, this one has: path, seq_length"),
+        (
+            "datasets.mine.packing=true",
+            "unknown key; others of this kind have it, this one has: split, val, test, path, seq_length",
+        ),
         ("run.packing=true", "Hugging Face's Trainer call so is datasets.NAME.packing"),
         (
             "run.eval_step=5",

@@ -62,7 +62,7 @@ class Astray(Runner):
         super().prepare(model, make_optimizer)
         self.module = DistributedDataParallel(model)
         self.module.register_comm_hook(None, lambda _, bucket: self.exchange(bucket))
-        self.other = self.new_group()
+        self.other = self.world.twin()
 
     def exchange(self, bucket):
         return all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])

@@ -39,6 +39,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 FLASH_2, FLASH_3 = "kernels-community/flash-attn2", "kernels-community/flash-attn3"
 LENGTHS = [[13, 27, 24], [30, 34]]  # documents of two rows
 
+ROUNDING = 2e-7  # of a sum in fp32, whose epsilon is 1.2e-7: where the true gradient is 0, as of keys of a single token
+
 
 def build(name: str, **more: Any) -> Model:
     kind, options = MODELS[name]
@@ -105,7 +107,7 @@ def test_a_packed_loss_and_its_gradients_are_those_of_the_documents_apart(
     assert loss == pytest.approx(expected, rel=1e-6)
     largest = max(value.norm() for value in expected_gradient.values())
     for parameter, value in expected_gradient.items():  # fp32 sums in another order; keys' biases have no gradient
-        assert (gradient[parameter] - value).norm() <= 5e-6 * value.norm() + 1e-7 * largest, parameter
+        assert (gradient[parameter] - value).norm() <= 5e-6 * value.norm() + ROUNDING * largest, parameter
 
 
 @pytest.mark.parametrize("length", [1, 37, 64])
@@ -117,7 +119,7 @@ def test_whole_rows_have_the_loss_and_gradients_of_sdpa(attention: str, length: 
     assert loss == pytest.approx(expected, rel=1e-6)
     largest = max(value.norm() for value in expected_gradient.values())
     for parameter, value in expected_gradient.items():  # fp32 sums in another order; keys' biases have no gradient
-        assert (gradient[parameter] - value).norm() <= 5e-6 * value.norm() + 1e-7 * largest, parameter
+        assert (gradient[parameter] - value).norm() <= 5e-6 * value.norm() + ROUNDING * largest, parameter
 
 
 def test_kernels_are_told_of_documents_and_dropout(kernels: None) -> None:

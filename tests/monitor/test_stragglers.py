@@ -24,7 +24,7 @@ class Together(Group):
         super().__init__()
         self.rank, self.size, self.others = rank, len(others), others
 
-    def all_reduce_sum(self, *values: float) -> list[float]:
+    def all_reduce_sum(self, *values: float, tag: str = "") -> list[float]:
         width = len(values) // self.size
         foreign = [x for rank, row in enumerate(self.others) for x in (row if rank != self.rank else [0.0] * width)]
         return [a + b for a, b in zip(values, foreign, strict=True)]

@@ -6,12 +6,14 @@ import argparse
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from crosstrain.config.load import ProjectLike
 from crosstrain.config.registry import registry
-from crosstrain.config.sources import Overrides
-from crosstrain.training.preflight import Preflight
+
+if TYPE_CHECKING:  # checks declare flags before torch is imported
+    from crosstrain.config.load import ProjectLike
+    from crosstrain.config.sources import Overrides
+    from crosstrain.training.preflight import Preflight
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,6 @@ def report(runs: Sequence[str | Path], output: str | Path = "report.html") -> li
     for place in map(str, runs):
         places += [place] if is_url(place) else [str(folder) for folder in find_runs([place])] or [place]
     found = read_runs(places)
-    with os_errors_as(UserError, f"{output}: cannot be written"):
+    with os_errors_as(UserError, f"--output: {output} cannot be written"):
         write_atomically(Path(output), page(found))
     return found
