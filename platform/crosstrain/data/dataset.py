@@ -110,7 +110,8 @@ class Dataset(ABC):
         """
         if not isinstance(options, SplitOptions):
             return []
-        return [split for split, files in (("val", options.val), ("test", options.test)) if files]
+        named: dict[Split, Any] = {"val": options.val, "test": options.test}
+        return [split for split, files in named.items() if files]
 
     @classmethod
     def tokenizer_of(cls, options: Any) -> str | None:
