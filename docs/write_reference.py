@@ -22,7 +22,8 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 
 import crosstrain
-from crosstrain.cli.main import VERBS, parse
+from crosstrain.cli.command import python_function
+from crosstrain.cli.main import parse
 from crosstrain.config.describe import meanings, options
 from crosstrain.config.load import preset_files
 from crosstrain.config.registry import KINDS, registry
@@ -32,6 +33,7 @@ from crosstrain.utils.errors import UserError
 
 FOLDER = Path(__file__).parent / "reference"
 WORDS = {bool: "true or false", int: "whole number", float: "number", str: "text", type(None): "null", dict: "mapping"}
+OF_THE_COMMAND_LINE = ("command", "preflight", "hints")  # kinds that a project file does not name
 SIGNS = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
 
 log = logging.getLogger(__name__)
@@ -60,7 +62,7 @@ def write(app: Sphinx) -> None:
         "options-run": run_page(),
         "python": contents("Python", "The public names: `from crosstrain import Runner, registry`."),
     }
-    pages |= {f"options-{kind}": kind_page(kind) for kind in KINDS}
+    pages |= {f"options-{kind}": kind_page(kind) for kind in KINDS if kind not in OF_THE_COMMAND_LINE}
     pages |= {f"python-{package}": page for package, page in python_pages()}
     FOLDER.mkdir(exist_ok=True)
     for stale in {path.stem for path in FOLDER.glob("*.md")} - set(pages):
@@ -79,14 +81,19 @@ def contents(title: str, intro: str) -> str:
 # ---- the command line
 
 
+def verbs() -> dict[str, str]:
+    """Return the verbs of the command line, with the summary of each."""
+    return {entry.name: entry.summary for entry in registry.entries("command")}
+
+
 def commands() -> str:
     """Return the page of the verbs, with the help of each."""
     parts = ["# Commands\n\n`crosstrain VERB --help` prints the same.\n"]
-    for verb, summary in VERBS.items():
+    for verb, summary in verbs().items():
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
             parse([verb, "--help"])
-        parts.append(f"## {verb}\n\n{sentence(summary)}\n\n```text\n{printed.getvalue().rstrip()}\n```\n")
+        parts.append(f"## {verb}\n\n{summary}\n\n```text\n{printed.getvalue().rstrip()}\n```\n")
     return "\n".join(parts)
 
 
@@ -180,10 +187,6 @@ def escape(text: str) -> str:
     return "".join(escaped)
 
 
-def sentence(text: str) -> str:
-    return text[0].upper() + text[1:] + "."
-
-
 # ---- Python
 
 
@@ -191,9 +194,12 @@ def python_pages() -> Iterator[tuple[str, str]]:
     """Yield each package that has public names, and its page."""
     packages: dict[str, list[str]] = {}
     for name in crosstrain.__all__:
-        packages.setdefault(crosstrain._HOMES[name].split(".")[1], []).append(name)
+        own, *parts = crosstrain._HOMES[name].split(".")
+        packages.setdefault(parts[0] if own == "crosstrain" else "verbs", []).append(name)
+    packages["verbs"] += [verb for verb in verbs() if verb not in crosstrain.__all__ and python_function(verb)]
     for package, names in packages.items():
-        summary = inspect.getdoc(import_module(f"crosstrain.{package}"))
+        of_verbs = "Functions of verbs, and base classes of plugins that belong to a verb."
+        summary = of_verbs if package == "verbs" else inspect.getdoc(import_module(f"crosstrain.{package}"))
         parts = [f"# {package}\n\n{summary}\n\n```{{eval-rst}}\n.. currentmodule:: crosstrain\n"]
         parts += [autodoc(name, getattr(crosstrain, name)) for name in names]
         yield package, "\n".join(parts) + "\n```\n"
