@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 ENTRY_POINTS = "crosstrain.plugins"
 ENVIRONMENT = "CROSSTRAIN_PLUGINS"
-PACKAGE = "crosstrain_plugins"  # plugin folders and files are in this package, which exists in memory only
+PACKAGE = "crosstrain_plugins"  # plugin folders and files are in this package
 
 
 @dataclass(frozen=True)
@@ -224,14 +224,16 @@ class Registry:
         root, _, label = name.partition(".")
         if root != PACKAGE:
             return None
+        if not label:
+            return importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / PACKAGE / "__init__.py")
         self._scan_sources(installed=False)
-        if label and label not in self._labels:
+        if label not in self._labels:
             return None
-        place = self._labels[label] if label else Path()
-        if label and (file := place if place.is_file() else place / "__init__.py").is_file():
+        place = self._labels[label]
+        if (file := place if place.is_file() else place / "__init__.py").is_file():
             return importlib.util.spec_from_file_location(name, file)
         spec = ModuleSpec(name, None, is_package=True)
-        spec.submodule_search_locations = [str(place)] if label else []
+        spec.submodule_search_locations = [str(place)]
         return spec
 
     def _unknown(self, kind: str, name: str, others: Iterable[str]) -> ConfigError:
