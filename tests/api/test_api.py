@@ -284,3 +284,8 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     (perplexity,) = map(float, re.findall(r"'perplexity': ([\d.]+)", evaluated))
     assert 3 < perplexity < 5  # each word has 3 followers; 18 for a model that knows only how often each word occurs
     assert next(outputs for source, outputs in shown.items() if "compare(" in source).count("trains alike") == 1
+
+
+def test_a_keyword_that_no_check_takes_is_an_error(workspace: Workspace) -> None:
+    with pytest.raises(TypeError, match=r"train\(\) has no keyword 'fitcheck'; checks take fit_check, device_memory"):
+        crosstrain.train(workspace.project, fitcheck=False)

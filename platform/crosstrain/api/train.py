@@ -1,5 +1,6 @@
 """Training from Python."""
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,12 +28,18 @@ def train(
     KeyboardInterrupt is raised. Raises UserError for mistakes and for what ends a training, WorkerFailure with its
     traceback for any other error.
     """
+    flags = argparse.ArgumentParser()
+    for check in preflight_checks():
+        check.add_arguments(flags)
+    defaults = vars(flags.parse_args([]))
+    if unknown := given.keys() - defaults.keys():
+        raise TypeError(f"train() has no keyword {min(unknown)!r}; checks take {', '.join(defaults)}")
     config = load_config(project, options)
     how = Launch.detect(nproc_per_node, config.run.device, max_restarts=config.run.max_restarts)
     run = Run(RunFolder(config.run.output_dir).path)
     with live(run), main_hidden():
         how = replace(how, starts_workers=True)
-        stopped = start_training(project, options, config, how, fresh, given)
+        stopped = start_training(project, options, config, how, fresh, defaults | given)
     if stopped:
         raise KeyboardInterrupt
     return run

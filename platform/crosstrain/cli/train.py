@@ -9,6 +9,7 @@ from crosstrain.config.registry import registry
 from crosstrain.distributed.launch.launcher import Launch
 from crosstrain.distributed.launch.rendezvous import Nodes
 from crosstrain.distributed.launch.signals import sigint_kills
+from crosstrain.training.preflight_check import preflight_checks
 
 
 @registry.register_command("train")
@@ -26,8 +27,8 @@ class TrainCommand(Command):
         group.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="node 0's address, and a free port there")
         group.add_argument("--local-addr", metavar="ADDRESS", help="this machine's (default: the one facing node 0)")
         group.add_argument("--rdzv-conf", metavar="KEY=N,...", help="rendezvous, such as join_timeout=600 (s)")
-        for name in registry.names("preflight"):
-            registry.get("preflight", name)().add_arguments(parser)
+        for check in preflight_checks():
+            check.add_arguments(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Train a project; returns the exit code. Raises UserError for every mistake that can be foreseen."""

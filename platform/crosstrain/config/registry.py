@@ -60,6 +60,7 @@ class Registry:
         self._objects: dict[tuple[str, str], Any] = {}
         self.broken: dict[Path, str] = {}  # plugin files that could not be read or imported so far, and the reason
         self._files: set[Path] = set()
+        self._parsed: set[str] = set()  # kinds for which every file that was found so far has been parsed
         self._unparsed: dict[Path, tuple[str, bytes]] = {}  # files of plugins: name to import them under, and text
         self._labels: dict[str, Path] = {}
         self._started = self._finished = False
@@ -183,6 +184,7 @@ class Registry:
         if file.resolve() in self._files:  # a folder inside another one
             return
         self._files.add(file.resolve())
+        self._parsed.clear()
         try:
             self._unparsed[file] = module, file.read_bytes()
         except OSError as error:
@@ -191,6 +193,9 @@ class Registry:
     def _parse(self, kind: str = "") -> None:
         """Find the components in files that mention `register_<kind>`; without a kind, in all files."""
         self._scan_sources()
+        if kind in self._parsed:
+            return
+        self._parsed.add(kind)
         decorator = f"register_{kind}".encode()
         for file, (module, source) in list(self._unparsed.items()):
             if kind and decorator not in source:

@@ -34,13 +34,13 @@ class PreflightCheck(ABC):
 
     @abstractmethod
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare flags of `crosstrain train`. Those with a default need not be given from Python."""
+        """Declare flags of `crosstrain train`, which are keywords of `crosstrain.train` too. None is required."""
 
     @abstractmethod
     def run(self, start: Start, given: Mapping[str, Any]) -> None:
         """Raise UserError for a training that cannot succeed.
 
-        given: the flags' values by name, on the command line all of them. From Python, keywords of `crosstrain.train`.
+        given: the values of all flags, by name.
         """
 
 

@@ -34,8 +34,8 @@ class MemoryCheck(PreflightCheck):
             show(plan_of(start.project, start.options, ready, size, **budget(given)), given)
             return
         limit = None
-        if start.first and given.get("fit_check", True):
-            asked = given.get("device_memory")
+        if start.first and given["fit_check"]:
+            asked = given["device_memory"]
             limit = read_bytes(asked, "--device-memory") if asked else gpu_memory(ready.config)
         cut = ready.runner.capabilities.cuts_models
         planned = Project(ready.config, ready.model, None if limit is None and not cut else ready.sample)
