@@ -376,6 +376,7 @@ def open_all(found: list[Case], checkpoint: Path, place: Path, root: Path, trust
     alone = ["unshare", "-n"] if subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode == 0 else []
     paths = os.pathsep.join(map(str, (ROOT / "platform", ROOT / "tests", ROOT)))
     environment = {key: value for key, value in ENVIRONMENT.items() if not key.startswith(("HF_", "XDG_"))}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a module that a case imports first is not compiled into a file
     done = subprocess.run(
         [*alone, sys.executable, __file__, str(request)],
         env=environment | {"PYTHONPATH": paths, "HOME": str(root / "home")},

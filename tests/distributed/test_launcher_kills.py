@@ -34,9 +34,11 @@ def _left_after(workspace: Workspace, name: str, runner: str, seconds: float) ->
         assert process.poll() is None, process.communicate()[0]
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        # Once a step is done, workers save first, which takes longer on a busy machine.
-        deadline = time.monotonic() + (60 if logged_step(workspace.path / name) else 10)
-        while (left := session(process)) and time.monotonic() < deadline:
+        killed = time.monotonic()
+        while left := session(process):
+            # Once a step is done, workers save first, which takes longer on a busy machine.
+            if time.monotonic() - killed > (60 if logged_step(workspace.path / name) else 10):
+                break
             time.sleep(0.1)
         return left
     finally:
