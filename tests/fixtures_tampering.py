@@ -22,8 +22,8 @@ from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.boxes import Box, Piece, Shard
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
 from crosstrain.checkpoint.files import Reader, file_sum
+from crosstrain.checkpoint.load_weights import load_shards
 from crosstrain.checkpoint.manifest import manifest_text
-from crosstrain.checkpoint.weights import load_shards
 from crosstrain.distributed.group import Group
 from crosstrain.training.state import State
 from crosstrain.utils.errors import CheckpointError

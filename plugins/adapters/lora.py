@@ -31,8 +31,8 @@ from crosstrain import (
 )
 from crosstrain.checkpoint.files import write_safetensors
 from crosstrain.checkpoint.folders import find_checkpoint
+from crosstrain.checkpoint.load_weights import PretrainedWeights
 from crosstrain.checkpoint.manifest import MANIFEST, read_json
-from crosstrain.checkpoint.weights import PretrainedWeights
 from crosstrain.modeling.hf_causal_lm import DropRate
 from crosstrain.utils.files import write_json
 

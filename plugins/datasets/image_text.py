@@ -35,7 +35,7 @@ from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils.files import cache_folder
 
 from .annotations import annotation_of, keys_of
-from .packing import PackOptions, pack
+from .shard_writer import PackOptions, pack
 from .streaming import ShardStream
 from .webdataset import TEXTS, Shards, check_there, expand, prepare
 

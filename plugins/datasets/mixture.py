@@ -36,7 +36,7 @@ from crosstrain.data.splits import open_dataset
 from crosstrain.data.tokenizer import TOKENIZER, vocabulary
 from crosstrain.data.vision.image_dataset import prompt_builder
 
-from .mixing import MixtureOrder, quantise
+from .mixture_order import MixtureOrder, quantise
 
 
 @dataclass

@@ -14,7 +14,7 @@ from crosstrain import FilePath, NonNegativeInt, Processors, Split, Text, derive
 from crosstrain.utils.files import write_json
 
 from .image_text import ImageText
-from .packing import Packed, write_once
+from .shard_writer import Packed, write_once
 from .synthetic_scenes import describe, draw_scene, render, words
 from .webdataset import expand
 

@@ -24,7 +24,7 @@ from crosstrain import (
     pretrained_folder,
     registry,
 )
-from crosstrain.checkpoint.weights import open_weights
+from crosstrain.checkpoint.load_weights import open_weights
 from crosstrain.modeling.attention import Attention
 from crosstrain.modeling.hf_causal_lm import LARGEST_SIZE, MOST_LAYERS, SIZES, Size, check_published
 from crosstrain.modeling.hf_internals import routers_of

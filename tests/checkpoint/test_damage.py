@@ -21,8 +21,8 @@ from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.boxes import Shard, flat_range_pieces, whole_pieces
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
 from crosstrain.checkpoint.files import Reader
+from crosstrain.checkpoint.load_weights import load_shards
 from crosstrain.checkpoint.manifest import IncompatibleCheckpointError, manifest_text
-from crosstrain.checkpoint.weights import load_shards
 from crosstrain.cli.main import main
 from crosstrain.distributed.group import Group
 from crosstrain.training.state import State, starting_point

@@ -29,7 +29,7 @@ from fixtures_ranks import run_ranks, train
 from fixtures_shards import module_of
 from fixtures_training import evaluate
 
-mixing = module_of("mixture", "mixing")
+mixing = module_of("mixture", "mixture_order")
 
 WEIGHTS = st.lists(st.sampled_from([1, 2, 3, 5, 7, 11, 0.1, 0.25, 100]), min_size=1, max_size=7)
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from conftest import Workspace, json_lines
-from crosstrain.checkpoint.weights import fill_initial
+from crosstrain.checkpoint.load_weights import fill_initial
 from crosstrain.config.load import load_config
 from crosstrain.config.registry import registry
 from crosstrain.engine.build import build_model, make_model

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from crosstrain.checkpoint.boxes import Shard, whole_pieces
 from crosstrain.checkpoint.files import Reader, fsync, write_safetensors
+from crosstrain.checkpoint.load_weights import PretrainedWeights, check_frozen, fingerprints
 from crosstrain.checkpoint.manifest import DTYPES, read_json
-from crosstrain.checkpoint.weights import PretrainedWeights, check_frozen, fingerprints
 from crosstrain.distributed.group import Group
 from crosstrain.modeling.base import Model
 from crosstrain.modeling.export import Merge, Part

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from crosstrain.checkpoint.boxes import CALLBACK, RUNNER, Shard, shared_kind
 from crosstrain.checkpoint.files import Reader
-from crosstrain.checkpoint.manifest import FrozenParameter
-from crosstrain.checkpoint.weights import (
+from crosstrain.checkpoint.load_weights import (
     PretrainedWeights,
     check_frozen,
     fill_initial,
@@ -19,6 +18,7 @@ from crosstrain.checkpoint.weights import (
     fingerprints,
     load_shards,
 )
+from crosstrain.checkpoint.manifest import FrozenParameter
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry

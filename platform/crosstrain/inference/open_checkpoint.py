@@ -12,7 +12,7 @@ from typing import Any
 from crosstrain.checkpoint.boxes import Shard
 from crosstrain.checkpoint.checkpointer import load_state
 from crosstrain.checkpoint.folders import find_checkpoint, is_hugging_face
-from crosstrain.checkpoint.weights import PretrainedWeights, load_shards, open_weights
+from crosstrain.checkpoint.load_weights import PretrainedWeights, load_shards, open_weights
 from crosstrain.config.load import Config, ProjectLike, load_config
 from crosstrain.config.registry import registry
 from crosstrain.config.run_options import DEFAULT_MODEL, DEFAULT_RUNNER, RunOptions

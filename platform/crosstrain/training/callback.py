@@ -30,7 +30,7 @@ class Callback:
 
     Every rank makes one when weights and optimizer state are loaded, and a new one after a roll back; then `state` and
     the boxes of `shards` are filled in from the checkpoint. All ranks call its methods at the same moments, in the
-    order of `training/hooks.py`. It may call `trainer.end` and `trainer.save_as`, and add numbers to `trainer.row`.
+    order of `training/hook_order.py`. It may call `trainer.end` and `trainer.save_as`, and add to `trainer.row`.
     """
 
     replaces: ClassVar[str | None] = None  # a hook of the platform, by name, whose place this one takes

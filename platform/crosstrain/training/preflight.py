@@ -12,8 +12,8 @@ import torch
 
 from crosstrain.checkpoint.checkpointer import load_state
 from crosstrain.checkpoint.folders import find_checkpoint, newest_valid, verified
+from crosstrain.checkpoint.load_weights import PretrainedWeights
 from crosstrain.checkpoint.run_folder import RunFolder
-from crosstrain.checkpoint.weights import PretrainedWeights
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.load import Config
 from crosstrain.config.registry import registry

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from crosstrain.checkpoint.weights import fingerprints
+from crosstrain.checkpoint.load_weights import fingerprints
 from crosstrain.data.dataset import Dataset
 from crosstrain.data.loader import evaluation_batches
 from crosstrain.engine.runner import Runner

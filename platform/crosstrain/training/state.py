@@ -17,7 +17,7 @@ from annotated_types import Interval
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.checkpointer import load_state
 from crosstrain.checkpoint.files import Reader
-from crosstrain.checkpoint.weights import load_shards
+from crosstrain.checkpoint.load_weights import load_shards
 from crosstrain.config.load import Config
 from crosstrain.config.schema import Checker
 from crosstrain.distributed.group import Group

@@ -25,7 +25,7 @@ from crosstrain.monitor.metrics import Row, StepMetrics
 from crosstrain.monitor.throughput import Throughput
 from crosstrain.training.bad_steps import RollBack
 from crosstrain.training.callback import HookKinds, Hooks
-from crosstrain.training.hooks import AFTER_CALLBACKS, BEFORE_CALLBACKS
+from crosstrain.training.hook_order import AFTER_CALLBACKS, BEFORE_CALLBACKS
 from crosstrain.training.policy import RunnerPolicy
 from crosstrain.training.state import State, reload, restore, starting_point
 from crosstrain.utils.errors import CheckpointError, TrainingError
@@ -38,7 +38,7 @@ from crosstrain.utils.units import finite
 class Trainer:
     """The loop over the steps of a run, with the parts that `training.worker` builds; every rank calls `fit`.
 
-    Everything that a step does not need to update the weights is a hook: `training/hooks.py` lists them in order.
+    Everything that a step does not need to update the weights is a hook: `training/hook_order.py` lists them in order.
     """
 
     config: Config

@@ -22,7 +22,7 @@ from crosstrain.engine.runner import Runner
 from crosstrain.monitor.metrics import StepMetrics
 from crosstrain.training.callback import Callback, HookKinds
 from crosstrain.training.closing_lines import log_end
-from crosstrain.training.hooks import BEFORE_CALLBACKS
+from crosstrain.training.hook_order import BEFORE_CALLBACKS
 from crosstrain.training.opening_lines import log_restart, log_setup
 from crosstrain.training.reference import add_reference, reference_file
 from crosstrain.training.state import changes, continues, restore, starting_point

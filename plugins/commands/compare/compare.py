@@ -23,7 +23,7 @@ from crosstrain.utils.processes import main_hidden
 
 from ..plan.estimate import Project
 from .diagnosis import Finding, diagnose
-from .export import strange_files
+from .exported_files import strange_files
 from .tolerance import Record, Tolerance, difference, largest, number_difference
 from .worker import Job, Role, compare_worker
 

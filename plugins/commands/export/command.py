@@ -42,7 +42,7 @@ class ExportCommand(Command):
         from crosstrain.checkpoint.export import export, export_adapter
         from crosstrain.checkpoint.files import Reader
         from crosstrain.checkpoint.folders import find_checkpoint
-        from crosstrain.checkpoint.weights import PretrainedWeights
+        from crosstrain.checkpoint.load_weights import PretrainedWeights
         from crosstrain.data.tokenizer import warn_if_rebuilt
         from crosstrain.engine.precision import DTYPES
         from crosstrain.inference.open_checkpoint import open_config, outline

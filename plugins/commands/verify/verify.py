@@ -13,7 +13,7 @@ import torch
 from crosstrain import Config, UserError, __version__, load_config
 from crosstrain.checkpoint.export import export
 from crosstrain.checkpoint.folders import find_checkpoint
-from crosstrain.checkpoint.weights import PretrainedWeights
+from crosstrain.checkpoint.load_weights import PretrainedWeights
 from crosstrain.config.load import ProjectLike
 from crosstrain.config.run_options import DEFAULT_RUNNER
 from crosstrain.config.schema import to_plain

@@ -12,8 +12,8 @@ from transformers import Blip2Config, PreTrainedConfig
 
 from crosstrain import ConfigError, Excerpt, LanguageModel, Source, check_source, pretrained_folder
 from crosstrain.checkpoint.folders import find_checkpoint
+from crosstrain.checkpoint.load_weights import open_weights
 from crosstrain.checkpoint.manifest import MANIFEST
-from crosstrain.checkpoint.weights import open_weights
 
 from . import vision
 from .options import QFormer, Vision
