@@ -141,6 +141,15 @@ def test_a_command_in_the_documentation_is_one_that_works(block: Block, plugins:
     check_shell(block, plugins, tmp_path)
 
 
+def test_the_chinese_readme_has_the_commands_and_projects_of_the_english_one() -> None:
+    def code(name: str) -> list[object]:
+        page = ROOT / name
+        shell = [commands(block) for block in blocks("sh", page=page)]
+        return [shell, [yaml.safe_load(block.text) for block in blocks("yaml", page=page)]]
+
+    assert code("README.zh-CN.md") == code("README.md")
+
+
 # ---- YAML
 
 

@@ -276,7 +276,7 @@ def test_a_run_from_nothing_to_text(
         "out", "run.max_iters=60", "run.eval_interval=30", "run.save_interval=30", "run.log_interval=10",
         "run.sample_prompts=['ban ']",
     )  # fmt: skip
-    for expected in ("learning rate", "time (ms)", "validation perplexity", "of the unigram model", "open next:"):
+    for expected in ("  lr ", " tok/s  ", "validation perplexity", "of the unigram model", "open next:"):
         assert expected in run.out
     assert "| ban " in run.out
     assert run.column("step") == [10, 20, 30, 40, 50, 60]

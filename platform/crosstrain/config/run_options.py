@@ -96,6 +96,17 @@ class ProfileOptions:
 
 
 @dataclass
+class LogOptions:
+    """Lines of a logged step: `log: megatron` is short for `log: {format: megatron}`."""
+
+    shorthand: ClassVar = "format"
+
+    # plain: one line for people; megatron: the lines of Megatron-LM's log, for programs that read those
+    format: Literal["plain", "megatron"] = "plain"
+    timers: bool = False  # a second line with the time of each phase of the step; megatron always has it
+
+
+@dataclass
 class CurriculumOptions:
     """Short sequences first: the length of the samples as a function of the step.
 
@@ -191,6 +202,7 @@ class RunOptions:
 
     # Reporting
     log_interval: Steps = 10  # steps between two log lines
+    log: LogOptions = field(default_factory=LogOptions)
     # steps between two evaluations of val, and one at the end; epoch: at the end of each; None: no validation
     eval_interval: Every = None
     eval_iters: Steps = 10  # global batches per evaluation

@@ -16,7 +16,8 @@ from crosstrain.utils.files import last_checkpoint, read_end
 
 _END = 1 << 16  # bytes of the end of log.txt and of metrics.jsonl
 _STAMPED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (.*)")
-_PLAIN = ("iteration ", "time (ms) ", "memory (MB) ", "open next:")  # begin lines that say nothing new
+# Beginnings of lines that add nothing to a run's state: the numbers of a step, and the list of commands at the end.
+_ADDS_NOTHING = re.compile(r"(step +\d+/\d+ |iteration +\d|time \(ms\) |memory \(MB\) |open next:)")
 # How lines begin of which the last tells a run's state: those of ends, and one that only a start writes that may train.
 _STATES = {"open next:": "finished", "stopped at ": "stopped", "global batch ": "died"}
 
@@ -50,7 +51,7 @@ def status(folder: Path) -> Status:
     run = RunFolder(folder)
     row, checkpoint = dict[str, Any](), None
     stamped = [found[1] for line in read_end(run.log, _END) if (found := _STAMPED.match(line))]
-    last = next((line for line in reversed(stamped) if not line.startswith(_PLAIN)), "")
+    last = next((line for line in reversed(stamped) if not _ADDS_NOTHING.match(line)), "")
     told = (state for line in reversed(stamped) for begins, state in _STATES.items() if line.startswith(begins))
     with suppress(OSError):
         row = next(filter(None, map(_row, reversed(read_end(run.metrics, _END)))), {})
