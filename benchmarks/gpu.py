@@ -73,8 +73,7 @@ def rows(scale: str) -> list[Row]:
 def project_of(folder: Path, row: Row, ranks: int, device: str) -> Path:
     """The row's project file, with random tokens beside it."""
     import numpy as np
-
-    from crosstrain.data.indexed_dataset import TokenWriter, best_dtype
+    from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenWriter, best_dtype
 
     tokens = np.random.default_rng(0).integers(0, 50257, STEPS * row.micro_batch * ranks * (row.length + 1))
     with TokenWriter(folder / "tokens", best_dtype(50257)) as writer:

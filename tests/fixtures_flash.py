@@ -5,10 +5,9 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
+from crosstrain_plugins.builtin.models.hugging_face import attention
 from torch import nn
 from transformers.integrations import hub_kernels
-
-from crosstrain.modeling import attention
 
 CALLS: list[dict] = []  # arguments but tensors of data
 

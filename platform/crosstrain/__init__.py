@@ -27,6 +27,12 @@ if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters ar
         Task,
         split_file,
     )
+    from crosstrain_plugins.builtin.commands.samples.sample_view import SampleView
+    from crosstrain_plugins.builtin.models.hugging_face.base import TransformersModel
+    from crosstrain_plugins.builtin.models.hugging_face.export import TransformersExport
+    from crosstrain_plugins.builtin.models.hugging_face.internals import build_transformers
+    from crosstrain_plugins.builtin.models.hugging_face.structure import TransformersStructure
+    from crosstrain_plugins.builtin.models.hugging_face.weights import TransformersWeights
 
     from crosstrain.api.evaluate import evaluate
     from crosstrain.api.model import OpenModel, open
@@ -57,7 +63,6 @@ if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters ar
     from crosstrain.config.run_options import RunOptions
     from crosstrain.config.schema import Component, NoOptions, OptionError
     from crosstrain.data.dataset import SPLITS, Dataset, ReadContext, Split, SplitOptions
-    from crosstrain.data.sample_view import SampleView
     from crosstrain.data.vision.conversations import IMAGE, Conversation, Message, SampleError, Style
     from crosstrain.data.vision.image import open_image, open_image_file
     from crosstrain.data.vision.image_dataset import (
@@ -97,11 +102,6 @@ if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters ar
     from crosstrain.modeling.cross_entropy import Logits, token_cross_entropy
     from crosstrain.modeling.export import Export, Merge, ReadParameter
     from crosstrain.modeling.forward_mode import PLAIN, ForwardMode, Head, takes_mode
-    from crosstrain.modeling.hf_causal_lm import TransformersModel
-    from crosstrain.modeling.hf_export import TransformersExport
-    from crosstrain.modeling.hf_internals import build_transformers
-    from crosstrain.modeling.hf_structure import TransformersStructure
-    from crosstrain.modeling.hf_weights import TransformersWeights
     from crosstrain.modeling.meta_init import has_values, materialize, parameters_on_meta
     from crosstrain.modeling.objective import Objective, Policy, log_probabilities
     from crosstrain.modeling.pretrained import Excerpt, Source, pretrained_folder

@@ -33,8 +33,9 @@ from crosstrain.checkpoint.files import write_safetensors
 from crosstrain.checkpoint.folders import find_checkpoint
 from crosstrain.checkpoint.load_weights import PretrainedWeights
 from crosstrain.checkpoint.manifest import MANIFEST, read_json
-from crosstrain.modeling.hf_causal_lm import DropRate
 from crosstrain.utils.files import write_json
+
+from ..models.hugging_face.base import DropRate
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"  # of the adapter in peft's modules

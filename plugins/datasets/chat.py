@@ -22,11 +22,11 @@ from crosstrain import (
     Text,
     registry,
 )
-from crosstrain.data.indexed_dataset import TokenFile
-from crosstrain.data.packing import pack
 from crosstrain.data.tokenizer import load_cached
 
 from ..commands.prepare.chat import ChatSource, check_inputs, prepare_chat, row_audit
+from .indexed_dataset import TokenFile
+from .packing import pack
 
 
 @dataclass

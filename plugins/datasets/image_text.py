@@ -31,10 +31,10 @@ from crosstrain import (
     processors,
     registry,
 )
-from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils.files import cache_folder
 
 from .annotations import annotation_of, keys_of
+from .row_audit import RowAudit
 from .shard_writer import PackOptions, pack
 from .streaming import ShardStream
 from .webdataset import TEXTS, Shards, check_there, expand, prepare

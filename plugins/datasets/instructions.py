@@ -21,9 +21,9 @@ from crosstrain import (
     processors,
     registry,
 )
-from crosstrain.data.row_audit import RowAudit
 
 from .annotations import read_annotations, read_image
+from .row_audit import RowAudit
 
 Entry = tuple[str, dict[str, Any]]  # place, annotation
 

@@ -10,11 +10,11 @@ from annotated_types import Interval
 from webdataset import ShardWriter
 
 from crosstrain import DataError, FilePath, OptionError, PositiveInt, SampleError, log
-from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils.files import write_json
 
 from ..commands.prepare.prepare import new_folder, output_lock
 from .annotations import read_annotations, read_image
+from .row_audit import RowAudit
 
 Packed = Iterable[dict[str, Any]]  # samples as ShardWriter takes them: __key__, and bytes by extension
 

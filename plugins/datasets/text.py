@@ -25,13 +25,13 @@ from crosstrain import (
     SplitOptions,
     registry,
 )
-from crosstrain.data.indexed_dataset import TokenFile
-from crosstrain.data.prepared import Summary, locate
 from crosstrain.data.tokenizer import TextTokenizer, cached_folder, load_gpt2, load_tokenizer
 
 from ..commands.prepare.options import PrepareOptions
 from ..commands.prepare.prepare import prepare
 from ..commands.prepare.sources import sources
+from .indexed_dataset import TokenFile
+from .prepared import Summary, locate
 
 _BASELINE_TOKENS = 20_000_000  # plenty for word frequencies, seconds to count
 

@@ -19,11 +19,12 @@ from filelock import FileLock
 from webdataset.gopen import gopen, gopen_schemes
 
 from crosstrain import DataError, check_command
-from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils import storage
 from crosstrain.utils.errors import os_errors_as
 from crosstrain.utils.files import open_regular, write_atomically
 from crosstrain.utils.limited_process import LimitedProcess, LimitError
+
+from .row_audit import RowAudit
 
 Files = dict[str, tuple[int, int]]  # extension -> (first byte, bytes)
 Keys = Callable[[str, dict[str, bytes]], Iterable[str]]

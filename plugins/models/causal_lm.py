@@ -25,14 +25,15 @@ from crosstrain import (
     registry,
 )
 from crosstrain.checkpoint.load_weights import open_weights
-from crosstrain.modeling.attention import Attention
-from crosstrain.modeling.hf_causal_lm import LARGEST_SIZE, MOST_LAYERS, SIZES, Size, check_published
-from crosstrain.modeling.hf_internals import routers_of
-from crosstrain.modeling.hf_tables import keys_beside_fields
-from crosstrain.modeling.hf_weights import dense_place
 from crosstrain.modeling.pretrained import Place, names_at
 from crosstrain.modeling.routers import Routers, Scope
 from crosstrain.utils.errors import did_you_mean, sentence
+
+from .hugging_face.attention import Attention
+from .hugging_face.base import LARGEST_SIZE, MOST_LAYERS, SIZES, Size, check_published
+from .hugging_face.internals import routers_of
+from .hugging_face.tables import keys_beside_fields
+from .hugging_face.weights import dense_place
 
 # Keys of PreTrainedConfig that training does not use.
 _NOT_OF_TRAINING = {"name_or_path", "attn_implementation", "_commit_hash"}

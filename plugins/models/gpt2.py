@@ -19,9 +19,10 @@ from crosstrain import (
     pretrained_folder,
     registry,
 )
-from crosstrain.modeling.attention import Attention
-from crosstrain.modeling.hf_causal_lm import DropRate, Layers, Size, check_published
-from crosstrain.modeling.hf_internals import padded, without_initial_values
+
+from .hugging_face.attention import Attention
+from .hugging_face.base import DropRate, Layers, Size, check_published
+from .hugging_face.internals import padded, without_initial_values
 
 
 @registry.register_model("gpt2")

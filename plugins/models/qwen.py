@@ -17,8 +17,9 @@ from crosstrain import (
     pretrained_folder,
     registry,
 )
-from crosstrain.modeling.attention import Attention
-from crosstrain.modeling.hf_causal_lm import SIZES, DropRate, Layers, Size, check_published
+
+from .hugging_face.attention import Attention
+from .hugging_face.base import SIZES, DropRate, Layers, Size, check_published
 
 _FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[nn.Module]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from crosstrain_plugins.builtin.commands.export import folder as exporting
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from conftest import ENVIRONMENT, ROOT, Workspace, kill, wait_until
-from crosstrain.checkpoint import export as exporting
 from crosstrain.checkpoint import folders
 from crosstrain.checkpoint.boxes import Box, Piece, Shard, flat_range_pieces, whole_pieces
 from crosstrain.checkpoint.checkpointer import Checkpointer, Retention
@@ -181,7 +181,7 @@ def test_only_floating_point_is_converted(tmp_path: Path) -> None:
 def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, large: Path) -> None:
     program = f"""
 import re
-import crosstrain.checkpoint.export, crosstrain.inference.open_checkpoint  # imports are not measured
+import crosstrain_plugins.builtin.commands.export.folder, crosstrain.inference.open_checkpoint  # imports are not measured
 from crosstrain.cli.main import main
 
 def peak():  # of resident memory; getrusage would give the parent's, which a child inherits when it is forked

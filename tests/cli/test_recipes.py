@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import yaml
+from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenFile
+from crosstrain_plugins.builtin.datasets.prepared import Summary
 
 from conftest import ENVIRONMENT, ROOT
-from crosstrain.data.indexed_dataset import TokenFile
-from crosstrain.data.prepared import Summary
 from crosstrain.data.tokenizer import load_tokenizer, train_bpe
 from fixtures_web import PAGE, Server, server
 

@@ -21,12 +21,12 @@ from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
 from crosstrain_plugins.builtin.commands.prepare.pool import CorpusStage
 from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
 from crosstrain_plugins.builtin.commands.prepare.stages import FilterStage
+from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenFile
+from crosstrain_plugins.builtin.datasets.prepared import Summary
 
 from conftest import ENVIRONMENT, ROOT, TEXTS, json_lines
 from crosstrain.cli.main import main
 from crosstrain.config.schema import Checker
-from crosstrain.data.indexed_dataset import TokenFile
-from crosstrain.data.prepared import Summary
 from crosstrain.utils.errors import DataError
 
 WORDS = [f"{a}{b}{c}" for a in ("ba", "de", "ki", "lo") for b in ("n", "r", "s", "t") for c in ("a", "e", "o")]

@@ -13,9 +13,9 @@ from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
 from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
 from crosstrain_plugins.builtin.commands.prepare.reader import Reader
 from crosstrain_plugins.builtin.commands.prepare.sources import InputSource
+from crosstrain_plugins.builtin.datasets.prepared import Summary
 
 from crosstrain.config.schema import Checker
-from crosstrain.data.prepared import Summary
 from crosstrain.utils.errors import ConfigError, DataError
 from fixtures_web import Server, server
 

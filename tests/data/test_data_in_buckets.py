@@ -16,16 +16,16 @@ import pytest
 from crosstrain_plugins.builtin.commands.prepare.options import PrepareOptions
 from crosstrain_plugins.builtin.commands.prepare.prepare import prepare
 from crosstrain_plugins.builtin.commands.prepare.tools import inspect, merge
+from crosstrain_plugins.builtin.datasets import byte_source
+from crosstrain_plugins.builtin.datasets.byte_source import RemoteBytes
+from crosstrain_plugins.builtin.datasets.prepared import locate_remote
 from pyarrow import parquet
 
 from conftest import Workspace, json_lines
 from crosstrain.cli.main import main
 from crosstrain.config.batch import BatchPlan
 from crosstrain.config.registry import registry
-from crosstrain.data import byte_source
-from crosstrain.data.byte_source import RemoteBytes
 from crosstrain.data.loader import evaluation_batches, training_steps
-from crosstrain.data.prepared import locate_remote
 from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.utils import storage
 from crosstrain.utils.errors import DataError

@@ -145,7 +145,7 @@ def test_evaluate_generates_in_the_layout_that_is_asked_for(workspace: Workspace
 
 @pytest.mark.slow
 def test_an_export_has_the_vocabulary_of_the_model_and_its_logits(workspace: Workspace, tmp_path: Path) -> None:
-    from crosstrain.checkpoint.export import export
+    from crosstrain_plugins.builtin.commands.export.folder import export
 
     run = train(
         workspace.project, "big", "run.max_iters=3", "run.runner=megatron_tp2", "model.vocab_size=50257", size=2

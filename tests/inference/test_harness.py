@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import yaml
+from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenWriter, best_dtype
 
 from conftest import ENVIRONMENT, ROOT, Run
 from crosstrain.cli.main import main
-from crosstrain.data.indexed_dataset import TokenWriter, best_dtype
 from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.engine.build import build_model, make_runner
 from crosstrain.inference.encoding import open_tokenizer

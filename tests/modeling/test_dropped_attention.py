@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from crosstrain_plugins.builtin.models.hugging_face import attention
+from crosstrain_plugins.builtin.models.hugging_face.dropped_attention import dropped_attention
 from torch import Tensor, nn
-
-from crosstrain.modeling import attention
-from crosstrain.modeling.dropped_attention import dropped_attention
 
 LENGTHS = [1, 5, 128, 300]  # within a block of queries, exactly one, several
 RATE = 0.25

@@ -15,12 +15,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from crosstrain_plugins.builtin.datasets.indexed_dataset import TokenFile
+from crosstrain_plugins.builtin.datasets.prepared import Summary
 from webdataset.gopen import gopen_schemes
 
 from conftest import Workspace
 from crosstrain.config.load import load_config
-from crosstrain.data.indexed_dataset import TokenFile
-from crosstrain.data.prepared import Summary
 from crosstrain.data.splits import open_split, prepare_data
 from crosstrain.data.tokenizer import load_gpt2, load_tokenizer
 from crosstrain.data.vision.conversations import SampleError

@@ -16,17 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from crosstrain.modeling.context import Context
 from crosstrain.utils.types import IGNORE_INDEX
-
-if TYPE_CHECKING:
-    from crosstrain.modeling.attention import Documents
-    from crosstrain.modeling.context import Context
 
 # Tokens of a balance loss: a document's, those of the whole step, or of a micro batch on one rank.
 Scope = Literal["sequence", "batch", "micro_batch", "none"]
@@ -34,6 +31,16 @@ Scope = Literal["sequence", "batch", "micro_batch", "none"]
 Choices = dict[int, tuple[Tensor, Tensor]]  # of a micro batch, by layer: logits [tokens, E] and choices [tokens, k]
 
 BIAS = "e_score_correction_bias"  # of the choice alone (Wang et al., 2024); families with it have sigmoid scores
+
+
+class Documents(Protocol):
+    """The documents of packed rows, whose attention a model keeps apart."""
+
+    starts: list[int]  # of each document among the tokens of all rows; and the number of tokens
+    context: Context | None  # ranks that share each row
+
+    def numbers(self) -> Tensor:
+        """Number of each token's document, from 1."""
 
 
 class _Layer(NamedTuple):

@@ -39,7 +39,6 @@ class ExportCommand(Command):
     def run(self, arguments: argparse.Namespace) -> int:
         """Write the checkpoint to the output folder; returns the exit code."""
         from crosstrain.checkpoint.checkpointer import load_state
-        from crosstrain.checkpoint.export import export, export_adapter
         from crosstrain.checkpoint.files import Reader
         from crosstrain.checkpoint.folders import find_checkpoint
         from crosstrain.checkpoint.load_weights import PretrainedWeights
@@ -47,6 +46,8 @@ class ExportCommand(Command):
         from crosstrain.engine.precision import DTYPES
         from crosstrain.inference.open_checkpoint import open_config, outline
         from crosstrain.modeling.export import Part
+
+        from .folder import export, export_adapter
 
         limit, output = read_bytes(arguments.max_shard_size, "--max-shard-size"), arguments.output
         dtype = DTYPES[arguments.dtype] if arguments.dtype else None

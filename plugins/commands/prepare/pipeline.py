@@ -18,11 +18,11 @@ from tqdm import tqdm
 
 from crosstrain import DataError
 from crosstrain.config.schema import to_plain
-from crosstrain.data.indexed_dataset import TokenWriter, best_dtype
-from crosstrain.data.prepared import FORMAT_VERSION, Summary, hash_of
 from crosstrain.data.tokenizer import TextTokenizer, load_tokenizer, train_bpe, warn_if_rebuilt
 from crosstrain.utils.errors import printable
 
+from ...datasets.indexed_dataset import TokenWriter, best_dtype
+from ...datasets.prepared import FORMAT_VERSION, Summary, hash_of
 from .dedup import Duplicates, find_duplicates
 from .filter import make_filters
 from .options import PrepareOptions

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from crosstrain import DataError
-from crosstrain.data.prepared import Summary, locate, locate_remote
 from crosstrain.utils import storage
 from crosstrain.utils.files import cache_folder, locked
 
+from ...datasets.prepared import Summary, locate, locate_remote
 from .options import PrepareOptions
 from .shards import key_of
 

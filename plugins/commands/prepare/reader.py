@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from crosstrain import DataError, Text
-from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils.storage import is_url
 
+from ...datasets.row_audit import RowAudit
 from . import io
 from .download import download
 from .kinds import kind_of

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from crosstrain import UserError
-from crosstrain.data.row_audit import RowAudit
 from crosstrain.utils.drawing import picture
 from crosstrain.utils.files import write_json
+
+from ...datasets.row_audit import RowAudit
 
 EXAMPLES = 3  # kept of each kind, the first ones in the order of the input
 _SNIPPET = 200  # characters of an example

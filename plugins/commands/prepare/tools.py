@@ -9,11 +9,11 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from crosstrain import DataError
-from crosstrain.data.indexed_dataset import TokenFile, TokenWriter
-from crosstrain.data.prepared import Summary, locate
 from crosstrain.data.tokenizer import load_tokenizer
 from crosstrain.utils.files import cache_folder
 
+from ...datasets.indexed_dataset import TokenFile, TokenWriter
+from ...datasets.prepared import Summary, locate
 from .prepare import check_output, new_folder, output_lock, put
 from .stats import BINS, bins, histogram
 

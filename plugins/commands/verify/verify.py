@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from crosstrain import Config, UserError, __version__, load_config
-from crosstrain.checkpoint.export import export
 from crosstrain.checkpoint.folders import find_checkpoint
 from crosstrain.checkpoint.load_weights import PretrainedWeights
 from crosstrain.config.load import ProjectLike
@@ -26,6 +25,7 @@ from crosstrain.utils.processes import main_hidden
 from ..compare.compare import APART, Race, make_contestants, refusal
 from ..compare.diagnosis import diagnose
 from ..compare.tolerance import Record, Tolerance, difference, number_difference
+from ..export.folder import export
 
 _REFERENCE = f"{DEFAULT_RUNNER}@1"
 

@@ -8,7 +8,8 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Interval, MinLen
 
 from crosstrain import Component, OptionError, PositiveFloat, Text
-from crosstrain.modeling.hf_causal_lm import DropRate, Layers, Size
+
+from ..hugging_face.base import DropRate, Layers, Size
 
 
 @dataclass(kw_only=True)

@@ -29,10 +29,11 @@ from transformers.modeling_flash_attention_utils import lazy_import_flash_attent
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
 
-from crosstrain.modeling import dropped_attention
 from crosstrain.modeling.context import Context
 from crosstrain.modeling.meta_init import has_values
 from crosstrain.utils.errors import ConfigError
+
+from . import dropped_attention
 
 Attention = Literal[
     "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2",

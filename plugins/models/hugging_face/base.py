@@ -12,18 +12,19 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from crosstrain.modeling import hf_internals
-from crosstrain.modeling.attention import Documents, choose_attention, register_attention
 from crosstrain.modeling.base import LanguageModel
 from crosstrain.modeling.cross_entropy import Logits
 from crosstrain.modeling.forward_mode import PLAIN, ForwardMode
-from crosstrain.modeling.hf_export import TransformersExport
-from crosstrain.modeling.hf_structure import TransformersStructure
-from crosstrain.modeling.hf_tables import COMPARE_NAMES
-from crosstrain.modeling.hf_weights import TransformersWeights
 from crosstrain.modeling.meta_init import has_values
 from crosstrain.utils.errors import ConfigError
 from crosstrain.utils.types import IGNORE_INDEX
+
+from . import internals
+from .attention import Documents, choose_attention, register_attention
+from .export import TransformersExport
+from .structure import TransformersStructure
+from .tables import COMPARE_NAMES
+from .weights import TransformersWeights
 
 # Sizes of weights, under the names that every configuration knows.
 SIZES = (
@@ -54,7 +55,7 @@ class TransformersModel(LanguageModel):
         """Take `lm`, its `config` without padding, and the folder `source` of weights to start from, if any."""
         super().__init__(options)
         self.config, self.lm, self.source = config, lm, source
-        self._block_lists = hf_internals.block_lists(lm)
+        self._block_lists = internals.block_lists(lm)
         self.text_config = text = config.get_text_config()
         self.attention = self._under_masks = lm.config._attn_implementation
         if self.attention not in ("sdpa", "eager"):  # which alone take masks of batches that generate
@@ -67,9 +68,9 @@ class TransformersModel(LanguageModel):
         words = (lm.get_input_embeddings(), lm.get_output_embeddings())
         if getattr(words[0], "num_embeddings", None) != lm.config.get_text_config().vocab_size:
             raise ConfigError(f"model: {config.model_type} embeds more than the tokens of its vocabulary")
-        if hf_internals.routers_of(lm):
+        if internals.routers_of(lm):
             lm.config.output_router_logits = False  # hooks give them
-        self.product = hf_internals.head_product(lm)  # None: only the model's own forward gives its logits
+        self.product = internals.head_product(lm)  # None: only the model's own forward gives its logits
         takes = inspect.signature((lm if self.product is None else lm.base_model).forward).parameters
         self.takes_positions = "position_ids" in takes
         # transformers 5.24 gave it another name. A model with neither gets all tokens again.
@@ -154,7 +155,7 @@ class TransformersModel(LanguageModel):
     @cached_property
     def skeleton(self) -> PreTrainedModel:
         """A model of the same class without memory for matrices, which is whole under every runner."""
-        return hf_internals.skeleton(self.lm, self.config)
+        return internals.skeleton(self.lm, self.config)
 
     @property
     def num_experts(self) -> int:

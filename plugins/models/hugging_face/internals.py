@@ -1,7 +1,7 @@
 """Everything that touches private parts of transformers (seen with 5.24; at least 5.15).
 
 - `_attn_implementation` of a configuration, `_no_split_modules`, and `initialize_weights`, which constructors call.
-- The names of the logits' scale and softcap are in a table, `hf_tables`. A head that is not there computes all logits.
+- The names of the logits' scale and softcap are in a table, `tables`. A head that is not there computes all logits.
 - Initial values are in `_init_weights` alone, so it is run.
 - `_can_record_outputs` says which modules are routers.
 - Modules of experts are those that the decorator `use_experts_implementation` has marked.
@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from crosstrain.modeling.attention import Attention, choose_attention
-from crosstrain.modeling.hf_tables import NOT_CAUSAL, PRODUCTS, SCALES, SOFTCAPS
 from crosstrain.modeling.meta_init import parameters_on_meta
 from crosstrain.utils.errors import ConfigError
+
+from .attention import Attention, choose_attention
+from .tables import NOT_CAUSAL, PRODUCTS, SCALES, SOFTCAPS
 
 
 def padded(

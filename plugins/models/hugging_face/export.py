@@ -12,7 +12,7 @@ from crosstrain.utils.assets import GENERATION_CONFIG, copy_files, plain_files
 from crosstrain.utils.errors import DataError
 
 if TYPE_CHECKING:
-    from crosstrain.modeling.hf_causal_lm import TransformersModel
+    from .base import TransformersModel
 
 
 class TransformersExport(Export):

@@ -24,8 +24,9 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
-from crosstrain.data.byte_source import LocalBytes, RemoteBytes, byte_source
 from crosstrain.utils.errors import DataError
+
+from .byte_source import LocalBytes, RemoteBytes, byte_source
 
 MAGIC = b"MMIDIDX\x00\x00"
 DTYPES: dict[int, np.dtype] = {

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from crosstrain.modeling import hf_internals
 from crosstrain.modeling.pretrained import Place, Stack
 from crosstrain.modeling.weights import Weights
 
+from . import internals
+
 if TYPE_CHECKING:
-    from crosstrain.modeling.hf_causal_lm import TransformersModel
+    from .base import TransformersModel
 
 # Parts of stacked weights of experts, by the names that a single MLP's have: of most families, and of Mixtral.
 _EXPERT_PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
@@ -61,7 +62,7 @@ class TransformersWeights(Weights):
 
     def initialize(self, name: str, value: Tensor, rng: torch.Generator) -> None:
         """Fill `value` with transformers' own initial value."""
-        hf_internals.initialize(self.model.skeleton, name, value, rng)
+        internals.initialize(self.model.skeleton, name, value, rng)
 
     def folder(self) -> Path | None:
         return self.model.source

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from crosstrain.modeling import hf_internals
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.structure import Ends, Structure
 from crosstrain.utils.errors import ConfigError
 
+from . import internals
+
 if TYPE_CHECKING:
-    from crosstrain.modeling.hf_causal_lm import TransformersModel
+    from .base import TransformersModel
 
 # transformers' names for the styles of `Structure.tensor_parallel_plan`.
 _STYLES = {
@@ -67,7 +68,7 @@ class TransformersStructure(Structure):
         return Ends(own[:at], [*own[at + 1 :], f"lm.{head}"])
 
     def experts(self) -> dict[str, nn.Module]:
-        return {name: module for name, module in self.model.named_modules() if hf_internals.holds_experts(module)}
+        return {name: module for name, module in self.model.named_modules() if internals.holds_experts(module)}
 
     def tensor_parallel_plan(self) -> dict[str, str]:
         """transformers' own plan, with the vocabulary sharded; empty where it has none, or other styles than ours."""
@@ -98,7 +99,7 @@ class TransformersStructure(Structure):
     def _matrices(self, experts: bool) -> Iterator[tuple[int, float]]:
         """Elements of each module's matrices, of all or of `experts` alone, and the share of them that a token uses."""
         for module in self.model.skeleton.modules():  # whole under every runner
-            expert = hf_internals.holds_experts(module)
+            expert = internals.holds_experts(module)
             if not isinstance(module, nn.Embedding) and expert >= experts:
                 share = self.model.config.num_experts_per_tok / module.num_experts if expert else 1.0
                 yield sum(p.numel() for p in module.parameters(recurse=False) if p.ndim > 1), share
