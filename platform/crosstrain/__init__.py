@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters ar
         split_file,
     )
     from crosstrain_plugins.builtin.commands.samples.sample_view import SampleView
-    from crosstrain_plugins.builtin.models.hugging_face.base import TransformersModel
+    from crosstrain_plugins.builtin.models.hugging_face.base import DropRate, TransformersModel
     from crosstrain_plugins.builtin.models.hugging_face.export import TransformersExport
     from crosstrain_plugins.builtin.models.hugging_face.internals import build_transformers
     from crosstrain_plugins.builtin.models.hugging_face.structure import TransformersStructure

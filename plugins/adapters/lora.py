@@ -17,6 +17,7 @@ from crosstrain import (
     Around,
     CheckpointError,
     ConfigError,
+    DropRate,
     Merge,
     Model,
     OptionError,
@@ -34,8 +35,6 @@ from crosstrain.checkpoint.folders import find_checkpoint
 from crosstrain.checkpoint.load_weights import PretrainedWeights
 from crosstrain.checkpoint.manifest import MANIFEST, read_json
 from crosstrain.utils.files import write_json
-
-from ..models.hugging_face.base import DropRate
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"  # of the adapter in peft's modules

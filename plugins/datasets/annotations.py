@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from crosstrain import IMAGE, SampleError
+from crosstrain.data.chat_template import ChatError, refuse_if
 from crosstrain.data.vision.image import LARGEST_IMAGE
 from crosstrain.utils.errors import first_line, os_errors_as
 from crosstrain.utils.files import read_regular
 
 from ..commands.prepare.conversation_files import rows_as_given
 from ..commands.prepare.conversations import Turn, conversations
-from .chat_template import ChatError, refuse_if
 from .row_audit import RowAudit
 
 _ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
-from crosstrain.utils.errors import DataError
+from crosstrain import DataError
 
 from .byte_source import LocalBytes, RemoteBytes, byte_source
 

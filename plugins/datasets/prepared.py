@@ -10,8 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from crosstrain import DataError
 from crosstrain.utils import storage
-from crosstrain.utils.errors import DataError
 from crosstrain.utils.files import cache_folder, read_regular, write_atomically, write_json
 from crosstrain.utils.program import command
 

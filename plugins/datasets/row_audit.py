@@ -6,7 +6,8 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from crosstrain.utils.errors import DataError, printable
+from crosstrain import DataError
+from crosstrain.utils.errors import printable
 
 _NAMED = 1000  # dropped rows that the plain form lists
 _LONGEST = 80  # characters of a key in a sentence

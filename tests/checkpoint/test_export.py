@@ -181,7 +181,7 @@ def test_only_floating_point_is_converted(tmp_path: Path) -> None:
 def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, large: Path) -> None:
     program = f"""
 import re
-import crosstrain_plugins.builtin.commands.export.folder, crosstrain.inference.open_checkpoint  # imports are not measured
+import crosstrain_plugins.builtin.commands.export.folder, crosstrain.inference.open_checkpoint  # not measured
 from crosstrain.cli.main import main
 
 def peak():  # of resident memory; getrusage would give the parent's, which a child inherits when it is forked

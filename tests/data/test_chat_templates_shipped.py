@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crosstrain_plugins.builtin.datasets.chat_template import ChatError, ChatTemplate
 from tokenizers import Tokenizer
 
+from crosstrain.data.chat_template import ChatError, ChatTemplate
 from crosstrain.data.template_library import lacking, template_library
 from crosstrain.data.tokenizer import load_cached
 from crosstrain.utils.errors import DataError

@@ -15,12 +15,12 @@ import pyarrow.parquet
 import pytest
 from crosstrain_plugins.builtin.commands.prepare.conversation_files import rows
 from crosstrain_plugins.builtin.commands.prepare.conversations import conversations
-from crosstrain_plugins.builtin.datasets.chat_template import ChatError
 from crosstrain_plugins.builtin.datasets.row_audit import RowAudit
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from crosstrain.config.registry import registry
+from crosstrain.data.chat_template import ChatError
 from crosstrain.utils.errors import DataError
 from crosstrain.utils.types import IGNORE_INDEX
 from fixtures_chat import SHAPES, write_tokenizer
@@ -413,8 +413,7 @@ def table_rows(draw: st.DrawFn) -> list[Row]:
 def test_no_rendering_differs_between_lines_parquet_and_a_dataset_on_disk(
     tmp_path_factory: pytest.TempPathFactory, tools_template: Path, given_rows: list[Row]
 ) -> None:
-    from crosstrain_plugins.builtin.datasets.chat_template import ChatTemplate
-
+    from crosstrain.data.chat_template import ChatTemplate
     from crosstrain.data.template_library import template_library
 
     folder = tmp_path_factory.mktemp("containers")

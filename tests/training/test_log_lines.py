@@ -51,7 +51,9 @@ def test_megatrons_notation_and_timers() -> None:
         "lm loss 6.816300E+00 | loss scale 1.0 | grad norm 1.225 | tokens/s 7164",
         timers,
     ]
-    assert log_lines(METRICS, 400, LogOptions(timers=True))[1:] == [timers]
+    assert log_lines(METRICS, 400, LogOptions(timers=True), first=True)[1:] == [timers]
+    memory = "memory (MB) | allocated: 900.0 | peak: 1049.0"
+    assert log_lines(METRICS, 400, LogOptions(format="megatron"), first=True)[1:] == [timers, memory]
 
 
 def test_a_run_logs_as_its_project_says(workspace: Workspace) -> None:

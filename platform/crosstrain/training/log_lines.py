@@ -6,20 +6,22 @@ from crosstrain.config.run_options import LogOptions
 from crosstrain.monitor.metrics import StepMetrics
 
 
-def log_lines(metrics: StepMetrics, max_iters: int, options: LogOptions, targets: str = "tokens") -> list[str]:
-    """Return the lines of a logged step. `targets`: noun for what the loss is a mean over."""
+def log_lines(
+    metrics: StepMetrics, max_iters: int, options: LogOptions, targets: str = "tokens", first: bool = False
+) -> list[str]:
+    """Return the lines of a logged step.
+
+    targets: noun for the items over which the loss is a mean; first: no step was logged before.
+    """
     megatron = options.format == "megatron"
     lines = [_megatron_line(metrics, max_iters, targets) if megatron else _line(metrics, max_iters)]
     if megatron or options.timers:
         timers = [f"{phase}: {milliseconds:.2f}" for phase, milliseconds in metrics.timers.items()]
         lines.append("time (ms) | " + " | ".join(timers))
+    if megatron and first:
+        memory = (f"{name[len('memory_') : -len('_mb')]}: {mib:.1f}" for name, mib in metrics.memory.items())
+        lines.append("memory (MB) | " + " | ".join(memory))
     return lines
-
-
-def memory_line(metrics: StepMetrics) -> str:
-    """Return the line of the memory in use, as Megatron-LM logs it once."""
-    memory = (f"{name[len('memory_') : -len('_mb')]}: {mib:.1f}" for name, mib in metrics.memory.items())
-    return "memory (MB) | " + " | ".join(memory)
 
 
 def _line(metrics: StepMetrics, max_iters: int) -> str:

@@ -12,7 +12,7 @@ from crosstrain.monitor.hardware import gpu_utilisation
 from crosstrain.monitor.metrics import StepMetrics
 from crosstrain.monitor.stragglers import StragglerDetector
 from crosstrain.training.callback import Callback
-from crosstrain.training.log_lines import log_lines, memory_line
+from crosstrain.training.log_lines import log_lines
 from crosstrain.utils.logging import log
 from crosstrain.utils.units import disjoint
 
@@ -24,7 +24,7 @@ class StepLog(Callback):
         super().__init__(options, trainer)
         self._bar: tqdm | None = None
         self._stragglers = StragglerDetector(trainer.runner, trainer.run.num_workers)
-        self._memory_logged = self._spoke = False
+        self._is_first, self._spoke = True, False
         self._last: StepMetrics | None = None  # of the last step, unless it is logged
 
     def on_start(self) -> None:
@@ -74,11 +74,9 @@ class StepLog(Callback):
         metrics.recorded = disjoint(recorded_means(runner.model.take_recorded(), ranks), trainer.hooks.scalars())
         if waited > 0:
             metrics.loader_samples_per_second = trainer.plan.global_batch * clock.steps / waited
-        for line in log_lines(metrics, trainer.max_iters, trainer.run.log, runner.objective.targets):
+        for line in log_lines(metrics, trainer.max_iters, trainer.run.log, runner.objective.targets, self._is_first):
             log.info(line)
-        if trainer.run.log.format == "megatron" and not self._memory_logged:
-            log.info(memory_line(metrics))
-            self._memory_logged = True
+        self._is_first = False
         if trainer.is_main:
             for note in metrics.notes:
                 log.warning(note)

@@ -20,16 +20,14 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
-from crosstrain.checkpoint.boxes import Shard, whole_pieces
+from crosstrain import CheckpointError, Group, Merge, Model, Shard, UserError, whole_pieces
 from crosstrain.checkpoint.files import Reader, fsync, write_safetensors
 from crosstrain.checkpoint.load_weights import PretrainedWeights, check_frozen, fingerprints
 from crosstrain.checkpoint.manifest import DTYPES, read_json
-from crosstrain.distributed.group import Group
-from crosstrain.modeling.base import Model
-from crosstrain.modeling.export import Merge, Part
+from crosstrain.modeling.export import Part
 from crosstrain.utils import storage
 from crosstrain.utils.assets import GENERATION_CONFIG, MODEL_FILES, TOKENIZER_FILES, misnamed
-from crosstrain.utils.errors import CheckpointError, UserError, explained, sentence
+from crosstrain.utils.errors import explained, sentence
 from crosstrain.utils.files import write_json
 
 _INDEX = "model.safetensors.index.json"

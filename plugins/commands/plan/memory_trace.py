@@ -31,11 +31,10 @@ from torch.utils.flop_counter import flop_registry
 
 from crosstrain import PLAIN, Batch, ForwardMode, Head, Model, Objective, takes_mode
 from crosstrain.modeling import activation_checkpointing
-
-from ...models.hugging_face import dropped_attention
 from crosstrain.modeling.activation_checkpointing import Mode
 from crosstrain.modeling.cross_entropy import CPU_SOFTMAX_ROWS
 
+from ...models.hugging_face import dropped_attention
 from .calls import call_of
 from .fake_world import grouped_mm
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from crosstrain import IGNORE_INDEX, IMAGE, Sample, require
 from crosstrain.data.tokenizer import TextTokenizer
-from crosstrain.data.vision.conversations import IMAGE, IMAGE_ID, SHARED
+from crosstrain.data.vision.conversations import IMAGE_ID, SHARED
 from crosstrain.utils.errors import printable
-from crosstrain.utils.optional_deps import require
-from crosstrain.utils.types import IGNORE_INDEX, Sample
 
 _GREEN, _DIM, _PLAIN = "\x1b[1;32m", "\x1b[2m", "\x1b[0m"
 _OF_TOKENS = ("input_ids", "labels", "position_ids", "segments", "rows")

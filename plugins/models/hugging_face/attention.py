@@ -29,9 +29,8 @@ from transformers.modeling_flash_attention_utils import lazy_import_flash_attent
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
 
+from crosstrain import ConfigError, has_values
 from crosstrain.modeling.context import Context
-from crosstrain.modeling.meta_init import has_values
-from crosstrain.utils.errors import ConfigError
 
 from . import dropped_attention
 

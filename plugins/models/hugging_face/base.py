@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from crosstrain.modeling.base import LanguageModel
-from crosstrain.modeling.cross_entropy import Logits
-from crosstrain.modeling.forward_mode import PLAIN, ForwardMode
-from crosstrain.modeling.meta_init import has_values
-from crosstrain.utils.errors import ConfigError
-from crosstrain.utils.types import IGNORE_INDEX
+from crosstrain import IGNORE_INDEX, PLAIN, ConfigError, ForwardMode, LanguageModel, Logits, has_values
 
 from . import internals
 from .attention import Documents, choose_attention, register_attention

@@ -7,9 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from crosstrain.modeling.export import Export
+from crosstrain import DataError, Export
 from crosstrain.utils.assets import GENERATION_CONFIG, copy_files, plain_files
-from crosstrain.utils.errors import DataError
 
 if TYPE_CHECKING:
     from .base import TransformersModel

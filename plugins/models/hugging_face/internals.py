@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from crosstrain.modeling.meta_init import parameters_on_meta
-from crosstrain.utils.errors import ConfigError
+from crosstrain import ConfigError, parameters_on_meta
 
 from .attention import Attention, choose_attention
 from .tables import NOT_CAUSAL, PRODUCTS, SCALES, SOFTCAPS

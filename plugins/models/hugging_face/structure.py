@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from crosstrain import ConfigError, Ends, Structure
 from crosstrain.modeling.activation_checkpointing import Mode
-from crosstrain.modeling.structure import Ends, Structure
-from crosstrain.utils.errors import ConfigError
 
 from . import internals
 

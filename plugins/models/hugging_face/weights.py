@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from crosstrain import Weights
 from crosstrain.modeling.pretrained import Place, Stack
-from crosstrain.modeling.weights import Weights
 
 from . import internals
 

@@ -9,10 +9,10 @@ from typing import Literal
 
 import numpy as np
 import torch
-from crosstrain_plugins.builtin.datasets.chat_template import EncodedChat
-from crosstrain_plugins.builtin.datasets.chat_template import SampleError as SampleError
 from torch.nn.utils.rnn import pad_sequence
 
+from crosstrain.data.chat_template import EncodedChat
+from crosstrain.data.chat_template import SampleError as SampleError
 from crosstrain.data.tokenizer import TextTokenizer
 from crosstrain.utils.errors import DataError
 from crosstrain.utils.types import IGNORE_INDEX, Batch, Sample
