@@ -60,7 +60,7 @@ class _Save:
 
 
 class Checkpointer:
-    """Writes the checkpoints of one run under `root`. With `run`, the run's ID, other runs' checkpoints are not touched.
+    """Writes the checkpoints of one run under `root`. With `run`, the run's ID, other runs' checkpoints are kept.
 
     `group` must be a separate process group, so that background saves do not mix with training's collectives. On rank
     0, `write_model_config(folder)` writes the Hugging Face configuration, and `write_parts(folder, reader)` writes
@@ -149,7 +149,7 @@ class Checkpointer:
             self._thread = None
 
     def _together(self, action: Callable[[], Any], by_first: bool = False) -> list[Any]:
-        """Run `action` on every rank or the first. Returns the results; if one fails, all ranks raise CheckpointError."""
+        """Run `action` on every rank or the first; returns the results. If one fails, all raise CheckpointError."""
 
         def checked() -> Any:
             try:

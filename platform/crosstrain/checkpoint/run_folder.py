@@ -43,7 +43,7 @@ _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class RunFolder:
-    """Paths of a run's files. One process locks the folder, and checks while it trains that the folder is still the run's."""
+    """Paths of a run's files. One process locks the folder, and checks during training that it is still the run's."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = path = storage.local(path).expanduser()
