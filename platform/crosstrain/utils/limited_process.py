@@ -93,7 +93,7 @@ class LimitedProcess:
 
     def _start(self) -> None:
         self._connection, theirs = multiprocessing.Pipe()
-        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # daemons cannot start children
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a daemon may not fork
         self._process = CheckedForkContext().Process(target=self._serve, args=(theirs,), daemon=True)
         self._process.start()
         self._owner = os.getpid()
