@@ -151,7 +151,7 @@ class RunFolder:
         while (held := self.is_held()) and time.monotonic() < deadline:
             time.sleep(0.25)
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        said = sentence(" ".join(dict.fromkeys((lines[0], lines[-1]))))  # of a traceback: its first line and the error
+        said = sentence(" ".join(dict.fromkeys((lines[0], lines[-1]))))  # for a traceback, its first line and the error
         with suppress(OSError):
             if not held and self.log.is_file():
                 append(self.log, f"{time.strftime(TIME_FORMAT)} error: {said}\n")

@@ -14,14 +14,14 @@ from crosstrain.utils.errors import ConfigError
 Steps = Annotated[int, Interval(ge=1, le=10**12)]
 Every = Steps | Literal["epoch"] | None  # steps between two, or the last step of each epoch; None: never
 BatchSize = Annotated[int, Interval(ge=1, le=2**24)]  # samples, or forwards
-Scale = Annotated[float, Interval(ge=1e-6, le=1e20)]  # of a loss; fp32 must be able to hold the scaled loss
+Scale = Annotated[float, Interval(ge=1e-6, le=1e20)]  # loss scale; fp32 must be able to hold the scaled loss
 DEFAULT_RUNNER = "ddp"  # plain torch if there is only one process
 DEFAULT_MODEL = "causal_lm"  # for a Hugging Face folder
 
 
 @dataclass
 class AmpOptions:
-    """Mixed precision: `amp: bf16` is short for `amp: {dtype: bf16}`. The options of the loss scale are for fp16."""
+    """Mixed precision: `amp: bf16` is short for `amp: {dtype: bf16}`. A dynamic loss scale is only for fp16."""
 
     shorthand: ClassVar = "dtype"
     switches: ClassVar[dict[bool, str]] = {True: "fp16", False: "fp32"}  # `amp: true` means fp16, as in torch and LAVIS
@@ -186,14 +186,14 @@ class RunOptions:
     # Precision and memory
 
     amp: AmpOptions = field(default_factory=AmpOptions)
-    # saved for the backward of a block: none: all activations; full: only its input; selective: also outputs of
-    # matmuls and attention; offload: its input, in host memory
+    # none: save all activations of a block; full: save only its input; selective: also the outputs of matmuls and
+    # attention; offload: save its input in host memory
     gradient_checkpointing: Literal["none", "full", "selective", "offload"] = "none"
     compile: Literal["none", "blocks", "model"] = "none"  # scope of torch.compile: nothing, each block, or the model
 
     # Reporting
     log_interval: Steps = 10  # steps between two log lines
-    # steps between two evaluations of val, which also runs at the end; epoch: after each epoch; None: no validation
+    # steps between evaluations of val, plus one at the end; epoch: after each epoch; None: no validation
     eval_interval: Every = None
     eval_iters: Steps = 10  # global batches per evaluation
     # task metrics to compute in validation and evaluation, in addition to the loss
@@ -218,15 +218,15 @@ class RunOptions:
     keep_every: Steps | None = None  # checkpoints at multiples of this many steps are never deleted
     save_best: bool = True  # also keep the checkpoint with the lowest validation loss
     resume_from: FilePath | None = None  # path or URL of a checkpoint or a run; None: this run's own latest, if any
-    # False: do not load the optimizer state, once: from resume_from, or after a change of model, optimizer or freeze;
-    # restarts load it
+    # False: reset the optimizer state once: with resume_from, or after a change of model, optimizer or freeze;
+    # restarts keep it
     resume_optimizer: bool = True
     on_bad_step: BadStepOptions = field(default_factory=BadStepOptions)
 
     curriculum: CurriculumOptions | None = None  # schedule of short sequences; None: full length from the first step on
     # data-loading processes per rank; 0: the rank loads its own data
     num_workers: Annotated[int, Interval(ge=0, le=256)] = 0
-    # seconds that a rank may enter a collective late; None: no watchdog
+    # seconds that a rank may be late for a collective; None: no watchdog
     collective_timeout: Annotated[float, Interval(ge=0.1, le=10**7)] | None = 600.0
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ _STALE = 64  # announcements after which unread ranges are dropped, for example 
 
 
 def byte_source(place: str | Path) -> "LocalBytes | RemoteBytes":
-    """Open a file or an object. Raises FileNotFoundError or another OSError, and StorageError."""
+    """Open a file or an object. Raises OSError, such as FileNotFoundError, and StorageError."""
     return RemoteBytes(place) if isinstance(place, str) and storage.is_url(place) else LocalBytes(Path(place))
 
 

@@ -121,7 +121,7 @@ class ChatTemplate:
         """
         self._check(messages, tools)
         own = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        weight = int(train_on != "all")  # of the turns to find: 1: targets; 0, with "all": turns that are not
+        weight = int(train_on != "all")  # turns to find: 1: targets; 0, with "all": excluded turns
         others = [n + 1 for n, m in enumerate(messages) if n not in own and m.get("weight") == weight]
         refuse_if(
             others, f"turns {others} have weight {weight}, which train_on: {train_on} takes of the assistant only"

@@ -8,7 +8,7 @@
     int64[D + 1]  document index: document d consists of sequences index[d] to index[d + 1]
 
 This is the format of `megatron/core/datasets/indexed_dataset.py`. Dtype codes 6 and 7 are floating point and are
-refused: tokens were never stored so, and the meaning of the codes has changed once.
+refused: no tokens were ever stored this way, and the meaning of the codes has changed once.
 """
 
 from __future__ import annotations

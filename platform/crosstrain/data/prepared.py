@@ -27,11 +27,11 @@ class Summary:
     documents: int
     dropped: int  # documents that were read but left out
     tokens: int  # including one end-of-text token per document
-    text_bytes: int  # of kept and dropped documents, as UTF-8
+    text_bytes: int  # bytes of all kept and dropped documents, as UTF-8
     vocab_size: int
     eod_id: int
     dtype: str
-    tokenizer_sha256: str  # of tokenizer/tokenizer.json
+    tokenizer_sha256: str  # hash of tokenizer/tokenizer.json
     options: dict[str, Any]  # the PrepareOptions of the preparation
 
     @classmethod

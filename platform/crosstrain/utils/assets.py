@@ -38,7 +38,7 @@ def plain_files(folder: Path, names: Iterable[str]) -> list[Path]:
     """Return the files with these names that are in `folder`.
 
     Raises DataError for a file that is larger than 256 MiB, is not a plain file, or is a link out of the folder. Links
-    into the adjacent folder `blobs` are accepted: the hub's cache stores a snapshot's files there.
+    into the hub cache's folder `blobs` are accepted: it holds the files of snapshots.
     """
     paths = [folder / name for name in sorted(names) if os.path.lexists(folder / name)]
     home = folder.resolve()

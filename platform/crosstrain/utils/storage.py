@@ -25,7 +25,7 @@ _URL = re.compile(r"([a-z][a-z0-9+.\-]*)://")
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 _ATTEMPTS = 8  # with pauses of 25 s in total
 _PATIENCE = 60.0  # seconds after which the second attempt is the last: libraries retry single requests too
-_GAP = 1 << 16  # bytes of a gap to read through instead of sending two requests: one latency of transfer
+_GAP = 1 << 16  # largest gap to read over: the bytes that arrive during the latency of a second request
 _LARGEST = 1 << 24  # most bytes of a request for several ranges
 # Parts of the names that libraries give to errors about absent, wrong or expired credentials.
 _CREDENTIALS = re.compile(r"Credential|Token|Auth|Refresh|Permission")
@@ -84,7 +84,7 @@ def version(url: str) -> str:
 
 
 def read(url: str, first: int = 0, last: int | None = None) -> bytes:
-    """Read the bytes [first, last) of an object, or all from `first` on. The range must not be empty."""
+    """Read the bytes [first, last) of an object, or all from `first` on. At least one must exist."""
     return _tried(url, lambda fs, path: fs.cat_file(path, start=first, end=last))
 
 
