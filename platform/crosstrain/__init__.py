@@ -1,9 +1,8 @@
-"""Crosstrain: train the model that a YAML file names with the runner that the file names.
+"""Crosstrain: train any model with any runner, both chosen in one YAML file.
 
 The names below are for plugins, `from crosstrain import Runner, registry`, and for Python programs and notebooks,
-`crosstrain.train(...)`. Each is imported when it is first asked for, so that importing this package imports neither
-torch nor anything else. The Python functions of verbs that are plugins, such as `crosstrain.plan`, are found by the
-verb's name.
+`crosstrain.train(...)`. Each is imported on first use, so importing this package imports neither torch nor anything
+else. Python functions of verbs that are plugins, such as `crosstrain.plan`, are found by the verb's name.
 """
 
 import ast
@@ -12,8 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Threads of libgomp, which torch loads, wait for one another by spinning for as long as a core is theirs. Where another
-# program needs a core too, the thread that is waited for does not get it, and steps take several times as long.
+# torch loads libgomp. Its threads spin while they wait for each other. If other programs need the cores too, the
+# spinning threads keep the slowest one from running, and steps take several times as long.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -122,7 +121,7 @@ if TYPE_CHECKING:  # the same names for mypy and editors; readers and filters ar
 __version__ = "0.1.0"
 
 _PACKAGES = ("crosstrain", "crosstrain_plugins")
-_HOMES = {  # from the imports above, so that mypy, editors and Python read the same list
+_HOMES = {  # from the imports above, so that mypy, editors and Python use the same list
     alias.name: node.module
     for node in ast.walk(ast.parse(Path(__file__).read_bytes()))
     if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in _PACKAGES

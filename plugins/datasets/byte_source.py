@@ -1,4 +1,4 @@
-"""Bytes of a file by their places: of a local file, or of an object in a bucket, fetched before they are asked for."""
+"""Byte ranges of a local file, or of an object in a bucket, where ranges can be fetched before they are read."""
 
 import os
 from collections.abc import Iterable
@@ -12,18 +12,18 @@ from crosstrain.utils.files import open_regular
 
 Range = tuple[int, int]  # first byte, last byte + 1
 
-_BLOCK, _BLOCKS = 1 << 16, 256  # what is not announced comes in blocks of so many bytes; so many are kept
-_HELD = 64 << 20  # bytes that were announced and are not yet read
-_STALE = 64  # announcements after which what was not read is forgotten, as after a roll-back
+_BLOCK, _BLOCKS = 1 << 16, 256  # block size and number of cached blocks, for reads that were not announced
+_HELD = 64 << 20  # most bytes that are announced and not yet read
+_STALE = 64  # announcements after which unread ranges are dropped, for example after a roll-back
 
 
 def byte_source(place: str | Path) -> "LocalBytes | RemoteBytes":
-    """Open a file or an object. Raises FileNotFoundError or another OSError, and StorageError."""
+    """Open a file or an object. Raises OSError, such as FileNotFoundError, and StorageError."""
     return RemoteBytes(place) if isinstance(place, str) and storage.is_url(place) else LocalBytes(Path(place))
 
 
 class LocalBytes:
-    """A file, read and not mapped."""
+    """A file that is read, not memory-mapped."""
 
     def __init__(self, path: Path) -> None:
         self._file = open_regular(path)
@@ -33,22 +33,22 @@ class LocalBytes:
         """Return bytes [first, last), or fewer at the end of the file."""
         data = os.pread(self._file.fileno(), last - first, first)
         while (left := last - first - len(data)) and (more := os.pread(self._file.fileno(), left, last - left)):
-            data += more  # one call reads 2 GiB at most
+            data += more  # one call reads at most 2 GiB
         return data
 
 
 class RemoteBytes:
-    """An object, of which memory holds a bounded part: ranges that were announced, and the blocks last read."""
+    """An object of which a bounded part is in memory: announced ranges, and the blocks read last."""
 
     def __init__(self, url: str) -> None:
         self._url, self.size = url, storage.size(url)
-        # Number of the announcement, its ranges to be, and the place among them; the oldest first.
+        # range -> (number of the announcement, future of its data, position in the announcement), oldest first
         self._announced: dict[Range, tuple[int, Future[list[bytes]], int]] = {}
         self._count, self._held, self._threads = 0, 0, cast("ThreadPoolExecutor | None", None)
         self._block = lru_cache(_BLOCKS)(lambda n: storage.read(url, n * _BLOCK, min((n + 1) * _BLOCK, self.size)))
 
     def announce(self, ranges: Iterable[Range]) -> None:
-        """Fetch ranges that will be read soon, each once; neighbours together. Those beyond a bound come when read."""
+        """Fetch ranges that will be read soon, neighbours together. Above the memory limit, fetch them when read."""
         self._count += 1
         while self._announced and next(iter(self._announced.values()))[0] < self._count - _STALE:
             first, last = next(iter(self._announced))

@@ -7,8 +7,8 @@
     int32[S] tokens per sequence     int64[S]  byte offset of each sequence in prefix.bin
     int64[D + 1]  document index: document d consists of sequences index[d] to index[d + 1]
 
-as `megatron/core/datasets/indexed_dataset.py` writes it. Dtype codes 6 and 7 are floating point and refused: no tokens
-were ever stored so, and the meaning of the codes has changed once.
+This is the format of `megatron/core/datasets/indexed_dataset.py`. Dtype codes 6 and 7 are floating point and are
+refused: no tokens were ever stored this way, and the meaning of the codes has changed once.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ DTYPES: dict[int, np.dtype] = {
 _HEADER = struct.Struct("<9sQBQQ")
 _SPOT_CHECKS = 16
 _COPY = 1 << 22  # bytes copied at once
-_DOCUMENTS = 1 << 16  # copied at once
-_CHUNK = 1 << 20  # entries of an index handled at once
-_NEAR = 1 << 12  # documents, by which one is off its share of the tokens where lengths differ by chance alone
+_DOCUMENTS = 1 << 16  # documents copied at once
+_CHUNK = 1 << 20  # index entries processed at once
+_NEAR = 1 << 12  # documents; half the search window around the proportional position, enough for random lengths
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
-    """Return uint16 if the ids fit, else int32: Megatron's choice, at Megatron's threshold."""
+    """Return uint16 if the IDs fit, else int32. Megatron makes the same choice with the same threshold."""
     return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
 
 
 class TokenFile:
-    """Tokens of `prefix.bin` by `prefix.idx`, files or objects in a bucket; opening takes the same time for any size.
+    """Tokens in `prefix.bin`, indexed by `prefix.idx`: files, or objects in a bucket. The cost to open is constant.
 
-    The files are read, not mapped: a process that maps a file is killed without a message when the file is cut.
-    Raises DataError if a file is missing, is not in the format, or its lengths contradict each other. Opening checks
-    only a few entries of the index; `verify()` checks all.
+    The files are read, not memory-mapped: if a mapped file is truncated, the process is killed without a message.
+    Raises DataError if a file is missing or has a different format, or if its lengths contradict each other. Opening
+    checks only a few entries of the index; `verify()` checks all.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -104,7 +104,7 @@ class TokenFile:
         return TokenFile, (self.prefix,)
 
     def _check(self, first: int, stop: int) -> None:
-        """Raise DataError unless each of the sequences [first, stop) begins where the one before it ends."""
+        """Raise DataError unless each of the sequences [first, stop) begins where the previous one ends."""
         starts, sizes = self.pointers[first : stop + 1], self.sizes[first:stop]
         if stop == self.num_sequences:
             starts = np.append(starts, self._bin.size)
@@ -114,7 +114,7 @@ class TokenFile:
             raise DataError(f"{self.idx_path} is damaged: sequence {where} does not end where the next one begins")
 
     def verify(self) -> None:
-        """Check every entry of the index, in time proportional to it. DataError names the first wrong one."""
+        """Check every entry of the index, in linear time. Raises DataError with the first wrong entry."""
         for start in range(0, self.num_sequences, _CHUNK):
             self._check(start, min(start + _CHUNK, self.num_sequences))
         for start in range(0, self.num_documents, _CHUNK):
@@ -127,13 +127,13 @@ class TokenFile:
         return len(self.document_index) - 1
 
     def document_start(self, document: int) -> int:
-        """Return the position of a document's first token among all tokens; `num_documents` gives their end."""
+        """Return the position of a document's first token among all tokens; for `num_documents`, their end."""
         if not 0 <= document <= self.num_documents:
             raise IndexError(f"{self.prefix} has {self.num_documents} documents, no document {document}")
         return self.sequence_start(int(self.document_index[document]))
 
     def sequence_start(self, sequence: int) -> int:
-        """Return the position of a sequence's first token among all tokens; `num_sequences` gives their end."""
+        """Return the position of a sequence's first token among all tokens; for `num_sequences`, their end."""
         if not 0 <= sequence <= self.num_sequences:
             raise DataError(f"{self.idx_path} is damaged: a document begins at sequence {sequence}")
         if sequence == self.num_sequences:
@@ -152,7 +152,7 @@ class TokenFile:
         return bisect.bisect_right(range(self.num_documents), position, low, high, key=self.document_start) - 1
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
-        """Return the positions in [start, stop), start > 0, at which documents begin."""
+        """Return the positions in [start, stop), start > 0, where documents begin."""
         starts = []
         for document in range(self.document_at(start - 1) + 1, self.num_documents):
             if (position := self.document_start(document)) >= stop:
@@ -161,22 +161,22 @@ class TokenFile:
         return np.unique(np.array(starts, np.int64))
 
     def document(self, document: int) -> np.ndarray:
-        """Return the tokens of one document, all its sequences joined."""
+        """Return the tokens of one document, with all its sequences joined."""
         return self.tokens(self.document_start(document), self.document_start(document + 1))
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Return tokens [start, stop) of all documents, in the file's dtype. DataError if the file was cut."""
+        """Return tokens [start, stop) of all documents, in the file's dtype. DataError if the file was truncated."""
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"{self.prefix} has {self.num_tokens} tokens, not a range [{start}, {stop})")
         return self._tokens.read(start, stop)
 
     @property
     def remote(self) -> bool:
-        """True for objects in a bucket, where `announce` saves time."""
+        """True for objects in a bucket, for which `announce` saves time."""
         return isinstance(self._bin, RemoteBytes)
 
     def announce(self, ranges: list[tuple[int, int]]) -> None:
-        """Fetch tokens [start, stop) of each range, which will be asked for soon."""
+        """Fetch tokens [start, stop) of each range, which will be read soon."""
         if isinstance(self._bin, RemoteBytes):
             width = self.dtype.itemsize
             self._bin.announce((start * width, stop * width) for start, stop in ranges)
@@ -185,8 +185,8 @@ class TokenFile:
 class TokenWriter:
     """A writer of `prefix.bin` and `prefix.idx`, with one sequence per document, in constant memory.
 
-    A context manager: when its block ends without an exception, the files take their names, the index last, so an
-    index that exists is complete. Otherwise nothing is left behind.
+    Use it as a context manager. If its block ends without an exception, the files get their final names, the index
+    last, so an existing index is complete. Otherwise no file remains.
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
@@ -200,10 +200,10 @@ class TokenWriter:
         self.num_documents = self.num_tokens = 0
         self._idx: BinaryIO = open(self._partial[0], "w+b")  # noqa: SIM115
         self._bin: BinaryIO = open(self._partial[1], "wb")  # noqa: SIM115
-        self._idx.write(bytes(_HEADER.size))  # counts are known at the end
+        self._idx.write(bytes(_HEADER.size))  # placeholder: the counts are known at the end
 
     def add(self, documents: list[list[int]]) -> None:
-        """Append documents, each a list of token ids. DataError if an id does not fit the dtype."""
+        """Append documents, each a list of token IDs. Raises DataError if an ID does not fit the dtype."""
         sizes = np.array([len(document) for document in documents], dtype="<i4")
         tokens = np.fromiter(chain.from_iterable(documents), np.int64, count=int(sizes.sum(dtype=np.int64)))
         self._write(tokens)
@@ -211,7 +211,7 @@ class TokenWriter:
         self.num_documents += len(sizes)
 
     def append(self, sizes: np.ndarray, file: Path) -> None:
-        """Append documents of `sizes` tokens each from `file`, which holds them in this dtype."""
+        """Append documents of `sizes` tokens each from `file`. It must hold them in this dtype."""
         tokens = int(sizes.sum(dtype=np.int64))
         if file.stat().st_size != tokens * self.dtype.itemsize:
             raise DataError(f"{file} has {file.stat().st_size} bytes, and {tokens} tokens of {self.dtype.name} differ")
@@ -222,7 +222,7 @@ class TokenWriter:
         self.num_tokens += tokens
 
     def copy(self, source: TokenFile, start: int, stop: int) -> None:
-        """Append documents [start, stop) of another file. DataError if an id does not fit the dtype."""
+        """Append documents [start, stop) of a different file. Raises DataError if an ID does not fit the dtype."""
         for first in range(start, stop, _DOCUMENTS):
             last = min(first + _DOCUMENTS, stop)
             begins = np.array([source.document_start(document) for document in range(first, last + 1)])
@@ -279,7 +279,7 @@ def _paths(prefix: str | Path) -> tuple[str, str]:
 
 
 class _Column:
-    """An array in a part of a file, read on access. DataError if the file is too short by then."""
+    """An array in a part of a file, read on access. Raises DataError if the file has become too short."""
 
     def __init__(
         self, path: str, source: LocalBytes | RemoteBytes, dtype: npt.DTypeLike, offset: int, count: int
@@ -298,7 +298,7 @@ class _Column:
         return int(self.read(index, index + 1)[0])
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return entries [start, stop), which the column has."""
+        """Return entries [start, stop), which must exist."""
         size = self._dtype.itemsize
         position, length = self._offset + start * size, (stop - start) * size
         try:

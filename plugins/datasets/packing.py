@@ -5,17 +5,18 @@ from collections.abc import Sequence
 
 from crosstrain.data.shuffle import Permutation
 
-_OPEN = 512  # sequences that still take documents
+_OPEN = 512  # sequences that can still take documents
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Return the documents of each sequence, best fit first: a document goes where it leaves the least room.
 
-    The documents come in one fixed shuffled order. At most 512 sequences are open; the fullest of more is closed.
+    Documents are placed in one fixed shuffled order. At most 512 sequences are open; beyond that the fullest is
+    closed.
     lengths: tokens of each document, at most `capacity`.
     """
     sequences: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (room, sequence) of the open ones, sorted
+    rooms: list[tuple[int, int]] = []  # (room, sequence) of the open sequences, sorted
     order = Permutation(max(len(lengths), 1), 0)
     for document in map(order, range(len(lengths))):
         length = lengths[document]

@@ -25,20 +25,20 @@ def seconds(text: str) -> float:
 
 
 def folder(text: str) -> Path:
-    """The type of a flag that takes a folder that exists."""
+    """The type of a flag that takes an existing folder."""
     if not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text} is not a folder")
     return Path(text)
 
 
 def new_file(text: str) -> Path:
-    """The type of a flag that takes a file to write, in a folder that exists."""
+    """The type of a flag that takes a file to write, in an existing folder."""
     folder(str(Path(text).absolute().parent))
     return Path(text)
 
 
 def ask() -> str:
-    """Read a line after a prompt; EOFError at the end. Input that nobody types is shown as if somebody did."""
+    """Read a line after a prompt. EOFError at the end. Input that is not from a terminal is echoed."""
     line = input("> " if sys.stdin.isatty() else "")
     if not sys.stdin.isatty():
         print(f"> {printable(line)}")
@@ -50,12 +50,12 @@ def add_config(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument("--options", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
                         help="override it, such as run.seed=1; may be given again")  # fmt: skip
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="workers (default: one per GPU, else one)")
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # LOCAL_RANK says the same
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the same as LOCAL_RANK
     parser.set_defaults(as_given=True)  # the verb loads the project with these options
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise UserError for mistakes in a project file and for what does not exist, before a verb imports torch."""
+    """Raise UserError for mistakes in a project file and for missing files, before a verb imports torch."""
     if project := getattr(arguments, "cfg_path", None):
         paths.find(project)
     place = getattr(arguments, "checkpoint", ".")

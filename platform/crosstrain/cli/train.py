@@ -31,10 +31,10 @@ class TrainCommand(Command):
             check.add_arguments(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Train a project; returns the exit code. Raises UserError for every mistake that can be foreseen."""
+        """Train a project and return the exit code. Raises UserError for every mistake that can be foreseen."""
         a = arguments
         nodes = Nodes.of(a.nnodes, a.node_rank, a.rdzv_endpoint, a.local_addr, a.rdzv_conf)
-        with sigint_kills():  # torch and plugins are imported
+        with sigint_kills():  # while torch and plugins are imported
             from crosstrain.api.train import check_start, start_training
 
             config = load_config(a.cfg_path, a.options)

@@ -20,9 +20,9 @@ class BatchPlan:
 
     @classmethod
     def of(cls, run: RunOptions, dp_size: int) -> BatchPlan:
-        """Compute the batch plan for `dp_size` data-parallel ranks; a size that is not given follows, or is 1.
+        """Compute the batch plan for `dp_size` data-parallel ranks. Omitted sizes are derived, or are 1.
 
-        Raises ConfigError where the numbers are inconsistent, with the nearest valid global batch size.
+        Raises ConfigError for inconsistent sizes, with the nearest valid global batch size.
         """
         total, micro, accumulation = run.global_batch_size, run.micro_batch_size, run.accum_grad_iters
         if total is None:
@@ -50,5 +50,5 @@ class BatchPlan:
         """Steps of the whole run over a training split of `samples` samples."""
         if run.max_iters is not None:
             return run.max_iters
-        assert run.max_epoch is not None  # one of the two is always given
+        assert run.max_epoch is not None  # exactly one of the two is set
         return math.ceil(run.max_epoch * samples / self.global_batch)

@@ -1,4 +1,4 @@
-"""Ranges of sample numbers that a run skips; the order of the other samples does not change."""
+"""Ranges of sample numbers that a run skips. The order of the other samples does not change."""
 
 from collections.abc import Iterator, Sequence
 from itertools import count

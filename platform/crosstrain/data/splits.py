@@ -15,7 +15,7 @@ from crosstrain.utils.types import Batch
 
 
 def training_dataset(config: Config) -> Component:
-    """Return the dataset to train on. Raises ConfigError where there is none."""
+    """Return the dataset to train on. Raises ConfigError if there is none."""
     return _labelled(config)[1]
 
 
@@ -27,7 +27,7 @@ def _labelled(config: Config) -> tuple[str, Component]:
 
 
 def named_splits(config: Config) -> list[Split]:
-    """Return the splits that the training dataset has files of their own for."""
+    """Return the splits for which the training dataset has separate files."""
     component = training_dataset(config)
     return registry.get("dataset", component.name).named_splits(component.options)
 
@@ -41,7 +41,7 @@ def open_split(config: Config, split: Split) -> Dataset:
 
 
 def open_dataset(component: Component, split: Split, address: str) -> Dataset:
-    """Open a split of a dataset that a project describes at `address`, which every error begins with."""
+    """Open a split of the dataset at the key `address` of a project. Every error begins with the address."""
     try:
         dataset = registry.get("dataset", component.name)(component.options, split)
     except DataError as error:
@@ -51,7 +51,7 @@ def open_dataset(component: Component, split: Split, address: str) -> Dataset:
 
 
 def prepare_data(config: Config) -> None:
-    """Make the dataset's missing files. Raises ConfigError as `open_split` does."""
+    """Create the dataset's missing files. Raises ConfigError as `open_split` does."""
     label, component = _labelled(config)
     with limited_to(config.trust):
         check_source(f"the dataset {label}")
@@ -59,14 +59,14 @@ def prepare_data(config: Config) -> None:
 
 
 def is_prepared(config: Config) -> bool:
-    """Tell whether `prepare_data` has nothing to make. Raises DataError where it would lack an input."""
+    """Return True if `prepare_data` has nothing to create. Raises DataError if an input is missing."""
     component = training_dataset(config)
     with limited_to(config.trust):
         return registry.get("dataset", component.name).is_prepared(component.options)
 
 
 def vocabulary_size(config: Config) -> int | None:
-    """Return the ids of the tokenizer that data still to be prepared will have; None where it is not here."""
+    """Return the tokenizer's vocabulary size for data that is not prepared yet; None if it is not local."""
     component = training_dataset(config)
     name = registry.get("dataset", component.name).tokenizer_of(component.options)
     if name is None or not Path(name).expanduser().exists():

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-IGNORE_INDEX = -100  # a label that is no target, as in torch's cross_entropy
+IGNORE_INDEX = -100  # label of positions without a target, as in torch's cross_entropy
 Sample = dict[str, np.ndarray]
 Batch = dict[str, torch.Tensor]
 
@@ -14,10 +14,10 @@ Batch = dict[str, torch.Tensor]
 class MicroBatch:
     """Samples of one forward and backward."""
 
-    first_sample: int  # number of its first sample; dropout is seeded with it
+    first_sample: int  # number of the first sample; it seeds dropout
     data: Batch
-    num_targets: int  # target tokens in it
-    numbers: tuple[int, ...] = ()  # of its samples
+    num_targets: int  # number of target tokens
+    numbers: tuple[int, ...] = ()  # numbers of the samples
 
 
 class Step(list[MicroBatch]):

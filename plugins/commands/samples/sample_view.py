@@ -1,4 +1,4 @@
-"""A sample for a person to see: where it comes from, its text with the trained tokens marked, its pictures."""
+"""A sample in readable form: its origin, its text with the trained tokens marked, and its images."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,23 +14,23 @@ from crosstrain.utils.errors import printable
 
 _GREEN, _DIM, _PLAIN = "\x1b[1;32m", "\x1b[2m", "\x1b[0m"
 _OF_TOKENS = ("input_ids", "labels", "position_ids", "segments", "rows")
-_SHOWN = 16  # numbers of another array
+_SHOWN = 16  # most numbers to show of other arrays
 
-_Token = tuple[int, bool, str]  # id, trained, and the line before it where something else begins
+_Token = tuple[int, bool, str]  # ID, trained, and a heading if a new document or conversation begins here
 
 
 @dataclass(frozen=True)
 class SampleView:
-    """A sample as the model is given it. `print` shows it, trained tokens in «»."""
+    """A sample as the model receives it. `print` shows it, with trained tokens in «»."""
 
     title: str  # its number, index and origin
-    data: Mapping[str, Any]  # arrays, as `Dataset.get` returns them; of a shortened sample those of a batch of it alone
+    data: Mapping[str, Any]  # arrays, as from `Dataset.get`; for a shortened sample, from a batch with only this sample
     tokenizer: TextTokenizer | None
     normalization: tuple[Sequence[float], Sequence[float]] | None = None  # mean and deviation of pixels, by channel
 
     @property
     def rows(self) -> list[Sample]:
-        """The sequences of tokens in the sample; none for data that are not tokens."""
+        """The token sequences in the sample; none for data without tokens."""
         if "rows" in self.data or "input_ids" not in self.data:
             return self.data.get("rows", [])
         keys = [key for key in _OF_TOKENS if key in self.data]
@@ -38,7 +38,7 @@ class SampleView:
         return [{key: arrays[key][row] for key in keys} for row in range(len(arrays["input_ids"]))]
 
     def text(self, *, ids: bool = False, colour: bool = False) -> str:
-        """The tokens of each row as text, or as `ids`, the trained ones in «» or green; then the other arrays."""
+        """The tokens of each row as text, or as `ids`, with trained ones in «» or green; then the other arrays."""
         decode = self.tokenizer.decode if self.tokenizer and not ids else None
         lines = []
         for number, row in enumerate(self.rows):
@@ -52,7 +52,7 @@ class SampleView:
 
     @property
     def pictures(self) -> list[Any]:
-        """PIL images of what a vision encoder is given; of unknown normalization, stretched to all grey values."""
+        """PIL images of the vision encoder's input. Without a known normalization, stretched to the full range."""
         made, image = [], require("PIL.Image", "showing pictures")
         given = np.asarray(self.data.get("pixel_values", np.empty((0, 3, 1, 1))))
         for pixels in given.reshape(-1, *given.shape[-3:]):
@@ -66,7 +66,7 @@ class SampleView:
 
     @property
     def turns(self) -> list[tuple[str, bool]]:
-        """The words without special tokens and placeholders, stretch by stretch, and if they are learned."""
+        """The text without special tokens and placeholders, in stretches, each with whether it is trained."""
         said = []
         for trained, group in groupby((t for row in self.rows for t in _tokens(row)), lambda token: token[1]):
             ids = [token for token, _, _ in group if token != IMAGE_ID]
@@ -79,7 +79,7 @@ class SampleView:
 
 
 def _tokens(row: Sample) -> Iterator[_Token]:
-    """Yield the tokens of a row, and the targets that no input holds. A label is the token after its place."""
+    """Yield the tokens of a row, and the targets that are not in the input. A label is the next token."""
     ids, labels = (np.asarray(row[key]).tolist() if key in row else [] for key in ("input_ids", "labels"))
     labels = labels or [IGNORE_INDEX] * len(ids)
     begins = _beginnings(row, len(ids))
@@ -87,14 +87,14 @@ def _tokens(row: Sample) -> Iterator[_Token]:
         yield ids[0], False, ""
     for place, (label, following) in enumerate(zip(labels, [*ids[1:], None], strict=True)):
         learned, begin = label != IGNORE_INDEX, begins.get(place + 1, "")
-        if learned and (begin or following is None):  # the last of its document
+        if learned and (begin or following is None):  # last token of its document
             yield label, True, ""
         if following is not None:
             yield following, learned and not begin, begin
 
 
 def _beginnings(row: Sample, length: int) -> dict[int, str]:
-    """Return the places at which another document, or another conversation about the same images, begins."""
+    """Return the positions where a new document, or a new conversation about the same images, begins."""
     if "segments" in row:
         segments = np.asarray(row["segments"]).tolist()
         changes = (i for i in range(1, length) if SHARED != segments[i - 1] != segments[i])
