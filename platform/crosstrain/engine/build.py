@@ -269,9 +269,10 @@ def build_model(
 ) -> dict[str, FrozenParameter]:
     """Set up the runner with the model, its weights and, for training, the optimizer.
 
-    Weights come from `checkpoint` if given, then from the model's pretrained folders, then from initialization.
-    Training also loads the optimizer state of `checkpoint` unless `moments` is False. `weights` is passed to
-    `Reader.open`. Returns the frozen parameters loaded from pretrained folders; checkpoints need not store them.
+    Weights come from `checkpoint` if given, otherwise from the model's pretrained folders, otherwise from
+    initialization. Training also loads the optimizer state of `checkpoint` unless `moments` is False. `weights` is
+    passed to `Reader.open`. Returns the frozen parameters loaded from pretrained folders; checkpoints need not store
+    them.
     """
     model = construct_model(config, runner, lambda: make_model(config), for_training)
     if config.run.compile != "none":

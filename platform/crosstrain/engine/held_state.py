@@ -24,9 +24,9 @@ REFERENCE = "reference"  # kind of the initial weights, kept for objectives that
 class HeldState:
     """Describes the tensors held by a rank, for checkpoints, comparisons and optimizers. Nothing is gathered.
 
-    The platform calls `shards` and `gradients`. The defaults cover plain parameters and DTensors. A runner whose engine
-    stores parameters differently subclasses HeldState and overrides the small methods below; they take parameters, not
-    names.
+    The platform calls `shards` and `gradients`. The defaults cover plain parameters and DTensors. If an engine stores
+    parameters differently, its runner subclasses HeldState and overrides the small methods below; they take parameters,
+    not names.
 
     equal: kinds of tensors that are the same on all ranks with the same box after `Runner.synchronize`; None: all
     kinds. A checkpoint stores one copy of these kinds, and one copy per rank of all other kinds.

@@ -125,7 +125,7 @@ def run_tasks(
             hint = did_you_mean(name, known, "--task-path names a folder with others")
             raise UserError(f"--tasks: the harness has no task {name}; {hint}")
     model = HarnessModel(runner, tokenizer, encode, quiet=not is_main)
-    with runner.evaluating(), explained("--tasks: the harness cannot do it"):  # missing data, or an error in a task file
+    with runner.evaluating(), explained("--tasks: the harness cannot do it"):  # missing data or a bad task file
         found = simple_evaluate(
             model, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=False
         )

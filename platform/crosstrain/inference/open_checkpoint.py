@@ -133,7 +133,9 @@ def open_on_workers(
     checkpoint: Path, project: ProjectLike | None, options: Overrides, trust_data: bool, nproc_per_node: int | None,
     alone: bool = False,
 ) -> tuple[Config, Launch]:  # fmt: skip
-    """Open a configuration, check its model, and choose the workers; `alone`: only one worker.
+    """Open a configuration, check its model, and choose the workers.
+
+    alone: start only one worker.
 
     If the runner does not fit the number of workers, and the user chose neither, plain torch in one process is used.
     Raises ConfigError like `open_config` and for an impossible layout, and CheckpointError like `outline`.
