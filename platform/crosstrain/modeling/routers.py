@@ -3,6 +3,7 @@
 The balance loss of a layer is E sum_e f_e P_e (Fedus et al., 2021, equation 4): f_e is the number of choices of expert
 e per token, and P_e is its mean probability over the same tokens. Perfect balance gives k, the number of choices per
 token, as in transformers.
+
 The product of two means is not a sum over tokens, so its value depends on the set of tokens. Over the targets of a
 document (DeepSeek-AI, 2024, section 2.1.3), it is the same under every layout. Over all targets of a step, the choices
 must be counted before the first backward.

@@ -1,4 +1,4 @@
-"""The hook that logs steps: lines in Megatron's notation, notes on slow ranks, the progress bar."""
+"""The hook that logs steps: lines in Megatron's format, notes on slow ranks, the progress bar."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from crosstrain.utils.units import disjoint
 
 
 class StepLog(Callback):
-    """Logs one step in `run.log_interval` and the last one, and puts its numbers into `trainer.row`."""
+    """Logs every `run.log_interval`-th step and the last step, and adds their numbers to `trainer.row`."""
 
     def __init__(self, options: Any, trainer: Any) -> None:
         super().__init__(options, trainer)
         self._bar: tqdm | None = None
         self._stragglers = StragglerDetector(trainer.runner, trainer.run.num_workers)
         self._memory_logged = self._spoke = False
-        self._last: StepMetrics | None = None  # of the last step, unless it is logged
+        self._last: StepMetrics | None = None  # metrics of the last step; None: already logged
 
     def on_start(self) -> None:
         self.close()
@@ -64,7 +64,7 @@ class StepLog(Callback):
         self._spoke = True
 
     def _log(self, metrics: StepMetrics) -> None:
-        """Log a step, and after the first one the memory in use; a new interval begins. Collective."""
+        """Log a step, and once the memory in use; start a new interval. Collective."""
         trainer, clock = self.trainer, self.trainer.throughput
         runner, ranks = trainer.runner, trainer.ranks
         waited, metrics.notes = self._stragglers.check(ranks, metrics.step, clock.steps, clock.seconds, clock.waited)
@@ -87,7 +87,7 @@ class StepLog(Callback):
 
 
 def log_lines(metrics: StepMetrics, max_iters: int, targets: str = "tokens") -> list[str]:
-    """Return the two lines of a logged step, in the order and notation of Megatron's log."""
+    """Return the two lines of a logged step, in the order and format of Megatron's log."""
     first = [
         f"iteration {metrics.step:8d}/{max_iters:8d}",
         f"elapsed time per iteration (ms): {metrics.step_ms:.1f}",
