@@ -33,7 +33,7 @@ def convert(model: Model, device: torch.device) -> None:
     """
     float8 = require("torchao.float8", "run.amp.linear: float8")
     emulate = device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)
-    config = float8.Float8LinearConfig(emulate=emulate, pad_inner_dim=True)  # any number of tokens
+    config = float8.Float8LinearConfig(emulate=emulate, pad_inner_dim=True)  # for any number of tokens
     for block in model.blocks():
         float8.convert_to_float8_training(block, config=config, module_filter_fn=lambda module, _: fits(module))
     layers = [module for block in model.blocks() for module in block.modules() if isinstance(module, nn.Linear)]

@@ -184,8 +184,8 @@ def fully_sharded(
         retained_grad_fraction=shares / max(whole.trainable, 1) if not waits and not every else 0.0,
         retained_grad_fraction_outside=0.0 if waits else 1.0,  # these gradients are reduced last
         gathered=most,
-        # A block's gradients are copied for the send while the next block computes its gradients. When the gradients
-        # outside of blocks are reduced, the shards of all gradients are allocated.
+        # A block's gradients are copied for the reduce-scatter while the next block computes its own. All gradient
+        # shards are allocated by the time the gradients outside of blocks are reduced.
         gradient_buffers=2 * block,
         step_buffers=max(0, 2 * outside - (sizes.trainable - shares if waits else 0)),
         sent=sent + all_reduced(trained, copies),

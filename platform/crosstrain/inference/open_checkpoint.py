@@ -46,9 +46,9 @@ def find_model(place: str | Path, weights: str | None) -> Path:
 def saved_config(checkpoint: Path, options: Overrides, trust_data: bool = False) -> Config:
     """Load the configuration in a checkpoint's state, with the user's overrides.
 
-    The configuration may name data if this user trained with it or if `trust_data` is True. Raises CheckpointError if
-    the checkpoint has no configuration, and ConfigError for values that are forbidden or that this installation does
-    not support.
+    The configuration is trusted to name data if this user trained with it or if `trust_data` is True. Raises
+    CheckpointError if the checkpoint has no configuration, and ConfigError for values that are forbidden or that this
+    installation does not support.
     """
     state = load_state(checkpoint)
     saved = state.get("config")

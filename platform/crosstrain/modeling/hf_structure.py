@@ -96,7 +96,7 @@ class TransformersStructure(Structure):
         return super().checkpointing(mode)
 
     def _matrices(self, experts: bool) -> Iterator[tuple[int, float]]:
-        """Yield each module's number of matrix elements and the fraction used per token. experts: only experts."""
+        """Yield each module's number of matrix elements and the fraction used per token; `experts`: of experts only."""
         for module in self.model.skeleton.modules():  # never sharded
             expert = hf_internals.holds_experts(module)
             if not isinstance(module, nn.Embedding) and expert >= experts:

@@ -96,7 +96,7 @@ def starting_point(root: Path, resume_from: str | None, world: Group, run: str |
             result = [found and (storage.origin(found) or found)]
         except (UserError, OSError) as error:
             result = [error]
-    while isinstance(order := world.broadcast(result), str):  # the URL of a checkpoint to check, until the result comes
+    while isinstance(order := world.broadcast(result), str):  # URLs of checkpoints to check, then the result
         with suppress(UserError, OSError):  # rank 0 gets the same error, and broadcasts it
             _check_together(order, world)
     if isinstance(order[0], Exception):

@@ -218,7 +218,7 @@ class Trainer:
             self.checkpointer.wait()
         folder = self.folder
         checkpoint = starting_point(folder.checkpoints, self.run.resume_from, self.runner.world, folder.run_id)
-        assert checkpoint is not None  # one was saved before the first step
+        assert checkpoint is not None  # roll_back saves a checkpoint before the first step
         left_out = bad.left_out(checkpoint, self.state)
         reload(self.runner, checkpoint, self.frozen)
         self.state = restore(checkpoint, self.runner)

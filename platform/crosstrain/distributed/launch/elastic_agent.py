@@ -146,7 +146,7 @@ class _Agent(LocalElasticAgent):
         self._remaining_restarts = restarts_left
         self._stop, self._nodes = stop, nodes
         self._where = f" on {socket.gethostname()}" if nodes else ""
-        self._failure: Failure | None = None  # the latest
+        self._failure: Failure | None = None  # the latest failure
         # Reason of the next start, and this node's certainty about it.
         self._reason, self._certainty = ("", 0) if restarts_left == how.max_restarts else ("node 0 was lost", 2)
 

@@ -20,7 +20,7 @@ def stop_signals() -> list[signal.Signals]:
 def sigint_kills() -> Iterator[None]:
     """Let Ctrl-C kill the process inside the block: libraries may swallow KeyboardInterrupt while they are imported."""
     handler = signal.getsignal(signal.SIGINT)
-    in_charge = threading.current_thread() is threading.main_thread() and os.getpid() != 1  # SIG_DFL does not kill PID 1
+    in_charge = threading.current_thread() is threading.main_thread() and os.getpid() != 1  # SIG_DFL cannot kill PID 1
     if handler is not signal.default_int_handler or not in_charge:
         yield
         return

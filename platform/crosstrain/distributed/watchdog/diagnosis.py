@@ -19,8 +19,8 @@ def find_desync(
 ) -> str | None:
     """Describe a call of a different rank that does not match this rank's collective at the same position.
 
-    Only idle ranks are compared, unless `failed`: a collective has failed. `desynced` names a group with latest calls
-    that are known to mismatch, even if they differ only in location.
+    Only idle ranks are compared, unless a collective `failed`. `desynced` names a group: its latest calls are known to
+    mismatch, even if they differ only in location.
     """
     for group, here in mine.histories.items():
         for other in others:
@@ -65,7 +65,7 @@ def find_absent(mine: RankReport, others: list[RankReport], silent: list[int]) -
 
 
 def find_mute(mine: RankReport, mute: list[int]) -> str | None:
-    """Describe ranks without any report since this rank is idle; it may be waiting inside torch."""
+    """Describe ranks that have not answered since this rank became idle, perhaps inside torch."""
     if not mute:
         return None
     return (

@@ -100,7 +100,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         due = patience = SETTLED + self._rank // 16  # staggered, so that large worlds do not ask all at once
-        with suppress(RuntimeError):  # as above
+        with suppress(RuntimeError):  # the process that hosts the store has ended
             while not self._stop.wait(_POLL):
                 self._answer()
                 idle = self._idle_seconds()
@@ -151,7 +151,7 @@ class Watchdog:
             if self._store.add("ended", 0):
                 worker_errors.exit_silently(_EXIT_DELAY)
             depth = int(self._store.get("depth"))  # set before the first question
-            self._store.set(str(self._rank), self._report(depth).dumps())  # type: ignore[arg-type]  # bytes do as well
+            self._store.set(str(self._rank), self._report(depth).dumps())  # type: ignore[arg-type]  # bytes also work
 
     def _ask(self, seconds: float, depth: int) -> tuple[list[RankReport], list[RankReport], list[int]]:
         """Ask the other ranks for reports with their latest `depth` calls on each group.
