@@ -146,7 +146,7 @@ class KVSlots(Cache):
         return max(self.lengths)
 
     def _room(self, layer: int, like: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return a layer's buffers, grown to hold sequences of this length; unused entries are zero or finite.
+        """Return a layer's buffers, grown to hold sequences of this length; unused entries are finite.
 
         Values are stored in the type of the keys, like in `DynamicCache`: under autocast keys may be fp32 and values
         bf16.

@@ -58,7 +58,7 @@ def check_decoder(tokenizer: Any, checkpoint: Path) -> None:
 
 
 class Encoders:
-    """Processes that encode texts and chats as token IDs. Each call has its own process, so calls do not wait.
+    """Processes that encode texts and chats as token IDs. Each call has a process to itself, so no call delays others.
 
     The constructor raises CheckpointError if the tokenizer cannot be loaded.
     """

@@ -79,7 +79,7 @@ class Preflight:
 
 
 def as_begun(config: Config, fresh: bool) -> Config:
-    """Adapt the configuration to the checkpoint that the run continues; the checkpoint may lack newer settings.
+    """Apply the dataset rules of the checkpoint that the run continues, for settings newer than the checkpoint.
 
     fresh: do not continue the run's own folder. Raises CheckpointError if `run.resume_from` is needed and has no
     checkpoint.

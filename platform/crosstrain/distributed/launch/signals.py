@@ -11,7 +11,7 @@ from types import FrameType
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that request a stop; SIGHUP, sent by a closed terminal, only if nohup does not ignore it."""
+    """Return the signals that request a stop. SIGHUP (closed terminal) is left out if ignored, as under nohup."""
     hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
     return [signal.SIGINT, signal.SIGUSR1, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
 
@@ -54,7 +54,7 @@ class StopRequest:
 
     Under our own launcher SIGTERM keeps its default action: the launcher sends it to ranks that wait for a dead rank,
     and after a second Ctrl-C. It forwards the user's signals as SIGUSR1. If the launcher is killed, the kernel sends
-    SIGINT, perhaps several times: once per launcher thread that becomes the worker's parent. None of them must
+    SIGINT, perhaps several times: once per launcher thread that becomes the worker's parent. These signals must not
     interrupt the save.
     """
 
