@@ -1,4 +1,4 @@
-"""The first lines of a run's log: the model, the runner and the batch, and what a user should know of the data."""
+"""The first lines of a run's log: the model, the runner, the batch, and notices about the data."""
 
 import numpy as np
 
@@ -7,14 +7,14 @@ from crosstrain.distributed.launch.cluster_env import restart_reason
 from crosstrain.training.trainer import Trainer
 from crosstrain.utils.logging import log
 
-_FEW_TOKENS, _DEVIATION = 10_000, 2.5  # of a validation; the standard deviation of a token's loss in nats, about
+_FEW_TOKENS, _DEVIATION = 10_000, 2.5  # tokens of a validation; approximate standard deviation of a token's loss, nats
 _LONGER = "a larger run.max_iters or run.max_epoch goes on, --fresh starts over"
 
 
 def log_setup(trainer: Trainer) -> None:
     """Log model, runner and batch plan. Collective."""
     runner, plan, config = trainer.runner, trainer.plan, trainer.config
-    # ZeRO keeps a parameter's own shape elsewhere; tensor parallelism pads the vocabulary for its ranks.
+    # Under ZeRO the parameter itself may be empty; tensor parallelism pads the vocabulary.
     mine = {
         n: (p.requires_grad, max(runner.held.full_shape(p).numel(), p.numel()))
         for n, p in runner.model.weights.parameters().items()
@@ -42,7 +42,7 @@ def log_setup(trainer: Trainer) -> None:
 
 
 def _log_uncertainty(trainer: Trainer) -> None:
-    """Log how uncertain the validation loss is, where validation sees few tokens."""
+    """Log the uncertainty of the validation loss if validation covers few tokens."""
     held_out, model = trainer.val_dataset, trainer.runner.model
     if held_out is None or not held_out.indexed or held_out.row_layout is not None or not model.predicts_tokens:
         return
@@ -55,7 +55,7 @@ def _log_uncertainty(trainer: Trainer) -> None:
 
 
 def log_restart(world: Group, step: int) -> None:
-    """Log why these workers were started again, if they were. Collective."""
+    """Log the reason if these workers were restarted. Collective."""
     reasons = [reason for reason in world.all_gather(restart_reason()) if reason]
     if reasons:
         _, number, most, why = max(reasons)

@@ -18,14 +18,14 @@ from crosstrain.utils.units import disjoint
 
 
 class StepLog(Callback):
-    """Logs one step in `run.log_interval` and the last one, and puts its numbers into `trainer.row`."""
+    """Logs every `run.log_interval`-th step and the last step, and adds their numbers to `trainer.row`."""
 
     def __init__(self, options: Any, trainer: Any) -> None:
         super().__init__(options, trainer)
         self._bar: tqdm | None = None
         self._stragglers = StragglerDetector(trainer.runner, trainer.run.num_workers)
         self._is_first, self._spoke = True, False
-        self._last: StepMetrics | None = None  # of the last step, unless it is logged
+        self._last: StepMetrics | None = None  # metrics of the last step; None: already logged
 
     def on_start(self) -> None:
         self.close()
