@@ -1,4 +1,4 @@
-"""Callbacks that follow a number of validation."""
+"""Callbacks that track a validation metric."""
 
 import math
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from crosstrain import Callback, ConfigError, NonNegativeFloat, PositiveInt, Run
 
 @dataclass
 class _Followed:
-    metric: str = "val_loss"  # as metrics.jsonl calls it
-    mode: Literal["min", "max"] = "min"  # which values are better
+    metric: str = "val_loss"  # name of the metric in metrics.jsonl
+    mode: Literal["min", "max"] = "min"  # min: lower is better; max: higher is better
 
 
 class _Follower(Callback):
@@ -21,13 +21,13 @@ class _Follower(Callback):
         if run.eval_interval is None:
             raise ConfigError(f"run.callbacks: there is no {options.metric} without validations; set run.eval_interval")
         known = [f"val_{name}" for name in ("loss", "perplexity", *(metric.name for metric in run.metrics))]
-        # Models and objectives record numbers of other names; this near they are the same name, misspelt.
+        # Models and objectives record metrics of their own, so only a name close to a known one is an error.
         near = get_close_matches(options.metric, known, 1, 0.87)
         if options.metric not in known and (near or not options.metric.startswith("val_")):
             raise ConfigError(f"run.callbacks: validation gives no {options.metric}, but {', '.join(near or known)}")
 
     def cost(self, metrics: Mapping[str, float]) -> float:
-        """The number, negated where higher is better."""
+        """Return the metric, negated if higher is better."""
         if self.options.metric not in metrics:
             raise ConfigError(f"validation gives no {self.options.metric}, but {', '.join(metrics)}")
         return metrics[self.options.metric] * (1 if self.options.mode == "min" else -1)
@@ -35,16 +35,16 @@ class _Follower(Callback):
 
 @registry.register_callback("early_stopping")
 class EarlyStopping(_Follower):
-    """Ends training when a number of validation has not improved for some validations in a row."""
+    """Ends training when a validation metric has not improved for some validations in a row."""
 
     @dataclass
     class Options(_Followed):
         patience: PositiveInt = 5  # validations in a row without an improvement
-        min_delta: NonNegativeFloat = 0.0  # by which a value must be better
+        min_delta: NonNegativeFloat = 0.0  # smaller improvements do not count
 
     def __init__(self, options: Options, trainer: Any) -> None:
         super().__init__(options, trainer)
-        self.state = {"best": None, "bad": 0}  # cost; validations since
+        self.state = {"best": None, "bad": 0}  # best cost; validations since then
 
     def on_validation(self, metrics: Mapping[str, float]) -> None:
         cost, best = self.cost(metrics), self.state["best"]
@@ -58,7 +58,7 @@ class EarlyStopping(_Follower):
 
 @registry.register_callback("best_checkpoints")
 class BestCheckpoints(_Follower):
-    """Saves and keeps the best checkpoints by a number of validation; `checkpoints/best_<metric>` names the best."""
+    """Saves and keeps the best checkpoints by a validation metric; `checkpoints/best_<metric>` points to the best."""
 
     @dataclass
     class Options(_Followed):

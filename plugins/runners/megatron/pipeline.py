@@ -161,8 +161,8 @@ class Pipeline:
         group, mine = self.group.process_group, {stage.number: stage for stage in self.stages}
         out = torch.empty(0, device=self.device)
         cache = batch.get("cache")
-        # Models read the number of cached tokens from the first layer. All stages of this rank need the number from before
-        # the first one.
+        # Models read the number of cached tokens from the first layer. All stages of this rank need the number from
+        # before the first stage.
         layers: list[Any] = cache.layers if isinstance(cache, Cache) else []
         found = [copy.copy(layer) for layer in layers[:1]]
         for number, stage in mine.items():
