@@ -91,11 +91,11 @@ def annotation_of(entry: Any, beside: bool = False) -> tuple[dict[str, Any], set
             row["history"] = [*row.get("history", []), *earlier]
     try:
         found, left = conversations(row, images=parts)
-    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:  # the JSON can have any structure
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:  # any JSON can be here
         raise ChatError(f"it is malformed ({first_line(error)})") from None
     made = {key: value for key, value in row.items() if key in left} | named
     unread |= (left - row.keys()) | (left & {"conversations"})
-    for one in found:  # at most one
+    for one in found:  # empty without a conversation
         made["conversations"] = [_plain(turn) for turn in one.messages]
         unread |= {f"messages.{key}" for turn in one.messages for key in turn.model_fields_set - _READ}
         unread |= {"tools"} if one.tools else set()

@@ -39,7 +39,7 @@ class ConversationOptions(SplitOptions):
     seq_length: Annotated[int, Interval(ge=1, le=2**30)]  # maximum tokens of a conversation
     # a name in configs/chat_templates, Jinja, or a file of Jinja; None: the tokenizer's own template
     chat_template: Text | None = None
-    unusable: Literal["drop", "error"] = "drop"  # rows that are malformed, too long or without a target: drop them or stop
+    unusable: Literal["drop", "error"] = "drop"  # for rows that are malformed, too long or without a target
     max_dropped: Annotated[float, Interval(ge=0, le=1)] = 0.1  # maximum share of dropped rows; more is an error
     # unused keys of rows that are not reported: columns, or paths such as messages.name
     ignore_columns: list[str] = field(default_factory=list)
@@ -75,7 +75,7 @@ class ConversationDataset(Dataset):
 
     @classmethod
     def prepared(cls, options: Any) -> Path:
-        """Return the folder of the rendered conversations; renders them if needed. DataError if too many are dropped."""
+        """Return the folder of the rendered conversations; creates it if needed. DataError if too many are dropped."""
         tokenizer = load_cached(options.tokenizer, options.chat_template)[1]
         folder = prepare_chat(cls.source(options, _paths(options), tokenizer))
         row_audit(folder, ()).check(" and ".join(_paths(options)), options.max_dropped)
@@ -143,7 +143,7 @@ class Chat(ConversationDataset):
     class Options(ConversationOptions):
         """Conversation options, targets and packing."""
 
-        train_on: Literal["assistant", "last", "all"] = "assistant"  # turns with a loss: the assistant's, its last, or all
+        train_on: Literal["assistant", "last", "all"] = "assistant"  # turns with a loss; last: the assistant's last
         packing: bool = False  # True: pack several conversations into a sample, without attention between them
 
     options: Options

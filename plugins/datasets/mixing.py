@@ -50,7 +50,7 @@ class MixtureOrder:
 
 
 def _turns(counts: list[int]) -> np.ndarray:
-    """Return the source of each turn, int64 [period]: the earliest deadline among sources that are far enough behind."""
+    """Return the source of each turn, int64 [period]: the earliest deadline among sources far enough behind."""
     shares = np.array(counts, np.int64)
     period, number = int(shares.sum()), len(counts)
     turns = np.zeros(period, np.int64)

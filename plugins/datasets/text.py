@@ -59,7 +59,8 @@ class TextDataset(Dataset):
         # a different path for the val split; None: a share of `path`
         val: FilePath | None = field(default=None, kw_only=True)
         test: FilePath | None = field(default=None, kw_only=True)  # path for the test split; None: a share of `path`
-        # rounding of splits as in Megatron; core: round their ends; legacy: round their sizes
+        # rounding of splits as in Megatron; core: round their ends; legacy: round their sizes, as in runs started
+        # without this key
         split_rounding: Literal["core", "legacy"] = "core"
         document_mask: bool = False  # True: no attention between documents of a sample
         tokenizer: FilePath | None = None  # Hugging Face name or path; None: the prepared folder's

@@ -31,8 +31,8 @@ class Muon(MatrixOptimizer):
         nesterov: bool = True  # use Nesterov momentum
         ns_steps: Annotated[int, Interval(ge=1, lt=100)] = 5  # Newton-Schulz iterations
         ns_dtype: Literal["bf16", "fp32"] = "bf16"  # type of these iterations
-        # factor on the learning rate of a matrix [m, n]; match_rms_adamw: 0.2 sqrt(max(m, n)), for a rate tuned for AdamW;
-        # original: sqrt(max(1, m / n)); spectral_unclamped: sqrt(m / n)
+        # factor on the learning rate of a matrix [m, n]; match_rms_adamw: 0.2 sqrt(max(m, n)), for a rate tuned for
+        # AdamW; original: sqrt(max(1, m / n)); spectral_unclamped: sqrt(m / n)
         adjust_lr_fn: Literal["match_rms_adamw", "original", "spectral_unclamped"] = "match_rms_adamw"
         adamw_lr_scale: PositiveFloat = 1.0  # factor on the learning rate of AdamW's parameters
         adamw: AdamW.Options = field(default_factory=AdamW.Options)  # AdamW for embeddings, heads, norms and biases
