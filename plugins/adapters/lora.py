@@ -62,7 +62,7 @@ class Lora(Adapter):
         dropout: DropRate = 0.0  # dropout rate of the adapters' input
         # names of linear layers, or their last parts, such as q_proj; None: as pretrained, else all in the blocks
         targets: Annotated[list[Text], MinLen(1)] | None = None
-        pretrained: Text | None = None  # adapter to start from: a run, a checkpoint or a peft folder
+        pretrained: Text | None = None  # adapter to start from: a run, a checkpoint or a peft folder; None: a new one
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)

@@ -39,7 +39,7 @@ class ConversationOptions(SplitOptions):
     seq_length: Annotated[int, Interval(ge=1, le=2**30)]  # maximum tokens of a conversation
     # a name in configs/chat_templates, Jinja, or a file of Jinja; None: the tokenizer's own template
     chat_template: Text | None = None
-    unusable: Literal["drop", "error"] = "drop"  # for rows that are malformed, too long or without a target
+    unusable: Literal["drop", "error"] = "drop"  # action on rows that are malformed, too long or without a target
     max_dropped: Annotated[float, Interval(ge=0, le=1)] = 0.1  # maximum share of dropped rows; more is an error
     # unused keys of rows that are not reported: columns, or paths such as messages.name
     ignore_columns: list[str] = field(default_factory=list)

@@ -50,7 +50,7 @@ class MixturePart:
 
 @registry.register_dataset("mixture")
 class Mixture(VqaDataset):
-    """A mixture of datasets: at any step of a run, each part is less than one sample off its share.
+    """A mixture of datasets: after any number of samples, each part is less than one sample off its share.
 
     Each part is shuffled and repeated on its own, in proportion to its share. An epoch has every sample of every part;
     parts that are small for their share are repeated. The parts must have the same tokenizer. In the val and test

@@ -9,13 +9,13 @@ from crosstrain import registry
 
 @registry.register_lr_scheduler("cosine")
 def cosine(warmup_steps: float, decay_steps: int, options: Any) -> Callable[[float], float]:
-    """Angle pi*(n-w)/(D-w): from `init_lr` at the warmup's end w to `min_lr` at step D."""
+    """Cosine decay, angle pi*(n-w)/(D-w): from `init_lr` at the warmup's end w to `min_lr` at step D."""
     return lambda applied: _half_cosine((applied - warmup_steps) / max(decay_steps - warmup_steps, 1))
 
 
 @registry.register_lr_scheduler("cosine_megatron_v1")
 def cosine_megatron_v1(warmup_steps: float, decay_steps: int, options: Any) -> Callable[[float], float]:
-    """Angle pi*(n-w)/D, as in Megatron-LM's first release: ends above `min_lr` at step D unless w is 0."""
+    """Cosine decay, angle pi*(n-w)/D as in Megatron-LM's first release: above `min_lr` at step D unless w is 0."""
     return lambda applied: _half_cosine((applied - warmup_steps) / decay_steps)
 
 

@@ -46,14 +46,15 @@ class CausalLM(TransformersModel):
     class Options:
         """`config` or `pretrained` selects the model."""
 
-        pretrained: Text | None = None  # Hugging Face name or folder to start from
+        pretrained: Text | None = None  # Hugging Face name or folder to start from; None: random initialization
         # transformers' configuration with model_type; with pretrained, only the keys to change
         config: dict[str, Any] = field(default_factory=dict)
-        make_vocab_size_divisible_by: Size = 128  # embedding rows are padded to a multiple of this; not saved
+        make_vocab_size_divisible_by: Size = 128  # pad embedding rows to a multiple of this; padding is not saved
         # transformers' attention implementation; None: sdpa if the model supports it, else eager
         attention: Attention | None = None
-        from_dense: Text | None = None  # name or folder of a dense model; every expert starts from its MLP
-        # tokens over which a loss balances a mixture of experts; sequence: each document; batch: the whole step
+        from_dense: Text | None = None  # name or folder of a dense model; all experts start from its MLP; None: unused
+        # tokens of the loss that balances a mixture of experts; sequence: each document; batch: the whole step;
+        # micro_batch: a micro batch on one rank; none: no loss
         router_loss: Scope = "sequence"
         router_loss_coef: NonNegativeFloat | None = None  # weight of router_loss; None: the model's own, else 0
         # weight of the mean squared log-sum-exp of router logits; None: the model's own, else 0

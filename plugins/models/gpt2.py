@@ -34,7 +34,7 @@ class GPT2(TransformersModel):
 
         published: ClassVar = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 
-        pretrained: Text | None = None  # Hugging Face name or folder to start from
+        pretrained: Text | None = None  # Hugging Face name or folder to start from; None: random initialization
         vocab_size: Size | None = None  # number of token ids; None: as pretrained, else 50257
         n_positions: Size | None = None  # longest sequence in tokens; None: as pretrained, else 1024
         n_embd: Size | None = None  # hidden size; None: as pretrained, else 768
@@ -42,7 +42,7 @@ class GPT2(TransformersModel):
         n_head: Size | None = None  # attention heads per block; None: as pretrained, else 12
         initializer_range: PositiveFloat | None = None  # standard deviation of initial weights; None: 0.02
         dropout: DropRate = 0.1  # dropout rate of embeddings, residuals and attention
-        make_vocab_size_divisible_by: Size = 128  # embedding rows are padded to a multiple of this; not saved
+        make_vocab_size_divisible_by: Size = 128  # pad embedding rows to a multiple of this; padding is not saved
         attention: Attention = "sdpa"  # transformers' attention implementation
 
     def __init__(self, options: Options) -> None:

@@ -37,7 +37,7 @@ class Qwen(TransformersModel):
 
         published: ClassVar = ("family", *_SIZES, "rope_theta")
 
-        pretrained: Text | None = None  # Hugging Face name or folder to start from; sets the family too
+        pretrained: Text | None = None  # Hugging Face name or folder, sets the family; None: random initialization
         family: Literal["qwen2", "qwen3"] = "qwen2"  # Qwen2.5 is qwen2; qwen3 normalizes queries and keys
         vocab_size: Size | None = None  # number of token ids
         hidden_size: Size | None = None  # width of the residual stream
@@ -51,7 +51,7 @@ class Qwen(TransformersModel):
         tie_word_embeddings: bool | None = None  # the head uses the embedding's weight
         initializer_range: PositiveFloat | None = None  # standard deviation of initial weights
         attention_dropout: DropRate = 0.0  # dropout rate of attention weights
-        make_vocab_size_divisible_by: Size = 128  # embedding rows are padded to a multiple of this; not saved
+        make_vocab_size_divisible_by: Size = 128  # pad embedding rows to a multiple of this; padding is not saved
         attention: Attention = "sdpa"  # transformers' attention implementation
 
         def __post_init__(self) -> None:

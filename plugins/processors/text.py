@@ -24,7 +24,7 @@ class Caption:
     class Options:
         """The caption and its prompts."""
 
-        prompts: list[Text] = field(default_factory=list)  # training draws one, evaluation takes the first
+        prompts: list[Text] = field(default_factory=list)  # prompts; training draws one, evaluation takes the first
         key: Text = "caption"  # annotation key of the caption: a text, or a list to draw from
         style: Literal["plain", "chat"] = "plain"  # plain: no chat template, as in BLIP-2
         max_words: PositiveInt | None = None  # longer captions are cut; None: no limit

@@ -13,7 +13,7 @@ from crosstrain import ConfigError, ExpertOptions, OptionError, PositiveInt, Tex
 class Options(ExpertOptions):
     """Options of `run.runner` for megatron."""
 
-    tensor_parallel: PositiveInt = 1  # ranks that split the matrices of every block
+    tensor_parallel: PositiveInt = 1  # ranks that share every block: each holds a part of its matrices
     pipeline_parallel: PositiveInt = 1  # ranks that split the model by blocks into stages
     data_parallel: PositiveInt | Literal["auto"] = "auto"  # copies of the model; auto: as many as the ranks allow
     sequence_parallel: bool = False  # tensor-parallel ranks also split the sequence, outside of the sharded matrices
@@ -22,7 +22,7 @@ class Options(ExpertOptions):
     pipeline_chunks: PositiveInt = 1  # stages per rank; more stages reduce the pipeline's idle time but send more
     # order of micro batches; gpipe: all forwards first; zero_bubble, zbv: weight gradients fill the idle time of 1f1b
     pipeline_schedule: Literal["1f1b", "gpipe", "zero_bubble", "zbv"] = "1f1b"
-    pipeline_layers: list[PositiveInt] | None = None  # blocks of each stage; None: split evenly, the remainder first
+    pipeline_layers: list[PositiveInt] | None = None  # blocks per stage; None: even, remainder in first stages
     # cpu: keep parameters and optimizer state in host memory; auto: only if they take over 70% of a GPU's free memory
     offload: Literal["none", "cpu", "auto"] = "none"
     plan: dict[Text, Text] = field(default_factory=dict)  # parameter name pattern -> style; overrides the model's plan
