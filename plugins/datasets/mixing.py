@@ -17,7 +17,8 @@ LONGEST = 1 << 16  # period for shares without an exact shorter one
 def quantise(weights: Sequence[float], longest: int = LONGEST) -> list[int]:
     """Return positive integers in proportion to `weights`, exactly if their sum can be at most `longest`.
 
-    Otherwise they add up to `longest`, and each is less than one off its share; shares below 1 become 1.
+    Otherwise they add up to `longest`, and each is less than one off its share. Shares below 1 become 1; the sum may
+    then be above `longest`.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]

@@ -140,7 +140,7 @@ class TextDataset(Dataset):
         """Return the token range [first, end) of a split."""
         rounding = self.options.split_rounding
         parts, start = self.file.num_documents, self.file.document_start
-        if rounding == "core":  # Megatron counts sentences of split documents
+        if rounding == "core":  # Megatron core counts sequences, such as sentences
             parts, start = self.file.num_sequences, self.file.sequence_start
         if parts == 1:  # one long document
             parts, start = self.file.num_tokens, int

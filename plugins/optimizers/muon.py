@@ -35,7 +35,7 @@ class Muon(MatrixOptimizer):
         # AdamW; original: sqrt(max(1, m / n)); spectral_unclamped: sqrt(m / n)
         adjust_lr_fn: Literal["match_rms_adamw", "original", "spectral_unclamped"] = "match_rms_adamw"
         adamw_lr_scale: PositiveFloat = 1.0  # factor on the learning rate of AdamW's parameters
-        adamw: AdamW.Options = field(default_factory=AdamW.Options)  # AdamW for embeddings, heads, norms and biases
+        adamw: AdamW.Options = field(default_factory=AdamW.Options)  # AdamW of embeddings, heads, norms and biases
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, options: Options) -> None:
         super().__init__(groups, lr, lambda plain: AdamW(plain, lr, options.adamw))

@@ -74,7 +74,7 @@ class Dialogue:
 
     def __call__(self, annotation: Annotation, images: int, rng: np.random.Generator) -> list[Conversation]:
         conversation = self._conversation(annotation, images)
-        if conversation[-1].role != "assistant":  # a last turn without an answer is not a target
+        if conversation[-1].role != "assistant":  # drop a last turn without an answer
             conversation.pop()
         if not any(m.role == "assistant" and m.learned for m in conversation):
             raise SampleError("there is no assistant turn, so nothing to learn")

@@ -85,7 +85,7 @@ def initialize(name: str, value: Tensor, rng: torch.Generator, options: Vision) 
 
 
 def blip2_place(name: str, width: int) -> str | Excerpt:
-    """Return the name, or part, in transformers' BLIP-2 of the encoder's parameter with this timm name.
+    """Return the name or excerpt in transformers' BLIP-2 of the encoder's parameter with this timm name.
 
     BLIP-2 has one bias for queries, keys and values; EVA has no key bias, because it cancels in the softmax.
     """

@@ -12,7 +12,7 @@ class RepetitionFilter(Filter):
 
     @dataclass
     class Options:
-        """Largest shares to keep, from 0 to 1; 1: no limit."""
+        """Largest allowed shares, from 0 to 1; 1: no limit."""
 
         lines: Fraction = 0.3  # share of lines that repeat an earlier line
         paragraphs: Fraction = 0.3  # share of paragraphs that repeat an earlier paragraph

@@ -1,4 +1,4 @@
-"""Drop documents with more symbols than words."""
+"""Drop documents with too many symbols."""
 
 from dataclasses import dataclass
 

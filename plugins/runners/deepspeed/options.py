@@ -64,7 +64,7 @@ def _options(model: type[BaseModel], base: type = object) -> type:
             default = info.default.value if isinstance(info.default, enum.Enum) else info.default
             default = int(default) if isinstance(default, int) and not isinstance(default, bool) else default
             hint = _hint(info.annotation)
-            hint = Annotated[hint, *info.metadata] if info.metadata else hint  # same classes as ours
+            hint = Annotated[hint, *info.metadata] if info.metadata else hint  # pydantic uses annotated_types too
         fields.append((key, hint, field(default=default, metadata={"meaning": said.get(name)})))
     return dataclasses.make_dataclass(model.__name__, fields, bases=(base,), namespace={"__module__": __name__})
 

@@ -299,7 +299,7 @@ class DeepSpeedRunner(Runner):
         with patch.object(zero, name, refuse):
             yield norm
 
-    # ---- what this rank holds
+    # ---- state of this rank
 
     @cached_property
     def held(self) -> HeldState:

@@ -55,7 +55,7 @@ class Share:
 class DDPStrategy:
     """DDP: every data-parallel rank updates all parameters; gradients are summed in buckets during the backward."""
 
-    gradient_divisor = 1  # the strategy returns the sum over the ranks divided by this
+    gradient_divisor = 1  # reduced gradients are the sum over the ranks divided by this
 
     def __init__(self, group: Group, bucket_mb: int) -> None:
         self.group, self.bucket_size = group, bucket_mb * MIB

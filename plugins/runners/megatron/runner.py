@@ -255,7 +255,7 @@ class MegatronRunner(Runner):
         return torch.device("cpu") if offloads else self.device
 
     def _hook_blocks(self, model: Model) -> None:
-        """Hook the first and last blocks of this rank's stages; pre-hooks go before FSDP's, because it reads inputs."""
+        """Hook the first and last blocks of this rank's stages; pre-hooks run before FSDP's, which reads inputs."""
         stages: list[Any] = [None] if self.pipeline is None else self.pipeline.stages
         split = self.tensor if self.options.sequence_parallel else None
         for stage, (first, last) in zip(stages, self.spans, strict=True):
@@ -356,7 +356,7 @@ class MegatronRunner(Runner):
         assert self.model.vocab_size is not None
         return self.pipeline.evaluate(self.objective.inputs(to_device(batch, self.device), mode))
 
-    # ---- what this rank holds
+    # ---- state of this rank
 
     @cached_property
     def held(self) -> HeldState:
