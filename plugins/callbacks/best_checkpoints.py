@@ -1,4 +1,4 @@
-"""Keep the best checkpoints by a metric of validation."""
+"""Keep the best checkpoints by a validation metric."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from .validation_metric import Followed, Follower
 
 @registry.register_callback("best_checkpoints")
 class BestCheckpoints(Follower):
-    """Saves and keeps the best checkpoints by a number of validation; `checkpoints/best_<metric>` names the best."""
+    """Saves and keeps the best checkpoints by a validation metric; `checkpoints/best_<metric>` points to the best."""
 
     @dataclass
     class Options(Followed):

@@ -1,4 +1,4 @@
-"""Stop training when a metric of validation no longer improves."""
+"""Stop training when a validation metric no longer improves."""
 
 import math
 from collections.abc import Mapping
@@ -12,16 +12,16 @@ from .validation_metric import Followed, Follower
 
 @registry.register_callback("early_stopping")
 class EarlyStopping(Follower):
-    """Ends training when a number of validation has not improved for some validations in a row."""
+    """Ends training when a validation metric has not improved for some validations in a row."""
 
     @dataclass
     class Options(Followed):
         patience: PositiveInt = 5  # validations in a row without an improvement
-        min_delta: NonNegativeFloat = 0.0  # by which a value must be better
+        min_delta: NonNegativeFloat = 0.0  # smaller improvements do not count
 
     def __init__(self, options: Options, trainer: Any) -> None:
         super().__init__(options, trainer)
-        self.state = {"best": None, "bad": 0}  # cost; validations since
+        self.state = {"best": None, "bad": 0}  # best cost; validations since then
 
     def on_validation(self, metrics: Mapping[str, float]) -> None:
         cost, best = self.cost(metrics), self.state["best"]

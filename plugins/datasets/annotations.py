@@ -1,4 +1,4 @@
-"""Read annotations of images in the layouts that are published: LLaVA's, MiniGPT-4's, LAVIS', COCO's, chat messages."""
+"""Read annotations of images in published layouts: LLaVA, MiniGPT-4, LAVIS, COCO and chat messages."""
 
 import base64
 import re
@@ -17,24 +17,23 @@ from ..commands.prepare.conversations import Turn, conversations
 from .row_audit import RowAudit
 
 _ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm", ".tif", ".tiff")
-_IMAGE_KEYS = ("image", "images", "file_name", "image_path")  # keys of names of images
-_KNOWN = ("conversations", "caption", "questions")  # of which an annotation has one, beside what a processor reads
-_PLACEHOLDERS = re.compile("<Img><ImageHere></Img>|<ImageHere>")  # MiniGPT-4's
+_IMAGE_KEYS = ("image", "images", "file_name", "image_path")  # keys that hold image names
+_KNOWN = ("conversations", "caption", "questions")  # an annotation has one of these or a key that a processor reads
+_PLACEHOLDERS = re.compile("<Img><ImageHere></Img>|<ImageHere>")  # of MiniGPT-4
 _READ = {"role", "content", "weight"}  # keys of a turn that processors read
-_SOURCES = ("bytes", "path", "url", "file_name", "image", "image_url")  # of an image that is described by an object
-_EMPTY = (None, "", [], {})  # values without a meaning
-_DATA = "data:"  # begins an image that stands in the annotation itself, in base64
+_SOURCES = ("bytes", "path", "url", "file_name", "image", "image_url")  # keys that hold the image in an image object
+_EMPTY = (None, "", [], {})  # values that count as missing
+_DATA = "data:"  # prefix of an image stored in the annotation itself, in base64
 
 
 def read_annotations(
     path: Path, audit: RowAudit | None = None, used: frozenset[str] = frozenset(), max_dropped: float = 0.1
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the place and the annotation of each sample, in the form that `annotation_of` describes.
+    """Yield the place and the annotation of each sample, in the form returned by `annotation_of`.
 
-    The file is one of rows, as `conversation_files.rows` reads them, or an object with a list of rows under
-    `annotations`, where COCO's `images` give the names. `audit` counts the rows, those that are dropped, and their
-    keys; without `used` no keys. Raises DataError for a file that cannot be read, and where more than the share
-    `max_dropped` of the rows is dropped.
+    The file has rows in a format of `conversation_files.rows`, or an object with a list of rows under `annotations`;
+    there COCO's `images` have the names. `audit` counts rows, dropped rows, and keys if `used` is not empty. Raises
+    DataError for an unreadable file, and if more than the share `max_dropped` of the rows is dropped.
     """
     audit = audit or RowAudit(used)
     for entry, place in _entries(path, audit):
@@ -53,7 +52,7 @@ def read_annotations(
 
 
 def _entries(path: Path, audit: RowAudit) -> Iterator[tuple[Any, str]]:
-    """Yield the rows of a file with their places; those of COCO with the objects that describe their images."""
+    """Yield the rows of a file with their places; COCO's rows get the objects of their images."""
     for row, place in rows_as_given(str(path)):
         if not isinstance(row, dict) or not isinstance(row.get("annotations"), list):
             yield row, place
@@ -70,12 +69,12 @@ def _entries(path: Path, audit: RowAudit) -> Iterator[tuple[Any, str]]:
 
 
 def annotation_of(entry: Any, beside: bool = False) -> tuple[dict[str, Any], set[str]]:
-    """Return an entry with `images`, a list of names, and `conversations`, `caption` or `questions`, as it has them.
+    """Return an entry with `images`, a list of names, and its `conversations`, `caption` or `questions`.
 
-    Also returns paths of keys that are left out. Conversations are turns of the normal form; a question and its
-    answers become `questions`. Keys that are not read here stay. beside: the images stand beside the entry, so that it
-    names none. Raises SampleError for an entry that is no object, or that has other media, or images in an unknown
-    form.
+    Also returns the paths of ignored keys. Conversations become turns of the normal form; a question and its answers
+    become `questions`. Keys that this function does not read are kept. beside: the images are stored beside the entry,
+    so the entry has no names. Raises SampleError for an entry that is not an object, has other media, or has images in
+    an unknown form.
     """
     refuse_if(not isinstance(entry, Mapping), str(entry) if isinstance(entry, str) else "it is no JSON object")
     row = {key: value for key, value in entry.items() if value not in _EMPTY}
@@ -86,17 +85,17 @@ def annotation_of(entry: Any, beside: bool = False) -> tuple[dict[str, Any], set
     images = [_reference(image, unread) for image in (given if isinstance(given, list) else [given])]
     if "question" in row and "answer" in row:
         row["questions"] = [{"question": row.pop("question"), "answer": row.pop("answer")}]
-    match row:  # MiniGPT4Qwen's
+    match row:  # layout of MiniGPT4Qwen
         case {"instruction": [*asked], "output": [*answered]} if len(asked) == len(answered):
             *earlier, (row["instruction"], row["output"]) = zip(asked, answered, strict=True)
             row["history"] = [*row.get("history", []), *earlier]
     try:
         found, left = conversations(row, images=parts)
-    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:  # JSON may be anything
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:  # any JSON can be here
         raise ChatError(f"it is malformed ({first_line(error)})") from None
     made = {key: value for key, value in row.items() if key in left} | named
     unread |= (left - row.keys()) | (left & {"conversations"})
-    for one in found:  # or none
+    for one in found:  # empty without a conversation
         made["conversations"] = [_plain(turn) for turn in one.messages]
         unread |= {f"messages.{key}" for turn in one.messages for key in turn.model_fields_set - _READ}
         unread |= {"tools"} if one.tools else set()
@@ -116,9 +115,9 @@ def _plain(turn: Turn) -> dict[str, Any]:
 
 
 def _reference(given: Any, unread: set[str]) -> str:
-    """Return a file's name, or a data: URL, from a name or an object of the Hugging Face hub, of COCO or of OpenAI.
+    """Return a file name or a data: URL from a name or an image object of the Hugging Face hub, COCO or OpenAI.
 
-    Paths of other keys of the object are added to `unread`.
+    Adds the paths of the object's other keys to `unread`.
     """
     name = given
     while isinstance(name, dict):
@@ -127,7 +126,7 @@ def _reference(given: Any, unread: set[str]) -> str:
         unread |= {f"image.{key}" for key in beside}
         held = name.get(source)
         name = f"{_DATA};base64,{held}" if source == "bytes" and isinstance(held, str) else held
-    if isinstance(name, bytes):  # of a table
+    if isinstance(name, bytes):  # from a Parquet table
         name = f"{_DATA};base64,{base64.b64encode(name).decode()}"
     refuse_if(
         not isinstance(name, str) or not name or name.startswith(("http:", "https:")),
@@ -137,7 +136,7 @@ def _reference(given: Any, unread: set[str]) -> str:
 
 
 def read_image(name: str, folder: Path) -> bytes:
-    """Return the bytes of an image that an annotation names or holds. Raises SampleError where they cannot be read."""
+    """Return the bytes of an image from its file name or data: URL. Raises SampleError if they cannot be read."""
     if name.startswith(_DATA):
         try:
             return base64.b64decode(name.partition(",")[2], validate=True)
@@ -148,7 +147,7 @@ def read_image(name: str, folder: Path) -> bytes:
 
 
 def keys_of(annotation: Mapping[str, Any]) -> list[str]:
-    """Return the keys that have a value: KEY, or KEY.NAME for a name within a list of objects."""
+    """Return the keys with a value: KEY, or KEY.NAME for a name within a list of objects."""
     found = dict[str, None]()
     for key, value in annotation.items():
         inner = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

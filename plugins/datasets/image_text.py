@@ -46,24 +46,24 @@ IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm")
 class ImageText(ImageDataset):
     """Samples in tar shards: KEY.jpg or several KEY.0.jpg, KEY.1.jpg, ..., with KEY.json, KEY.txt (a caption), or both.
 
-    Every sample is reachable by its index, so the order is the platform's own and resuming is seeking. A streamed train
-    split is the exception: see `ShardStream`.
+    Samples are read by index, so the platform shuffles them and resumes exactly. A streamed train split is the
+    exception: see `ShardStream`.
     """
 
     @dataclass(kw_only=True)
     class Options(ImageDatasetOptions):
-        """Names of the shards, with braces or wildcards: local, http(s):// or pipe:COMMAND."""
+        """Shard names, with braces or wildcards: local, http(s):// or pipe:COMMAND."""
 
         vis_processor: Processors = field(default_factory=lambda: processors("image_train", "image_eval"))
         text_processor: Processors = field(default_factory=lambda: processors("captions", "captions"))
-        train: Text | list[Text] | None = None  # shards of the split, such as data/laion/{00000..00099}.tar
-        val: Text | list[Text] | None = None  # shards of the split
-        test: Text | list[Text] | None = None  # shards of the split
+        train: Text | list[Text] | None = None  # shards to train on, such as data/laion/{00000..00099}.tar
+        val: Text | list[Text] | None = None  # shards of the val split; None: no val split
+        test: Text | list[Text] | None = None  # shards of the test split; None: no test split
         cache: FilePath | None = None  # folder of indexes and copies of remote shards; None: $XDG_CACHE_HOME/crosstrain
-        prepare: PackOptions | None = None  # how to make the shards when there are none
-        streaming: bool = False  # the train split is read as it comes, without index, copy and exact resume
-        samples: PositiveInt | None = None  # in an epoch of a streamed split, which nobody has counted
-        # samples of a stream, still compressed, among which the next one is drawn
+        prepare: PackOptions | None = None  # pack images into shards first; None: the shards exist
+        streaming: bool = False  # stream the train split: no index, no copy, no exact resume
+        samples: PositiveInt | None = None  # samples per epoch; only for streaming, and required there
+        # size of the shuffle buffer of a stream, in compressed samples
         shuffle_buffer: Annotated[int, Interval(ge=1, le=10**7)] = 1000
 
         def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class ImageText(ImageDataset):
 
     @classmethod
     def streams(cls, options: Any, split: Split) -> bool:
-        """Tell whether a split is streamed."""
+        """Return True if a split is streamed."""
         return options.streaming and split == "train"
 
     @classmethod
@@ -130,7 +130,7 @@ class ImageText(ImageDataset):
 
     def _next(self, rng: np.random.Generator) -> Sample:
         """Return the next usable sample of the stream."""
-        if self._stream is None:  # here, because this is the process that reads it
+        if self._stream is None:  # opened here, because this is the worker that reads it
             info = get_worker_info()
             worker, workers = (info.id, info.num_workers) if info else (0, 1)
             given = (self.context, worker, workers, self.options.shuffle_buffer, self.options.max_skipped)
@@ -146,7 +146,7 @@ class ImageText(ImageDataset):
                 self.skip(self.tried, str(error))
 
     def _account(self, name: str, annotation: Annotation) -> None:
-        """Count the keys of a streamed sample, and name those that are new and not used."""
+        """Count the keys of a streamed sample, and log new keys that are not used."""
         before = len(self.audit.plain["unread"])
         self.audit.row(name, keys_of(annotation) if self.audit.ignore_columns else [])
         if len(self.audit.plain["unread"]) > before:
@@ -164,7 +164,7 @@ class ImageText(ImageDataset):
 def _keys(name: str, content: dict[str, bytes]) -> list[str]:
     try:
         return keys_of(_annotation(name, content))
-    except SampleError:  # said when the sample is read
+    except SampleError:  # reported when the sample is read
         return []
 
 
@@ -184,10 +184,10 @@ def _number(extension: str) -> tuple[int, str]:
 
 
 def _annotation(name: str, content: dict[str, bytes]) -> dict[str, Any]:
-    """Return a sample's annotation: its .json object; a .txt is the caption, if the object has none or the same.
+    """Return a sample's annotation: its .json object, with the .txt as caption if the object has no caption.
 
-    A caption that differs is there as `txt`, and so are, to be reported, members of other kinds by their extensions,
-    and keys that nothing reads.
+    A .txt that differs from the object's caption is returned as `txt`. Other members, by extension, and unread keys
+    are returned too, so that they are reported.
     """
     described, texts, others = list[str](), list[str](), list[str]()
     for extension in content:

@@ -1,4 +1,4 @@
-"""Pack a folder of images and a JSON file about them into WebDataset shards."""
+"""Pack a folder of images and a JSON file of annotations into WebDataset shards."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -16,19 +16,19 @@ from ..commands.prepare.prepare import new_folder, output_lock
 from .annotations import read_annotations, read_image
 from .row_audit import RowAudit
 
-Packed = Iterable[dict[str, Any]]  # samples as ShardWriter takes them: __key__, and bytes by extension
+Packed = Iterable[dict[str, Any]]  # samples for ShardWriter: __key__, and bytes by extension
 
 
 @dataclass
 class PackOptions:
-    """Images and annotations to pack, and the output."""
+    """Images and annotations to pack, and the output folder."""
 
-    images: FilePath  # folder that the annotations' image names are relative to
-    annotations: FilePath  # a JSON file in LLaVA's or MiniGPT-4's layout
-    output: FilePath  # folder of train-NNNNNN.tar, val-NNNNNN.tar and test-NNNNNN.tar
-    val: Annotated[float, Interval(ge=0, lt=1)] = 0.0  # share of the samples that go to val, the first ones
-    test: Annotated[float, Interval(ge=0, lt=1)] = 0.0  # share of the samples that go to test, the next ones
-    samples_per_shard: PositiveInt = 10_000  # in each .tar file
+    images: FilePath  # folder of the images; names in annotations are relative to it
+    annotations: FilePath  # JSON file in the layout of LLaVA or MiniGPT-4
+    output: FilePath  # folder for train-NNNNNN.tar, val-NNNNNN.tar and test-NNNNNN.tar
+    val: Annotated[float, Interval(ge=0, lt=1)] = 0.0  # share of the samples for val, the first ones
+    test: Annotated[float, Interval(ge=0, lt=1)] = 0.0  # share of the samples for test, the next ones
+    samples_per_shard: PositiveInt = 10_000  # samples per .tar file
 
     def __post_init__(self) -> None:
         if self.val + self.test >= 1:
@@ -36,7 +36,7 @@ class PackOptions:
 
 
 def pack(options: PackOptions) -> None:
-    """Make the shards unless they exist. DataError for a missing image, or shards made with other options."""
+    """Write the shards unless they exist. DataError for a missing image, or shards made with different options."""
 
     def splits() -> Iterator[tuple[str, Packed]]:
         audit = RowAudit()
@@ -72,9 +72,9 @@ def write_once(
     per_shard: int,
     beside: Callable[[Path], None] = lambda folder: None,
 ) -> None:
-    """Write SPLIT-NNNNNN.tar files, and dataset.json with `made`, into a folder that appears complete or not at all.
+    """Write SPLIT-NNNNNN.tar files, and dataset.json with `made`, into a new folder that appears atomically.
 
-    `beside` adds further files. A folder that exists stays as it is; DataError if its dataset.json differs from `made`.
+    `beside` adds more files. An existing folder is not changed; DataError if its dataset.json differs from `made`.
     """
     output = output.expanduser().absolute()
     with output_lock(output, wait=True):

@@ -1,4 +1,4 @@
-"""Stream shards without an index or a copy, for data that are too large to keep, or that have no names."""
+"""Stream shards without an index or a copy, for data that is too large to store."""
 
 import logging
 import tarfile
@@ -21,13 +21,13 @@ _CHUNK = 1 << 20
 
 
 class ShardStream:
-    """Endless samples of this reader's share of the shards, pass after pass, each in another order.
+    """Endless samples of this reader's share of the shards, in passes with a new order each.
 
-    Every loading process of every rank is a reader. A pass takes all shards in an order drawn from (seed, first sample
-    of the run, number of the pass) and deals them out to the readers. Each reader mixes its samples in a buffer of
-    `buffer`, which is emptied at the end of the pass. If a shard cannot be read to its end, the rest is skipped, and
-    `lost` has the reason by name. Raises DataError for fewer shards than readers, and while iterating if more than a
-    share `max_lost` of all shards are lost, or a pass has no sample.
+    Every worker process of every rank is a reader. A pass shuffles all shards by (seed, first sample of the run, number
+    of the pass) and deals them out to the readers. Each reader shuffles its samples in a buffer of `buffer` samples,
+    and empties it at the end of the pass. If a shard cannot be read to its end, the rest is skipped, and `lost` has the
+    reason by name. Raises DataError for fewer shards than readers, and while iterating if more than a share `max_lost`
+    of all shards are lost, or a pass has no sample.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ShardStream:
 def read_shard(name: str) -> Iterator[_Sample]:
     """Yield the samples of a shard, compressed or not, in order. Raises errors of tarfile or the system.
 
-    Raises TarError too where the members of a sample are not side by side: only an index can bring them together.
+    Also raises TarError if the members of a sample are not adjacent: reading them needs an index.
     """
     seen = set[str]()
     with open_remote(name) if is_remote(name) else open_regular(local_path(name)) as stream:
@@ -89,12 +89,12 @@ def read_shard(name: str) -> Iterator[_Sample]:
                 seen.add(key)
                 files = ((extension, tar.extractfile(member)) for _, extension, member in run)
                 yield f"{name}: {key}", {extension: file.read() for extension, file in files if file}
-        while stream.read(_CHUNK):  # a command whose output is not taken to the end would seem to have failed
+        while stream.read(_CHUNK):  # a command fails if its output is not read to the end
             pass
 
 
 def mixed(items: Iterator[T], size: int, rng: np.random.Generator) -> Iterator[T]:
-    """Yield each item once, in an order that is random among `size` neighbours."""
+    """Yield each item once, shuffled by a buffer of `size` items."""
     waiting: list[T] = []
     for item in items:
         if len(waiting) < size:

@@ -1,4 +1,4 @@
-"""Pictures of coloured shapes on a grid of three by three, and questions about them."""
+"""Pictures of coloured shapes on a 3 x 3 grid, and questions about them."""
 
 import io
 import itertools
@@ -15,8 +15,8 @@ COLOURS = {
 SHAPES = ("circle", "square", "triangle", "cross")
 ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "center", "right")
 NUMBERS = ("zero", "one", "two", "three", "four")
-CELL = 16  # pixels; a picture has three by three
-KINDS = ("colour", "shape", "count", "above", "left")  # of questions
+CELL = 16  # pixels; a picture has 3 x 3 cells
+KINDS = ("colour", "shape", "count", "above", "left")  # kinds of questions
 
 Kind = tuple[str, str]  # (colour, shape)
 COMBINATIONS: list[Kind] = list(itertools.product(COLOURS, SHAPES))
@@ -62,10 +62,10 @@ Scene = list[Thing]
 def draw_scene(split: str, rng: np.random.Generator, least: int, most: int) -> Scene:
     """Draw a scene of the split with `least` to `most` things of different kinds.
 
-    `train` has nothing that is held out; `val` and `test` have at least two things, in a held-out layout and with a
-    held-out pair; `novel` has one of a combination of colour and shape that training never shows.
+    `train` has nothing held out. `val` and `test` need at least two things; they have a held-out layout and a held-out
+    pair. `novel` has one thing with a combination of colour and shape that is never in training.
     """
-    number = int(rng.integers(least, most + 1))  # kept below, so that counts are balanced
+    number = int(rng.integers(least, most + 1))  # fixed while scenes are rejected, so that counts stay balanced
     while True:
         cells = rng.choice(9, number, replace=False)
         kinds = [KNOWN[i] for i in rng.choice(len(KNOWN), number, replace=False)]
@@ -80,7 +80,7 @@ def draw_scene(split: str, rng: np.random.Generator, least: int, most: int) -> S
 
 
 def render(scene: Scene, rng: np.random.Generator) -> bytes:
-    """Render a JPEG of the scene: grey ground, shapes a little off their cells' middles, noise over everything."""
+    """Render a JPEG of the scene: grey background, shapes slightly off the centres of their cells, noise on top."""
     ground = int(rng.integers(80, 140))
     image = Image.new("RGB", (3 * CELL, 3 * CELL), (ground, ground, ground))
     draw = ImageDraw.Draw(image)
@@ -110,7 +110,7 @@ def _draw(draw: ImageDraw.ImageDraw, shape: str, x: int, y: int, r: int, colour:
 def describe(scene: Scene, rng: np.random.Generator) -> dict[str, Any]:
     """Return the scene's annotation: a caption by rows, questions with answers, a conversation of three turns.
 
-    Things are named by what is unique to them in the picture. A yes is as likely as a no.
+    Questions refer to a thing by properties that are unique in the picture. Yes and no are equally likely.
     """
     questions = [_q("count", "how many things are there", NUMBERS[len(scene)])]
     for thing in scene:
@@ -155,7 +155,7 @@ def _by_columns(scene: Scene) -> str:
 
 
 def _conversation(scene: Scene, rng: np.random.Generator) -> list[dict[str, str]]:
-    """Return turns that build on one another: `it` is the subject of the question before."""
+    """Return turns that build on each other: `it` is the subject of the previous question."""
     thing = scene[rng.integers(len(scene))]
     turns = [
         ("how many things are there", NUMBERS[len(scene)]),

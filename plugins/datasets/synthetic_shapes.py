@@ -1,4 +1,4 @@
-"""A synthetic test of vision: questions about pictures of coloured shapes."""
+"""A synthetic vision benchmark: questions about pictures of coloured shapes."""
 
 import json
 from collections.abc import Iterator
@@ -18,10 +18,10 @@ from .shard_writer import Packed, write_once
 from .synthetic_scenes import describe, draw_scene, render, words
 from .webdataset import expand
 
-# (percentage of the training up to which it holds, (least, most) things in a picture)
+# (end in percent of training, (fewest, most) things in a picture)
 _CURRICULUM = [(7, (1, 1)), (14, (1, 2)), (21, (2, 3)), (100, (2, 4))]
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-_UNKNOWN = "<|unknown|>"  # any other word
+_UNKNOWN = "<|unknown|>"  # all other words
 _CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -32,25 +32,25 @@ _CHATML = (
 class Shapes(ImageText):
     """Coloured shapes on a grid, rendered on first use into WebDataset shards, with a tokenizer of 60 words.
 
-    Splits train, val and test; `novel` evaluates combinations of colour and shape that training never shows.
+    Splits train, val and test; `novel` evaluates combinations of colour and shape that are never in training.
     """
 
     @dataclass(kw_only=True)
     class Options(ImageText.Options):
-        """Number, seed and folder of the pictures; the other options are those of `image_text`."""
+        """Number, seed and folder of the pictures; all other options are those of `image_text`."""
 
-        path: FilePath  # the folder of the shards and their tokenizer, the default one; made if it does not exist
+        path: FilePath  # folder of the shards and their tokenizer; created if it does not exist
         vis_processor: Processors = field(
-            default_factory=lambda: processors("image_eval", "image_eval", image_size=48)  # left stays left
+            default_factory=lambda: processors("image_eval", "image_eval", image_size=48)  # no flips: left stays left
         )
         text_processor: Processors = field(default_factory=lambda: processors("vqa", "vqa"))
-        # keys of annotations that are not reported as unused; these are made for every purpose
+        # annotation keys that are not reported as unused; every sample has these three
         ignore_columns: list[Text] = field(default_factory=lambda: ["caption", "questions", "conversations"])
-        images: Annotated[int, Interval(ge=1, le=10**8)] = 24_000  # of the train split
-        held_out: Annotated[int, Interval(ge=1, le=10**8)] = 1_000  # of each of val, test and novel
-        data_seed: NonNegativeInt = 0  # splits are drawn from seeds of their own
-        curriculum: bool = False  # pictures with few things come first, and are trained on in that order
-        novel: bool = False  # what is evaluated as test is the split `novel`
+        images: Annotated[int, Interval(ge=1, le=10**8)] = 24_000  # pictures of the train split
+        held_out: Annotated[int, Interval(ge=1, le=10**8)] = 1_000  # pictures of each of val, test and novel
+        data_seed: NonNegativeInt = 0  # seed of the pictures; each split derives its own
+        curriculum: bool = False  # pictures with few things come first; training keeps this order
+        novel: bool = False  # evaluate the split `novel` as test
 
         def __post_init__(self) -> None:
             super().__post_init__()

@@ -1,4 +1,4 @@
-"""Random access to samples in tar files: WebDataset's layout with an index of positions."""
+"""Random access to samples in tar files: WebDataset's layout with an index of file offsets."""
 
 import glob
 import hashlib
@@ -26,22 +26,22 @@ from crosstrain.utils.limited_process import LimitedProcess, LimitError
 
 from .row_audit import RowAudit
 
-Files = dict[str, tuple[int, int]]  # extension -> (first byte, bytes)
+Files = dict[str, tuple[int, int]]  # extension -> (offset, size) in bytes
 Keys = Callable[[str, dict[str, bytes]], Iterable[str]]
 _VERSION = 2
-TEXTS = ("json", "txt", "text", "caption")  # the last extensions of members that are texts
-_TEXT_BYTES = 1 << 24  # of a text that is read for the index
+TEXTS = ("json", "txt", "text", "caption")  # last extensions of text members
+_TEXT_BYTES = 1 << 24  # read at most this much of a text for the index
 _COMMAND = "pipe:"
 _MOST_SHARDS = 1_000_000
-_SEARCH = 10.0  # seconds of computing in which patterns become names
-_BUCKETS = ("s3", "gcs", "az", "abfs", "memory")  # besides those of webdataset, which calls programs for some
+_SEARCH = 10.0  # limit of the expansion of patterns, in CPU seconds
+_BUCKETS = ("s3", "gcs", "az", "abfs", "memory")  # beside webdataset's schemes; webdataset calls programs for some
 _NO_SCHEME = ("pipe", "__default__")
 
 
 def expand(patterns: str | list[str]) -> list[str]:
-    """Expand braces and wildcards into names of shards, in order: local files, or remote ones (see `is_remote`).
+    """Expand braces and wildcards into names of local or remote shards, in order.
 
-    Raises DataError if a wildcard matches nothing or too much, and for a name that `is_remote` refuses.
+    Raises DataError if a wildcard has no match or too many, and for a name that `is_remote` refuses.
     """
     given = [patterns] if isinstance(patterns, str) else patterns
     if not any(set(pattern) & set("{*?[") for pattern in given):
@@ -70,9 +70,9 @@ def _names(patterns: list[str]) -> list[str]:
 
 
 def is_remote(name: str) -> bool:
-    """Tell whether a shard is no local file: pipe:COMMAND, or SCHEME://... of a scheme that webdataset knows.
+    """Return True for a remote shard: pipe:COMMAND, or SCHEME://... with a supported scheme.
 
-    Raises DataError for a name with control characters and for an address of another scheme, and ConfigError for a
+    Raises DataError for control characters, leading or trailing blanks and unsupported schemes, and ConfigError for a
     command if the configuration is not trusted with commands.
     """
     if name != name.strip() or not name.isprintable():
@@ -90,7 +90,7 @@ def is_remote(name: str) -> bool:
 
 
 def open_remote(name: str) -> IO[bytes]:
-    """Open a remote shard; one of a bucket is a copy that goes when it is closed."""
+    """Open a remote shard; a shard in a bucket is a temporary copy, deleted when it is closed."""
     if name.partition(":")[0] not in _BUCKETS:
         return gopen(name, "rb")
     with tempfile.NamedTemporaryFile() as copy:
@@ -106,8 +106,8 @@ def local_path(name: str) -> Path:
 def prepare(names: Iterable[str], cache: Path, keys: Keys = lambda name, content: ()) -> None:
     """Fetch and index new shards; several processes may call it at once. DataError if it fails.
 
-    keys: names of what a sample has, of its name and its content by extension; the index counts them. Members that are
-    no text are empty there.
+    keys: returns the keys of a sample from its name and its content by extension, for the counts in the index. The
+    content has empty bytes for members that are not text.
     """
     cache.mkdir(parents=True, exist_ok=True)
     for name in names:
@@ -120,7 +120,7 @@ def prepare(names: Iterable[str], cache: Path, keys: Keys = lambda name, content
 
 
 def check_there(names: Iterable[str]) -> None:
-    """Raise DataError for a local shard that is no file."""
+    """Raise DataError for a local shard that is not a file."""
     for name in names:
         if not is_remote(name):
             _state(local_path(name))
@@ -149,7 +149,7 @@ def _fetch(name: str, path: Path) -> None:
         os.replace(partial, path)
 
 
-# ---- the index: a line about the shard, a line for each sample, and a table of the lines' beginnings (int64)
+# ---- the index: a line about the shard, a line for each sample, and a table of the lines' offsets (int64)
 
 
 def _index_path(path: Path, cache: Path) -> Path:
@@ -157,7 +157,7 @@ def _index_path(path: Path, cache: Path) -> Path:
 
 
 def _state(path: Path) -> dict[str, int]:
-    """Return values that change with a shard. DataError if there is none."""
+    """Return values that change with a shard. DataError if the shard is missing or not a regular file."""
     with os_errors_as(DataError, f"the shard {path} cannot be opened"):
         found = path.stat()
     if not stat.S_ISREG(found.st_mode):
@@ -166,7 +166,7 @@ def _state(path: Path) -> dict[str, int]:
 
 
 def _read_head(path: Path, cache: Path) -> dict[str, Any] | None:
-    """Return the index's line about the shard; None unless the index is complete and fits the shard."""
+    """Return the index's line about the shard; None if the index is incomplete or outdated."""
     state = _state(path)
     if not _index_path(path, cache).with_suffix(".table").exists():
         return None
@@ -179,7 +179,7 @@ def _read_head(path: Path, cache: Path) -> dict[str, Any] | None:
 
 
 def _write_index(path: Path, cache: Path, keys: Keys) -> None:
-    """Write the index of a shard. The table comes first, so an index that exists is complete."""
+    """Write the index of a shard. The table is written first, so an existing index is complete."""
     lines, audit = [], RowAudit()
     with open_regular(path) as file:
         for key, files in _scan(path).items():
@@ -195,7 +195,7 @@ def _write_index(path: Path, cache: Path, keys: Keys) -> None:
 
 
 def _scan(path: Path) -> dict[str, Files]:
-    """Return the files of each sample by its key, in the order of first members; others may stand anywhere."""
+    """Return the files of each sample by key, in the order of first members; members need not be adjacent."""
     samples = dict[str, Files]()
     try:
         with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
@@ -207,9 +207,9 @@ def _scan(path: Path) -> dict[str, Files]:
 
 
 def members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
-    """Yield the sample's key, the extension and the place of each file; the key is the name up to its first dot.
+    """Yield the sample's key, the extension and the tar entry of each file; the key is the name up to its first dot.
 
-    Raises TarError for two files of one name.
+    Raises TarError for two files with the same name.
     """
     seen = set[tuple[str, str]]()
     for member in tar:
@@ -224,7 +224,7 @@ def members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
 
 
 class Shards:
-    """The samples of several prepared shards, one after another; `audit` counts them, and their keys but for `used`."""
+    """Samples of several prepared shards, concatenated; `audit` counts them and their keys that are not in `used`."""
 
     def __init__(self, names: list[str], cache: Path, used: Collection[str] = ()) -> None:
         self.paths = [_local(name, cache) for name in names]

@@ -1,4 +1,4 @@
-"""The head of a vocabulary-parallel model: its loss, without gathering logits, and the next token's logits."""
+"""The head of a vocabulary-parallel model: the loss without gathered logits, and the next token's logits."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from .tensor_parallel import TensorParallel, local
 
 
 class ParallelHead(Head):
-    """The head where ranks hold parts of the vocabulary, or of the sequence."""
+    """The head for ranks that hold parts of the vocabulary or of the sequence."""
 
     def __init__(self, tensor: TensorParallel) -> None:
         self.tensor = tensor
