@@ -36,7 +36,7 @@ def read_foreign(path: Path, calls: Mapping[str, str] | None = None) -> dict[str
     }
     with explained(f"{path}: cannot be read"):
         text = read_regular(path, _LARGEST_FILE).decode("utf-8-sig")
-        if path.suffix.lower() == ".toml" and re.search(rf"(\.\s*[\w\"'-]+\s*){{{DEEPEST}}}", text):  # tomllib would run out of memory
+        if path.suffix.lower() == ".toml" and re.search(rf"(\.\s*[\w\"'-]+\s*){{{DEEPEST}}}", text):  # uses much memory
             raise Unreadable(f"expected at most {DEEPEST} levels")
         tree = readers.get(path.suffix.lower(), read_script)(text)
         _measure(tree)

@@ -155,7 +155,7 @@ class _Migration:
         return None if None in found else self._count(*found)
 
     def settled(self) -> Any:
-        """Return the project; every setting is in it or in a note. Raises ConfigError for a different program's file."""
+        """Return the project; every setting is in it or in a note. Raises ConfigError for a file of other programs."""
         if len(self._account) > _MOST:
             raise ConfigError(f"{self._path}: expected at most {_MOST} settings, got {len(self._account)}")
         settings = {part.lower() for key in self._account for part in key}
