@@ -1,4 +1,4 @@
-"""`crosstrain export`: a checkpoint as a plain Hugging Face model folder."""
+"""`crosstrain export`: write a checkpoint as a plain Hugging Face model folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ExportCommand(Command):
         )
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Write the checkpoint to the output folder; returns the exit code."""
+        """Write the checkpoint to the output folder; return the exit code."""
         from crosstrain.checkpoint.checkpointer import load_state
         from crosstrain.checkpoint.export import export, export_adapter
         from crosstrain.checkpoint.files import Reader
