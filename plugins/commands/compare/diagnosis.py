@@ -369,7 +369,7 @@ class _Judge:
     def _still(self, number: int) -> set[str]:
         """Return the parameters that only rounding moves, such as the bias of attention's keys.
 
-        Their updates differ between any two runs.
+        Their updates may differ between any two runs.
         """
         steps = [step["gradients"]["products"] for step_number, step in self.steps.items() if step_number <= number]
         floors = [_SMALL * math.sqrt(sum(p[-1] for p in s.values() if math.isfinite(p[-1]))) for s in steps]

@@ -49,7 +49,7 @@ class Routing:
 
 
 def nearly_tied(seen: Choices, near: float) -> dict[tuple[int, int], list[Any]]:
-    """Return [margin, choices] by (layer, token), for tokens with a margin below `near`.
+    """Return [margin, choices] by (layer, token), for tokens with a margin between -`near` and `near`.
 
     The margin is the smallest logit of the chosen experts minus the largest logit of the others.
     """

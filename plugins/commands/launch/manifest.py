@@ -26,11 +26,12 @@ def manifest(
     project: str, options: list[str], to: str, nodes: int, nproc_per_node: int | None, gpus: dict[str, int],
     made_by: str, **given: Any,
 ) -> str:  # fmt: skip
-    """Return the text that starts a project on `nodes` machines of the target `to`.
+    """Return the manifest that starts a project on `nodes` machines of the target `to`.
 
-    gpus: GiB of memory of devices, by name. made_by: the command, for the text. given: values of the flags `name`,
-    `image`, `claim`, `gpu`, `queue`, `account`, `time`, `grace`, `spot`, `secret`, and mappings `env`,
-    `node_selector`, `pod`, of YAML, and `sbatch`; None: not given.
+    gpus: GiB of device memory, by name. made_by: the command, shown in the manifest. given: values of the flags `name`,
+    `image`, `claim`, `gpu`, `queue`, `account`, `time`, `grace`, `spot`, `secret`, and the mappings `env`,
+    `node_selector`, `pod` (with YAML values) and `sbatch`; None: not given.
+
     Raises UserError for a flag that the target does not use or that the manifest sets itself, and for a project that
     `crosstrain plan` refuses.
     """

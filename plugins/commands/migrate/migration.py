@@ -232,7 +232,7 @@ def _names(runner: str) -> list[str]:
 
 
 def _leave_out_zeros(project: dict[str, Any], notes: list[Note]) -> None:
-    """Leave out numbers up to 0 that `run` does not accept; in other programs such a number mostly means off."""
+    """Leave out zero and negative numbers that `run` does not accept; in other programs they mostly mean off."""
     not_positive = re.compile(r"(?<![\w.])(-\d|0(\.0)?(?![\d.]))")  # a number, in JSON
     for name in [name for name, value in project["run"].items() if not_positive.search(json.dumps(value))]:
         try:

@@ -57,7 +57,7 @@ class _Shell:
     def __init__(self) -> None:
         library, language = (require(f"tree_sitter{part}", "crosstrain migrate of a script") for part in ("", "_bash"))
         self._parser = library.Parser(library.Language(language.language()))
-        self._variables = ChainMap[str, str | None]()  # of called functions first, then of the script
+        self._variables = ChainMap[str, str | None]()  # called functions first, then the script
         self._functions, self._sure = dict[str, Any](), True
         # For each doubt: reason, options that it may hold, whether it may begin with a word that is not an option.
         self._doubts, self._length = list[tuple[str, set[str], bool]](), 0

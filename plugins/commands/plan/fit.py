@@ -37,7 +37,7 @@ class Alternatives:
 
 
 def gpu_memory(config: Config) -> int | None:
-    """Return the bytes of this machine's GPU; None for a CPU, because other programs use its memory, too."""
+    """Return the memory of this machine's GPU in bytes; None for a CPU, because other programs use its memory, too."""
     if config.run.device == "cpu" or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_properties(0).total_memory

@@ -84,7 +84,7 @@ class _RowReader:
             columns |= columns.pop("input", {})
         self.rest = _renamed(columns, KEYS["columns"])
         self._refuse_media(self.rest)
-        self.tools = [self.rest.pop("tools", [])]  # those of the column, then of the turns
+        self.tools = [self.rest.pop("tools", [])]  # tools of the column, then those of each turn
 
     @property
     def has_turns(self) -> bool:
@@ -259,7 +259,7 @@ def _with_system(turns: list[Row], system: list[Row]) -> list[Row]:
 
 
 def _weight(turn: Row) -> Row:
-    """Take the keys for learning a turn, and return its weight. Raises ChatError if they contradict each other."""
+    """Take the keys that mark a turn as learned, and return its weight. Raises ChatError if they contradict."""
     said = {key: turn.pop(key) for key in KEYS["learned"] if key in turn}
     if not said:
         return {}

@@ -73,7 +73,7 @@ def download(url: str, folder: Path, progress: bool, patience: float = 1.0, time
 
 
 def _transfer(url: str, target: Path, partial: Path, progress: bool, timeout: float) -> None:
-    notes = target.with_name(target.name + ".version")  # to check later that the file is unchanged
+    notes = target.with_name(target.name + ".version")  # validator: a later download checks that the file is unchanged
     start = partial.stat().st_size if partial.exists() else 0
     headers = {"User-Agent": AGENT}
     if start and notes.exists() and (validator := notes.read_text()):

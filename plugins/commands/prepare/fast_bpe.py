@@ -144,7 +144,7 @@ def _unsure() -> np.ndarray:
     """Return a mask of characters with classes that may differ between Unicode tables, bool [1,114,112].
 
     These are letters, digits and spaces with a different class in Unicode 3.2 (Python includes its table), characters
-    that this version of Python does not assign, and letters that fold to ASCII.
+    without a class in this version of Python, and letters that fold to ASCII.
     """
     old, table = unicodedata.ucd_3_2_0.category, np.zeros(0x110000, bool)
     table[[0x17F, 0x212A]] = True

@@ -59,7 +59,7 @@ class Web:
         self._key = None if key is None else key.encode()
         self._loopback = is_loopback(host)
         self._since = int(time.time())
-        # Separate threads, so that slow chats do not delay completions. Images need memory, so only 2 threads read them.
+        # Separate threads, so that slow chats do not delay completions. Only 2 read images, because these need memory.
         threads = dict.fromkeys((CompletionRequest, MegatronRequest, ChatRequest), service.limits.encoders)
         if service.chat_format.takes_images:
             threads[ChatRequest] = 2

@@ -55,7 +55,7 @@ class Job:
     score_prompt: bool
     completions: dict[int, int]  # number of the completion (selects its random numbers) -> index of its choice
     deliver: Callable[[Event], None]
-    deadline: float  # in the time of time.monotonic
+    deadline: float  # value of time.monotonic() at which the job fails
     cancelled: bool = False  # the client no longer waits for it
 
     @property
@@ -79,7 +79,7 @@ class JobSequence(Sequence):
         text = TextStream(tokenizer, job.stops, job.prompt.strip)
         super().__init__(job.sampling, number, job.prompt.ends, text)
         self.job, self.choice = job, job.completions[number]
-        self._given = job.prompt.ids[:0:-1] if job.score_prompt else []  # prompt tokens still to be scored, last to first
+        self._given = job.prompt.ids[:0:-1] if job.score_prompt else []  # tokens still to be scored, last to first
         if job.score_prompt:
             self._tell("", [Score(job.prompt.ids[0], None)])
 

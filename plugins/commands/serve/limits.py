@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a server. Beyond each one, requests are refused with its HTTP status."""
+    """Limits of a server. A request beyond a limit is refused with that limit's HTTP status."""
 
     batch: int = 8  # sequences that are computed together
     waiting: int = 512  # completions that wait for a slot; more are refused with 429

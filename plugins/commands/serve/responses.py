@@ -14,9 +14,9 @@ Document = dict[str, Any]
 class ResponseBuilder(ABC):
     """Builds the response documents of one request from the pieces of its choices, in order."""
 
-    prefix: str  # of the ID
-    kind: str  # of a whole document
-    chunk_kind: str  # of a streamed document
+    prefix: str  # prefix of the ID
+    kind: str  # `object` of a whole document
+    chunk_kind: str  # `object` of a streamed document
 
     def __init__(self, model: str, plan: RequestPlan, tokenizer: Any) -> None:
         self._tokenizer, self._prompt_tokens = tokenizer, plan.prompt_tokens

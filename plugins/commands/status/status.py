@@ -1,4 +1,4 @@
-"""Read the state of runs from only their folders: running, finished, stopped or died."""
+"""Read the state of a run from the files in its folder: running, finished, stopped or died."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from crosstrain.utils.files import last_checkpoint, read_end
 _END = 1 << 16  # bytes read from the end of log.txt and of metrics.jsonl
 _STAMPED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (.*)")
 _PLAIN = ("iteration ", "time (ms) ", "memory (MB) ", "open next:")  # log lines with these beginnings have no news
-# Beginning of a log line -> state of the run; the last such line counts. Only the start of a training logs the third one.
+# Beginning of a log line -> state of the run; the last such line counts. Only a start of training logs the third one.
 _STATES = {"open next:": "finished", "stopped at ": "stopped", "global batch ": "died"}
 
 
