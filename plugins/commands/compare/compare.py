@@ -33,7 +33,7 @@ APART = "its ranks make steps apart, so losses and updates are not compared; all
 
 
 class Comparison(NamedTuple):
-    """The runners that do not train as the first one, and the measurements of each by label."""
+    """Labels of the runners that failed or differ from the first one, and all measurements by label."""
 
     different: list[str]
     results: dict[str, Any]
@@ -43,10 +43,10 @@ def compare(
     project: ProjectLike, runners: Sequence[str], options: Overrides = (), *, nproc_per_node: int | None = None,
     steps: int = 5, deep: bool = False, scratch: str | Path | None = None,
 ) -> Comparison:  # fmt: skip
-    """Train `steps` steps under each of `runners`, such as zero2@4, compare them with the first one, and print tables.
+    """Train `steps` steps under each of `runners`, such as zero2@4, and print how they differ from the first one.
 
     A runner without a number of workers gets `nproc_per_node`, or one. `deep`: each also evaluates, saves and resumes.
-    `scratch`: folder for the reference's tensors. Raises UserError for a project that the first runner cannot train.
+    `scratch`: folder for the reference's tensors. Raises UserError if the first runner cannot train the project.
     """
     if len(runners) < 2:
         raise UserError("--runners: name at least two, such as ddp@1 fsdp@2; the first is what the others are held to")
@@ -57,7 +57,7 @@ def compare(
 
 
 def _sized(text: str, nproc: int) -> tuple[str, int]:
-    """`zero2@4` as the runner and its number of workers."""
+    """Split `zero2@4` into the runner and its number of workers; the default is `nproc`."""
     runner, _, size = text.partition("@")
     if not runner or (size and not (size.isdecimal() and int(size) > 0)):
         raise UserError(f"--runners: {text!r} is not a runner, or a runner and its number of workers such as zero2@2")
@@ -67,15 +67,15 @@ def _sized(text: str, nproc: int) -> tuple[str, int]:
 def make_contestants(
     project: ProjectLike, options: Overrides, runners: Sequence[str], nproc: int, scratch: Path
 ) -> list[Contestant]:
-    """A configuration for each runner, with one global and one micro batch for all.
+    """Load a configuration for each runner; all have the same global and micro batch size.
 
-    A runner that is named again has a number behind its label, and one without a number of workers gets `nproc`.
+    A runner that is listed twice gets a number in its label. A runner without a number of workers gets `nproc`.
     """
     sized = [_sized(text, nproc) for text in runners]
 
     def load(runner: str, more: Mapping[str, Any]) -> Config:
         ((key, value),) = pairs([f"run.runner={runner}"])
-        whole = isinstance(value, Mapping) and "name" in value  # else a name, which keeps the project's options of it
+        whole = isinstance(value, Mapping) and "name" in value  # a name keeps the project's runner options
         without = ("run", "runner") if whole else ()
         return load_config(project, [*pairs(options), (key, value), *more.items()], without)
 
@@ -97,7 +97,7 @@ def make_contestants(
 
 
 def refusal(config: Config, size: int) -> UserError | None:
-    """The reason why the runner cannot train the project on so many workers."""
+    """Return the error if the runner cannot train the project on `size` workers, else None."""
     try:
         ready = preflight(config, size)
         if ready.runner.capabilities.cuts_models:
@@ -109,7 +109,7 @@ def refusal(config: Config, size: int) -> UserError | None:
 
 @dataclass
 class Race:
-    """Runs contestants one after the other against the first one."""
+    """Trains contestants one after the other and compares each with the first one."""
 
     scratch: Path
     steps: int
@@ -117,7 +117,7 @@ class Race:
     results: dict[str, Any] = field(default_factory=dict)  # by label
 
     def begin(self, label: str, size: int, config: Config) -> tuple[Record, Tolerance]:
-        """Record the reference and its noise. Raises UserError where it cannot train."""
+        """Record the reference and its noise. Raises UserError if it cannot train."""
         try:
             reference = self.record(label, size, config, "reference")
         except UserError as error:
@@ -138,7 +138,7 @@ class Race:
         return reference, tolerance
 
     def run(self, contestants: list[Contestant]) -> list[str]:
-        """Compare with the first one; returns the labels of the contestants that failed or differ."""
+        """Compare all contestants with the first one; return the labels of those that failed or differ."""
         label = contestants[0][0]
         reference, tolerance = self.begin(*contestants[0])
         self._show(label, reference)
@@ -158,7 +158,7 @@ class Race:
         return failures
 
     def _judge(self, label: str, size: int, config: Config, reference: Record, tolerance: Tolerance) -> Finding | None:
-        """Train, and if that went well and the look is deep, resume; returns the first difference."""
+        """Train, and with `deep` also resume if training agrees; return the first difference."""
         record = self.record(label, size, config, "contestant")
         self._show(label, reference)
         finding = diagnose(record, reference, tolerance)
@@ -169,7 +169,7 @@ class Race:
         return finding
 
     def record(self, label: str, size: int, config: Config, role: Role, at: str = "", resumed: bool = False) -> Record:
-        """Train a contestant in its folder or `at` another, or go on there. Raises UserError and WorkerFailure."""
+        """Train a contestant in its folder or in `at`, or resume it there. Raises UserError and WorkerFailure."""
         if not resumed and (why := refusal(config, size)):
             raise why
         plain = config.plain
@@ -179,7 +179,7 @@ class Race:
         save = self.deep and role != "noise" and not resumed
         job = Job(role, self.scratch / "reference", steps, last, save, resumed, uneven=self.deep)
         result = self.scratch / "result.json"
-        # Workers are forked from a process that has imported what takes them seconds.
+        # The fork server imports the slow modules once, so that workers start in less time.
         models = [name for name in sys.modules if name.startswith("transformers.models.")]
         multiprocessing.set_forkserver_preload([compare_worker.__module__, *models])
         if launch(compare_worker, (plain, job, result), Launch(size, True, False, True, start_method="forkserver")):

@@ -1,4 +1,4 @@
-"""Find the first difference between two recorded trainings, in the order of events, and its usual cause."""
+"""Find the first difference between two recorded runs, in the order of events, and its likely cause."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ Phase = Literal[
     "resume",
 ]  # fmt: skip
 
-_SMALL = 1e-7  # of all gradients' norm: below it a tensor's gradient is rounding alone
-_EPSILON = 2.0**-22  # relative rounding of fp32 weights in a few steps
-_MOST = 0.8  # of the tensors: nearly all
+_SMALL = 1e-7  # fraction of the global gradient norm; smaller gradients are only rounding
+_EPSILON = 2.0**-22  # relative rounding error of fp32 weights over a few steps
+_MOST = 0.8  # fraction of the tensors that counts as nearly all
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The first difference between a training and the reference's."""
+    """The first difference between a run and the reference."""
 
     phase: Phase
     sentence: str
-    parameters: list[str] = field(default_factory=list)  # the one that points to the cause first
-    ranks: list[int] = field(default_factory=list)  # that alone are off
+    parameters: list[str] = field(default_factory=list)  # the most telling one first
+    ranks: list[int] = field(default_factory=list)  # the only ranks that differ; empty: not limited to some ranks
     cause: str = ""
 
 
 def diagnose(record: Record, reference: Record, tolerance: Tolerance, resumed: bool = False) -> Finding | None:
-    """Return the first difference in the order of events, or None if the two trained alike."""
+    """Return the first difference in the order of events, or None if both runs trained alike."""
     judge = _Judge(record, reference, tolerance, resumed)
     return next(judge.findings(), None)
 
@@ -47,7 +47,7 @@ class _Judge:
         self.random = tolerance.random(reference)
 
     def findings(self) -> Iterator[Finding]:
-        """All differences, the first one first."""
+        """Yield all differences in the order of events."""
         record, reference = self.record, self.reference
         if self.resumed:
             yield from self._state(record["loaded"], self.first - 1, "resume", exact=True)
@@ -57,7 +57,7 @@ class _Judge:
             yield from self._samples(row, theirs, step, expected)
             if number == 1:
                 yield from self._evaluation(row, step, expected)
-            if not record["exact"]:  # ranks make steps apart, so nothing after the first forward has to be equal
+            if not record["exact"]:  # ranks step independently, so only the first forward has to agree
                 continue
             yield from self._loss(row, theirs, step, expected)
             yield from self._idle("gradient", step["gradients"])
@@ -109,7 +109,7 @@ class _Judge:
     def _finding(
         self, phase: Phase, sentence: str, cause: str, parameters: Iterable[str] = (), off: Any = None
     ) -> Finding:
-        """`off`: ranks that alone are off, or those of each parameter."""
+        """Make a finding. `off`: the only ranks that differ, or a mapping of parameters to such ranks."""
         names, ranks = list(parameters), off or []
         if isinstance(ranks, dict):
             ranks = sorted(set.intersection(*(set(ranks.get(name, ())) for name in names)))
@@ -153,7 +153,7 @@ class _Judge:
         yield self._finding("evaluation", f"{said}, although training agrees", cause)
 
     def _place(self, number: int, step: Record, expected: Record) -> tuple[str, list[str]]:
-        """The first place in the forward that differs, and the parameters there."""
+        """Describe the first place in the forward that differs, and return the parameters there."""
         noise = {} if self.tolerance.noise is None else steps_of(self.tolerance.noise)[number]["activations"]
         before = "the batch"
         for module, theirs in expected["activations"].items():
@@ -193,7 +193,7 @@ class _Judge:
             place = f"a forward that depends on more than these, such as random numbers, buffers or the mode; {place}"
         elif self.random:
             said += ", although in evaluation mode the losses agree"
-            if names and "behind the batch" not in place:  # dropout comes later
+            if names and "behind the batch" not in place:  # dropout cannot change the first module's input
                 shared = any(r["dp_size"] < r["world_size"] for r in (self.record, self.reference))
                 why = "ranks that share samples may draw their own, so compare with the model's dropout set to 0" \
                     if shared else "a runner must not seed them, by rank for example"  # fmt: skip
@@ -204,7 +204,7 @@ class _Judge:
         yield self._finding("forward", said, cause or place, () if cause else names)
 
     def _routing(self, number: int, step: Record, expected: Record) -> str | None:
-        """Choices of experts that a tie flips, or the balance of routers that all modules' outputs do not explain."""
+        """Explain a difference by flipped near ties, or by router losses that differ over equal module outputs."""
         mine, theirs = step["routing"], expected["routing"]
         if flipped := routing.flipped(mine["near"], theirs["near"]):
             return flipped
@@ -219,13 +219,13 @@ class _Judge:
     # ---- gradients
 
     def _idle(self, what: str, measured: Record) -> Iterator[Finding]:
-        """Ranks that report nothing of what others have a part of."""
+        """Yield a finding if some ranks report no tensors although other ranks do."""
         if idle := measured["idle"]:
             said = f"rank {_numbers(idle)} reports no {what}"
             yield self._finding("state", said, "look at held.shards, held.gradients and held.state", (), idle)
 
     def _wrong(self, number: int, step: Record, expected: Record) -> list[str]:
-        """Parameters whose gradient in a step is not the reference's, the one that points to the cause first."""
+        """Return the parameters with a wrong gradient in a step, the most telling one first."""
         limit_of = self.tolerance.limits(number, "gradients")
         theirs = expected["gradients"]["products"]
         floor = _SMALL * math.sqrt(sum(p[-1] for p in theirs.values() if math.isfinite(p[-1])))
@@ -237,12 +237,16 @@ class _Judge:
         return self._sorted(excess)
 
     def _lacking(self, step: Record, expected: Record) -> list[str]:
-        """Parameters that have no gradient, or only a part of one."""
+        """Return the parameters that have no gradient, or only a part of one."""
         lost = expected["gradients"]["products"].keys() - step["gradients"]["products"].keys()
         return sorted(lost) + step["gradients"]["partial"]
 
     def _sorted(self, excess: dict[str, float]) -> list[str]:
-        """Names by how much they are off; where errors flow from a block to those before it, that block's first."""
+        """Sort parameters by error, largest first.
+
+        If several errors are similar, the last parameter in model order comes first: the backward carries an error
+        from a block to all blocks before it.
+        """
         names = sorted(excess, key=lambda name: -excess[name])
         in_order = sorted(excess, key=lambda name: self.order.get(name, 0))
         if len(names) > 2 and excess[names[0]] < 3 * excess[names[1]]:
@@ -292,7 +296,7 @@ class _Judge:
         yield self._finding("gradients", f"{said}{by}", cause, wrong, off)
 
     def _mixture(self, number: int, step: Record, expected: Record) -> str | None:
-        """Cause of gradients that are those of single micro batches, or of steps before, with other weights."""
+        """Explain gradients that mix micro batches, or this step and the previous one, with wrong weights."""
         sizes = {name: Gap(*products).rr ** 0.5 for name, products in expected["gradients"]["products"].items()}
         if number == 1 and (parts := self.reference.get("parts")):
             weights, rest = causes.solve(parts, step["projections"], sizes)
@@ -336,7 +340,7 @@ class _Judge:
                 "state", said, "`shards` reports, and a checkpoint saves, something else than what trains, for the "
                 "gradients of the next step agree", wrong, off,
             )  # fmt: skip
-        along = [weights[name] for name in wrong]  # products of d, the way m and the weight w
+        along = [weights[name] for name in wrong]  # products of difference d, update m and weight w
         decayed = [bool(ww) and dw**2 > 0.99 * dd * ww for dd, _, dw, _, _, ww in along]
         askew = all(4 * dm**2 < dd * mm and 4 * dw**2 < dd * ww for dd, dm, dw, mm, _, ww in along)
         ratio = causes.multiple([gaps[name] for name in wrong])
@@ -357,13 +361,16 @@ class _Judge:
         yield self._finding("update", said, cause, wrong, off)
 
     def _unseen(self, number: int, error: float, weights: dict[str, list[float]]) -> bool:
-        """True if no gradient of the step that follows shows an error in the weights that it would show."""
+        """True if the weights' error is large enough to change the next step's gradients, but they agree."""
         if number not in self.mine or math.sqrt(error / sum(p[5] for p in weights.values())) < self.tolerance.shows:
             return False
         return not self._wrong(number, self.mine[number], self.steps[number])
 
     def _still(self, number: int) -> set[str]:
-        """Parameters that rounding alone moves, such as the bias of attention's keys, another way each time."""
+        """Return the parameters that only rounding moves, such as the bias of attention's keys.
+
+        Their updates may differ between any two runs.
+        """
         steps = [step["gradients"]["products"] for step_number, step in self.steps.items() if step_number <= number]
         floors = [_SMALL * math.sqrt(sum(p[-1] for p in s.values() if math.isfinite(p[-1]))) for s in steps]
         norms = {name: [math.sqrt(s[name][-1]) if name in s else 0.0 for s in steps] for name in steps[0]}
@@ -373,7 +380,7 @@ class _Judge:
         }  # fmt: skip
 
     def _state(self, step: Record, number: int, phase: Phase, exact: bool = False) -> Iterator[Finding]:
-        """State after a step against the reference's, or what was saved or loaded against what is held."""
+        """Compare state after a step with the reference's, or the state in a checkpoint with the state in memory."""
         when = {"checkpoint": "the checkpoint", "resume": "what is loaded from the checkpoint"}.get(
             phase, f"the state after step {number}, and so a checkpoint,"
         )
@@ -423,7 +430,7 @@ class _Judge:
 
 
 def _apart(measured: Record, most: float) -> list[str]:
-    """Parameters whose copies on the ranks differ by more than `most`, those most apart first."""
+    """Return the parameters with copies that differ between ranks by more than `most`, the largest difference first."""
     apart = measured["apart"]
     return sorted((name for name in apart if apart[name] > most), key=lambda name: -apart[name])
 

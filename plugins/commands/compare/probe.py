@@ -1,4 +1,4 @@
-"""Measurements of a runner's tensors against the reference's, box by box, with nothing gathered."""
+"""Measure a runner's tensors against the reference's, box by box, without gathering them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from .activations import Activations
 from .routing import Routing
 from .tolerance import Record
 
-Products = list[float]  # scalar products of a few vectors with each other: [aa, ab, ac, bb, bc, cc] of a, b and c
-Held = dict[tuple[str, Box], tuple[float, Products]]  # a rank's boxes: square of the data, products
+Products = list[float]  # dot products of a few vectors with each other: [aa, ab, ac, bb, bc, cc] of a, b and c
+Held = dict[tuple[str, Box], tuple[float, Products]]  # a rank's boxes: squared norm of the data, products
 
-_EPSILONS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # relative, of a rounding
+_EPSILONS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # relative size of a rounding
 
 
 class Probe(Callback):
-    """Observer of the steps of a run, between backward and update and after the update.
+    """Measures each step of a run after the backward and after the update.
 
-    The reference (`write`) leaves gradients and state in `folder`, as boxes; the others compare theirs box by box.
+    The reference (`write`) saves gradients and state in `folder`, as boxes; the others compare theirs box by box.
+    `disturb` perturbs the weights in each forward, to measure the reference's noise.
     """
 
     def __init__(self, trainer: Trainer, folder: Path, *, write: bool, disturb: bool) -> None:
@@ -79,7 +80,7 @@ class Probe(Callback):
         parameters = [s for s in shards if s.kind == "param"]
         self._keep("state", shards if moments else parameters)
         now, before = self.reader("state"), self.reader("state", self.step - 1)
-        # Adam's step follows the sign of a gradient; that of a gradient near zero is rounding's.
+        # Adam's update follows the sign of a gradient. Near zero, rounding decides that sign.
         share = 0.0 if self.disturbs else _EPSILONS[self.runner.precision.dtype] ** 0.5
 
         def products(w: Tensor, r: list[Tensor]) -> list[Tensor]:
@@ -92,7 +93,7 @@ class Probe(Callback):
             self.steps[-1] |= self.against(now, shards)
 
     def against(self, there: Reader, shards: list[Shard]) -> Record:
-        """State here against that in a checkpoint: what lacks, what is more, measurements by kind. Collective."""
+        """Compare state in memory with a checkpoint: missing and surplus tensors, measurements by kind. Collective."""
         here = set().union(*self.group.all_gather({(s.kind, s.name) for s in shards}))
         missing = [f"{kind} of {name}" for kind, name in there.tensors.keys() - here]
         by_kind = {}
@@ -111,19 +112,22 @@ class Probe(Callback):
             self._files[kind].save(self.step, shards, {"step": self.step}, background=False)
             self._files[kind].wait()
 
-    # ---- sums over tensors that are spread over ranks
+    # ---- sums over sharded tensors
 
     def measure(
         self, shards: Iterable[Shard], readers: list[Reader], vectors: Callable[[Tensor, list[Tensor]], list[Tensor]]
     ) -> Record:
-        """Measure tensors against others. Collective.
+        """Measure tensors against the readers' tensors. Collective.
 
-        `vectors` gets a piece's data and that of the same box in every reader, which has gradients where it has nothing
-        of the piece's kind, or zeros where there are none; its first result is the difference.
+        `vectors` gets a piece's data and the data of the same box from every reader. A reader without tensors of the
+        piece's kind supplies gradients, or zeros if it has none. The first vector returned is the difference.
 
-        products: of the vectors, by parameter, each element counted once; off: ranks whose own part differs at least
-        four times as much as that of another; apart: distance of copies, relative to the tensor; copies: their number;
-        partial: parameters of which no rank has some elements; idle: ranks that have nothing.
+        products: dot products of the vectors, by parameter; each element is counted once.
+        off: ranks with a difference more than four times that of the best rank, by parameter.
+        apart: largest distance between copies, relative to the tensor.
+        copies: number of ranks that hold the parameter.
+        partial: parameters with elements that no rank holds.
+        idle: ranks that hold no elements.
         """
         mine, left = Held(), dict[str, int]()
         for shard in shards:
@@ -141,15 +145,15 @@ class Probe(Callback):
         return _merged(self.group.all_gather(mine), self.group.all_gather(left))
 
     def project(self, shards: Iterable[Shard]) -> dict[str, float]:
-        """A random projection of each tensor, which does not depend on how it is cut. Collective."""
+        """Project each tensor on random signs; sharding does not change the result. Collective."""
         mine = {(s.name, p.box): _dot(p.data, _signs(s, p.box)) for s in shards for p in s.pieces}
         boxes = {key: value for held in self.group.all_gather(mine) for key, value in held.items()}
         return {name: sum(value for (n, _), value in boxes.items() if n == name) for name, _ in boxes}
 
-    # ---- the reference alone
+    # ---- only for the reference
 
     def parts(self, step: list[MicroBatch], num_targets: int) -> list[dict[str, float]]:
-        """Projections of the gradient of each micro batch alone, weighted as in the step. For a single rank."""
+        """Project the gradient of each single micro batch, weighted as in the step. For one rank only."""
         out = []
         for micro_batch in step:
             self.runner.forward_backward([micro_batch], num_targets)
@@ -159,16 +163,16 @@ class Probe(Callback):
         return out
 
     def _round_otherwise(self, epsilon: float) -> None:
-        """Change gradients by so little that a few elements of each are rounded otherwise by `epsilon`.
+        """Change gradients just enough that rounding by `epsilon` gives a different result for a few elements of each.
 
-        Last bits alone would do this in large matrices, and in small ones only now and then.
+        A change of the last bits would be enough for large matrices, but would rarely show in small ones.
         """
         for shard, piece in ((s, p) for s in self.runner.held.gradients() for p in s.pieces):
             noise = 2 * _drawn(torch.rand, shard, piece.box, self.step) - 1
             piece.data.mul_(1 + 8 * epsilon / math.prod(shard.shape) * noise.to(piece.data.device))
 
     def _disturb(self) -> Callable[[], None]:
-        """Round the weights otherwise, by up to a rounding of the type that computes; returns the way back."""
+        """Perturb the weights by up to one rounding of the compute type; return a function that restores them."""
         epsilon = _EPSILONS[self.runner.precision.dtype]
         pieces = [(s, p, p.data.clone()) for s in self.runner.held.shards() if s.kind == "param" for p in s.pieces]
         for shard, piece, kept in pieces:
@@ -185,9 +189,9 @@ class Probe(Callback):
 
 
 def _merged(gathered: list[Held], sizes: list[dict[str, int]]) -> Record:
-    """The result of `measure`, of what the ranks hold and the elements of each parameter."""
+    """Merge the boxes of all ranks into the result of `measure`; `sizes`: elements by parameter, for each rank."""
     left = {name: size for own in sizes for name, size in own.items()}
-    few = sum(left.values()) < 64 * len(gathered)  # so few that a rank may hold nothing
+    few = sum(left.values()) < 64 * len(gathered)  # too few for every rank to hold some
     idle = [] if few else [rank for rank, held in enumerate(gathered) if not any(box.numel for _, box in held)]
     total, apart, copies = dict[str, Products](), dict[str, float](), dict[str, int]()
     own: dict[str, dict[int, float]] = {}  # squared difference, by parameter and rank
@@ -212,12 +216,12 @@ def _dot(a: Tensor, b: Tensor) -> float:
 
 
 def _signs(shard: Shard, box: Box) -> Tensor:
-    """Random signs of a box, the same for every cut of the tensor."""
+    """Random signs of a box, the same for every sharding of the tensor."""
     return _drawn(partial(torch.randint, 0, 2, dtype=torch.int8), shard, box) * 2 - 1
 
 
 def _drawn(draw: Callable[..., Tensor], shard: Shard, box: Box, seed: int = 0) -> Tensor:
-    """The part in a box of a tensor of the shard's shape that `draw` gives, by the shard's name and the seed."""
+    """Draw a tensor of the shard's shape, seeded by the shard's name and `seed`, and return the part in `box`."""
     generator = torch.Generator().manual_seed(zlib.crc32(shard.name.encode()) + seed)
     return draw(size=shard.shape, generator=generator)[box.slices_in(Box.whole(shard.shape))]
 

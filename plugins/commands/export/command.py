@@ -1,4 +1,4 @@
-"""`crosstrain export`: a checkpoint as a plain Hugging Face model folder."""
+"""`crosstrain export`: write a checkpoint as a plain Hugging Face model folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ExportCommand(Command):
         )
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Write the checkpoint to the output folder; returns the exit code."""
+        """Write the checkpoint to the output folder; return the exit code."""
         from crosstrain.checkpoint.checkpointer import load_state
         from crosstrain.checkpoint.files import Reader
         from crosstrain.checkpoint.folders import find_checkpoint
@@ -52,11 +52,11 @@ class ExportCommand(Command):
         limit, output = read_bytes(arguments.max_shard_size, "--max-shard-size"), arguments.output
         dtype = DTYPES[arguments.dtype] if arguments.dtype else None
         checkpoint = find_checkpoint(arguments.checkpoint)
-        model = None  # for a checkpoint that does not describe its model and has no frozen parameters
+        model = None  # None: the checkpoint does not describe its model and has no frozen parameters
         part: Part = (("",), None)
         described = arguments.cfg_path or arguments.part or isinstance(load_state(checkpoint).get("config"), dict)
         if described or Reader.open(checkpoint).frozen:
-            # Without weights: it knows the sources of frozen parameters, and which ones are merged.
+            # A model without weights, for the sources of frozen parameters and the list of merged parameters.
             config = open_config(checkpoint, arguments.cfg_path, arguments.options, arguments.trust_data)
             model = outline(config, checkpoint)
             if arguments.part == "adapter":

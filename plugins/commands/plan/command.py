@@ -20,7 +20,7 @@ class PlanCommand(Command):
         add_budget(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Print the plan of a project, and write it where the flags say; returns the exit code."""
+        """Print the plan of a project, write it to --output if given, and return the exit code."""
         from .api import plan
 
         a = arguments

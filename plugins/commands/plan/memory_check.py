@@ -1,4 +1,4 @@
-"""The check of a training's memory and disk before it starts."""
+"""Check the memory and disk space of a training before it starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MemoryCheck(PreflightCheck):
         add_budget(parser)
 
     def run(self, start: Start, given: Mapping[str, Any]) -> None:
-        """Raise UserError for a layout that the runner refuses, and for too little memory on the first launcher."""
+        """Raise UserError if the model cannot be sharded this way, or if the first launcher has too little memory."""
         from .api import alternatives, plan_of
         from .estimate import Project
         from .fit import check_memory, gpu_memory, lack_of_space

@@ -1,4 +1,4 @@
-"""A plan: the costs of a project under its runner, other runners and modes of checkpointing, as text and JSON."""
+"""A plan: costs of a project under its runner, other runners and checkpointing modes, as text and JSON."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ _DAY = 86400.0
 
 @dataclass
 class Budget:
-    """The user's figures about devices and length; None: not given."""
+    """The user's numbers for devices and length; None: not given."""
 
     device_memory: int | None = None  # bytes
     throughput: float | None = None  # FLOP/s of one device, recomputation included
-    tokens_per_second: float | None = None  # of all ranks
-    tokens: float | None = None  # of the whole training; None: what the configuration's steps see
+    tokens_per_second: float | None = None  # all ranks together
+    tokens: float | None = None  # length of the training; None: run.max_iters sets it
 
 
 @dataclass(repr=False)
 class Plan:
-    """Estimates of one project, and what follows from them and a budget."""
+    """Estimates of one project, and advice for a budget."""
 
     project: Project
     budget: Budget
-    steps: int | None  # of the configuration, or for the budget's tokens
+    steps: int | None  # run.max_iters, or enough for the budget's tokens
     chosen: Estimate
-    modes: dict[str, Estimate | str]  # the chosen runner under each mode of checkpointing, or why not
-    presets: dict[str, Estimate | str]  # the others, or why not
+    modes: dict[str, Estimate | str]  # the project's runner under each checkpointing mode, or why it is impossible
+    presets: dict[str, Estimate | str]  # other runners, or why they are impossible
     advice: Advice | None = None
 
     def fits(self, estimate: Estimate) -> bool | None:
-        """True where a tenth of the device stays free; None where no limit is known."""
+        """Return whether a tenth of the device's memory stays free; None if the budget has no limit."""
         limit = self.budget.device_memory
         return None if limit is None else needs(estimate, self.project.device) <= USABLE * limit
 
@@ -53,7 +53,7 @@ class Plan:
         return None if each is None else each * self.chosen.batch.global_batch
 
     def days(self) -> float | None:
-        """Days of the whole training at the given or measured speed."""
+        """Return the days of the whole training at the given or measured speed; None if either is unknown."""
         if self.steps is None:
             return None
         if self.budget.tokens_per_second and self.tokens_per_step:
@@ -64,7 +64,7 @@ class Plan:
         return None
 
     def as_json(self) -> dict[str, Any]:
-        """Bytes, counts and days; null where something is not known."""
+        """Return bytes, counts and days; unknown values are null."""
         sizes, chosen = self.project.sizes, self.chosen
         return {
             "runner": self.project.config.run.runner.name,
@@ -116,7 +116,7 @@ class Plan:
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
-        """The plan as lines of text."""
+        """Return the plan as lines of text."""
         project, chosen, sizes = self.project, self.chosen, self.project.sizes
         idle = project.model.structure.idle_parameters
         batch, memory, tokens, run = chosen.batch, chosen.memory, self.tokens_per_step, project.config.run
@@ -170,7 +170,7 @@ class Plan:
         return out
 
     def parameters(self) -> list[str]:
-        """Lines with the patterns of the model's parameters, as checkpoints name them, for freezing and for plans."""
+        """Return the model's parameters by name pattern, one line each; the patterns work in freezing and in plans."""
         groups = Counter[tuple[str, tuple[int, ...], bool]]()
         for name, parameter in self.project.model.weights.parameters().items():
             shape = self.project.model.weights.logical_shape(name, parameter.shape)
@@ -202,7 +202,7 @@ class Plan:
 
 
 def make_plan(project: Project, budget: Budget, world_size: int, others: Alternatives) -> Plan:
-    """Estimate the project under its own runner and others. Raises UserError where its own runner cannot train it."""
+    """Estimate the project under its own runner and others. Raises UserError if its own runner cannot train it."""
 
     def attempt(config: Config) -> Estimate | str:
         try:

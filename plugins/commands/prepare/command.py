@@ -63,7 +63,7 @@ class PrepareCommand(Command):
         parser.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Prepare, inspect or merge; returns the exit code."""
+        """Prepare, inspect or merge; return the exit code."""
         if arguments.dataset in ("inspect", "merge"):
             return _existing(arguments)
         if arguments.paths:
@@ -82,7 +82,7 @@ class PrepareCommand(Command):
 
 
 def _read_recipe(arguments: argparse.Namespace) -> Recipe:
-    """Read the recipe file, if one is named, under the flags and `--options`."""
+    """Read the recipe file, if one is given; the flags and `--options` override it."""
     given = {name: value for name in _FLAGS if (value := getattr(arguments, name)) is not None}
     if len(given.get("input", ())) == 1:
         given["input"] = given["input"][0]

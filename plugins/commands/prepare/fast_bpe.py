@@ -1,18 +1,20 @@
-"""Encode with tiktoken if its ids are provably the tokenizer's own, else with the tokenizer itself.
+"""Encode with tiktoken if its IDs are provably the tokenizer's own, else with the tokenizer itself.
 
-tiktoken merges any two neighbours whose concatenation is a token, the earliest token first; a Hugging Face BPE merges
-the pairs in its list, the earliest first. They agree on every text if (`_ranks` checks all of it)
+tiktoken merges any two neighbours that together form a token, the earliest token first. A Hugging Face BPE merges the
+pairs in its list, the earliest first. Both agree on every text under these conditions (`_ranks` checks them all):
 
 1. the tokens are the 256 bytes and one product of each merge, all different, plus added tokens;
 2. each merge joins bytes or products of earlier merges;
-3. the merges turn the bytes of each product, alone, into that product.
+3. applied to only the bytes of a product, the merges give that product.
 
-Proof: suppose that they first differ where tiktoken joins x and y into s, whose merge is another pair. All earlier
-merges are done, and none reached across an end of s. So the same merges lead from the bytes of s alone to x and y, and
-only the merge of x and y can follow. By 3 there is one and it gives s; by 1 no other merge gives s: a contradiction.
+Proof: suppose that the two first differ where tiktoken joins x and y into s, although the merge for s is of a different
+pair. All earlier merges are done, and none reached across an end of s. So the same merges lead from only the bytes of s
+to x and y, and only the merge of x and y can follow. By 3 there is one and it gives s; by 1 no other merge gives s: a
+contradiction.
 
-A regular expression cuts the text into words first. Only expressions known to mean the same to both libraries are
-accepted. Documents with characters whose class may differ between their Unicode tables go to the tokenizer itself.
+A regular expression cuts the text into words first. Only expressions with a known equal meaning in both libraries are
+accepted. Characters may have different classes in the two Unicode tables; documents with such characters go to the
+tokenizer itself.
 """
 
 import importlib.util
@@ -38,7 +40,7 @@ _LLAMA3 = (
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _NORMALIZERS = (None, {"type": "NFC"})
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-# Expression: the steps of a tokenizer that cuts words by it.
+# Expression: the pre-tokenizer steps that cut words with it.
 _CUTTERS = {GPT2: [_BYTES | {"use_regex": True}]} | {
     pattern: [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False, "trim_offsets": True},
@@ -51,18 +53,18 @@ _log = logging.getLogger(__name__)
 
 
 class FastEncoder:
-    """An encoder of documents with the result of `tokenizer.encode_batch`."""
+    """Encodes documents with the same result as `tokenizer.encode_batch`."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer
         self.fast = _tiktoken(tokenizer)
         self.normalizes = tokenizer.backend.normalizer is not None
-        # Added tokens are found in text, except the special ones, which are text like any other.
+        # Added tokens are matched in text. Special tokens are not: there they are ordinary text.
         added = [t.content for t in tokenizer.backend.get_added_tokens_decoder().values() if not t.special]
         self.added = re.compile("|".join(map(re.escape, added)) or "(?!)")
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the token ids of each document, without an end-of-text token."""
+        """Return the token IDs of each document, without an end-of-text token."""
         if self.fast is None:
             return [np.asarray(ids, np.int64) for ids in self.tokenizer.encode_batch(texts)]
         encoding, table = self.fast
@@ -75,14 +77,14 @@ class FastEncoder:
         return found
 
     def _is_plain(self, text: str) -> bool:
-        """Tell whether both libraries are sure to cut a text alike."""
+        """Return whether both libraries certainly cut a text in the same way."""
         if self.added.search(text) or (self.normalizes and not unicodedata.is_normalized("NFC", text)):
             return False
         return text.isascii() or not _unsure()[np.frombuffer(text.encode("utf-32-le"), np.uint32)].any()
 
 
 def _tiktoken(tokenizer: TextTokenizer) -> tuple[Any, np.ndarray] | None:
-    """Return (text -> ranks, rank -> id); None if they are not provably right, or tiktoken is not installed."""
+    """Return (text -> ranks, rank -> ID); None if they are not provably right, or tiktoken is not installed."""
     document = json.loads(tokenizer.backend.to_str())
     pattern = _pattern(document)
     if pattern is None or (ranks := _ranks(document)) is None:
@@ -99,7 +101,7 @@ def _tiktoken(tokenizer: TextTokenizer) -> tuple[Any, np.ndarray] | None:
 
 
 def _pattern(document: dict[str, Any]) -> str | None:
-    """Return the expression that cuts text into words, if both libraries understand it alike."""
+    """Return the expression that cuts text into words; None if it may differ between the two libraries."""
     model, cutter = document["model"], document["pre_tokenizer"] or {}
     if model["type"] != "BPE" or any(model.get(key) for key in _CHANGES) or document["normalizer"] not in _NORMALIZERS:
         return None
@@ -108,7 +110,7 @@ def _pattern(document: dict[str, Any]) -> str | None:
 
 
 def _ranks(document: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray] | None:
-    """Return (bytes of a token -> its rank, rank -> id) if conditions 1 to 3 hold."""
+    """Return (bytes of a token -> its rank, rank -> ID) if conditions 1 to 3 hold, else None."""
     vocabulary: dict[str, int] = document["model"]["vocab"]
     merges = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in document["model"]["merges"]]
     characters = _byte_characters()
@@ -120,7 +122,7 @@ def _ranks(document: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray] | No
     added = {token["content"] for token in document["added_tokens"]}
     if not seen.keys() <= vocabulary.keys() or not vocabulary.keys() - seen.keys() <= added:
         return None
-    merging = document | {"model": document["model"] | {"ignore_merges": False}}  # even tokens of the vocabulary
+    merging = document | {"model": document["model"] | {"ignore_merges": False}}  # merge words that are tokens, too
     model = Tokenizer.from_str(json.dumps(merging)).model
     if any(len(found := model.tokenize(token)) != 1 or found[0].value != token for token in seen):
         return None
@@ -139,10 +141,10 @@ def _byte_characters() -> list[str]:
 
 @cache
 def _unsure() -> np.ndarray:
-    """Return the characters whose class may differ between Unicode tables, as bool [1,114,112].
+    """Return a mask of characters with classes that may differ between Unicode tables, bool [1,114,112].
 
-    These are: letters, digits and spaces of another class in Unicode 3.2, which Python carries; characters that this
-    Python's version does not assign; and letters whose case folds to ASCII.
+    These are letters, digits and spaces with a different class in Unicode 3.2 (Python includes its table), characters
+    without a class in this version of Python, and letters that fold to ASCII.
     """
     old, table = unicodedata.ucd_3_2_0.category, np.zeros(0x110000, bool)
     table[[0x17F, 0x212A]] = True

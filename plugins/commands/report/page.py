@@ -15,8 +15,8 @@ from crosstrain.utils.errors import printable
 from .chart import COLOURS, Chart, chart
 from .read_run import ReadRun
 
-_NATS = "nats per target token"  # of language models
-# Key of metrics.jsonl: title, unit, and whether a moving average is drawn over the values.
+_NATS = "nats per target token"  # for language models
+# Key of metrics.jsonl: title, unit, and whether to draw a moving average over the values.
 _CURVES = {
     "loss": ("Training loss", _NATS, True),
     "val_loss": ("Validation loss", _NATS, False),
@@ -37,13 +37,13 @@ _CURVES = {
 }
 _NO_CURVE = {"samples"}
 _ONLY_IF_THEY_CHANGE = {"loss_scale", "skipped_steps"}
-_EVALUATIONS = 12  # whose generated texts are shown
+_EVALUATIONS = 12  # evaluations with generated texts on the page
 _EVENTS = 200
 _NONE = "–"  # noqa: RUF001 - a dash where there is no value
 
 _last = itemgetter(-1)
-_Table = dict[str, list[str]]  # by title, a cell for each run
-_Texts = tuple[int, list[tuple[str, str]]]  # step, prompts with what was generated
+_Table = dict[str, list[str]]  # by title: one cell for each run
+_Texts = tuple[int, list[tuple[str, str]]]  # step, (prompt, generated text) pairs
 
 
 def page(runs: Sequence[ReadRun]) -> str:
@@ -61,7 +61,7 @@ def page(runs: Sequence[ReadRun]) -> str:
     return environment.get_template("page.html.j2").render(
         version=__version__, runs=runs, colours=COLOURS,
         style=markup(style), scripts=[markup(library), markup(script)],
-        # Whatever the runs' files hold, a browser runs these two scripts and fetches nothing.
+        # A browser runs only these two scripts and fetches nothing, regardless of the runs' files.
         hashes=[base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (library, script)],
         summary=_summary(runs), curves=_curves(runs), phases=_phases(runs),
         differences=_differences(runs), generated=[_spread(run.generated) for run in runs],
@@ -145,6 +145,6 @@ def _differences(runs: Sequence[ReadRun]) -> _Table:
 
 
 def _spread(generated: list[_Texts]) -> list[_Texts]:
-    """Choose a few evaluations at even distances, the last one among them."""
+    """Choose a few evaluations at even distances, including the last one."""
     every = -(-len(generated) // _EVALUATIONS) or 1
     return generated[::-every][::-1]

@@ -1,4 +1,4 @@
-"""`crosstrain samples`: the samples of a project, as training is given them."""
+"""`crosstrain samples`: show the samples of a project as training receives them."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from crosstrain.cli.flags import add_config, new_file, positive
 from crosstrain.utils.drawing import contact_sheet
 from crosstrain.utils.errors import printable
 
-_ASKED = 40  # letters below a picture: the question's, which ends what is not learned
+_ASKED = 40  # characters below a picture from the end of text that is not learned: the question
 
 
 @registry.register_command("samples")
@@ -35,7 +35,7 @@ class SamplesCommand(Command):
         parser.add_argument("--sheet", type=new_file, metavar="FILE", help="draw the pictures in the samples")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Print the samples, and draw their pictures; returns the exit code."""
+        """Print the samples, and draw their pictures; return the exit code."""
         from .samples import samples
 
         a = arguments

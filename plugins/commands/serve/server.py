@@ -35,8 +35,8 @@ class ServerOptions:
     host: str
     port: int
     key: str | None
-    trust: Trust = Trust.COMMANDS  # of the configuration
-    weights: str | None = None  # a callback's name for those that it kept; None: those that trained
+    trust: Trust = Trust.COMMANDS  # trust in the configuration
+    weights: str | None = None  # the callback that kept the weights to serve; None: the trained weights
 
 
 def serve_worker(plain: dict[str, Any], options: ServerOptions, limits: Limits, under_launcher: bool) -> int:
@@ -62,7 +62,7 @@ def serve_worker(plain: dict[str, Any], options: ServerOptions, limits: Limits, 
 def run_server(
     config: Config, runner: Runner, options: ServerOptions, limits: Limits, listener: socket.socket, stop: StopRequest
 ) -> None:
-    """Serve HTTP in another thread, and compute in this one, until a signal comes."""
+    """Serve HTTP in a second thread, and compute in this one, until a signal arrives."""
     import uvicorn
 
     from .app import Web, is_loopback
@@ -113,14 +113,14 @@ def run_server(
 
 
 def listen(options: ServerOptions) -> socket.socket:
-    """A listening socket; UserError where the address cannot be used."""
+    """Return a listening socket. Raises UserError if the address cannot be used."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
         listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UserError(f"--host {options.host} --port {options.port}: cannot listen there ({reason})") from None
-    # Connections inherit this option, which asyncio does not set: without it, a text's beginning waits 40 ms.
+    # Connections inherit this option, and asyncio does not set it. Without it, the beginning of a text waits 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 

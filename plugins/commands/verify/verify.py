@@ -1,4 +1,4 @@
-"""Accept a runner: hold it to plain torch in every part of a run, and write a page of what was found."""
+"""Accept a runner: compare it with plain torch in every part of a run, and write a page of the results."""
 
 import json
 import tempfile
@@ -29,11 +29,11 @@ from ..export.folder import export
 
 _REFERENCE = f"{DEFAULT_RUNNER}@1"
 
-Check = tuple[str, str, str]  # name; yes, no, measured or not tried; what was found, or the reason not to try
+Check = tuple[str, str, str]  # name; yes, no, measured or not tried; the finding, or the reason not to try
 
 
 def page(checks: Mapping[str, Sequence[Check]], command: str) -> str:
-    """The checks of each runner in Markdown, and the command that made them."""
+    """Return the checks of each runner in Markdown, and the command that made them."""
     lines = ["# Verified runners", "", f"By Crosstrain {__version__}, with torch {torch.__version__}: `{command}`"]
     for label, rows in checks.items():
         verdict = "**not verified**" if any(result == "no" for _, result, _ in rows) else "verified"
@@ -46,10 +46,10 @@ def page(checks: Mapping[str, Sequence[Check]], command: str) -> str:
 def verify(
     project: ProjectLike, runners: Sequence[str], options: Overrides, nproc_per_node: int, steps: int
 ) -> Iterator[tuple[str, Check]]:
-    """Hold runners such as zero2@4 to plain torch in one process, in every part of a run; yields labels and findings.
+    """Compare runners such as zero2@4 with plain torch in one process; yield labels and findings.
 
-    A runner without a number of workers gets `nproc_per_node`; no runner is the project's own. Raises UserError for a
-    project that one process cannot train.
+    The checks cover every part of a run. A runner without a number of workers gets `nproc_per_node`. If `runners` is
+    empty, the project's own runner is verified. Raises UserError if one process cannot train the project.
     """
     own = load_config(project, options).run.runner
     given = {f.name: value for f in fields(own.options) if (value := getattr(own.options, f.name)) != f.default}
@@ -69,7 +69,7 @@ class _Acceptance:
     """The checks of a runner against the recorded reference."""
 
     race: Race
-    plain: Config  # the reference's
+    plain: Config  # configuration of the reference
     reference: Record
     tolerance: Tolerance
     label: str
@@ -77,7 +77,7 @@ class _Acceptance:
     config: Config
 
     def checks(self) -> Iterator[Check]:
-        """Yield the rows, in the order of a run; none behind a training that differs, which makes them moot."""
+        """Yield the rows in the order of a run. If training differs, skip the remaining checks."""
         other = next((n for n in (2 * self.size, self.size // 2) if not refusal(self.config, n)), 2 * self.size)
         rows: dict[str, Callable[[], tuple[str, str]]] = {
             "trains alike": self._train,
@@ -128,7 +128,7 @@ class _Acceptance:
         return "yes", "every tensor bit by bit, and the files beside them"
 
     def _resume(self, size: int, config: Config, earlier: Config) -> tuple[str, str]:
-        """Go on from an earlier run's checkpoint, held to the reference, which never stopped."""
+        """Resume from an earlier run's checkpoint, and compare with the uninterrupted reference."""
         if why := refusal(config, size):
             return "not tried", str(why)
         if not self.record["exact"] and (size != self.size or config is self.plain):
@@ -138,7 +138,7 @@ class _Acceptance:
         return ("no", finding.sentence) if finding else ("yes", f"the state bit by bit, then {self._within(record)}")
 
     def _export(self) -> tuple[str, str]:
-        """Export the checkpoint, and have plain torch open it as any published model, in another process."""
+        """Export the checkpoint, and let plain torch open it like any published model, in a new process."""
         folder, model = tempfile.mkdtemp(dir=self.race.scratch), model_on_meta(self.config)
         checkpoint, sources = find_checkpoint(Path(self.config.run.output_dir)), PretrainedWeights.of(model)
         export(checkpoint, Path(folder), None, 1 << 62, lambda _: None, sources, model.export.merges())
