@@ -30,8 +30,8 @@ class Callback:
 
     Every rank creates its own instance after weights and optimizer state are loaded, and a new one after a roll back.
     Then `state` and the tensors of `shards` are loaded from the checkpoint. All ranks call the methods at the same
-    points, in the order of `training/hook_order.py`. A hook may call `trainer.end` and `trainer.save_as`, and add numbers
-    to `trainer.row`.
+    points, in the order of `training/hook_order.py`. A hook may call `trainer.end` and `trainer.save_as`, and add
+    numbers to `trainer.row`.
     """
 
     replaces: ClassVar[str | None] = None  # name of a platform hook that this callback replaces; None: an extra hook
